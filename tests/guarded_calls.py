@@ -167,10 +167,10 @@ def _in_file(file: str, source: bytes, tree: ast.Module, package: _Package) -> l
         called = node.func
         if isinstance(called, ast.Name):
             module, name = package.imports[file].get(called.id, (_module(file), called.id))
-            if name in JOINED and module.startswith("dataparallel.comm.streams"):
+            if name in JOINED and module.startswith("dataparallel."):
                 add(node, place, name, name, called)
                 continue
-            if name in EVENTS and module.startswith("dataparallel.comm.streams"):
+            if name in EVENTS and module.startswith("dataparallel."):
                 waits_at_once = isinstance(parent, ast.Attribute) and parent.attr in ("make_wait", "synchronize")
                 if not waits_at_once:
                     add(node, place, name, "blank", called)

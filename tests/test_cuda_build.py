@@ -19,7 +19,7 @@ import torch
 
 import dataparallel
 from dataparallel import DataParallel
-from dataparallel.comm.cupy import launch
+from dataparallel.comm import kernels
 from dataparallel.comm.nccl import Nccl
 from dataparallel.comm.nccl import why_not as why_not_nccl
 from dataparallel.tracing import report
@@ -155,7 +155,7 @@ def test_the_report_tells_of_the_build_and_of_no_gpu() -> None:
     assert f"CUDA {torch.version.cuda}" in text
     assert "accelerator   none" in text
     assert re.search(r"NCCL +\d+\.\d+", text)
-    assert launch.why_not() == "torch sees no CUDA device"
+    assert kernels.why_not() == "torch sees no CUDA device"
 
 
 @without_gpu

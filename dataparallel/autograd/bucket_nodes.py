@@ -4,22 +4,8 @@ Each bucket has these nodes ::
 
     parameters <-- FromSource <-- ToSlots <-- OnSlot, one for each slot <-- its copies
 
-with one edge between two of them for the whole bucket (see ``bucket_gradients``). The engine runs each `OnSlot` in the
-thread of the slot's device. So all devices flatten gradients at the same time, each as soon as it has the bucket's last
-gradient. Every backward ends in the root's thread, and that thread only adds a few flat buffers.
-
-These rules order the streams:
-
-- `OnSlot` and `FromSource` belong to the streams of the caller, which compute. The parameters' ``AccumulateGrad`` nodes
-  belong to them too, so a loss that uses a parameter directly adds its gradient on the same stream.
-- Sums are made on side streams (``gradient_streams``), and `ToSlots` belongs to the root's side stream. So only this
-  stream waits for the slots: the engine makes a node's stream wait for all that the node receives.
-- The caller's stream has to wait for a sum before anything uses it, but not while it still computes. The engine makes
-  it wait for the side stream before it runs `FromSource`. It does so when the root's thread has nothing else to do,
-  which is after the root's own backward.
-- A pass that is recorded adds on the caller's streams. There are no side streams if no gradient leaves its stream.
-
-``replicate`` and the composable forms build graphs of these nodes. Single tensors go through ``functions.Broadcast``.
+with one edge between two of them for the whole bucket (see ``bucket_gradients``). Single tensors go through
+``functions.Broadcast``. docs/design.rst has the rules of streams.
 """
 
 from __future__ import annotations
@@ -35,6 +21,8 @@ from torch import Tensor
 
 from dataparallel import comm
 from dataparallel.autograd.bucket_gradients import (
+    GradientStreams,
+    Made,
     Packing,
     SlotGradients,
     SourceGradients,
@@ -43,12 +31,10 @@ from dataparallel.autograd.bucket_gradients import (
     enveloped,
 )
 from dataparallel.autograd.functions import copies_for_slots, sums_over_slots
-from dataparallel.autograd.gradient_streams import GradientStreams, Made
-from dataparallel.autograd.node import Node, run_first, run_last
+from dataparallel.autograd.node import Node, note_forward_streams, run_first, run_last
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import unflatten
-from dataparallel.comm.streams.current import streams_set
-from dataparallel.comm.streams.nodes import memory_of, note_forward_streams
+from dataparallel.comm.streams.current import memory_of, streams_set
 from dataparallel.comm.transport import Later
 from dataparallel.profiling import note_gradients, stage
 
@@ -93,7 +79,8 @@ def broadcast_bucket(
 class OnSlot(Node):
     """``OnSlot.apply(handle, copies, packing, is_received, when_complete, slot)``: the copies.
 
-    Backward flattens the slot's gradients. ``is_received``: another stream is to read them. ``slot`` is for a trace.
+    Backward flattens the slot's gradients, in the thread of its device, so all devices do at the same time. The node
+    belongs to the caller's stream, which computes. ``is_received``: another stream is to read them.
     """
 
     @staticmethod
@@ -129,7 +116,9 @@ class OnSlot(Node):
 class ToSlots(Node):
     """``ToSlots.apply(slots, gradient_streams, handle)``: a handle for each slot. Backward sums over the slots.
 
-    With ``gradient_streams`` the root's side stream has to be current around ``apply``.
+    With ``gradient_streams`` the root's side stream has to be current around ``apply``, so that the node belongs to it.
+    Then only this stream waits for the slots: the engine makes a node's stream wait for all that the node receives. A
+    pass that is recorded adds on the caller's streams.
     """
 
     @staticmethod
@@ -151,10 +140,9 @@ class ToSlots(Node):
 
     @staticmethod
     def computing_streams_set(ctx: Any) -> AbstractContextManager[None]:
-        """Makes the streams of the forward current, where `OnSlot` has made gradients.
+        """Makes the streams of the forward current, where `OnSlot` has made gradients, without an order.
 
-        Nothing orders these streams here. `SlotGradients` and side streams wait for what slots have made. What is made
-        on the source's stream needs no order: `FromSource` belongs to the same stream.
+        `SlotGradients` and side streams wait for what slots have made. `FromSource` belongs to the source's stream.
         """
         return streams_set(ctx.streams if ctx.gradient_streams is None else ctx.gradient_streams.computing)
 
@@ -241,7 +229,8 @@ class FromSource(Node):
     """``FromSource.apply(*tensors)``: a handle for them. Backward returns their gradients.
 
     The node belongs to the stream that is current in its forward. The engine makes it wait for the sums before it runs
-    the node. A parameter's ``AccumulateGrad`` that is new belongs to that stream too.
+    the node, which it does when the root's thread has nothing else to do: after the root's own backward. A parameter's
+    ``AccumulateGrad`` that is new belongs to that stream too, so a loss that uses the parameter adds on it as well.
     """
 
     @staticmethod

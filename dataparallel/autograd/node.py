@@ -6,16 +6,21 @@ Files that define autograd functions use it; ``torch.autograd.Function`` is for 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
 from dataparallel import _torch
 from dataparallel.comm.buckets import alias
+from dataparallel.comm.streams.current import Event, current_streams, memory_of, streams_set
+from dataparallel.devices import CPU
 
 
 class Node(Function):
@@ -46,6 +51,38 @@ def run_last(node: Any) -> None:
 def run_before_last(node: Any) -> None:
     """As `run_last`, but before the nodes for which that was called."""
     _torch.set_sequence_nr(node, 1)
+
+
+def note_forward_streams(node: Any, inputs: Sequence[torch.device], outputs: Sequence[torch.device]) -> None:
+    """Called in a forward: notes what `forward_streams_set` needs in the backward."""
+    node.streams = current_streams([*inputs, *outputs])
+    node.grad_input_devices = {*inputs} - {CPU}
+    # The engine takes the stream of the first output on an accelerator for the node's.
+    node.engine_device = next((device for device in outputs if device != CPU), None)
+
+
+@contextmanager
+def forward_streams_set(node: Any, grads: Sequence[Tensor | None]) -> Iterator[None]:
+    """Makes the streams of the node's forward current again inside its backward, in order with other nodes.
+
+    The engine orders the stream of the node's first output on an accelerator. So the streams of gradients on other
+    devices wait for the engine's stream first, and at the end it waits for the streams of results. A gradient of
+    another device may have been made on any stream there, so ``record_stream`` is called on its memory. For a node
+    whose outputs are all on the CPU the engine orders each device's current stream.
+    """
+    current = current_streams(node.streams)
+    engine_streams = {device: current[node.engine_device or device] for device in node.streams}
+    unordered = {device: stream for device, stream in node.streams.items() if stream != engine_streams[device]}
+    with streams_set(node.streams):
+        unordered_grads = [grad for grad in grads if grad is not None and grad.device in unordered]
+        for device in {grad.device for grad in unordered_grads}:
+            Event(engine_streams[device]).make_wait(unordered[device])
+        for memory in chain.from_iterable(map(memory_of, unordered_grads)):
+            if memory.device in unordered:
+                memory.record_stream(unordered[memory.device])
+        yield
+        for device in node.grad_input_devices & unordered.keys():
+            Event(unordered[device]).make_wait(engine_streams[device])
 
 
 class OneNode(Node):

@@ -77,14 +77,14 @@ class PassOfBackward:
         """
         self._at_end.append(function)
 
-    def end(self, ok: bool) -> None:
+    def end_pass(self, ok: bool) -> None:
         """Calls the functions that have not been called."""
         try:
             while self._at_end:
                 self._at_end.popleft()(ok)  # a function may hold much, and goes when it has been called
         except BaseException as error:
             try:
-                self.end(False)
+                self.end_pass(False)
             except BaseException as further:
                 raise error from further
             raise
@@ -99,7 +99,7 @@ class _End:
         self._pass = of_pass
 
     def __call__(self) -> None:
-        self._pass.end(True)
+        self._pass.end_pass(True)
 
     def __del__(self) -> None:
-        self._pass.end(False)
+        self._pass.end_pass(False)

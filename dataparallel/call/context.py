@@ -113,13 +113,13 @@ class Call:
         _torch.note_whether_compiler_is_in_use()  # before the next call, torch may be told to forget what was compiled
         failed = True
         try:
-            self._copies.end()  # first: what follows frees memory
+            self._copies.wait_for_copies()  # first: what follows frees memory
             failed = kind is not None
         finally:
             try:
                 self._release_replicas(failed)
             finally:
-                self.reads.wait()
+                self.reads.wait_for_copies()
                 if self._split is not None:
                     self._split.end_call(self.balanced, kind is not None)
 

@@ -22,7 +22,7 @@ PLAIN_TYPES: frozenset[type] = frozenset({Tensor, torch.nn.Parameter, ReplicaPar
 """Classes of tensors that are only data. Tensors of other classes travel singly, so that they keep their class."""
 
 
-class Layout(NamedTuple):
+class FlatLayout(NamedTuple):
     """How one tensor lies in a flat buffer. Repeated dimensions are stored once: they have size 1 in ``core_shape``.
 
     ``numel`` counts the stored elements; they are ``row_major`` if they lie in the order of a contiguous tensor.
@@ -44,8 +44,8 @@ class Bucket:
     """
 
     indices: list[int]
-    layouts: list[Layout]
-    runs: list[tuple[Layout, int]]
+    layouts: list[FlatLayout]
+    runs: list[tuple[FlatLayout, int]]
     row_major: bool
 
     @property
@@ -59,9 +59,9 @@ class Bucket:
         return any(layout.core_shape != layout.shape for layout, _ in self.runs)
 
     @classmethod
-    def of(cls, members: Sequence[tuple[int, Layout]]) -> Bucket:
+    def of(cls, members: Sequence[tuple[int, FlatLayout]]) -> Bucket:
         """A bucket of tensors given by position and layout. The bucket chooses their order."""
-        by_layout: dict[Layout, list[int]] = {}
+        by_layout: dict[FlatLayout, list[int]] = {}
         for index, layout in members:
             by_layout.setdefault(layout, []).append(index)
         # Sizes with the largest power of two as a factor come first: each tensor is as aligned as its size allows.
@@ -98,14 +98,14 @@ def dense_stride(shape: Sequence[int], like_stride: Sequence[int]) -> tuple[int,
     return tuple(stride)
 
 
-def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> Layout:
+def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> FlatLayout:
     """The layout that keeps the tensor's strides. Memory with holes becomes dense, as with ``Tensor.clone``.
 
     ``keep_repeats``: dimensions of stride 0, from ``expand``, are stored once and come back repeated.
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
     if tensor.is_contiguous():
-        return Layout(shape, shape, stride, tensor.numel(), True)
+        return FlatLayout(shape, shape, stride, tensor.numel(), True)
     core = shape
     if keep_repeats:
         core = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
@@ -115,7 +115,7 @@ def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> Layout:
     numel = 1
     for size in core:
         numel *= size
-    return Layout(shape, core, stride, numel, False)
+    return FlatLayout(shape, core, stride, numel, False)
 
 
 def travels_flat(tensor: Tensor) -> bool:
@@ -148,11 +148,11 @@ def plan_buckets(
     """
     if cap_bytes <= 0:
         raise ValueError(f"a bucket holds more than 0 bytes; got {cap_bytes}")
-    filled: list[list[tuple[int, Layout]]] = []
+    filled: list[list[tuple[int, FlatLayout]]] = []
     singles: list[int] = []
     # For each device and dtype the members of the bucket that is being filled, and their bytes.
-    open_buckets: dict[tuple[torch.device, torch.dtype], tuple[list[tuple[int, Layout]], int]] = {}
-    layouts: dict[tuple[torch.Size, tuple[int, ...]], Layout] = {}
+    open_buckets: dict[tuple[torch.device, torch.dtype], tuple[list[tuple[int, FlatLayout]], int]] = {}
+    layouts: dict[tuple[torch.Size, tuple[int, ...]], FlatLayout] = {}
     for index in range(len(tensors)) if candidates is None else candidates:
         tensor = tensors[index]
         if not travels_flat(tensor):
@@ -222,7 +222,7 @@ def flatten(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _flat_view(tensor: Tensor, layout: Layout) -> Tensor:
+def _flat_view(tensor: Tensor, layout: FlatLayout) -> Tensor:
     core = tensor
     if layout.core_shape != layout.shape:
         core = tensor.as_strided(layout.core_shape, tensor.stride())

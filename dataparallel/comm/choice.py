@@ -1,23 +1,7 @@
 """The choice of transport and route for a call: pure functions, so that a test can try any machine.
 
-``comm.select`` collects the facts. Plain copies take the route that takes the least time, by the formulas below.
-
-A transport that was asked for serves the calls that it supports. All others fall back to plain copies, and the reason
-says why:
-
-- *nccl* supports broadcasts, ``all_gather``, and, if the caller allows any order, sums and ``reduce_scatter``. *cupy*
-  supports broadcasts and sums. All else uses plain copies.
-- Both work between CUDA devices. A call with the CPU or with another type of accelerator, or with fewer than two
-  accelerators, falls back.
-- *nccl* takes each device once. A sum with two terms on one device falls back.
-- Within a call that it serves, a transport leaves to plain copies: tensors that do not travel flat, dtypes that it
-  cannot add, and *nccl*'s sums on a device that brings no term.
-
-A call that it supports raises ``ValueError`` if it can do nothing at all between these devices: none of the
-accelerators is a CUDA device, the transport is not available, or copies between two of the devices have failed
-`peer_check`.
-
-*host* supports every call.
+``comm.select`` collects the facts. Plain copies take the route that takes the least time, by the formulas below. A
+transport that was asked for serves the calls that it supports; all others fall back to plain copies, with a reason.
 """
 
 from __future__ import annotations
@@ -28,9 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from dataparallel.comm.links import Links
-from dataparallel.comm.peer_check import VARIABLE as PEER_CHECK_VARIABLE
-from dataparallel.comm.peer_check import Pair
+from dataparallel.comm.links import PEER_CHECK_VARIABLE, Links, Pair
 from dataparallel.comm.settings import Settings
 
 Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "all_gather", "reduce_scatter"]
@@ -39,7 +21,13 @@ SUPPORTED: dict[str, tuple[Collective, ...]] = {
     "nccl": ("broadcast", "reduce_add", "all_gather", "reduce_scatter"),
     "cupy": ("broadcast", "reduce_add"),
 }
-"""What these transports support. Plain copies and the host support everything."""
+"""What these transports support between CUDA devices. Plain copies and the host support everything.
+
+*nccl* makes sums only if the caller allows any order, and takes each device once. A call with the CPU, with another
+type of accelerator, or with fewer than two accelerators falls back to plain copies. Within a call that it serves, a
+transport leaves to them: tensors that do not travel flat, dtypes that it cannot add, and *nccl*'s sums on a device that
+brings no term.
+"""
 
 
 class Choice(NamedTuple):
@@ -68,7 +56,7 @@ def choose(
         nbytes: the bytes that each device receives in a broadcast, or brings to a sum.
         settings: what the user asks for. A route without a transport asks for plain copies: only they have routes.
         unavailable: why the transport that is asked for is not available between these devices.
-        untrusted: ordered pairs that have failed `peer_check`: a call with both goes through the host.
+        untrusted: ordered pairs that have failed their check: a call with both goes through the host.
         links: between the accelerators.
         widened: True for 16-bit floats, which are summed in 32 bits.
 

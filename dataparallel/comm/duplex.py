@@ -19,10 +19,6 @@ RECEIVING, SENDING = 0, 1
 """The streams of a device, the caller's and a further one, where one receives and the other sends."""
 
 
-def _further_stream(device: torch.device, number: int) -> torch.Stream:
-    return kept_stream(device, "pieces", number)
-
-
 class PieceStreams:
     """The caller's current stream and further ones, for each device of a call. ``turn``: which gets the next piece.
 
@@ -35,18 +31,18 @@ class PieceStreams:
         self._taken: dict[torch.device, set[int]] = {device: set() for device in streams}
         self.turn = 0
 
-    def of(self, device: torch.device) -> Sequence[torch.Stream]:
+    def of_device(self, device: torch.device) -> Sequence[torch.Stream]:
         """The streams on which the device may have been given work; none if all work stays on the caller's."""
         return self._streams.get(device, ())
 
     def taken(self, device: torch.device) -> Sequence[torch.Stream]:
         """Those of them that `use` has been asked for since the last call of this method, or else the caller's."""
-        streams, taken = self.of(device), self._taken.get(device, set())
+        streams, taken = self.of_device(device), self._taken.get(device, set())
         found = [stream for which, stream in enumerate(streams) if which in taken]
         taken.clear()
         return found or streams[:1]
 
-    def has(self, devices: Iterable[torch.device]) -> bool:
+    def are_for(self, devices: Iterable[torch.device]) -> bool:
         """True if it is for these devices, and their current streams are its first ones."""
         here = current_streams(devices)
         return all(device in self._streams and self._streams[device][0] == here[device] for device in here)
@@ -58,7 +54,7 @@ class PieceStreams:
 
     def order(self, device: torch.device, first: int, then: int) -> None:
         """Makes one stream of the device wait for all that another one has been given."""
-        streams = self.of(device)
+        streams = self.of_device(device)
         if len(streams) > 1:
             streams[then % len(streams)].wait_stream(streams[first % len(streams)])
 
@@ -94,8 +90,8 @@ def piece_streams(devices: Iterable[torch.device], number: int = 2) -> Iterator[
     streams: dict[torch.device, list[torch.Stream]] = {}
     if len(here) > 1 < number:
         streams = {
-            device: [here[device], *(_further_stream(device, further) for further in range(number - 1))]
-            for device in here
+            device: [stream, *(kept_stream(device, "pieces", further) for further in range(number - 1))]
+            for device, stream in here.items()
         }
     used = PieceStreams(streams)
     if not streams:
@@ -118,7 +114,7 @@ def piece_streams(devices: Iterable[torch.device], number: int = 2) -> Iterator[
 def are_pieces_under_way(devices: Sequence[torch.device]) -> bool:
     """True in a block of `piece_streams_kept` for these devices in which pieces have been sent."""
     outer: PieceStreams | None = getattr(_kept, "streams", None)
-    return outer is not None and outer.turn > 0 and outer.has(devices)
+    return outer is not None and outer.turn > 0 and outer.are_for(devices)
 
 
 @contextmanager
@@ -130,7 +126,7 @@ def piece_streams_kept(devices: Sequence[torch.device], number: int = 2) -> Iter
     of it waits for the streams that it came on (`PieceStreams.taken`).
     """
     outer: PieceStreams | None = getattr(_kept, "streams", None)
-    if outer is not None and outer.has(devices):
+    if outer is not None and outer.are_for(devices):
         try:
             yield outer
         finally:

@@ -183,7 +183,7 @@ def _along_a_chain(
                 slot = step - piece
                 total, own = sums[slot][piece], terms[slot][piece]
                 if len(left[slot]) > 1:
-                    left[slot].popleft().make_wait(streams.of(devices[slot])[RECEIVING])
+                    left[slot].popleft().make_wait(streams.of_device(devices[slot])[RECEIVING])
                 streams.use(devices[slot], RECEIVING)
                 if slot:
                     streams.use(devices[slot - 1], SENDING)
@@ -203,7 +203,7 @@ def _along_a_chain(
                 senders = (slot - 1, slot) if slot == last else (slot - 1,)
                 for sender in senders if number > 1 and slot else ():
                     if not is_own[sender]:
-                        left[sender].append(Event(streams.of(devices[sender])[SENDING]))
+                        left[sender].append(Event(streams.of_device(devices[sender])[SENDING]))
 
 
 def _parts_of_rows(rows: Sequence[Tensor], piece: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,7 +1,6 @@
 """torch's own copies, along a route: who sends to whom, in how many pieces, in which order.
 
-``comm.choice`` describes the routes. All of them add in slot order, and so give the same bits. All work is ordered by
-the calling thread's current streams: it comes after what they have been given, and they wait for it.
+``comm.choice`` describes the routes. All of them add in slot order, and so give the same bits.
 """
 
 from __future__ import annotations
@@ -192,7 +191,7 @@ def _sum_by_shards(flats: Sequence[Tensor], destination: torch.device) -> Tensor
             streams.use(devices[owner], RECEIVING)
             note_copy("shards", shards[sender][owner], devices[owner])
             terms[owner][sender].copy_(shards[sender][owner])
-    sums = [_added(of_owner) for of_owner in terms]
+    sums = [STAR.add_up(of_owner, of_owner[0].device) for of_owner in terms]
     there = [flat for flat in flats if flat.device == destination]
     total = there[0] if there else torch.empty_like(flats[0], device=destination)
     for place, shard in zip(_split(total, len(flats)), sums, strict=True):
@@ -200,14 +199,6 @@ def _sum_by_shards(flats: Sequence[Tensor], destination: torch.device) -> Tensor
             note_copy("shards", shard, destination)
             place.copy_(shard)
     return total
-
-
-def _added(terms: Sequence[Tensor]) -> Tensor:
-    dtype = terms[0].dtype
-    total = terms[0].to(summed_in(dtype))
-    for term in terms[1:]:
-        total.add_(term)
-    return total.to(dtype)
 
 
 def _rounds(slots: int) -> Iterator[tuple[int, int]]:

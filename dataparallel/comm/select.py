@@ -15,13 +15,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dataparallel.comm import nccl, peer_check, settings
+from dataparallel.comm import kernels, nccl, settings
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
 from dataparallel.comm.choice import Choice, Collective, choose, pieces
-from dataparallel.comm.cupy import launch
-from dataparallel.comm.cupy.transport import Kernels
+from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.host import ThroughHost
-from dataparallel.comm.links import links_between
+from dataparallel.comm.links import links_between, peers_are_checked, untrusted_pairs
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.settings import Settings
 from dataparallel.comm.transport import Transport, summed_in
@@ -30,13 +29,10 @@ from dataparallel.forks import in_forked_child
 _CHECKED_BYTES = 2**16 + 1
 """The size of the buffers by which a transport is compared with plain copies; no round number."""
 
-_TYPICAL_BYTES = DEFAULT_CAP_BYTES
-"""The bytes in a typical bucket of parameters."""
-
 _HOST = ThroughHost()
-_KERNELS = Kernels()
+_CUPY = Cupy()
 
-_COMPARED: dict[str, Transport] = {"nccl": nccl.Nccl(sums=False), "cupy": _KERNELS}
+_COMPARED: dict[str, Transport] = {"nccl": nccl.Nccl(sums=False), "cupy": _CUPY}
 """The transports that are compared with plain copies before their first use."""
 
 _ADDS_IN_SLOT_ORDER = frozenset({"cupy"})
@@ -59,9 +55,8 @@ def transport_for(
         return STAR
     sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
     nbytes = max(min(sum(sizes), cap_bytes), *sizes, 0)  # a larger tensor is a bucket of its own
-    asked, check_peers = settings.current(), peer_check.is_on()
     widened = bool(tensors) and summed_in(tensors[0].dtype) != tensors[0].dtype
-    return _select(work, tuple(devices), _rounded(nbytes), widened, asked, check_peers)
+    return _select(work, tuple(devices), _rounded(nbytes), widened, settings.current(), peers_are_checked())
 
 
 def _rounded(nbytes: int) -> int:
@@ -75,8 +70,7 @@ def _select(
     work: Collective, devices: tuple[torch.device, ...], nbytes: int, widened: bool, asked: Settings, check_peers: bool
 ) -> Transport:
     """The transport for ``nbytes`` bytes. ``widened``: sums are of 16-bit floats."""
-    checks = peer_check.check_all(devices) if check_peers else {}
-    untrusted = [pair for pair, is_trusted in checks.items() if not is_trusted]
+    untrusted = untrusted_pairs(devices) if check_peers else []
     links = links_between(devices)
     choice = choose(work, devices, nbytes, asked, _why_unavailable(asked.transport, devices), untrusted, links, widened)
     if choice.transport in _COMPARED:
@@ -86,7 +80,7 @@ def _select(
     if choice.transport == "nccl":
         return nccl.Nccl(sums=not asked.deterministic)
     if choice.transport == "cupy":
-        return _KERNELS
+        return _CUPY
     if choice.transport == "host":
         return _HOST
     if choice.route == "chain":
@@ -106,7 +100,7 @@ def choose_transport(devices: Sequence[torch.device], work: Collective = "broadc
     """
     asked = settings.current()
     links = links_between(devices)
-    return choose(work, devices, _TYPICAL_BYTES, asked, _why_unavailable(asked.transport), (), links)
+    return choose(work, devices, DEFAULT_CAP_BYTES, asked, _why_unavailable(asked.transport), (), links)
 
 
 @lru_cache(maxsize=256)
@@ -118,7 +112,7 @@ def _why_unavailable(asked: str | None, devices: tuple[torch.device, ...] | None
     if asked == "nccl":
         return nccl.why_not()
     if asked == "cupy":
-        return launch.why_not_installed() if devices is None else launch.why_not(devices)
+        return kernels.why_not_installed() if devices is None else kernels.why_not(devices)
     return None
 
 

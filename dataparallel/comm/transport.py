@@ -1,8 +1,7 @@
-"""What every transport does: tensors are copied to slots, and summed over slots, in flat buckets.
+"""What every transport does: tensors are copied to slots, and summed over slots in slot order, in flat buckets.
 
-A transport says how flat buffers go to several devices and how they are added; the operations of ``comm`` follow from
-that. A copy begins after what the current streams of both ends have been given, and what they are given next comes
-after it: who makes one of the two wait has ordered it. Copies from and to the host block. Sums run in slot order.
+A copy begins after what the current streams of both ends have been given, and what they are given next comes after it:
+who makes one of the two wait has ordered it. Copies from and to the host block.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class Transport(ABC):
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
         """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers.
 
-        By default the destination adds them one by one, and takes each from ``flats`` after adding the one before.
+        By default the destination takes each from ``flats`` after adding the one before.
         """
         waiting = iter(flats)
         first = next(waiting)
@@ -180,11 +179,9 @@ class Transport(ABC):
         planned: Planned | None = None,
         later: Later | None = None,
     ) -> list[list[Tensor]]:
-        """The tensors for each slot. Tensors that have to move, move in flat buckets of ``buffer_size`` bytes.
+        """`comm.broadcast_coalesced`. Slots on one device share one copy; if ``own``, each has its own.
 
-        Slots on one device share one copy; if ``own``, each has its own. ``planned``: the result of `plan_buckets` for
-        all of the tensors, if the caller has it. ``later`` takes the broadcast of each bucket instead of launching it;
-        not with ``own``, which copies what has arrived.
+        ``later`` cannot go with ``own``, which copies what has arrived.
         """
         results = [list(tensors) for _ in devices]
         # If all slots are on one device, tensors that are there already stay, unless slots need their own.
@@ -210,9 +207,8 @@ class Transport(ABC):
                 flat = flatten(bucket, tensors)
                 self.broadcast_flat(flat, received)
             else:
-                read, send = partial(flatten, bucket, tensors), partial(self._send_flat, received)
-                sources = [tensors[i] for i in bucket.indices]
-                later(FlatBroadcast(bucket.indices, read, send, received, sources))
+                read, send = partial(flatten, bucket, tensors), partial(self.broadcast_flat, buffers=received)
+                later(FlatBroadcast(bucket.indices, read, send, received, [tensors[i] for i in bucket.indices]))
             arrived = {slot: unflatten(bucket, buffer) for slot, buffer in buffers.items()}
             for slot in needing:
                 device = devices[slot]
@@ -225,9 +221,6 @@ class Transport(ABC):
                 for index, part in zip(bucket.indices, parts, strict=True):
                     results[slot][index] = part
         return results
-
-    def _send_flat(self, buffers: Sequence[Tensor], flat: Tensor) -> None:
-        self.broadcast_flat(flat, buffers)
 
     def reduce_add_coalesced(
         self,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from dataparallel.autograd.bucket_gradients import GradientStreams
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
-from dataparallel.autograd.gradient_streams import GradientStreams
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.streams.arrivals import Arrivals

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dataparallel.batches.samples import slots_of_tensors
 from dataparallel.batches.structures import is_whole, leaves
 from dataparallel.call.engine import CallOptions
-from dataparallel.comm.streams.ahead import Sender, SentBatch, can_be_sent
+from dataparallel.comm.streams.ahead import HostReads, SentBatch, can_be_sent, send
 from dataparallel.devices import CPU, resolve
 from dataparallel.forms.data_parallel import DataParallel
 from dataparallel.forms.managed import ManagedModule
@@ -95,7 +95,8 @@ class _Read:
 
     def end(self) -> None:
         if self.sent is not None:
-            self.sent.end()
+            with HostReads() as reads:
+                self.sent.release(reads)
 
 
 class Prefetch(Generic[T]):
@@ -121,7 +122,7 @@ class Prefetch(Generic[T]):
             for batch in self.loader:  # noqa: UP028
                 yield batch
             return
-        sender, batches = Sender(slots), iter(self.loader)
+        batches = iter(self.loader)
         # reads[0] is the batch that the loop is using. A suspended generator is closed when the loop drops it, so
         # `finally` is reached however the loop ends.
         reads: deque[_Read] = deque()
@@ -129,7 +130,7 @@ class Prefetch(Generic[T]):
         try:
             while True:
                 while more and len(reads) <= self.depth:
-                    more = self._read(batches, sender, reads)
+                    more = self._read(batches, slots, reads)
                 if not reads:
                     return
                 if reads[0].error is not None:
@@ -142,12 +143,11 @@ class Prefetch(Generic[T]):
             for read in reads:
                 read.end()
 
-    def _read(self, batches: Iterator[T], sender: Sender, reads: deque[_Read]) -> bool:
+    def _read(self, batches: Iterator[T], slots: Sequence[torch.device], reads: deque[_Read]) -> bool:
         """Sends and appends the loader's next batch, or appends its exception. Returns ``False`` at the end."""
         try:
             batch = next(batches)
-            slots = sender.slots
-            sent = sender.send(self._chunked(batch, slots), self._options().dim, to_some=self._in_samples(batch, slots))
+            sent = send(self._chunked(batch, slots), slots, self._options().dim, self._in_samples(batch, slots))
         except StopIteration:
             return False
         except Exception as error:  # raised where its batch would have come, after those before it

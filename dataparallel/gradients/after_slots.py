@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.bucket_gradients import SourceGradients
-from dataparallel.comm.buckets import Bucket, Layout, flatten
+from dataparallel.comm.buckets import Bucket, FlatLayout, flatten
 from dataparallel.gradients.exchanged_sums import ExchangedBucket
 
 
@@ -138,10 +138,10 @@ class ChainedBucket:
         return torch.zeros(self.layout.numel, dtype=self.like.dtype, device=self.like.device)
 
 
-def _row_major(tensor: Tensor) -> Layout:
+def _row_major(tensor: Tensor) -> FlatLayout:
     shape = tuple(tensor.shape)
     stride, strides = 1, []
     for size in reversed(shape):
         strides.append(stride)
         stride *= max(size, 1)
-    return Layout(shape, shape, tuple(reversed(strides)), tensor.numel(), True)
+    return FlatLayout(shape, shape, tuple(reversed(strides)), tensor.numel(), True)

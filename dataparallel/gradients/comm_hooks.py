@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from dataparallel._torch import current_stream_at
-from dataparallel.comm.streams.current import Event, kept_stream, streams_set
-from dataparallel.comm.streams.nodes import memory_of
+from dataparallel.comm.streams.current import Event, kept_stream, memory_of, streams_set
 from dataparallel.devices import current_device_set
 from dataparallel.gradients.after_slots import BucketSum
 

@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
-from dataparallel.autograd.bucket_gradients import SlotGradients
+from dataparallel.autograd.bucket_gradients import GradientStreams, Made, SlotGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
-from dataparallel.autograd.gradient_streams import GradientStreams, Made
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.comm.streams.current import streams_joined, streams_set
 

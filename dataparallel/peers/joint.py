@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from dataparallel import _torch
-from dataparallel.comm.streams.current import Event, current_streams, streams_set
-from dataparallel.comm.streams.nodes import memory_of
+from dataparallel.comm.streams.current import Event, current_streams, memory_of, streams_set
 from dataparallel.peers.checkpoint import check_checkpoints, read_or_none, write
 from dataparallel.threads.meetings import Place
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch, comm
+from dataparallel.autograd.bucket_gradients import GradientStreams
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
-from dataparallel.autograd.gradient_streams import GradientStreams
 from dataparallel.comm.buckets import alias, fill_buckets
 from dataparallel.comm.streams.arrivals import Arrivals, Expected, arrivals_for
 from dataparallel.comm.streams.current import current_streams

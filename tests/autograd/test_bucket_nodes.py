@@ -11,7 +11,7 @@ from dataparallel import comm
 from dataparallel.autograd.bucket_gradients import Packing, SlotGradients, contents_of
 from dataparallel.autograd.bucket_nodes import OnSlot
 from dataparallel.comm import using
-from dataparallel.comm.cupy.transport import Kernels
+from dataparallel.comm.cupy import Cupy
 from graphs import nodes_of
 
 
@@ -137,7 +137,7 @@ def test_gradients_that_kernels_read_in_place_stay_there(make_slots: Any, monkey
     tensors = [torch.ones(3, device=slots[0])]
     travels = len({*slots}) > 1
     assert comm.sums_travel_flat(slots, tensors) == travels
-    monkeypatch.setattr(comm, "transport_for", lambda *arguments: Kernels())
+    monkeypatch.setattr(comm, "transport_for", lambda *arguments: Cupy())
     assert not comm.sums_travel_flat(slots, tensors)
 
 

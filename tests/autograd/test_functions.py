@@ -5,13 +5,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint  # without it the CPU generator has not to be restored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-from dataparallel.autograd.functions import Broadcast, Gather, ReduceAddCoalesced, Scatter
+from dataparallel.autograd.functions import (
+    Broadcast,
+    Collect,
+    Gather,
+    ReduceAddCoalesced,
+    Scatter,
+    restore_after_backward,
+)
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -234,8 +242,6 @@ def test_outputs_keep_python_attributes(slots: list, root: torch.device) -> None
 
 
 def test_sums_refuse_mixed_shapes_and_dtypes(root: torch.device) -> None:
-    with pytest.raises(ValueError, match=r"torch.float64.*torch.float32"):
-        ReduceAddCoalesced.apply(root, 1, leaf(2, device=root), leaf(2, device=root, dtype=torch.float32))
     with pytest.raises(ValueError, match=r"at position 1.*2,.*3,"):
         ReduceAddCoalesced.apply(root, 2, *(leaf(size, device=root) for size in (2, 2, 2, 3)))
     with pytest.raises(ValueError, match="3 tensors cannot be 2 for each slot"):
@@ -254,3 +260,76 @@ def test_the_gather_is_one_node_that_leads_to_every_output(slots: list, root: to
     assert [function for function, _ in gathered.grad_fn.next_functions if function] == [
         output.grad_fn for output in outputs
     ]
+
+
+# Collect: one node brings tensors of several devices to one
+
+
+def of_slots(slots: list) -> list[Tensor]:
+    return [
+        torch.randn(slot + 1, 2, dtype=torch.float64, device=device, requires_grad=True)
+        for slot, device in enumerate(slots)
+    ]
+
+
+def test_collect_is_twice_differentiable(slots: list, root: torch.device) -> None:
+    def function(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(found**2 for found in Collect.apply([root], *inputs))
+
+    assert_twice_differentiable(function, *of_slots(slots))
+
+
+def test_all_that_is_collected_has_one_node(slots: list, root: torch.device) -> None:
+    found = Collect.apply([root], *of_slots(slots))
+    assert {each.device for each in found} == {root}
+    assert len({each.grad_fn for each in found}) == 1
+
+
+def test_what_is_collected_and_gets_no_gradient_has_none(slots: list, root: torch.device) -> None:
+    sources = of_slots(slots)
+    found = Collect.apply([root], *sources, torch.arange(3, device=root))
+    assert not found[-1].requires_grad
+    found[1].sum().backward()
+    assert [source.grad is None for source in sources] == [True, False, True]
+    assert sources[1].grad.device == sources[1].device
+
+
+def test_each_that_is_collected_may_be_changed_in_place(slots: list, root: torch.device) -> None:
+    sources = of_slots(slots)
+    first, second, _ = Collect.apply([root], *(source * 1 for source in sources))
+    square = first**2
+    second.mul_(3)
+    (square.sum() + second.sum()).backward()
+    torch.testing.assert_close(sources[0].grad, 2 * sources[0].detach())
+    assert sources[1].grad.unique().tolist() == [3]
+
+
+# Checkpoints
+
+
+class Restoring(torch.autograd.Function):
+    """Its backward appends the CPU generator's state to ``seen``, asks for it to be restored, and draws."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, seen: list) -> Tensor:
+        ctx.seen = seen
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ctx.seen.append(torch.get_rng_state())
+        restore_after_backward()
+        torch.rand(3)
+        return grad, None
+
+
+def test_backward_leaves_the_cpu_generator_as_the_first_gather_found_it() -> None:
+    source = torch.randn(2, requires_grad=True)
+    for _ in range(2):
+        seen: list[Tensor] = []
+        output = Restoring.apply(Restoring.apply(source, seen), seen)
+        torch.rand(5)
+        output.sum().backward()
+        assert len(seen) == 2
+        assert not torch.equal(seen[0], seen[1])
+        assert torch.equal(torch.get_rng_state(), seen[0])

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from clocked import check_clocks
 from dataparallel import DataParallel
-from dataparallel.autograd.bucket_gradients import SourceGradients
+from dataparallel.autograd.bucket_gradients import GradientStreams, Made, SourceGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
-from dataparallel.autograd.gradient_streams import GradientStreams, Made, side_stream
 from dataparallel.comm.routes import TorchCopies
+from dataparallel.comm.streams.current import kept_stream
 from dataparallel.composable import replicate
 from dataparallel.testing.pytest import settle
 from graphs import nodes_of
@@ -110,16 +110,6 @@ def streams_of(slots: list) -> dict[torch.device, torch.Stream]:
     return {torch.device(slot): torch.accelerator.current_stream(torch.device(slot)) for slot in slots}
 
 
-def test_buckets_take_turns_on_a_few_side_streams_of_each_device(slots: list) -> None:
-    sides = [side_stream(torch.device(slot), bucket) for slot in slots for bucket in range(12)]
-    assert sides == [side_stream(torch.device(slot), bucket) for slot in slots for bucket in range(12)]
-    assert not {*sides} & {*streams_of(slots).values()}
-    for device in {*streams_of(slots)}:
-        first, *others = [side_stream(device, bucket) for bucket in range(12)]
-        assert first != others[0]
-        assert first in others
-
-
 @pytest.mark.slots(2, 8)
 def test_gradients_travel_on_side_streams_and_arrive_on_the_callers(
     slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
@@ -142,7 +132,7 @@ def test_gradients_travel_on_side_streams_and_arrive_on_the_callers(
     expected = gradients(model, x)
     wrap(model, slots)(x).square().sum().backward()
     # The buckets' order, in which they take turns, is not that of their sums.
-    turns = [side_stream(root, bucket).stream_id for bucket in range(len(handles))]
+    turns = [kept_stream(root, "gradients", bucket).stream_id for bucket in range(len(handles))]
     assert sorted(stream.stream_id for stream in travelled) == sorted(turns)
     assert arrived == [torch.accelerator.current_stream(root)] * len(handles)
     check(model, expected)
@@ -324,7 +314,7 @@ def test_what_is_held_is_two_buckets(slots: list, root: torch.device) -> None:
         made.extend(map(weakref.ref, flats))
         events = [Made(streams[torch.device(slot)]) for slot in slots]
         with gradient_streams.side_streams_set([total, *flats, total], events):
-            assert streams_of(slots) == {device: side_stream(device) for device in streams}
+            assert streams_of(slots) == {device: kept_stream(device, "gradients") for device in streams}
             for flat in flats:
                 total.add_(flat.to(root))
         assert streams_of(slots) == streams

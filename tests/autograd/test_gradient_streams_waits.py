@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from dataparallel import DataParallel
 from dataparallel.autograd.bucket_gradients import Packing
 from dataparallel.autograd.bucket_nodes import ToSlots
-from dataparallel.autograd.gradient_streams import side_stream
 from dataparallel.comm.streams import current
-from dataparallel.comm.streams.current import Event, streams_set
+from dataparallel.comm.streams.current import Event, kept_stream, streams_set
 from dataparallel.composable import replicate
 from spare_streams import spare_stream
 
@@ -190,7 +189,7 @@ def test_a_sum_waits_for_its_gradients_only(form: str, slots: list, monkeypatch:
     def noted(ctx: Any, brought: Any) -> Any:
         envelope = summed(ctx, brought)
         if watches and not after:
-            after.extend(Event(side_stream(device)) for device in {*slots})
+            after.extend(Event(kept_stream(device, "gradients")) for device in {*slots})
         return envelope
 
     monkeypatch.setattr(ToSlots, "summed", noted)

@@ -3,11 +3,14 @@
 import importlib
 import pkgutil
 
+import pytest
 import torch
 from torch.autograd import Function
 
 import dataparallel
 from dataparallel.autograd.node import Node
+
+pytestmark = pytest.mark.devices("cpu")
 
 
 class Doubles(Node):

@@ -139,6 +139,7 @@ def test_a_head_that_no_loss_needs_has_no_gradient(form: Any, slots: list, root:
     ]
 
 
+@pytest.mark.devices("cpu")
 class TestSharing:
     """Numbers are positions of outputs."""
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from dataparallel.autograd import pass_of_backward
 from dataparallel.autograd.pass_of_backward import running_pass
 
+pytestmark = pytest.mark.devices("cpu")
+
 
 class Fails(Exception):
     """What a hook raises."""

@@ -9,10 +9,9 @@ import torch
 from kernel_launches import Launches
 from kernel_runner import Kernels
 
-from dataparallel.comm import select
-from dataparallel.comm.cupy import launch as launching
-from dataparallel.comm.cupy import transport
-from dataparallel.comm.cupy.launch import Kernel, pack
+from dataparallel.comm import cupy, select
+from dataparallel.comm import kernels as launching
+from dataparallel.comm.kernels import Kernel, pack
 
 
 @pytest.fixture
@@ -55,5 +54,5 @@ def launch(request: pytest.FixtureRequest) -> Callable:
 @pytest.fixture
 def launches(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> Launches:
     replaced = Launches(launch)
-    monkeypatch.setattr(transport, "launch", replaced)
+    monkeypatch.setattr(cupy, "kernels", replaced)
     return replaced

@@ -9,11 +9,11 @@ import torch
 from tensor_kinds import strides
 from torch import Tensor
 
-from dataparallel.comm.cupy.launch import Kernel
+from dataparallel.comm.kernels import Kernel
 
 
 class Launches:
-    """In the place of ``comm.cupy.launch``: notes each launch, and has ``launch`` do it."""
+    """In the place of ``comm.kernels``: notes each launch, and has ``launch`` do it."""
 
     def __init__(self, launch: Callable) -> None:
         self._launch = launch

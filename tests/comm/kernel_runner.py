@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import dataparallel.comm
-from dataparallel.comm.cupy.launch import COPY_KERNEL, SUM_KERNELS, THREADS, Launch, pack
+from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, THREADS, Launch, pack
 
-SOURCE = Path(dataparallel.comm.__file__).parent / "cupy" / "kernels.cu"
+SOURCE = Path(dataparallel.comm.__file__).parent / "kernels.cu"
 SHIM = Path(__file__).with_name("kernel_shim.cpp")
 # No contraction: the shim must round where the kernels say so.
 FLAGS = ["-x", "c++", "-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off"]

@@ -14,17 +14,16 @@ from nccl_stand_in import Library
 from torch import nn
 
 from dataparallel import DataParallel, comm
-from dataparallel.comm import nccl, peer_check, select
+from dataparallel.comm import kernels, nccl, select
 from dataparallel.comm.choice import Choice, Collective, choose
-from dataparallel.comm.cupy import launch
-from dataparallel.comm.cupy.transport import Kernels
-from dataparallel.comm.routes import STAR, TorchCopies
+from dataparallel.comm.cupy import Cupy
+from dataparallel.comm.routes import STAR
 from dataparallel.comm.select import transport_for
 from dataparallel.comm.settings import TRANSPORT_VARIABLE
 
 LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
 CPU = torch.device("cpu")
-NAMES = {"nccl": nccl.Nccl, "cupy": Kernels}
+NAMES = {"nccl": nccl.Nccl, "cupy": Cupy}
 
 
 def pure(test: object) -> object:
@@ -46,12 +45,12 @@ class Machine:
         self.problem: str | None = None
         self.compared: list[tuple[torch.device, ...]] = []
         self.asked: list[str] = []
-        monkeypatch.setenv(peer_check.VARIABLE, "0")
+        monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", "0")
         monkeypatch.setattr(select, "_wrong_copies", self.compare)
         monkeypatch.setattr(select, "wrong_sums", lambda add_up, devices: None)
         monkeypatch.setattr(nccl, "why_not", lambda: self.asked.append("nccl"))
-        monkeypatch.setattr(launch, "why_not", lambda devices: self.asked.append("cupy"))
-        monkeypatch.setattr(launch, "why_not_installed", lambda: self.asked.append("cupy's files"))
+        monkeypatch.setattr(kernels, "why_not", lambda devices: self.asked.append("cupy"))
+        monkeypatch.setattr(kernels, "why_not_installed", lambda: self.asked.append("cupy's files"))
 
     def compare(self, transport: object, devices: tuple[torch.device, ...]) -> str | None:
         self.compared.append(devices)
@@ -89,14 +88,6 @@ def test_where_it_serves_nothing_it_is_not_tried(name: str, machine: Machine) ->
 
 
 @pure
-def test_sums_in_slot_order_are_made_by_plain_copies(machine: Machine) -> None:
-    with comm.using(transport="nccl"):
-        assert transport_for("reduce_add", machine.devices, LARGE).route == "chain"
-        assert isinstance(transport_for("reduce_add", machine.devices, SMALL), TorchCopies)
-        assert not isinstance(transport_for("broadcast", machine.devices, SMALL), TorchCopies)
-
-
-@pure
 @pytest.mark.parametrize("name", NAMES)
 def test_one_that_brings_other_data_is_refused(name: str, machine: Machine) -> None:
     machine.problem = "it brought other data to cuda:1 than plain copies do"
@@ -114,9 +105,9 @@ def test_one_that_brings_other_data_is_refused(name: str, machine: Machine) -> N
 def test_cupy_is_refused_where_its_room_says_so_of_the_calls_devices(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "why_not", lambda devices: "no peers" if machine.devices[2] in devices else None)
+    monkeypatch.setattr(kernels, "why_not", lambda devices: "no peers" if machine.devices[2] in devices else None)
     with comm.using(transport="cupy"):
-        assert isinstance(transport_for("broadcast", machine.devices[:2], LARGE), Kernels)
+        assert isinstance(transport_for("broadcast", machine.devices[:2], LARGE), Cupy)
         with pytest.raises(ValueError, match=r"'cupy' was asked for .*: no peers"):
             transport_for("broadcast", machine.devices[:3], LARGE)
 
@@ -149,13 +140,13 @@ def taken_for_cuda(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Libra
         return choose(work, named, *known)
 
     library = Library()
-    monkeypatch.setenv(peer_check.VARIABLE, "0")
+    monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", "0")
     monkeypatch.setattr(select, "choose", choose_for_cuda)
     monkeypatch.setattr(select, "_wrong_copies", lambda transport, devices: None)
     monkeypatch.setattr(select, "wrong_sums", lambda add_up, devices: None)
     monkeypatch.setattr(nccl, "why_not", lambda: None)
     monkeypatch.setattr(nccl, "nccl", library)
-    monkeypatch.setattr(launch, "why_not", lambda devices: None)
+    monkeypatch.setattr(kernels, "why_not", lambda devices: None)
     return library
 
 

@@ -136,20 +136,22 @@ def test_a_route_that_is_asked_for_is_taken_by_plain_copies(
         assert decide(work, where, nbytes, Settings(transport, asked), ALL)[:2] == ("copy", route)
 
 
-@pytest.mark.parametrize("transport", ["nccl", "cupy", "host", "copy"])
-def test_a_transport_that_is_asked_for_is_used(transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "work", "where", "deterministic"),
+    [
+        *((transport, "broadcast", CUDA_8, True) for transport in TRANSPORTS),
+        ("nccl", "broadcast", CUDA_TWICE, True),  # a buffer goes to each device once
+        ("nccl", "all_gather", CUDA_8, True),
+        ("nccl", "reduce_add", CUDA_8, False),
+        ("nccl", "reduce_scatter", CUDA_8, False),
+        ("cupy", "reduce_add", CUDA_TWICE, True),
+    ],
+)
+def test_a_transport_that_is_asked_for_is_used(transport: str, work: str, where: list, deterministic: bool) -> None:
     for nbytes in (SMALL, LARGE):
-        choice = decide("broadcast", CUDA_8, nbytes, Settings(transport), ALL)
+        choice = decide(work, where, nbytes, Settings(transport, deterministic=deterministic), ALL)
         assert choice.transport == transport
         assert "asked for" in choice.reason
-
-
-def test_nccl_adds_only_where_the_order_does_not_matter() -> None:
-    settings = Settings("nccl", deterministic=False)
-    assert decide("reduce_add", CUDA_8, settings=settings, available=ALL).transport == "nccl"
-    in_order = decide("reduce_add", CUDA_8, settings=Settings("nccl"), available=ALL)
-    assert in_order[:2] == ("copy", "chain")
-    assert "deterministic=False" in in_order.reason
 
 
 ANY_ORDER = {"deterministic": False}
@@ -160,7 +162,9 @@ TWO_KINDS = [*cuda(0, 1), *sim(0)]
 FALL_BACK = [
     *(("nccl", work, where, {}, "has no") for work in WORK[2:] for where in (CUDA_8, MIXED, SIM_8)),
     *(("cupy", work, where, {}, "has no") for work in WORK[2:] for where in (CUDA_8, MIXED, SIM_8)),
+    *(("cupy", work, CUDA_8, {}, "has no") for work in ("all_gather", "reduce_scatter")),
     *(("nccl", "reduce_add", where, {}, "an order of its own") for where in (CUDA_8, CUDA_TWICE, MIXED, SIM_8)),
+    ("nccl", "reduce_scatter", CUDA_8, {}, "deterministic=False"),
     *((name, work, MIXED, ANY_ORDER, "cpu is none") for name in ("nccl", "cupy") for work in WORK[:2]),
     *((name, work, CPU_AND_ONE, ANY_ORDER, "fewer than two") for name in ("nccl", "cupy") for work in WORK[:2]),
     *((name, work, MIXED_ONE, ANY_ORDER, "fewer than two") for name in ("nccl", "cupy") for work in WORK[:2]),
@@ -174,21 +178,11 @@ FALL_BACK = [
 def test_a_call_that_a_transport_does_not_support_falls_back_to_plain_copies(
     transport: str, work: str, where: list, also: dict, words: str, available: dict
 ) -> None:
-    choice = decide(work, where, settings=Settings(transport, **also), available=available)
-    assert choice[:2] == decide(work, where, settings=Settings("copy", **also), available=available)[:2]
+    for route in (None, *ROUTES):
+        choice = decide(work, where, settings=Settings(transport, route, **also), available=available)
+        assert choice[:2] == decide(work, where, settings=Settings("copy", route, **also), available=available)[:2]
     assert f"{transport!r} was asked for, but this {work} falls back to plain copies" in choice.reason
     assert words in choice.reason
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_call_that_falls_back_takes_the_route_that_is_asked_for(route: str) -> None:
-    taken = "chain" if route == "shards" else route
-    assert decide("broadcast", MIXED, settings=Settings("nccl", route), available=ALL)[:2] == ("copy", taken)
-
-
-def test_nccl_broadcasts_to_slots_that_share_a_device() -> None:
-    """A buffer goes to each device once."""
-    assert decide("broadcast", CUDA_TWICE, settings=Settings("nccl"), available=ALL).transport == "nccl"
 
 
 @pytest.mark.parametrize("transport", ["nccl", "cupy"])
@@ -312,12 +306,3 @@ def test_a_choice_can_always_be_carried_out(
         assert work == "broadcast" or (work == "reduce_add" and choice.route in ("chain", "shards"))
     if choice.route == "shards":
         assert settings.route == "shards" or (links.is_all_to_all and len({*where}) == len(where))
-
-
-def test_nccl_gathers_matrices_and_adds_them_in_any_order_only() -> None:
-    for deterministic in (True, False):
-        settings = Settings("nccl", None, deterministic)
-        assert decide("all_gather", CUDA_8, settings=settings, available=ALL).transport == "nccl"
-        expected = "copy" if deterministic else "nccl"
-        assert decide("reduce_scatter", CUDA_8, settings=settings, available=ALL).transport == expected
-    assert decide("reduce_scatter", CUDA_8, settings=Settings("cupy"), available=ALL).transport == "copy"

@@ -15,6 +15,9 @@ from dataparallel.comm import near_equal_sizes
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
+host_only = pytest.mark.devices("cpu")
+
+
 def storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -80,6 +83,7 @@ def test_sums_of_no_tensors_for_each_slot_are_none(slots: list) -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 9))
+@host_only
 def test_near_equal_sizes_are_those_of_torch_chunk(total: int, slots: int) -> None:
     assert near_equal_sizes(total, slots) == [len(chunk) for chunk in torch.chunk(torch.zeros(total), slots)]
 
@@ -184,12 +188,14 @@ def test_lazy_parameters_are_refused(call: Callable, slots: list) -> None:
 
 
 @every_call
+@host_only
 def test_devices_that_do_not_exist_are_refused(call: Callable) -> None:
     with pytest.raises(ValueError, match="this machine has"):
         call(torch.zeros(4, 2), ["no such device"] * 2)
 
 
 @pytest.mark.parametrize("call", CALLS[:2] + CALLS[4:5], ids=["broadcast", "broadcast_coalesced", "scatter"])
+@host_only
 def test_no_devices_are_refused(call: Callable) -> None:
     with pytest.raises(ValueError, match="list of devices is empty"):
         call(torch.zeros(4, 2), [])
@@ -204,6 +210,7 @@ SUMS = [
 @pytest.mark.parametrize(
     ("reduce", "where"), [(SUMS[0], ""), (SUMS[1], " at position 1")], ids=["reduce_add", "reduce_add_coalesced"]
 )
+@host_only
 def test_sums_refuse_mixed_shapes_and_dtypes(reduce: Callable, where: str) -> None:
     same = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=rf"different shapes{where}: tensor 0 has \(2, 3\), tensor 2 has \(3, 2\)"):
@@ -235,12 +242,14 @@ def test_sums_refuse_mixed_shapes_and_dtypes(reduce: Callable, where: str) -> No
         (lambda: comm.gather([torch.zeros(2)], 0, "cpu", out=torch.zeros(2)), "only one of destination and out"),
     ],
 )
+@host_only
 def test_the_message_names_what_is_wrong(call: Callable, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @pytest.mark.parametrize("dim", [2, -3])
+@host_only
 def test_a_missing_dimension_is_an_index_error(dim: int) -> None:
     with pytest.raises(IndexError, match=rf"scatter a tensor of shape \(2, 2\) along dimension {dim}"):
         comm.scatter(torch.zeros(2, 2), ["cpu"], None, dim)
@@ -261,6 +270,7 @@ def test_a_missing_dimension_is_an_index_error(dim: int) -> None:
     ],
     ids=["broadcast", "scatter", "scatter to a number", "scatter sizes", "gather"],
 )
+@host_only
 def test_a_wrong_out_is_left_untouched(call: Callable, shapes: list, message: str) -> None:
     out = [torch.full(shape, 7.0) for shape in shapes]
     with pytest.raises(ValueError, match=message):
@@ -268,6 +278,7 @@ def test_a_wrong_out_is_left_untouched(call: Callable, shapes: list, message: st
     assert all(torch.equal(target, torch.full_like(target, 7.0)) for target in out)
 
 
+@host_only
 def test_the_transport_between_devices_is_named_with_a_reason() -> None:
     one, two = (comm.choose_transport([torch.device("cpu"), torch.device(other)]) for other in ("cpu", "cuda:0"))
     assert one.transport == two.transport == "copy"

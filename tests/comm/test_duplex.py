@@ -11,7 +11,6 @@ from tensor_kinds import devices_of, of_many_magnitudes
 from torch import Tensor
 
 from clocked import check_clocks
-from dataparallel.comm import duplex
 from dataparallel.comm.duplex import piece_streams, piece_streams_kept
 from dataparallel.comm.routes import TorchCopies
 from dataparallel.comm.streams.current import streams_set
@@ -74,15 +73,6 @@ def test_steps_of_a_star_and_a_tree(everyone: list, monkeypatch: pytest.MonkeyPa
         assert ports.steps == steps
 
 
-@pytest.mark.slots(8)
-def test_a_chain_streams(everyone: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One bucket follows another after one step more than it has pieces."""
-    with Ports(monkeypatch) as ports:
-        for _ in range(5):
-            broadcast("chain", 4, everyone)
-    assert ports.steps == (8 - 2 + 4) + 4 * (4 + 1)
-
-
 @pytest.mark.slots(3, 4, 8)
 @pytest.mark.parametrize("pieces", [1, 2, 3, 4])
 def test_buckets_in_one_block_follow_each_other_without_a_gap(
@@ -123,7 +113,7 @@ def test_a_small_buffer_that_follows_along_a_chain_takes_one_step(
 def test_what_a_bucket_came_on_is_told_once(everyone: list) -> None:
     buckets = [[torch.zeros(SIZE, device=device) for device in everyone] for _ in range(3)]
     with piece_streams_kept(everyone, 3) as streams:
-        first, second, third = streams.of(everyone[1])
+        first, second, third = streams.of_device(everyone[1])
         expected = [[first, second], [third], [first, second, third]]
         for (source, *buffers), pieces, came_on in zip(buckets, [2, 1, 4], expected, strict=True):
             TorchCopies("chain", pieces).broadcast_flat(source, buffers)
@@ -135,7 +125,7 @@ def test_what_a_bucket_came_on_is_told_once(everyone: list) -> None:
 @pytest.mark.slots(4)
 def test_a_block_is_for_its_devices_and_their_current_streams_only(everyone: list) -> None:
     with piece_streams_kept(everyone[:3]) as outer:
-        for stream in outer.of(everyone[0])[:1]:
+        for stream in outer.of_device(everyone[0])[:1]:
             assert stream == torch.accelerator.current_stream(everyone[0])
         with piece_streams_kept(everyone[:2]) as inner:
             assert inner is outer
@@ -149,25 +139,15 @@ def test_a_block_is_for_its_devices_and_their_current_streams_only(everyone: lis
     with piece_streams_kept(everyone[:3]) as later:
         assert later is not outer
     with piece_streams_kept(everyone, 1) as none:
-        assert none.of(everyone[0]) == ()
-
-
-@pytest.mark.slots(8)
-def test_on_one_stream_a_chain_takes_longer(everyone: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the model above sees the difference."""
-    monkeypatch.setattr(duplex.PieceStreams, "use", lambda self, device, which: None)
-    with Ports(monkeypatch) as ports:
-        broadcast("chain", 3, everyone)
-    assert ports.steps == 11  # of a third of the data each: 3.67 times the time of one copy of it
+        assert none.of_device(everyone[0]) == ()
 
 
 # Orders
 
 
 @pytest.mark.slots(3)
-@pytest.mark.parametrize("on_one_stream", [False, True])
 def test_no_receive_waits_for_the_send_before_and_no_send_for_the_receive_after(
-    on_one_stream: bool, everyone: list, monkeypatch: pytest.MonkeyPatch
+    everyone: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, middle, end = (torch.zeros(SIZE, device=device) for device in everyone)
     after: dict[tuple[int, int], list[torch.Event]] = {}  # events on the receiver's stream, piece by piece
@@ -179,8 +159,6 @@ def test_no_receive_waits_for_the_send_before_and_no_send_for_the_receive_after(
         after.setdefault((other.device.index, target.device.index), []).append(event)
         return result
 
-    if on_one_stream:
-        monkeypatch.setattr(duplex.PieceStreams, "use", lambda self, device, which: None)
     with monkeypatch.context() as inside:
         inside.setattr(Tensor, "copy_", noting)
         TorchCopies("chain", 2).broadcast_flat(source, [middle, end])
@@ -194,7 +172,7 @@ def test_no_receive_waits_for_the_send_before_and_no_send_for_the_receive_after(
             part + 1
 
     read(middle[half:], received[1])
-    with nullcontext() if on_one_stream else race():
+    with race():
         read(end[:half], received[1])  # the first half need not be there when the second reaches the middle
     read(end[:half], sent[0])
     with race():

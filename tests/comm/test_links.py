@@ -12,6 +12,8 @@ import torch
 from dataparallel.comm import links
 from dataparallel.comm.links import ALL_TO_ALL, SHARED, links_between, nvlink_joins_all
 
+pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
+
 CUDA = [torch.device("cuda", index) for index in range(4)]
 
 

@@ -38,39 +38,7 @@ def test_all_devices_are_reached_once_and_none_sends_before_it_has_received(rout
     assert have == {*everyone}
 
 
-@given(st.integers(2, 40))
-def test_with_each_step_of_a_tree_twice_as_many_have_the_data(count: int) -> None:
-    step = {device: 0 for device in devices(1)}  # in which it has last been busy
-    for sender, receiver in hops("tree", devices(count)):
-        step[sender] += 1
-        step[receiver] = step[sender]
-    assert max(step.values()) == (count - 1).bit_length()
-
-
 # Values
-
-
-@pytest.mark.slots(8)
-@pytest.mark.parametrize("size", [1, 127, 128, 129, 1000])
-@pytest.mark.parametrize("route", ROUTES)
-def test_buffers_are_filled(route: str, size: int, slots: list, root: torch.device) -> None:
-    source = torch.randn(size, device=root)
-    buffers = {slot: torch.empty(size, device=slot) for slot in map(torch.device, slots) if slot != root}
-    TorchCopies(route).broadcast_flat(source, [*buffers.values()])
-    assert all(torch.equal(buffer.to(root), source) for buffer in buffers.values())
-
-
-@pytest.mark.slots(2, 3, 8)
-@pytest.mark.parametrize("size", [0, 1, 127, 129, 1000, 1025])
-def test_sums_are_in_slot_order_to_the_bit(size: int, slots: list) -> None:
-    slots = devices_of(slots)
-    terms = [of_many_magnitudes(size).to(slot) for slot in slots]
-    expected = reduce(operator.add, [term.cpu() for term in terms])
-    for destination in (slots[0], slots[-1]):
-        for route in ROUTES:
-            total = TorchCopies(route).add_up([term.clone() for term in terms], destination)
-            assert total.device == destination
-            assert torch.equal(total.cpu(), expected)
 
 
 SIZES = st.one_of(st.integers(0, 2000), st.sampled_from([127, 128, 129, 1024, 1025]))

@@ -10,16 +10,14 @@ import torch
 from tensor_kinds import devices_of
 from torch import Tensor, nn
 
-import dataparallel
 from dataparallel import DataParallel, comm
-from dataparallel.comm import peer_check, select
-from dataparallel.comm.cupy import launch
-from dataparallel.comm.cupy.launch import SUM_KERNELS
-from dataparallel.comm.cupy.transport import Kernels
+from dataparallel.comm import kernels, links, select
+from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.host import ThroughHost
+from dataparallel.comm.kernels import SUM_KERNELS
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.select import transport_for
-from dataparallel.comm.settings import ROUTE_VARIABLE, TRANSPORT_VARIABLE
+from dataparallel.comm.settings import ROUTE_VARIABLE
 from dataparallel.comm.transport import Transport
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "forgetful")
@@ -48,29 +46,15 @@ def test_the_librarys_choice(slots: list) -> None:
     assert transport_for("broadcast", devices[:2], LARGE) == TorchCopies("star")
 
 
-@pytest.mark.devices("sim")
-@pytest.mark.slots(3)
-def test_the_context_counts_before_the_environment(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = devices_of(slots)
-    monkeypatch.setenv(ROUTE_VARIABLE, "tree")
-    assert transport_for("broadcast", devices, LARGE) == TorchCopies("tree")
-    with comm.using(route="star"):
-        assert transport_for("broadcast", devices, LARGE) == TorchCopies("star")
-    monkeypatch.setenv(TRANSPORT_VARIABLE, "host")
-    assert isinstance(transport_for("broadcast", devices, LARGE), ThroughHost)
-    with comm.using(transport="cupy"), pytest.raises(ValueError, match=r"'cupy' was asked for.*CUDA"):
-        comm.broadcast(torch.zeros(3, device=devices[0]), slots)
-
-
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(3)
 def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
     def garbage(source: Tensor, target: Tensor) -> None:
         target.fill_(0)
 
-    peer_check.forget()
+    links.forget()
     monkeypatch.setattr(torch.get_device_module(slots[0]), "copies_cannot_fail", False, raising=False)
-    monkeypatch.setattr(peer_check, "_copy", garbage)
+    monkeypatch.setattr(links, "_copy", garbage)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -85,7 +69,7 @@ def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypa
         chunks = comm.scatter(torch.arange(6.0, device=slots[0]), slots)
         assert torch.equal(comm.gather(chunks, 0, slots[0]).cpu(), torch.arange(6.0))
     finally:
-        peer_check.forget()
+        links.forget()
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -173,35 +157,11 @@ def test_kernels_whose_copies_are_right_and_whose_sums_are_not_are_dropped(slots
 
 def test_the_sums_that_are_compared_are_launches_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple] = []
-    monkeypatch.setattr(launch, "launch", lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(kernels, "launch", lambda *arguments: launched.append(arguments))
     flats = [torch.ones(5, dtype=torch.bfloat16) for _ in range(3)]
-    total = Kernels().add_up(flats, torch.device("cpu"))
+    total = Cupy().add_up(flats, torch.device("cpu"))
     rows = [[tensor.data_ptr()] for tensor in (total, *flats)]
     assert launched == [(SUM_KERNELS[torch.bfloat16], rows, [5], torch.device("cpu"), [torch.device("cpu")] * 3)]
-
-
-@pytest.mark.devices("sim", "stand-in")
-@pytest.mark.slots(8)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_route_gives_the_same_gradients(dtype: torch.dtype, slots: list) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 600), nn.Tanh(), nn.Linear(600, 3)).to(slots[0], dtype)
-    x = torch.randn(16, 64, dtype=dtype, device=slots[0])
-    found = []
-    for settings in (
-        {"route": "star"},
-        {"route": "tree"},
-        {"route": "chain"},
-        {"route": "shards"},
-        {"transport": "host"},
-        {},
-    ):
-        net.zero_grad()
-        with comm.using(**settings):
-            dataparallel.data_parallel(net, x, slots).square().sum().backward()
-        found.append([parameter.grad.cpu() for parameter in net.parameters()])
-    for gradients in found[1:]:
-        assert all(map(torch.equal, gradients, found[0]))
 
 
 def test_a_device_is_listed_as_often_as_it_is_a_slot(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from dataparallel import DataParallel
 from dataparallel.comm.settings import ROUTES, TRANSPORTS, Settings, current, held, using
 
+pytestmark = pytest.mark.devices("cpu")  # no settings of devices: once is enough
+
 NAMES = {"DATAPARALLEL_TRANSPORT": TRANSPORTS, "DATAPARALLEL_ROUTE": ROUTES}
 
 
@@ -19,18 +21,8 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable in NAMES:
         monkeypatch.delenv(variable, raising=False)
     with held(Settings()):
-        assert current() == Settings()
+        assert current() == Settings(transport=None, route=None, deterministic=True)
         yield
-
-
-def test_what_nobody_has_said_is_the_librarys_choice_with_sums_in_order() -> None:
-    assert current() == Settings(transport=None, route=None, deterministic=True)
-
-
-def test_a_block_says_it_and_takes_it_back() -> None:
-    with using(transport="host", route="tree", deterministic=False):
-        assert current() == Settings("host", "tree", False)
-    assert current() == Settings()
 
 
 def test_nested_blocks_change_only_what_they_name() -> None:
@@ -41,6 +33,7 @@ def test_nested_blocks_change_only_what_they_name() -> None:
                 assert current() == Settings("host", "chain", True)
             assert current() == Settings("copy", "chain", False)
         assert current() == Settings("copy", None, False)
+    assert current() == Settings()
 
 
 def test_an_error_ends_a_block_too() -> None:

@@ -85,16 +85,6 @@ def test_sums_run_in_slot_order_to_the_bit(destination: torch.device, data: st.D
         assert all(map(torch.equal, on_slot, old)), "a sum changed its terms"
 
 
-def test_ten_runs_give_the_same_bits(destination: torch.device) -> None:
-    inputs = [[made((500,), torch.float32) for _ in range(3)] for _ in range(8)]
-    expected = [in_slot_order(terms) for terms in zip(*inputs, strict=True)]
-    backwards = [in_slot_order(terms) for terms in zip(*inputs[::-1], strict=True)]
-    assert not any(map(torch.equal, expected, backwards)), "these values do not show an order"
-    for _ in range(10):
-        totals = STAR.reduce_add_coalesced(inputs, destination, 4096)
-        assert all(map(torch.equal, [total.cpu() for total in totals], expected))
-
-
 @pytest.mark.parametrize("first", ["dense", "expanded"])
 def test_an_expanded_term_adds_to_every_element(destination: torch.device, first: str) -> None:
     """The gradient of a sum is expanded, that of another slot's loss may not be."""
@@ -211,13 +201,6 @@ def test_own_storage_through_the_public_function(slots: list, root: torch.device
         assert theirs.isdisjoint(used)
         used |= theirs
         assert on_slot[2].tag == "mine"
-
-
-def test_slots_on_one_device_share_what_is_there(slots: list, root: torch.device) -> None:
-    results = comm.broadcast_coalesced([torch.randn(3, device=root)], slots)
-    for slot, on_slot in zip(slots, results, strict=True):
-        same = [other[0] for device, other in zip(slots, results, strict=True) if device == slot]
-        assert all(storage(other) == storage(on_slot[0]) for other in same)
 
 
 # Scatter and gather

@@ -31,17 +31,13 @@ def scattered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     Both ways into a scatter are watched. One is private: nothing but time would show on which way a chunk came.
     """
     found: list[Tensor] = []
-    real, sender = comm.scatter, ahead._sender
+    real, send = comm.scatter, ahead.send
 
-    class Noted:
-        def __init__(self, slots: tuple) -> None:
-            self.sender = sender(slots)
+    def noted(tensors: list, slots: list, dim: int) -> ahead.SentBatch:
+        found.extend(tensor for tensor, _ in tensors)
+        return send(tensors, slots, dim)
 
-        def send(self, tensors: list, dim: int) -> ahead.SentBatch:
-            found.extend(tensor for tensor, _ in tensors)
-            return self.sender.send(tensors, dim)
-
-    monkeypatch.setattr(ahead, "_sender", Noted)
+    monkeypatch.setattr(ahead, "send", noted)
 
     def scatter(tensor: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         found.append(tensor)

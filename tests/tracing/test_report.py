@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from dataparallel import comm, ownership
-from dataparallel.comm import nccl
-from dataparallel.comm.cupy import launch
+from dataparallel.comm import kernels, nccl
 from dataparallel.tracing import report
 from dataparallel.tracing.report import format_report, look_at_reuse
 from reports import make_report
@@ -95,8 +94,8 @@ def installed(monkeypatch):
         raise AssertionError("CuPy was imported")
 
     monkeypatch.setattr(nccl, "why_not", lambda: None)
-    monkeypatch.setattr(launch, "why_not", imported)
-    monkeypatch.setattr(launch, "why_not_installed", lambda: None)
+    monkeypatch.setattr(kernels, "why_not", imported)
+    monkeypatch.setattr(kernels, "why_not_installed", lambda: None)
     comm.select.forget()
     yield
     comm.select.forget()
@@ -143,7 +142,7 @@ def test_a_route_that_is_asked_for_is_said_of_each_call(installed):
 
 
 def test_a_refusal_is_a_line_too(installed, monkeypatch):
-    monkeypatch.setattr(launch, "why_not_installed", lambda: "CuPy is not installed")
+    monkeypatch.setattr(kernels, "why_not_installed", lambda: "CuPy is not installed")
     with comm.using(transport="cupy"):
         _, _, broadcast, _, gather = transport_lines()
     assert "refused: transport 'cupy' was asked for" in broadcast
@@ -184,7 +183,7 @@ import sys
 import torch
 from dataparallel import comm
 from dataparallel.comm import select
-from dataparallel.comm.cupy import launch
+from dataparallel.comm import kernels
 from dataparallel.tracing.report import collect, format_report
 
 torch.cuda.is_available, torch.version.hip = lambda: True, None
@@ -196,7 +195,7 @@ for said in ({"transport": "copy"}, {"transport": "host"}, {"transport": "nccl"}
         select.transport_for("reduce_add", places, [torch.ones(3)])
 assert "cupy" not in sys.modules
 print("now")
-print(launch.why_not())
+print(kernels.why_not())
 """
 
 

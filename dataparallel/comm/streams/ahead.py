@@ -1,14 +1,14 @@
 """Copies from the host to the slots on side streams, before the chunks are used.
 
 ``prefetch`` sends the tensors of a batch before the call that uses them, ``scatter_gather`` those of a call, at once.
-The host waits for nothing that is computed. `Sender`, `SentTensor` and `HostReads` say what orders the streams.
+The host waits for nothing that is computed. `send`, `SentTensor` and `HostReads` say what orders the streams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, lru_cache
+from functools import cache
 from itertools import chain
 from types import TracebackType
 
@@ -93,8 +93,8 @@ class HostReads:
         if memory:
             self._noted.append((memory, list(copy_events)))
 
-    def wait(self) -> None:
-        """Makes the host wait for the copies. Then nothing reads the memory."""
+    def wait_for_copies(self) -> None:
+        """Makes the host wait. Then nothing reads the memory."""
         with ExitStack() as waits:  # it waits for all of them, even if one wait fails
             for _, copy_events in self._noted:
                 for event in copy_events:
@@ -107,7 +107,7 @@ class HostReads:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.wait()
+        self.wait_for_copies()
 
 
 class SentTensor:
@@ -164,7 +164,7 @@ class SentTensor:
         chunks, self.chunks = self.chunks, []
         for device, here in current_streams(chunk.device for chunk in chunks).items():
             self.copy_events[device].make_wait(here)
-            if here != _side_stream(device):
+            if here != kept_stream(device, "inputs"):
                 # The memory returns to the side stream, whichever stream and thread frees it.
                 for chunk in chunks:
                     if chunk.device == device:
@@ -178,18 +178,13 @@ class SentTensor:
 
 
 class SentBatch:
-    """The sent tensors of one batch. `take_sent_chunks` finds them until `end`."""
+    """The sent tensors of one batch. `take_sent_chunks` finds them until `release`."""
 
     def __init__(self, tensors: list[SentTensor], copy_events: dict[torch.device, Event]) -> None:
         self.tensors, self.copy_events = tensors, copy_events
         for tensor in tensors:
             tensor.copy_events = copy_events
             _waiting.setdefault(id(tensor.tensor), []).append(tensor)
-
-    def end(self) -> None:
-        """Releases chunks that nobody took, and waits until nothing reads the caller's pinned memory."""
-        with HostReads() as reads:
-            self.release(reads)
 
     def release(self, reads: HostReads) -> None:
         """Releases chunks that nobody took, and notes in ``reads`` what copies may still read."""
@@ -199,50 +194,44 @@ class SentBatch:
         self.tensors.clear()
 
 
-class Sender:
-    """Sends batches on the side streams of the devices in ``slots``, all of which are accelerators.
+@torch.no_grad()
+def send(
+    tensors: Iterable[tuple[Tensor, Sequence[int] | None]],
+    slots: Sequence[torch.device],
+    dim: int,
+    to_some: Iterable[tuple[Tensor, Sequence[int]]] = (),
+) -> SentBatch:
+    """Starts to copy tensors for which `can_be_sent` is true, each given with its chunks' sizes along ``dim``.
+
+    ``None`` instead of sizes sends the whole tensor to every slot, all of which are accelerators. ``to_some`` has
+    tensors that go whole to some slots, with the numbers of these. `take_sent_chunks` finds the chunks until
+    `SentBatch.release`.
 
     A side stream waits for no other stream, so a copy starts while the step before still runs. Its memory serves copies
     only. A host that is some steps ahead takes chunks, and pinned memory, of that many steps: both stay with torch's
     allocators.
     """
-
-    def __init__(self, slots: Sequence[torch.device]) -> None:
-        self.slots = list(slots)
-        self.streams = {device: _side_stream(device) for device in dict.fromkeys(slots)}
-
-    @torch.no_grad()
-    def send(
-        self,
-        tensors: Iterable[tuple[Tensor, Sequence[int] | None]],
-        dim: int,
-        to_some: Iterable[tuple[Tensor, Sequence[int]]] = (),
-    ) -> SentBatch:
-        """Starts to copy tensors for which `can_be_sent` is true, each given with its chunks' sizes along ``dim``.
-
-        ``None`` instead of sizes sends the whole tensor to every slot. ``to_some`` has tensors that go whole to some
-        slots, with the numbers of these. `take_sent_chunks` finds the chunks until `SentBatch.end`.
-        """
-        tensors = list(tensors)
-        some = [(tensor, [self.slots[slot] for slot in numbers]) for tensor, numbers in to_some]
-        used = max((len(self.slots if sizes is None else sizes) for _, sizes in tensors), default=0)
-        devices = chain(self.slots[:used], *(slots for _, slots in some))
-        sides = {device: self.streams[device] for device in dict.fromkeys(devices)}
-        copy_events = {}
-        try:
-            with streams_set(sides):
-                sent = [SentTensor(tensor, self.slots, sizes, dim) for tensor, sizes in tensors]
-                sent += [SentTensor(tensor, slots, None, dim) for tensor, slots in some]
-                for device, side in sides.items():
-                    for tensor in sent:
-                        tensor.copy_to(device)
-                    copy_events[device] = Event(side)
-        except BaseException:
-            # Copies that have started may read memory of the caller.
-            for side in sides.values():
-                side.synchronize()
-            raise
-        return SentBatch(sent, copy_events)
+    tensors = list(tensors)
+    some = [(tensor, [slots[slot] for slot in numbers]) for tensor, numbers in to_some]
+    used = max((len(slots if sizes is None else sizes) for _, sizes in tensors), default=0)
+    devices = chain(slots[:used], *(theirs for _, theirs in some))
+    # One stream of a device for the whole process, because each stream has a pool of memory of its own.
+    sides = {device: kept_stream(device, "inputs") for device in dict.fromkeys(devices)}
+    copy_events = {}
+    try:
+        with streams_set(sides):
+            sent = [SentTensor(tensor, slots, sizes, dim) for tensor, sizes in tensors]
+            sent += [SentTensor(tensor, theirs, None, dim) for tensor, theirs in some]
+            for device, side in sides.items():
+                for tensor in sent:
+                    tensor.copy_to(device)
+                copy_events[device] = Event(side)
+    except BaseException:
+        # Copies that have started may read memory of the caller.
+        for side in sides.values():
+            side.synchronize()
+        raise
+    return SentBatch(sent, copy_events)
 
 
 @contextmanager
@@ -260,17 +249,12 @@ def copied_at_once(
         for tensor, sizes in tensors:
             if can_be_sent(tensor) and not any(sent.fits(slots, sizes, dim) for sent in _waiting.get(id(tensor), ())):
                 new.append((tensor, sizes))
-    batch = _sender(tuple(slots)).send(new, dim) if new else None
+    batch = send(new, slots, dim) if new else None
     try:
         yield
     finally:
         if batch is not None:
             batch.release(reads)
-
-
-def _side_stream(device: torch.device) -> torch.Stream:
-    """One for the whole process, because each stream has a pool of memory of its own."""
-    return kept_stream(device, "inputs")
 
 
 @cache
@@ -280,11 +264,6 @@ def _has_side_streams(device_type: str) -> bool:
         return can_pin(device_type) and torch.Stream(device_type) != torch.Stream(device_type)
     except RuntimeError:
         return False
-
-
-@lru_cache(maxsize=64)
-def _sender(slots: tuple[torch.device, ...]) -> Sender:
-    return Sender(slots)
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -34,11 +34,6 @@ def parameter_stream(device: torch.device) -> torch.Stream:
     return kept_stream(device, "parameters")
 
 
-def filling_stream(device: torch.device) -> torch.Stream:
-    """The stream of an accelerator on which it fills flat buffers if it is the root."""
-    return kept_stream(device, "flat buffers")
-
-
 class Arrival:
     """Events on one device after which a bucket may be used there. It came on these streams.
 
@@ -99,7 +94,7 @@ class Arrivals:
         """
         root = self._slots[0]
         sides = {device: parameter_stream(device) for device in self._computing}
-        filling = filling_stream(root)
+        filling = kept_stream(root, "flat buffers")
         for device, side in [*sides.items(), (root, filling)]:
             Event(self._computing[device]).make_wait(side)
         sent: deque[tuple[Tensor, Event]] = deque()  # flat buffers, and an event after the send of each
@@ -148,7 +143,7 @@ class Arrivals:
         expected.index = device.index
         expected.by_position = [*map(arrivals.get, range(positions))]
 
-    def end(self) -> None:
+    def wait_for_copies(self) -> None:
         """Makes the computing streams wait for the copies, and releases them."""
         if self._held:
             for device, stream in self._computing.items():
@@ -180,10 +175,10 @@ class LateCopies:
         finally:
             _open.copies = outer
 
-    def end(self) -> None:
+    def wait_for_copies(self) -> None:
         """Makes the computing streams wait for all copies of the call."""
         while self._begun:
-            self._begun[-1].end()
+            self._begun[-1].wait_for_copies()
             self._begun.pop()  # after the wait: if that fails, the memory is held as long as this object
 
     def add(self, arrivals: Arrivals) -> None:

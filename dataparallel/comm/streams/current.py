@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
+from dataparallel import _torch
 from dataparallel._torch import current_stream_at, exchange_device, go_back_to_device
 from dataparallel.devices import CPU, current_device_set
 
@@ -118,6 +120,26 @@ def make_current(streams: Collection[torch.Stream]) -> None:
     with current_device_set(next(iter(streams)).device):
         for stream in streams:
             torch.accelerator.set_stream(stream)  # makes its device the current one
+
+
+def memory_of(tensor: Tensor) -> list[Tensor]:
+    """Tensors on which ``record_stream`` can be called, and that hold the data of ``tensor``.
+
+    They are not the tensor itself if it has no memory of its own (sparse, subclass). Nor if it is conjugated or negated
+    lazily: torch would call ``record_stream`` on a temporary copy, and then corrupt the memory of the process.
+    """
+    if tensor.layout is torch.sparse_coo:
+        return [*_torch.sparse_memory(tensor)]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that holds other tensors
+        names, _ = tensor.__tensor_flatten__()
+        return [memory for name in names for memory in memory_of(getattr(tensor, name))]
+    if tensor.is_conj() or tensor.is_neg():
+        return [tensor.new_empty(0).set_(tensor.untyped_storage())]
+    return [tensor]
 
 
 class Event:

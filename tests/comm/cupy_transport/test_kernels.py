@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kernel_runner import SOURCE, Kernels, copying, summing
 from torch import Tensor
 
-from dataparallel.comm.cupy import launch as launching
-from dataparallel.comm.cupy.launch import SUM_KERNELS
+from dataparallel.comm import kernels as launching
+from dataparallel.comm.kernels import SUM_KERNELS
 from selection import others_long
 
 # They know no slots: once is enough.
@@ -196,23 +196,6 @@ def assert_same_bits_but_for_nans(actual: Tensor, expected: Tensor) -> None:
     assert torch.equal(actual.isnan(), expected.isnan())
     numbers = ~expected.isnan()
     assert torch.equal(actual.view(torch.int16)[numbers], expected.view(torch.int16)[numbers])
-
-
-@pytest.mark.long
-def test_ten_thousand_tensors_of_16_slots(kernels: Kernels) -> None:
-    random = torch.Generator().manual_seed(0)
-    numels = torch.randint(0, 40, (10_000,), generator=random).tolist()
-    dtypes = [torch.float32] * len(numels)
-    slots = [Arena(numels, dtypes, random, aligned=False) for _ in range(16)]
-    for arena in slots:
-        fill(arena.bytes, torch.float32, "ordinary", random)
-    out = torch.empty(sum(numels))
-    copies = torch.empty(sum(numels))
-    tensors = [arena.tensors() for arena in slots]
-    kernels.run(summing(tensors, out.split(numels), max_blocks=100), threads=32)
-    kernels.run(copying(tensors[3], [copies.split(numels)], max_blocks=100), threads=32)
-    assert torch.equal(out, sum_by_torch([torch.cat(row) for row in tensors]))
-    assert torch.equal(copies, torch.cat(tensors[3]))
 
 
 def test_a_copy_needs_no_alignment_at_all(kernels: Kernels) -> None:

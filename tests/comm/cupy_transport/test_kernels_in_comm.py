@@ -29,7 +29,7 @@ def asked_for(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         return Choice("copy", "star", "cupy does not support it")
 
     select.forget()
-    monkeypatch.setattr(select, "launch", launches)
+    monkeypatch.setattr(select, "kernels", launches)
     monkeypatch.setattr(select, "choose", choose)
     yield
     select.forget()
@@ -105,10 +105,6 @@ def test_plain_copies_do_what_it_cannot(
     assert_alike(found, getattr(Calls(slots, make), name)())
 
 
-def test_sums_that_kernels_make_do_not_travel_flat(asked_for: None, slots: list) -> None:
-    assert not comm.sums_travel_flat(slots, [torch.ones(3, device=slots[0])])
-
-
 def stay_here(route: TorchCopies, source: Tensor, buffers: Sequence[Tensor]) -> None:
     """In the place of plain copies, which only slots on one device make."""
     for buffer in buffers:
@@ -138,17 +134,3 @@ def test_kept_replicas_are_refreshed_by_kernels(
         torch.testing.assert_close(output, alone(x))
     copied = sum(sum(counts) for name, _, counts in launches.noted if name == "copy_many")
     assert copied == sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers()))
-
-
-def test_gradients_are_those_of_plain_copies(
-    asked_for: None, launches: Launches, slots: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
-    net, x = nn.Linear(4, 3).to(slots[0]), torch.randn(6, 4, device=slots[0])
-    DataParallel(net, slots)(x).square().sum().backward()
-    found = [parameter.grad for parameter in net.parameters()]
-    assert launches.kinds()["sum"] > 0
-    net.zero_grad()
-    monkeypatch.setattr(comm, "transport_for", lambda work, devices, tensors, cap_bytes=0: STAR)
-    DataParallel(net, slots)(x).square().sum().backward()
-    assert_alike(found, [parameter.grad for parameter in net.parameters()])

@@ -13,8 +13,8 @@ import pytest
 from kernel_runner import SOURCE
 from nvrtc import CUPYS_OPTIONS, Nvrtc
 
-from dataparallel.comm.cupy import launch
-from dataparallel.comm.cupy.launch import COPY_KERNEL, SUM_KERNELS
+from dataparallel.comm import kernels
+from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS
 
 pytestmark = pytest.mark.devices("cpu")
 
@@ -60,7 +60,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def compiled(name: str, architecture: int, source: str) -> tuple[str, str]:
     nvrtc = compiler(name)
     assert nvrtc is not None
-    return nvrtc.ptx(source, (*launch.OPTIONS, *CUPYS_OPTIONS, f"-arch=compute_{architecture}"))
+    return nvrtc.ptx(source, (*kernels.OPTIONS, *CUPYS_OPTIONS, f"-arch=compute_{architecture}"))
 
 
 def instructions(ptx: str) -> dict[str, set[str]]:

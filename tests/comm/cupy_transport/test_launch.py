@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from clocked import counted
-from dataparallel.comm.cupy import launch as launching
-from dataparallel.comm.cupy.launch import COPY_KERNEL, SUM_KERNELS, THREADS, launch, pack, why_not
+from dataparallel.comm import kernels as launching
+from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, THREADS, launch, pack, why_not
 from processes import run_script
+
+pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
 needs_cuda = pytest.mark.skipif(why_not() is not None, reason=f"needs CUDA and CuPy: {why_not()}")
 
@@ -241,13 +243,12 @@ def test_what_is_copied_is_one_byte_from_device_to_device(slots: list) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.devices("cpu")  # its processes are its own: once is enough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_copies_again_and_waits_for_nobody() -> None:
     run_script("""
 import os, warnings
 import torch
-from dataparallel.comm.cupy import launch as launching
+from dataparallel.comm import kernels as launching
 warnings.simplefilter("ignore")
 copied = []
 launching._copy = lambda source, target: copied.append((source.index, target.index))
@@ -278,6 +279,7 @@ def test_a_compiler_that_fails_is_an_error_in_words(machine: Machine, monkeypatc
 
 
 @needs_cuda
+@pytest.mark.devices("cuda")
 def test_copies_and_sums_on_a_gpu_are_those_of_torch() -> None:
     device, numels = torch.device("cuda", 0), [1, 100, 12_345, 10**6]
     slots = [[torch.randn(numel, device=device) for numel in numels] for _ in range(3)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dataparallel.comm.cupy.launch import COPY_KERNEL, SUM_KERNELS, THREADS, Launch, pack
+from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, THREADS, Launch, pack
 
 # They know no slots: once is enough.
 pytestmark = pytest.mark.devices("cpu")

@@ -14,15 +14,14 @@ from kernel_launches import Launches, assert_alike, made
 from tensor_kinds import tagged, with_attribute
 from torch import Tensor, nn
 
-from dataparallel.comm import select
-from dataparallel.comm.cupy import transport
-from dataparallel.comm.cupy.transport import Kernels
+from dataparallel.comm import cupy, select
+from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.routes import STAR
 
 pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.slots(3)]
 
 CPU = torch.device("cpu")
-KERNELS = Kernels()
+KERNELS = Cupy()
 
 
 def pointers(tensors: Iterable[Tensor]) -> list[int]:
@@ -34,7 +33,7 @@ def test_addresses_are_those_of_sources_and_results(
 ) -> None:
     """Nothing is launched: a wrong address would end the process."""
     launches = Launches(lambda *arguments: None)
-    monkeypatch.setattr(transport, "launch", launches)
+    monkeypatch.setattr(cupy, "kernels", launches)
     shapes = [(3, 4), (5,), (3, 4), (8, 2), (1,), (5,), (3, 4)]
     inputs = [[torch.randn(shape).to(slot) for shape in shapes] for slot in slots]
     copied = KERNELS.broadcast_coalesced(inputs[0], [root, *map(torch.device, slots)], own=True)
@@ -161,7 +160,7 @@ def test_the_transport_is_tried_by_the_same_launch(
     launch: Callable, monkeypatch: pytest.MonkeyPatch, slots: list
 ) -> None:
     launches = Launches(launch)
-    monkeypatch.setattr(transport, "launch", launches)
+    monkeypatch.setattr(cupy, "kernels", launches)
     select.forget()
     assert select.why_dropped("kernels, copies only", KERNELS, tuple(map(torch.device, slots))) is None
     ((name, rows, counts),) = launches.noted
@@ -181,7 +180,7 @@ def test_each_tensor_of_the_caller_is_asked_once_and_no_result(
         asked.append(tensor)
         return data_ptr(tensor)
 
-    monkeypatch.setattr(transport, "launch", Launches(lambda *arguments: None))
+    monkeypatch.setattr(cupy, "kernels", Launches(lambda *arguments: None))
     monkeypatch.setattr(Tensor, "data_ptr", noted)
     KERNELS.reduce_add_coalesced(inputs, CPU)
     of_inputs = Counter(id(tensor) for tensors in inputs for tensor in tensors)
@@ -263,13 +262,6 @@ def test_strides_that_differ_between_slots_are_left(launches: Launches) -> None:
         assert launches.tensors() == 1
 
 
-@pytest.mark.devices("cpu")
-def test_nothing_but_tensors_that_are_left(launches: Launches) -> None:
-    tensors = [misaligned(), torch.ones(8)[::2]]
-    assert_alike(KERNELS.reduce_add_coalesced([tensors, tensors], CPU), [2 * tensor for tensor in tensors])
-    assert launches.tensors() == 0
-
-
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "as it is": lambda tensor: tensor,
     "transposed": lambda tensor: tensor.t().contiguous().t(),
@@ -308,7 +300,7 @@ def test_any_mix_has_the_bits_of_plain_copies(launch: Callable, drawn: list, cou
             values = (torch.randn(shape, generator=random) * 50).to(dtype)
             tensors.append(KINDS[kind](values) if len(shape) == 2 or kind != "transposed" else values)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "launch", Launches(launch))
+        patch.setattr(cupy, "kernels", Launches(launch))
         totals = KERNELS.reduce_add_coalesced(inputs, CPU)
         copied = KERNELS.broadcast_coalesced(inputs[0], [CPU] * count, own=True)
     assert_alike(totals, STAR.reduce_add_coalesced(inputs, CPU, 2**30))

@@ -60,13 +60,6 @@ def elsewhere(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
     torch.accelerator.set_device_index(device)  # setting a stream makes its device current
 
 
-def test_the_call_waits_for_the_copies(slots: list) -> None:
-    model = DataParallel(Doubles(), slots)
-    for x in prefetch(pinned(), model):
-        assert torch.equal(model(x).cpu(), x * 2)
-    settled(slots)
-
-
 def test_copies_run_on_streams_of_their_own(slots: list, used: list[torch.Stream]) -> None:
     before = [torch.accelerator.current_stream(slot) for slot in slots]
     here = torch.accelerator.current_device_index()
@@ -247,6 +240,7 @@ def test_a_batch_that_was_sent_ahead_is_not_sent_again(slots: list, used: list[t
     model = DataParallel(Doubles(), slots)
     for x in prefetch(pinned(), model):
         assert torch.equal(model(x).cpu(), x * 2)
+    settled(slots)
     assert len(used) == 4 * len({*slots})
 
 
@@ -268,5 +262,5 @@ def test_a_failed_wait_for_one_copy_leaves_no_other_copy_out() -> None:
     reads.note([torch.ones(1)], events[:2])
     reads.note([torch.ones(1)], events[2:])
     with pytest.raises(RuntimeError, match="gone"):
-        reads.wait()
+        reads.wait_for_copies()
     assert all(event.is_waited for event in events)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch, scatter, scatter_kwargs
 from dataparallel.call.parallel_apply import SERIAL_VARIABLE
-from dataparallel.comm.streams import ahead
 from dataparallel.comm.streams.ahead import SentTensor
 from dataparallel.comm.streams.current import streams_set
 from dataparallel.composable import replicate
@@ -192,18 +191,6 @@ def test_a_pinned_batch_is_the_callers_when_the_call_returns(
         torch.testing.assert_close(output.cpu(), expected)
         torch.accelerator.synchronize(torch.device(7))
         x.copy_(batch(False))
-
-
-@both_forms
-@arrangements
-def test_the_clocks_would_see_a_call_that_does_not_wait_for_the_copies(
-    form: str, slots: list, root: torch.device, camera: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ahead.HostReads, "wait", lambda self: None)
-    model, x = in_form(form, Looks().to(root), slots), batch(True)
-    model(x)
-    with pytest.raises(RuntimeError, match="race"):
-        camera(x)
 
 
 @both_forms

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clocked import check_clocks
 from dataparallel import DataParallel, comm
-from dataparallel.comm.streams.arrivals import Arrival, Arrivals, parameter_stream
-from dataparallel.comm.streams.current import Event, streams_set
+from dataparallel.comm.streams.arrivals import parameter_stream
+from dataparallel.comm.streams.current import streams_set
 from dataparallel.composable import replicate
 from late_parameters import ARRANGEMENTS, Net, arranged, other_stream, samples, silently, steps
 
@@ -93,68 +92,6 @@ def test_the_sources_parameters_are_read_before_slot_0_writes_to_them(
     for _ in range(3):
         with torch.no_grad():
             call(x)
-
-
-def test_a_removed_wait_is_a_race(
-    slots: list, root: torch.device, x: Tensor, form: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = Net().double().to(root)
-    call = form(model, slots)
-    steps(model, call, x)
-    monkeypatch.setattr(Arrival, "make_wait", lambda self, stream: self.waited.add(stream))
-    with pytest.raises(RuntimeError, match="race"):
-        call(x)
-
-
-def test_a_call_that_ends_without_waiting_is_a_race(
-    slots: list, root: torch.device, x: Tensor, form: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A forward that leaves the last layer out: only the end of the call waits for its copies."""
-
-    class Half(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.first(x)
-
-    model = Half().double().to(root)
-    call = form(model, slots)
-
-    def step() -> None:
-        call(x).sum().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1)
-
-    for _ in range(3):
-        step()
-
-    def step_and_check() -> None:
-        step()
-        check_clocks()
-
-    monkeypatch.setattr(Arrivals, "end", lambda self: self._held.clear())
-    with pytest.raises(RuntimeError, match=r"race|freed too early"):
-        step_and_check()
-    for device in {*slots}:
-        torch.accelerator.current_stream(device).wait_stream(parameter_stream(device))
-
-
-def test_side_streams_wait_for_the_computing_streams(
-    slots: list, root: torch.device, x: Tensor, form: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without it the copies would read parameters that the optimizer has not written yet."""
-    model = Net().double().to(root)
-    call = form(model, slots)
-    steps(model, call, x)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1)
-    make_wait = Event.make_wait
-    monkeypatch.setattr("dataparallel.comm.streams.arrivals.Event.make_wait", lambda self, stream: None)
-    with pytest.raises(RuntimeError, match="race"):
-        call(x)
-    monkeypatch.setattr("dataparallel.comm.streams.arrivals.Event.make_wait", make_wait)
-    for device in {*slots}:
-        torch.accelerator.current_stream(device).wait_stream(parameter_stream(device))
 
 
 @pytest.mark.parametrize("route", ["star", "tree", "chain"])

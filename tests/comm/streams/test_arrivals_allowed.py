@@ -3,7 +3,7 @@
 Clocks tell a race: a write to the source that no event orders after the copy that reads it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from dataparallel.composable import replicate
 from dataparallel.replicas.build import ParameterRegistry
 from dataparallel.testing.pytest import settle
 
-pytestmark = pytest.mark.devices("sim", "stand-in")
+pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("no_compiler")]
 
 WIDTH = 8
 
@@ -29,12 +29,6 @@ WIDTH = 8
 def slots() -> list[torch.device]:
     """Three slots. A function, because there is no such device where this file is collected for CPU slots."""
     return [torch.device(index) for index in range(3)]
-
-
-@pytest.fixture(autouse=True)
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests may have compiled something in this process. Nothing here is compiled."""
-    monkeypatch.setattr("dataparallel._torch.note_whether_compiler_is_in_use", lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -217,15 +211,15 @@ def test_a_failed_wait_for_copies_releases_the_replicas_all_the_same(monkeypatch
     """The call counts as failed, and the memory of its copies is held as long as the call."""
     kept = Kept()
     with monkeypatch.context() as patch:
-        patch.setattr(Arrivals, "end", lambda self: 1 / 0)
+        patch.setattr(Arrivals, "wait_for_copies", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError), Call(slots(), kept, False) as call:  # noqa: PT012
             with call.replicates():
                 arrivals = arrivals_for(slots(), [])
             call.uses([nn.Identity()])
     assert kept.told == ["forget_last_call"]
     ended = []
-    monkeypatch.setattr(Arrivals, "end", lambda self: ended.append(self))
-    call._copies.end()
+    monkeypatch.setattr(Arrivals, "wait_for_copies", lambda self: ended.append(self))
+    call._copies.wait_for_copies()
     assert ended == [arrivals]
 
 
@@ -238,22 +232,18 @@ def test_a_source_may_get_other_memory_while_its_copies_travel() -> None:
     arrivals.launch([broadcast_into(copies, planned, [source])], set())
     source.data = torch.empty(WIDTH, WIDTH, device=slots()[0])
     torch.zeros(WIDTH, WIDTH, device=slots()[0])
-    arrivals.end()
+    arrivals.wait_for_copies()
     assert [copy.sum().item() for copy in copies] == [WIDTH * WIDTH] * 2
 
 
-def writes_to_slot_0(net: nn.Module, name: str) -> None:
-    """Writes to a tensor of the replica that is not the last layer's weight, but has the same memory."""
-    with torch.no_grad():
-        getattr(net, name).mul_(0.5)
-
-
 @pytest.mark.parametrize("kind", ["buffer", "parameter"])
-@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
-def test_two_tensors_on_one_storage_may_be_written_by_either_name(form: str, kind: str, x: Tensor) -> None:
+def test_two_tensors_on_one_storage_may_be_written_by_either_name(form: Callable, kind: str, x: Tensor) -> None:
+    """A replica writes to a tensor that is not the last layer's weight, but has the same memory."""
+
     class Shares(Half):
         def forward(self, x: Tensor) -> Tensor:
-            writes_to_slot_0(self, "other")
+            with torch.no_grad():
+                self.other.mul_(0.5)
             return super().forward(x)
 
     model = Shares().to(slots()[0])
@@ -262,17 +252,13 @@ def test_two_tensors_on_one_storage_may_be_written_by_either_name(form: str, kin
         model.register_buffer("other", other)
     else:
         model.register_parameter("other", nn.Parameter(other))
-    if form == "DataParallel":
-        call: nn.Module = in_single_buckets(model)
-    else:
-        call = replicate(model, devices=slots(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    call = form(model, slots())
     for _ in range(3):
         with torch.no_grad():
             call(x)
 
 
-@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
-def test_an_attribute_may_begin_to_refer_to_a_parameter(form: str, x: Tensor) -> None:
+def test_an_attribute_may_begin_to_refer_to_a_parameter(form: Callable, x: Tensor) -> None:
     class Reads(Half):
         held: Any = None
 
@@ -282,10 +268,7 @@ def test_an_attribute_may_begin_to_refer_to_a_parameter(form: str, x: Tensor) ->
             return self.last(super().forward(x))
 
     model = Reads().to(slots()[0])
-    if form == "DataParallel":
-        call: nn.Module = in_single_buckets(model)
-    else:
-        call = replicate(model, devices=slots(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    call = form(model, slots())
     for _ in range(3):
         call(x).sum().backward()
     model.held = [model.last.bias]
@@ -307,18 +290,6 @@ def test_a_variable_turns_late_copies_off(
 
     in_single_buckets(Looked().to(slots()[0]))(x)
     assert found == {expected}
-
-
-def test_lookups_are_late_where_nothing_is_in_the_way(x: Tensor) -> None:
-    found: set[type] = set()
-
-    class Looked(Half):
-        def forward(self, x: Tensor) -> Tensor:
-            found.add(type(self.last._parameters))
-            return super().forward(x)
-
-    in_single_buckets(Looked().to(slots()[0]))(x)
-    assert found == {ParameterRegistry}
 
 
 def test_a_small_model_is_not_late(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

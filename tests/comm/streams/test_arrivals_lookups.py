@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import dataparallel as dp
 from dataparallel import DataParallel
-from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import streams_set
 from dataparallel.replicas.build import ParameterRegistry
 from late_parameters import ARRANGEMENTS, WIDTH, Net, arranged, other_stream, samples, silently, steps
@@ -220,16 +219,3 @@ def test_what_is_read_past_the_registry_is_there_before_the_replica_starts(
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
         with torch.no_grad():
             torch.testing.assert_close(call(x), twin(x), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_without_that_wait_it_is_a_race(
-    slots: list, root: torch.device, x: Tensor, form: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch = Arrivals.launch
-    monkeypatch.setattr(Arrivals, "launch", lambda self, broadcasts, at_once: launch(self, broadcasts, set()))
-    model = Odd().double().to(root)
-    model.held = [model.tail.weight]
-    call = form(model, slots)
-    with pytest.raises(RuntimeError, match="race"):
-        call(x)

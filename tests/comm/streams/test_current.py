@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import dataparallel
 from backends_events import BackendsEvent, BackendsStream, as_of_backend
 from dataparallel import DataParallel
-from dataparallel.autograd.gradient_streams import side_stream
-from dataparallel.comm.streams.current import Event, GivenEvents, current_streams, streams_set
+from dataparallel.comm.streams.current import Event, GivenEvents, current_streams, kept_stream, streams_set
 from dataparallel.threads.settings import TRANSLATED
 from steps import build, gradients, numbers
 
@@ -30,7 +29,7 @@ def streams_of(slots: list) -> dict[torch.device, torch.Stream]:
 
 def test_streams_are_current_inside_and_the_device_stays(slots: list) -> None:
     before, here = streams_of(slots), torch.accelerator.current_device_index()
-    sides = {device: side_stream(device) for device in before}
+    sides = {device: kept_stream(device, "gradients") for device in before}
 
     def fail() -> None:
         with streams_set(sides):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm, parallel_apply, replicate
 from dataparallel.autograd import functions
-from dataparallel.comm.streams.current import current_streams, streams_set
-from dataparallel.comm.streams.nodes import memory_of
+from dataparallel.comm.streams.current import current_streams, memory_of, streams_set
 from dataparallel.testing.pytest import settle
 from graphs import nodes_of
 from spare_streams import spare_stream

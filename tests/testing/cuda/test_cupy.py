@@ -23,8 +23,8 @@ from dataparallel.testing import cuda
 devices = cuda.stand_in(3)
 import cupy, numpy, torch
 from dataparallel import comm
-from dataparallel.comm.cupy import launch as launching
-from dataparallel.comm.cupy.launch import COPY_KERNEL, SUM_KERNELS, pack
+from dataparallel.comm import kernels as launching
+from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, pack
 from dataparallel.testing.cuda import libraries
 
 def module(source, *names):

@@ -1,6 +1,6 @@
 """A pair of devices is trusted after random data has gone from one to the other; a broken pair is noticed.
 
-A copy that brings garbage, or nothing, plays a broken pair. It replaces `peer_check._copy`, because machines that run
+A copy that brings garbage, or nothing, plays a broken pair. It replaces `links._copy`, because machines that run
 these tests have no broken pair. The script of the forked child holds the private lock, as a thread of the parent may.
 """
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dataparallel.comm import peer_check
-from dataparallel.comm.peer_check import check_all, trusted
+from dataparallel.comm import links
+from dataparallel.comm.links import trusted, untrusted_pairs
 from processes import run_script
 
 CPU = torch.device("cpu")
@@ -26,21 +26,21 @@ on_devices = pytest.mark.devices("sim", "cuda")
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("DATAPARALLEL_PEER_CHECK", raising=False)
     monkeypatch.setattr(torch.get_device_module(), "copies_cannot_fail", False, raising=False)
-    peer_check.forget()
+    links.forget()
     yield
-    peer_check.forget()
+    links.forget()
 
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list:
     """The pairs between which a checked copy has been made."""
-    made, copy = [], peer_check._copy
+    made, copy = [], links._copy
 
     def noted(source: Tensor, target: Tensor) -> None:
         made.append((source.device, target.device))
         copy(source, target)
 
-    monkeypatch.setattr(peer_check, "_copy", noted)
+    monkeypatch.setattr(links, "_copy", noted)
     return made
 
 
@@ -83,13 +83,13 @@ def test_every_ordered_pair_is_checked_once(slots: list, copies: list) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            assert check_all([*slots, CPU, slots[0]]) == dict.fromkeys(expected, True)
+            assert untrusted_pairs([*slots, CPU, slots[0]]) == []
             assert all(trusted(*pair) for pair in expected)
     assert copies == expected
 
 
 def test_a_device_is_trusted_with_its_own_and_with_the_hosts_memory(root: torch.device, copies: list) -> None:
-    assert check_all([root, CPU, root]) == {}
+    assert untrusted_pairs([root, CPU, root]) == []
     assert copies == []
 
 
@@ -98,9 +98,9 @@ def test_a_device_is_trusted_with_its_own_and_with_the_hosts_memory(root: torch.
 def test_a_broken_pair_is_noticed_in_the_direction_that_is_broken(
     pair: tuple, copy: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_check, "_copy", broken_at(pair, copy))
+    monkeypatch.setattr(links, "_copy", broken_at(pair, copy))
     with pytest.warns(RuntimeWarning, match=f"from {pair[0]} to {pair[1]} .* through the host"):
-        assert check_all(pair) == {pair: False, pair[::-1]: True}
+        assert untrusted_pairs(pair) == [pair]
 
 
 @on_devices
@@ -112,25 +112,25 @@ def test_what_has_not_arrived_cannot_look_as_if_it_had(pair: tuple, monkeypatch:
         differing.append(bool((wanted != found).all()))
         target.copy_(source)
 
-    monkeypatch.setattr(peer_check, "_copy", noted)
+    monkeypatch.setattr(links, "_copy", noted)
     assert trusted(*pair)
     assert differing == [True]
 
 
 @on_devices
 def test_it_warns_once_and_keeps_the_answer(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_check, "_copy", broken_at(pair))
+    monkeypatch.setattr(links, "_copy", broken_at(pair))
     with pytest.warns(RuntimeWarning, match="DATAPARALLEL_PEER_CHECK=0"):
         assert not trusted(*pair)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not trusted(*pair)
-        assert check_all(pair)[pair] is False
+        assert untrusted_pairs(pair) == [pair]
 
 
 @on_devices
 def test_a_warning_that_is_an_error_leaves_the_answer(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_check, "_copy", broken_at(pair))
+    monkeypatch.setattr(links, "_copy", broken_at(pair))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="did not arrive"):
@@ -141,7 +141,7 @@ def test_a_warning_that_is_an_error_leaves_the_answer(pair: tuple, monkeypatch: 
 @on_devices
 def test_who_shows_the_warning_may_ask(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(peer_check, "_copy", broken_at(pair))
+    monkeypatch.setattr(links, "_copy", broken_at(pair))
     monkeypatch.setattr(warnings, "showwarning", lambda *_: asked.append(trusted(*pair[::-1])))
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -155,7 +155,7 @@ def test_a_check_that_could_not_be_made_is_made_again(pair: tuple, monkeypatch: 
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(peer_check, "_copy", fails)
+        patch.setattr(links, "_copy", fails)
         with pytest.raises(RuntimeError, match="out of memory"):
             trusted(*pair)
     assert trusted(*pair)
@@ -165,7 +165,7 @@ def test_a_check_that_could_not_be_made_is_made_again(pair: tuple, monkeypatch: 
 @pytest.mark.parametrize("value", ["0", "no", "False", "off"])
 def test_it_can_be_turned_off(pair: tuple, value: str, copies: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", value)
-    assert check_all(pair) == {pair: True, pair[::-1]: True}
+    assert untrusted_pairs(pair) == []
     assert copies == []
 
 
@@ -187,7 +187,7 @@ def test_threads_that_ask_at_once_wait_for_one_answer(
         asking.release()
         answers.append(trusted(*pair))
 
-    monkeypatch.setattr(peer_check, "_copy", slow)
+    monkeypatch.setattr(links, "_copy", slow)
     monkeypatch.setattr(warnings, "warn", lambda *args, **_: said.append(args))
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -204,25 +204,19 @@ def test_threads_that_ask_at_once_wait_for_one_answer(
 
 
 @on_devices
-def test_random_states_stay(pair: tuple) -> None:
+def test_random_states_and_what_is_current_stay(pair: tuple) -> None:
     def states() -> list[Tensor]:
         module = torch.get_device_module(pair[0].type)
         return [torch.get_rng_state(), *(module.get_rng_state(device) for device in pair)]
 
-    before = states()
-    assert trusted(*pair)
-    assert all(map(torch.equal, before, states()))
-
-
-@on_devices
-def test_current_devices_and_streams_stay(pair: tuple) -> None:
     def now() -> list:
         streams = [torch.accelerator.current_stream(device) for device in pair]
         return [torch.accelerator.current_device_index(), *streams]
 
-    before = now()
+    before, random = now(), states()
     assert trusted(*pair)
     assert now() == before
+    assert all(map(torch.equal, random, states()))
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -250,15 +244,15 @@ def test_a_forked_child_knows_nothing_and_waits_for_nobody() -> None:
     run_script("""
 import os, threading, warnings
 import torch
-from dataparallel.comm import peer_check
+from dataparallel.comm import links
 warnings.simplefilter("ignore")
 pair = torch.device("xpu", 0), torch.device("xpu", 1)
-peer_check._answers[pair] = False
+links._answers[pair] = False
 checking, forked = threading.Event(), threading.Event()
 
 
 def check():
-    with peer_check._lock:
+    with links._lock:
         checking.set()
         forked.wait(20)
 
@@ -266,13 +260,13 @@ def check():
 thread = threading.Thread(target=check)
 thread.start()
 checking.wait()
-peer_check._arrives_unharmed = lambda source, target: True
+links._arrives_unharmed = lambda source, target: True
 child = os.fork()
 if child == 0:
-    assert not peer_check._lock.locked()
-    os._exit(0 if peer_check.trusted(*pair) else 1)
+    assert not links._lock.locked()
+    os._exit(0 if links.trusted(*pair) else 1)
 assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 0
 forked.set()
 thread.join()
-assert not peer_check.trusted(*pair)
+assert not links.trusted(*pair)
 """)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from dataparallel.comm.buckets import Bucket, Layout, Planned, is_dense, plan_buckets, travels_flat, unflatten
-from dataparallel.comm.cupy import launch
-from dataparallel.comm.cupy.launch import COPY_KERNEL, SUM_KERNELS
+from dataparallel.comm import kernels
+from dataparallel.comm.buckets import Bucket, FlatLayout, Planned, is_dense, plan_buckets, travels_flat, unflatten
+from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.transport import FlatBroadcast, Later, Transport, Travelling, travel_flat_on_every_slot
 from dataparallel.profiling import note_copied_bytes, note_copy
 
 
-class Kernels(Transport):
+class Cupy(Transport):
     """Kernels read and write tensors where they lie, on any of the devices."""
 
     sums_flat_buffers = False
@@ -72,7 +72,7 @@ class Kernels(Transport):
         for target in out:
             note_copy("cupy", tensor, target.device)
         rows = [[each.data_ptr()] for each in (tensor, *out)]
-        launch.launch(COPY_KERNEL, rows, [tensor.nbytes], tensor.device, [target.device for target in out])
+        kernels.launch(COPY_KERNEL, rows, [tensor.nbytes], tensor.device, [target.device for target in out])
         # Autograd does not see what kernels write, so it is told that these tensors have changed.
         increment_version(out)
 
@@ -130,7 +130,7 @@ def _copy_bucket(
     def read_and_write() -> Tensor:
         for buffer in buffers:
             note_copied_bytes("cupy", sum(nbytes), first.device, buffer.device)
-        launch.launch(COPY_KERNEL, addresses, nbytes, first.device, [buffer.device for buffer in buffers])
+        kernels.launch(COPY_KERNEL, addresses, nbytes, first.device, [buffer.device for buffer in buffers])
         return buffers[0]
 
     if later is None:
@@ -174,7 +174,7 @@ def _sum_bucket(
     counts = [numel * (dtype.itemsize // kernel.itemsize) for numel in numels]
     for tensor in of_slots:
         note_copied_bytes("cupy", sum(numels) * dtype.itemsize, tensor.device, destination)
-    launch.launch(kernel, rows, counts, destination, [tensor.device for tensor in of_slots])
+    kernels.launch(kernel, rows, counts, destination, [tensor.device for tensor in of_slots])
     return left
 
 
@@ -206,7 +206,7 @@ def _readable(
     return part, [[row[k] for k in kept] for row in addresses], [bucket.indices[k] for k in sorted(odd)]
 
 
-def _lies_as(tensor: Tensor, layout: Layout) -> bool:
+def _lies_as(tensor: Tensor, layout: FlatLayout) -> bool:
     """True if the elements lie in memory as in a flat buffer: without holes, and in the order of the layout."""
     return tensor.is_contiguous() if layout.row_major else tensor.stride() == layout.core_stride
 
