@@ -192,13 +192,10 @@ class Steps:
         if self._way in (WRAPPER, PREFETCH):
             return DataParallel(module, device_ids=self._devices, workers=len(self._devices))
         if self._way == REPLICATE:
-            network = replicate(module, devices=self._devices)
-            replicate.state(network)._permits._wait_for_each_other.add(len(self._devices))
-            return network
+            return replicate(module, devices=self._devices, workers=len(self._devices))
         if self._way in (SHARDED, NOT_RESHARDED):
-            network = sharded(module, self._devices, reshard_after_forward=None if self._way == SHARDED else False)
-            state_of(network)._permits._wait_for_each_other.add(len(self._devices))
-            return network
+            reshard = None if self._way == SHARDED else False
+            return sharded(module, self._devices, reshard_after_forward=reshard, workers=len(self._devices))
         return module
 
     def run(self) -> None:
