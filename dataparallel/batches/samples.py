@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.functions import Broadcast, Collect
-from dataparallel.batches.batch_types import batch_of, container_of
-from dataparallel.batches.per_replica import PerReplica
+from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
 from dataparallel.batches.ragged import RaggedCopies, is_ragged
 from dataparallel.batches.structures import leaves, tensors_in
 from dataparallel.comm.checks import why_not_movable

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.batches.batch_types import batch_of, container_of, is_written_to
-from dataparallel.batches.per_replica import PerReplica
+from dataparallel.batches.batch_types import PerReplica, batch_of, container_of, is_written_to
 from dataparallel.comm.buckets import alias
 from dataparallel.samples import Samples
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from dataparallel import gather
 from dataparallel.batches import batch_types
-from dataparallel.batches.scatter_gather import moved
+from dataparallel.batches.scatter import moved
 
 zeros, ones = torch.zeros, torch.ones
 
