@@ -28,7 +28,7 @@ from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.comm.streams.arrivals import LateCopies
 from dataparallel.devices import current_device_set, resolve, resolve_output
 from dataparallel.profiling import stage
-from dataparallel.replicas.cycles import CycleBreaker
+from dataparallel.replicas.kept_modules import CycleBreaker
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.meetings import Meeting

@@ -1,11 +1,14 @@
-"""The module objects of replicas, which calls use one after another, and the tree as it was when they were made.
+"""What becomes of the module objects of replicas when a call ends: they are used again, or taken apart.
 
-Before a call its tensors are put into the modules. After the call everything that it left on them is removed, unless
-somebody else holds one of them. Only plain trees have them (``ModulePlan.is_plain``).
+Modules of plain trees (``ModulePlan.is_plain``) are used again: before a call its tensors are put into them, and after
+it everything that it left on them is removed. `CycleBreaker` takes others apart that may hold reference cycles.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, TypeAlias
@@ -13,7 +16,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from dataparallel import ownership
-from dataparallel._torch import HOOK_TABLES, REGISTRIES
+from dataparallel._torch import HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
 from dataparallel.comm.streams.arrivals import Arrivals, Expected
 from dataparallel.replicas.build import (
     bare_module,
@@ -25,7 +28,7 @@ from dataparallel.replicas.build import (
     tell_units,
 )
 from dataparallel.replicas.compiled.calls import CompiledCall
-from dataparallel.replicas.plan import TABLES, ModuleEntry, ModulePlan
+from dataparallel.replicas.plan import MADE_FOR_ATTRIBUTES, TABLES, ModuleEntry, ModulePlan
 from dataparallel.replicas.references import ATOMIC, compiled_over, reached
 
 _Registration: TypeAlias = "list[tuple[str, int]]"
@@ -180,7 +183,7 @@ class _AttributeSnapshot:
 
 
 class TreeSnapshot:
-    """The tree from which a plan was made, compared with a later one so that the plan can be used again.
+    """The tree from which ``plan`` was made, compared with a later one so that the plan can be used again.
 
     It compares the modules, and the names and the identity of their attributes. It looks into objects that change in
     place: registries, hooks, containers, functions. It does not compare shape, dtype, device or values of tensors:
@@ -188,7 +191,7 @@ class TreeSnapshot:
     """
 
     def __init__(self, plan: ModulePlan) -> None:
-        self._root = plan.entries[0].module
+        self.plan, self._root = plan, plan.entries[0].module
         self._known = {id(entry.module) for entry in plan.entries} | {id(tensor) for tensor in plan.tensors}
         self._known.add(plan.source_id)
         self._modules = [_ModuleSnapshot(entry) for entry in plan.entries]
@@ -243,3 +246,89 @@ def _is_immutable(value: Any) -> bool:
     if type(value) in (tuple, frozenset):
         return all(type(item) in ATOMIC for item in value)
     return type(value) in ATOMIC
+
+
+# ---- replicas that are not used again --------------------------------------------------------------------------------
+
+
+class CycleBreaker:
+    """Takes replicas apart if they may hold cycles and nothing else holds a part of them.
+
+    A bound method or a reference to the parent makes a cycle in the source, which lives long, and in each replica,
+    which lives for one forward: copies of all weights would wait for the collector. If something else holds a part (a
+    checkpoint runs methods again in backward), the replica is tried again at the end of the next call, or left to the
+    collector. If the call fails, the breaker lives as long as a traceback of the failure. It keeps nothing alive.
+    """
+
+    def __init__(self, replicas: Sequence[nn.Module]) -> None:
+        trusted = ownership.are_counts_trusted()
+        self._roots = [weakref.ref(replica) for replica in replicas if trusted and MADE_FOR_ATTRIBUTES in vars(replica)]
+
+    def __del__(self) -> None:
+        self.take_apart()
+
+    def take_apart(self) -> None:
+        """Takes the replicas apart, and replicas that were still in use when an earlier call ended."""
+        roots, self._roots = self._roots, []
+        while _in_use:
+            try:
+                roots.append(_in_use.popleft())
+            except IndexError:  # another thread was first
+                break
+        for root in roots:
+            if not _take_apart(root):
+                _in_use.append(root)
+
+
+# Roots of replicas that were in use when their call ended.
+_in_use: deque[weakref.ref[nn.Module]] = deque(maxlen=256)
+
+
+def _take_apart(root: weakref.ref[nn.Module]) -> bool:
+    """Returns ``False`` if something else holds a part of the replica."""
+    parts = _parts(root)
+    if not _only_their_own(parts):
+        return False
+    for part in parts:
+        if issubclass(type(part), nn.Module):
+            vars(part).clear()
+    return True
+
+
+def _parts(root: weakref.ref[nn.Module]) -> list[Any]:
+    """The modules of a replica, and the objects that were made for their attributes."""
+    replica = root()
+    return [] if replica is None else [*replica.modules(), *vars(replica)[MADE_FOR_ATTRIBUTES]]
+
+
+def _only_their_own(parts: list[Any]) -> bool:
+    """True if ``parts`` are referenced only by each other and by this list.
+
+    The number of references to each part is compared with the number of references from the other parts. A holder of a
+    registry, or of a view of it, holds the module's children: registries count as parts.
+    """
+    if not ownership.are_counts_trusted():
+        return False
+    modules = [part for part in parts if issubclass(type(part), nn.Module)]
+    made = [part for part in parts if not issubclass(type(part), nn.Module)]
+    attributes = [vars(module) for module in modules]
+    names = (*REGISTRIES, *OWN_HOOK_TABLES)
+    known = set(map(id, made))  # a new hook table is one of these
+    tables = [own[name] for own in attributes for name in names if name in own and id(own[name]) not in known]
+    noted = [own[MADE_FOR_ATTRIBUTES] for own in attributes if MADE_FOR_ATTRIBUTES in own]
+    holders = {id(holder): holder for holder in (*attributes, *tables, *made, *noted)}
+    inside = ownership.references_inside(holders.values())
+    # Besides ``parts``, one list here refers to each of these objects; holders are in a dict too.
+    extra = ownership.references_of_one()
+    control = nn.Module()
+    (owned,) = ownership.references([vars(control)])
+    return (
+        all(count == inside[name] + extra + 1 for name, count in _counts(modules))
+        and all(count == inside[name] + extra + 2 for name, count in _counts(made))
+        and all(count == inside[name] + extra + 1 for name, count in _counts(tables))
+        and all(count == owned + 1 for _, count in _counts(attributes))
+    )
+
+
+def _counts(objects: list[Any]) -> list[tuple[int, int]]:
+    return [*zip(map(id, objects), ownership.references(objects), strict=True)]

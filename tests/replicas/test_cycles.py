@@ -17,7 +17,7 @@ from torch import Tensor
 
 from circles import Circular, Straight, collect_what_is_left_to_the_collector, least
 from dataparallel import DataParallel
-from dataparallel.replicas.cycles import CycleBreaker
+from dataparallel.replicas.kept_modules import CycleBreaker
 from dataparallel.replicate import replicate
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "no_collector")
