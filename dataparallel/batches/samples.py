@@ -1,7 +1,7 @@
 """How lists with one entry for each sample (`dataparallel.samples`) are cut, moved and joined.
 
 Tensors inside are moved whole. All that go to the same slots travel by one ``Broadcast``, so those of one dtype share a
-flat buffer, and one node of the graph has all their gradients. ``scatter_gather`` calls this file.
+flat buffer, and one node of the graph has all their gradients.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ Every error names the place in the structure.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from dataparallel.batches import ragged
 from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
 from dataparallel.batches.chunk_sizes import FixedSplit, Split
 from dataparallel.batches.samples import SampleCopies, check_entries, joined_samples
-from dataparallel.batches.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas
+from dataparallel.batches.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, with_leaves
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
 from dataparallel.devices import DeviceLike, resolve_slots
@@ -223,20 +224,16 @@ class _Splitter:
 
 def moved(obj: Any, device: torch.device) -> Any:
     """The nested structure with every tensor and batch on ``device``; the same object if all are there already."""
-    if isinstance(obj, Tensor):
-        if obj.device == device:
-            return obj
-        return (
-            ragged.RaggedCopies([device]).copies(obj)[0] if ragged.is_ragged(obj) else Broadcast.apply([device], obj)[0]
-        )
-    if isinstance(obj, Samples):
-        return joined_samples([obj], device)
-    batch = batch_of(obj)
-    if batch is not None:
-        return batch.to(obj, device)
-    container = container_of(obj)
-    if container is None:
-        return obj
-    old = [value for _, value in container.children(obj)]
-    new = [moved(value, device) for value in old]
-    return obj if all(a is b for a, b in zip(new, old, strict=True)) else container.rebuild(obj, new)
+    return with_leaves(obj, partial(_moved_leaf, device=device))
+
+
+def _moved_leaf(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, Tensor):
+        if leaf.device == device:
+            return leaf
+        is_ragged = ragged.is_ragged(leaf)
+        return (ragged.RaggedCopies([device]).copies(leaf) if is_ragged else Broadcast.apply([device], leaf))[0]
+    if isinstance(leaf, Samples):
+        return joined_samples([leaf], device)
+    batch = batch_of(leaf)
+    return leaf if batch is None else batch.to(leaf, device)
