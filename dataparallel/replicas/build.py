@@ -1,7 +1,4 @@
-"""Builds one replica of a module tree, from a plan and the replica's tensors.
-
-``plan`` says which modules there are and what each of them has. ``replicate`` and ``kept_replicas`` bring the tensors.
-"""
+"""Builds one replica of a module tree, from a plan and the replica's tensors."""
 
 from __future__ import annotations
 
@@ -60,11 +57,11 @@ def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool, expecte
     ``record``: they are outputs of a recorded broadcast. ``expected``: which of them may still be on their way.
     """
     make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
-    tensor_table = [*tensors, *plan.shared, None]  # None at `NONE_POSITION`
+    tensor_table = plan.table(tensors)
     flags = empty_hook_flags()
     device = device_of(tensors)
     modules = [_by_its_own_rule(entry) if entry.has_own_rule else bare_module(entry.cls) for entry in plan.entries]
-    module_table = [*modules, *plan.shared, None]
+    module_table = plan.table(modules)
     for entry, module in zip(plan.entries, modules, strict=True):
         if entry.is_script:
             _fill_script(entry, module, module_table, tensor_table)
@@ -85,7 +82,7 @@ def call_compiled(plan: ModulePlan, modules: list[nn.Module]) -> list[CompiledCa
     calls: list[CompiledCall] = []
     if not plan.has_compiled:
         return calls
-    table: list[Any] = [*modules, *plan.shared, None]
+    table = plan.table(modules)
     for entry, module in zip(plan.entries, modules, strict=True):
         if entry.compiled is not None:
             functions, attribute, child, _ = entry.compiled

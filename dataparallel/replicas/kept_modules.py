@@ -48,7 +48,7 @@ class ReplicaModules:
         self.may_be_late = may_be_late
         self._classes = [entry.cls for entry in plan.entries]
         self._modules = [bare_module(cls) for cls in self._classes]
-        self._shared = [*plan.shared, None]  # positions below zero
+        self._shared = plan.table([])
         self._parts: list[_Part] = []
         self._hook_tables: list[dict[Any, Any]] = []  # empty, because the tree is plain
         self._counted: list[Any] = [*self._modules]

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from dataparallel.batches.chunk_sizes import FixedSplit, split_by_shares
 
+pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
+
 shares = st.lists(st.floats(1e-3, 1e3) | st.integers(1, 50).map(float), min_size=1, max_size=9)
 totals = st.integers(0, 3000)
 
@@ -91,6 +93,7 @@ def test_ints_are_numbers_of_samples_and_a_float_makes_them_shares() -> None:
         ([0.5, "1", 1.0], TypeError, "no sequence of ints or floats"),
         (3, TypeError, "no sequence of ints or floats"),
         ("equal", ValueError, "'equal' is unknown"),
+        ("balanced", ValueError, "'balanced' is unknown here"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given: object, error: type[Exception], message: str) -> None:

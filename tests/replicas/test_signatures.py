@@ -15,6 +15,8 @@ from dataparallel import DataParallel
 from dataparallel.replicas.signatures import StandIns
 from nets import samples
 
+pytestmark = pytest.mark.devices("cpu")  # signatures do not depend on devices
+
 
 @pytest.fixture
 def net(root):

@@ -19,12 +19,12 @@ from compiled_nets import (
     BACKEND,
     WAYS,
     Breaks,
-    Net,
     Tied,
     assert_same,
     batch,
     build,
     compile_argument,
+    expected_steps,
     state_and_gradients,
     steps,
 )
@@ -35,11 +35,6 @@ from dataparallel.replicas.compiled.gate import gate
 
 Way = Callable[..., DataParallel]
 Since = Callable[[], Counts]
-
-
-def expected_steps(slots: list, root: torch.device, batches: list[Tensor], make: type[nn.Module] = Net) -> list[Tensor]:
-    net = build(root, make)
-    return steps(DataParallel(net, slots), net, batches)
 
 
 @pytest.mark.slots(2, long=[3, 8])
