@@ -270,7 +270,7 @@ class Call:
     @property
     def split(self) -> Split:
         """What splits the batch of this call."""
-        return self.balanced or self._of_form
+        return self.balanced or self._of_form.fixed
 
     def known_to(self, overridden: Callable[..., Any]) -> Callable[..., Any]:
         """A stage that a subclass overrides. `call_of_this_thread` finds the call inside."""

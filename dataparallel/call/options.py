@@ -28,6 +28,7 @@ class BatchSplit:
 
     Attributes:
         given: the argument; a sequence as a tuple, so that it is assigned and not changed.
+        fixed: what splits every call alike, if calls are not balanced.
 
     Raises:
         TypeError, ValueError: as `FixedSplit`.
@@ -35,8 +36,8 @@ class BatchSplit:
 
     def __init__(self, given: ChunkSizes, slots: int) -> None:
         self._balancer = Balancer() if isinstance(given, str) and given == BALANCED else None
-        self._fixed = FixedSplit(None if self._balancer else given, slots or None)
-        self.given: ChunkSizes = BALANCED if self._balancer else self._fixed.given
+        self.fixed = FixedSplit(None if self._balancer else given, slots or None)
+        self.given: ChunkSizes = BALANCED if self._balancer else self.fixed.given
         self._slots = slots
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -48,7 +49,7 @@ class BatchSplit:
         Raises:
             ValueError: the sizes that were given do not fit.
         """
-        return self._fixed.sizes(total, slots) if self._balancer is None else self._balancer.next_sizes(total, slots)
+        return self.fixed.sizes(total, slots) if self._balancer is None else self._balancer.next_sizes(total, slots)
 
     def begin_call(
         self, module: Any, slots: Sequence[torch.device], inputs: Any, kwargs: Any, method: str

@@ -23,12 +23,12 @@ from dataparallel.call.options import BatchSplit, CallOptions
 from dataparallel.call.parallel_apply import CALL, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
+from dataparallel.forms.signatures import shows_forward_of_module
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.placement import check_placement
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_replicas
-from dataparallel.replicas.signatures import shows_forward_of_module
 
 M = TypeVar("M", bound=nn.Module)
 
