@@ -99,9 +99,6 @@ class RaggedCopies:
     torch takes two jagged tensors for equally ragged only if they have one offsets object. So tensors that share
     offsets share them on each slot, and after `joined` too. If all parts of a joined tensor have the offsets of the
     chunks of one scatter, it is as ragged as the tensor that was scattered, and may be added to it.
-
-    Args:
-        slots: the slots that get a chunk.
     """
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
@@ -182,13 +179,7 @@ def why_not_joinable(parts: Sequence[Tensor]) -> str | None:
 
 
 def joined(parts: Sequence[Tensor], device: torch.device, done: dict[Any, Any]) -> Tensor:
-    """The rows of all parts in order, on ``device``.
-
-    Args:
-        parts: one tensor of each replica, all of one layout, of equal width and dtype.
-        device: where the result is.
-        done: for one gather, a dict of its own, by which results share offsets if their parts do.
-    """
+    """The rows of all parts in order, on ``device``. By ``done``, a dict for each gather, results share offsets."""
     found = [_Rows.of(part) for part in parts]
     first = found[0]
     values = [Gather.apply(device, first.dim, *each) for each in zip(*(rows.values for rows in found), strict=True)]

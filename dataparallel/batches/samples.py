@@ -45,11 +45,6 @@ class SampleCopies:
 
     A tensor that several entries or lists hold has one copy on each slot that gets it, and its gradients are added in
     slot order.
-
-    Args:
-        found: all lists that are to be cut.
-        slots: the slots in use.
-        sizes: the sizes of their chunks.
     """
 
     def __init__(self, found: Iterable[Samples[Any]], slots: Sequence[torch.device], sizes: Sequence[int]) -> None:

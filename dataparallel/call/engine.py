@@ -93,12 +93,7 @@ class ReplicaMaker(ABC):
 
 
 class CallEngine:
-    """Makes a call of one form.
-
-    Args:
-        options: what the user has chosen.
-        maker: makes the replicas.
-    """
+    """Makes a call of one form."""
 
     def __init__(self, options: CallOptions, maker: ReplicaMaker) -> None:
         self._options, self._maker = options, maker
@@ -234,13 +229,12 @@ class Call:
     nothing that the devices compute.
 
     Args:
-        slots: where replicas would run.
-        kept: the store that makes or reuses the replicas; it is told how the call ends.
+        kept: is told how the call ends.
         serial: as in ``parallel_apply``. If replicas run one after the other, no copies of parameters are late: the
             computing streams wait for all of them before the first replica starts.
         may_use_source: true if code of the user runs between the stages, which may write to the source or step an
             optimizer. Then no copies are late either, because only lookups in replicas wait for those.
-        split: how the form splits batches. It is told how a balanced call ends.
+        split: is told how a balanced call ends.
 
     Attributes:
         balanced: the split of this call, if it is balanced.

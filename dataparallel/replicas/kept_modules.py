@@ -27,7 +27,6 @@ from dataparallel.replicas.build import (
     parameter_registry,
     tell_units,
 )
-from dataparallel.replicas.compiled.calls import CompiledCall
 from dataparallel.replicas.plan import MADE_FOR_ATTRIBUTES, TABLES, ModuleEntry, ModulePlan
 from dataparallel.replicas.references import ATOMIC, compiled_over, reached
 
@@ -61,20 +60,15 @@ class ReplicaModules:
             self._parts.append((attributes, [*entry.parameters.items()], [*entry.buffers.items()], children))
         self._parents = [module for module, part in zip(self._modules, self._parts, strict=True) if part[-1]]
         self._children = [child for *_, children in self._parts for child in children.values()]
-        self._calls = self._make_calls(plan)
+        self._calls = call_compiled(plan, self._modules)  # they stay with the modules
+        if self._calls:
+            for module, (attributes, *_) in zip(self._modules, self._parts, strict=True):
+                attributes.update(vars(module))
         self._weakly_held = ownership.weak_references(self._modules)  # by the calls
         self._renew_attributes()
         self._as_made: _AttributeSnapshot | None = _AttributeSnapshot(self._modules, self._of_tensors)
         self._holders = ownership.Holders(self._counted, self._with_children)
         self._is_in_use = False
-
-    def _make_calls(self, plan: ModulePlan) -> list[CompiledCall]:
-        """Makes calls of compiled code, which stay with the modules."""
-        calls = call_compiled(plan, self._modules)
-        if calls:
-            for module, (attributes, *_) in zip(self._modules, self._parts, strict=True):
-                attributes.update(vars(module))
-        return calls
 
     def filled(self, tensors: list[Tensor], arrivals: Arrivals | None = None, slot: int = 0) -> nn.Module:
         """The replica with ``tensors``, for the next call on ``slot``. Needs ``arrivals`` if it may be late."""

@@ -36,9 +36,8 @@ class CompiledCall:
     traces a module around this one it does not get here, but looks into the module.
 
     Args:
-        functions: the functions of modules that are alike; ``None``: the module runs as it is.
-        module: the module, which runs while this is called.
-        seen: makes of the module what the compiler is to see in its place; ``None``: the module itself.
+        functions: ``None``: the module runs as it is.
+        seen: makes of the module what the compiler is to see in its place.
 
     Attributes:
         device: that of all tensors of the replica; ``None`` if it has none.
@@ -125,11 +124,7 @@ def _functions(
 
 
 class CompileArgument:
-    """How a wrapper compiles its replicas. A copy of it, and an unpickled one, compiles anew.
-
-    Args:
-        options: arguments of ``torch.compile``.
-    """
+    """How a wrapper compiles its replicas. A copy of it, and an unpickled one, compiles anew."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = dict(options)
