@@ -251,10 +251,6 @@ _FAMILIES: tuple[tuple[Any, Container], ...] = (
 )
 
 
-def _packed_size(packed: PackedSequence) -> int:
-    return int(packed.batch_sizes[0])
-
-
 def _split_packed(packed: PackedSequence, sizes: Sequence[int]) -> list[PackedSequence]:
     padded, lengths = pad_packed_sequence(packed, batch_first=True)
     return [
@@ -272,4 +268,4 @@ def _merge_packed(parts: Sequence[PackedSequence]) -> PackedSequence:
     return pack_padded_sequence(torch.cat(even), all_lengths, True, enforce_sorted=in_order)
 
 
-register_batch(PackedSequence, size=_packed_size, split=_split_packed, merge=_merge_packed)
+register_batch(PackedSequence, size=lambda packed: int(packed.batch_sizes[0]), split=_split_packed, merge=_merge_packed)

@@ -95,13 +95,15 @@ def call_compiled(plan: ModulePlan, modules: list[nn.Module]) -> list[CompiledCa
     return calls
 
 
-def _as_written(module: Any) -> nn.Module:
-    """A module with the class that ``module`` had without a form, and with the same dict of attributes.
+def _as_written(module: Any, attributes: dict[str, Any] | None = None) -> nn.Module:
+    """A module of the class that ``module`` had without a form, with these attributes or with the same dict of them.
 
     The compiler traces this one. A form's class is about what happens around a call, and that is not to be compiled.
     """
     cls = original_class(type(module))
-    return give_attributes(bare_module(cls), vars(module), module, instance_slots(cls))
+    return give_attributes(
+        bare_module(cls), vars(module) if attributes is None else attributes, module, instance_slots(cls)
+    )
 
 
 def device_of(tensors: list[Tensor]) -> torch.device | None:
@@ -172,8 +174,10 @@ def give_attributes(module: nn.Module, own: dict[str, Any], source: nn.Module, s
 
 def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
     """The copy that the class's ``_replicate_for_data_parallel`` makes of the source."""
-    replica: nn.Module = _without_form(entry)._replicate_for_data_parallel()
-    if type(replica) is original_class(entry.cls) is not entry.cls:
+    is_managed = original_class(entry.cls) is not entry.cls
+    source = _as_written(entry.module, entry.attributes.copy()) if is_managed else entry.module
+    replica: nn.Module = source._replicate_for_data_parallel()
+    if is_managed and type(replica) is type(source):
         object.__setattr__(replica, "__class__", entry.cls)
     own = vars(replica)
     # Attributes that its rule leaves out are added, except methods of a ScriptModule, which are bound to the source.
@@ -183,14 +187,6 @@ def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
     )
     own.pop(MADE_FOR_ATTRIBUTES, None)
     return replica
-
-
-def _without_form(entry: ModuleEntry) -> nn.Module:
-    """The source, or an object with its attributes and its original class if a form has changed that."""
-    original = original_class(entry.cls)
-    if original is entry.cls:
-        return entry.module
-    return give_attributes(bare_module(original), entry.attributes.copy(), entry.module, entry.slots)
 
 
 def empty_hook_flags() -> dict[str, Any]:

@@ -226,7 +226,7 @@ class Counts:
     @property
     def total(self) -> int:
         """Compilations on all devices."""
-        return self.compilations.total() if hasattr(self.compilations, "total") else sum(self.compilations.values())
+        return self.compilations.total()
 
 
 _counts_lock = threading.Lock()
