@@ -290,7 +290,7 @@ class ParameterRegistry(dict[str, Any]):
                 arrival.make_wait(stream)
         return _get(self, name)
 
-    def wait(self) -> None:
+    def wait_for_all(self) -> None:
         """Makes the current stream wait for all parameters of the module."""
         expected = self._expected
         for position in self._positions.values():
@@ -300,7 +300,7 @@ class ParameterRegistry(dict[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         # Also what makes ``dict(registry)`` and ``**registry`` look every value up: see `PyDict_Merge`.
-        self.wait()
+        self.wait_for_all()
         return super().__iter__()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
@@ -311,7 +311,7 @@ def _after_the_wait(name: str) -> Any:
     method = getattr(dict, name)
 
     def waiting(self: ParameterRegistry, *args: Any, **kwargs: Any) -> Any:
-        self.wait()
+        self.wait_for_all()
         return method(self, *args, **kwargs)
 
     waiting.__name__, waiting.__doc__ = name, method.__doc__

@@ -55,7 +55,7 @@ class CompiledCall:
         module: Any = self._module()
         if self._functions is None:
             return module(*args, **kwargs)
-        return self._functions.run(self.device, module if self._seen is None else self._seen(module), args, kwargs)
+        return self._functions.call(self.device, module if self._seen is None else self._seen(module), args, kwargs)
 
     # Between two graphs the compiler looks at every frame. This one, and those below it, are not for it.
     __call__ = _torch.not_traced(_call)

@@ -67,10 +67,10 @@ class CompiledFunctions:
         """True if they run without the compiler, because the user said so with ``torch.compiler.disable``."""
         return _torch.is_disabled(self._context)
 
-    def run(self, device: torch.device | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, device: torch.device | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the module, all of whose tensors are on ``device``, by the compiled function of this device."""
         function = self._on.get(device) or self._make(device)
-        return gate.run_inside(function.run, module, args, kwargs)
+        return gate.run_inside(function.call, module, args, kwargs)
 
     @property
     def devices(self) -> int:
@@ -116,7 +116,7 @@ class _CompiledFunction:
         self._graphs, self._made_by, self._made_at = 0, 0, -math.inf
         self._seen: dict[int, int] = {}  # for each thread that looks again: how many graphs there were before
 
-    def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             while True:
                 try:

@@ -111,7 +111,7 @@ def test_modules_of_a_tree_that_are_alike_share_them() -> None:
 def test_cuda_graphs_are_refused(mode: str) -> None:
     made = functions(linear(backend="inductor", mode=mode))
     with pytest.raises(RuntimeError, match="replicas cannot be compiled with CUDA graphs"):
-        made.run(torch.device("cuda", 0), nn.Linear(2, 2), (torch.ones(1, 2),), {})
+        made.call(torch.device("cuda", 0), nn.Linear(2, 2), (torch.ones(1, 2),), {})
 
 
 def test_a_call_does_not_keep_its_module_alive_and_is_seen_by_those_who_count() -> None:
