@@ -38,7 +38,7 @@ from dataparallel.testing.simulated.timeline import HOST, Machine, Recording, Sc
 from dataparallel.testing.simulated.timeline.presets import A100, H100, LINKED_ALL_TO_ALL, PRESETS, RTX_3090, V100
 from published import DDP, DP, ONE, PUBLISHED, PUBLISHED_SHAPES
 from real_shapes import GPT_768, REAL_SHAPES, RealShape
-from sharded_blocks import sharded, state_of
+from sharded_blocks import sharded
 from torch_pipeline import StandIns
 
 DEVICES = 8

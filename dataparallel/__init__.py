@@ -14,8 +14,9 @@ from dataparallel._version import __version__
 
 if TYPE_CHECKING:
     from dataparallel import nn, peers
-    from dataparallel.batches.per_replica import PerReplica
-    from dataparallel.batches.scatter_gather import gather, scatter, scatter_kwargs
+    from dataparallel.batches.batch_types import PerReplica
+    from dataparallel.batches.gather import gather
+    from dataparallel.batches.scatter import scatter, scatter_kwargs
     from dataparallel.batches.structures import whole
     from dataparallel.call.parallel_apply import parallel_apply
     from dataparallel.forms.data_parallel import DataParallel, data_parallel
@@ -47,11 +48,12 @@ import_on_demand(
     {
         "forms.data_parallel": ("DataParallel", "data_parallel"),
         "call.parallel_apply": ("parallel_apply",),
-        "batches.per_replica": ("PerReplica",),
+        "batches.batch_types": ("PerReplica",),
         "forms.prefetch": ("prefetch",),
         "replicas.replicate": ("replicate",),
         "samples": ("samples",),
-        "batches.scatter_gather": ("gather", "scatter", "scatter_kwargs"),
+        "batches.gather": ("gather",),
+        "batches.scatter": ("scatter", "scatter_kwargs"),
         "batches.structures": ("whole",),
         "tracing": ("trace",),
     },

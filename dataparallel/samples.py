@@ -1,7 +1,6 @@
 """`samples`: marks a list as a batch with one entry for each sample.
 
-This room has the mark only. ``batches.samples`` cuts, moves and joins such lists, ``scatter_gather`` calls it, and
-``structures`` finds the tensors in them. Users call `samples`.
+This room has the mark only. ``batches.samples`` cuts, moves and joins such lists.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A public path, with the names that users import from it; ``batches.scatter_gather`` has the code."""
+"""A public path, with the names that users import from it; ``batches`` has the code."""
 
-from dataparallel.batches.scatter_gather import gather, scatter, scatter_kwargs
+from dataparallel.batches.gather import gather
+from dataparallel.batches.scatter import scatter, scatter_kwargs
 from dataparallel.batches.structures import whole
 
 __all__ = ["gather", "scatter", "scatter_kwargs", "whole"]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
+from dataparallel.composable import replicate
 
 BACKEND = "aot_eager"
 
@@ -49,29 +50,43 @@ class Breaks(nn.Module):
         return self.last(h)
 
 
-def compile_argument(net: nn.Module, slots: list, **options: Any) -> DataParallel:
-    return DataParallel(net, slots, compile={"backend": BACKEND, **options})
+def replicated(net: nn.Module, slots: list, **options: Any) -> nn.Module:
+    """`composable.replicate` with the arguments of `DataParallel`."""
+    return replicate(net, devices=slots, **options)
 
 
-def compiled_before(net: nn.Module, slots: list, **options: Any) -> DataParallel:
-    return DataParallel(torch.compile(net, **{"backend": BACKEND, **options}), slots)
+# Each makes a form of a module whose replicas are compiled.
 
 
-def compiled_in_place(net: nn.Module, slots: list, **options: Any) -> DataParallel:
+def compile_argument(net: nn.Module, slots: list, form: Any = DataParallel, **options: Any) -> Any:
+    return form(net, slots, compile={"backend": BACKEND, **options})
+
+
+def compiled_before(net: nn.Module, slots: list, form: Any = DataParallel, **options: Any) -> Any:
+    return form(torch.compile(net, **{"backend": BACKEND, **options}), slots)
+
+
+def compiled_in_place(net: nn.Module, slots: list, form: Any = DataParallel, **options: Any) -> Any:
     net.compile(**{"backend": BACKEND, **options})
-    return DataParallel(net, slots)
+    return form(net, slots)
 
 
-def parts_compiled(net: nn.Module, slots: list, **options: Any) -> DataParallel:
+def compiled_after(net: nn.Module, slots: list, form: Any = DataParallel, **options: Any) -> Any:
+    made = form(net, slots)
+    net.compile(**{"backend": BACKEND, **options})
+    return made
+
+
+def parts_compiled(net: nn.Module, slots: list, form: Any = DataParallel, **options: Any) -> Any:
     for child in net.children():
         child.compile(**{"backend": BACKEND, **options})
-    return DataParallel(net, slots)
+    return form(net, slots)
 
 
-def parts_wrapped(net: nn.Module, slots: list, **options: Any) -> DataParallel:
+def parts_wrapped(net: nn.Module, slots: list, form: Any = DataParallel, **options: Any) -> Any:
     for name, child in [*net.named_children()]:
         setattr(net, name, torch.compile(child, **{"backend": BACKEND, **options}))
-    return DataParallel(net, slots)
+    return form(net, slots)
 
 
 WAYS = [compile_argument, compiled_before, compiled_in_place, parts_compiled, parts_wrapped]
@@ -101,6 +116,14 @@ def steps(wrapper: nn.Module, net: nn.Module, batches: list[Tensor]) -> list[Ten
         optimizer.step()
         losses.append(loss.detach())
     return [*losses, *state_and_gradients(net)]
+
+
+def expected_steps(
+    slots: list, root: Any, batches: list[Tensor], make: Callable[[], nn.Module] = Net, form: Any = DataParallel
+) -> list[Tensor]:
+    """`steps` with replicas that are not compiled."""
+    net = build(root, make)
+    return steps(form(net, slots), net, batches)
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:

@@ -1,10 +1,7 @@
-"""The registry of types that scatter and gather look into (containers) or split (batches).
+"""The types that scatter and gather look into (containers) or split (batches), and the registry of further ones.
 
-A *container* holds other values under keys, and can be built again with other values: tuple, namedtuple, list, dict
-and their subclasses, ``UserDict``, dataclasses, and every type registered with ``torch.utils._pytree``. A *batch* holds
-many samples, is not a tensor, and can be split (``PackedSequence``). Everything else is a leaf. Users add types with
-`register_container` and `register_batch`. This room walks no structures: ``structures`` and ``scatter_gather``
-do, and ask here about each value.
+A *container* holds other values under keys, and can be built again with other values. A *batch* holds many samples, is
+not a tensor, and can be split (``PackedSequence``). Everything else is a leaf, and so is a `PerReplica`.
 """
 
 from __future__ import annotations
@@ -14,13 +11,42 @@ import dataclasses
 import functools
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from dataparallel._torch import pytree
-from dataparallel.batches.per_replica import PerReplica
+
+T = TypeVar("T")
+
+
+class PerReplica(list[T]):
+    """A list with one entry for each replica of a call, in slot order.
+
+    A call returns one in place of values that differ between replicas and are neither tensors nor containers: a cache
+    of keys and values, a state, a string. Pass it to a later call, anywhere in the arguments, and each replica gets its
+    own entry:
+
+    .. code-block:: python
+
+        output = model(ids, use_cache=True)
+        output = model(next_ids, past_key_values=output.past_key_values, use_cache=True)
+
+    The later call raises ``ValueError`` if it has another number of replicas than there are entries. Replicas get the
+    entries themselves, no copies. Entries that are tensors or containers of tensors are moved to the replica's device.
+    Tensors inside other objects stay where they are, so use the same slots in the same order.
+
+    You may make one to give each replica its own object: ``PerReplica([State(), State()])`` for a batch that is split
+    into two chunks. With one replica, or without slots, a call returns values as the module returned them, and takes a
+    `PerReplica` with a single entry. In all other respects it is a list: it is equal to a list of the same entries, and
+    can be pickled if they can. Slices and sums are plain lists.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"PerReplica({super().__repr__()})"
 
 
 class Container(NamedTuple):
@@ -225,10 +251,6 @@ _FAMILIES: tuple[tuple[Any, Container], ...] = (
 )
 
 
-def _packed_size(packed: PackedSequence) -> int:
-    return int(packed.batch_sizes[0])
-
-
 def _split_packed(packed: PackedSequence, sizes: Sequence[int]) -> list[PackedSequence]:
     padded, lengths = pad_packed_sequence(packed, batch_first=True)
     return [
@@ -246,4 +268,4 @@ def _merge_packed(parts: Sequence[PackedSequence]) -> PackedSequence:
     return pack_padded_sequence(torch.cat(even), all_lengths, True, enforce_sorted=in_order)
 
 
-register_batch(PackedSequence, size=_packed_size, split=_split_packed, merge=_merge_packed)
+register_batch(PackedSequence, size=lambda packed: int(packed.batch_sizes[0]), split=_split_packed, merge=_merge_packed)

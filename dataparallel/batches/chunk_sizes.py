@@ -1,7 +1,6 @@
 """``chunk_sizes=``: how many samples of a batch each slot gets.
 
-It checks what users pass, and splits the size of a batch. It moves nothing and measures nothing. ``scatter_gather`` and
-the forms call it. ``"balanced"`` is split in ``threads.balance``.
+It checks what users pass, and splits the size of a batch. ``"balanced"`` is for ``threads.balance``.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from numbers import Real
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from dataparallel.comm.checks import check_chunk_sizes, near_equal_sizes
 
@@ -22,48 +21,40 @@ ChunkSizes: TypeAlias = "Sequence[float] | Literal['balanced'] | None"
 """What users pass: ints are numbers of samples; with a float among them they are shares."""
 
 
-class Splits(Protocol):
+class Split(Protocol):
     """What says how a batch is split."""
 
     def sizes(self, total: int, slots: int) -> list[int]:
         """The sizes of the chunks of ``total`` samples, for the first slots, at least 1 each."""
 
 
-class Exact:
-    """A fixed number of samples for each slot."""
-
-    def __init__(self, given: Sequence[int]) -> None:
-        self.given = tuple(given)
-
-    def sizes(self, total: int, slots: int) -> list[int]:
-        """The given numbers. Raises ``ValueError`` if they do not fit."""
-        return check_chunk_sizes(self.given, slots, total)
-
-
-class Shares:
-    """The slots' shares of a batch of any size. Only their ratios count."""
-
-    def __init__(self, given: Sequence[float]) -> None:
-        self.given = tuple(given)
-
-    def sizes(self, total: int, slots: int) -> list[int]:
-        """`split_by_shares`. Raises ``ValueError`` unless there is a share for each slot."""
-        _check_length(self.given, slots)
-        return split_by_shares(total, self.given)
-
-
-def checked(given: ChunkSizes, slots: int | None = None) -> Exact | Shares | None:
-    """What splits batches as ``given`` says; ``None`` for near-equal chunks. ``"balanced"`` is not for this function.
+class FixedSplit:
+    """What ``chunk_sizes`` says of every batch: numbers of samples, shares, or near-equal chunks for ``None``.
 
     Args:
+        given: anything but ``"balanced"``.
         slots: how many there are; ``None`` if that is not known yet.
 
     Raises:
         TypeError: ``given`` is no sequence of numbers.
         ValueError: not one number for each slot, none at all, or one that is not above 0, not finite or not a number.
     """
-    if given is None:
-        return None
+
+    def __init__(self, given: ChunkSizes, slots: int | None = None) -> None:
+        self.given = None if given is None else _checked(given, slots)
+
+    def sizes(self, total: int, slots: int) -> list[int]:
+        """The sizes of the chunks. Raises ``ValueError`` if the given numbers do not fit."""
+        if self.given is None:
+            return near_equal_sizes(total, slots)
+        samples = [number for number in self.given if isinstance(number, int)]
+        if len(samples) == len(self.given):
+            return check_chunk_sizes(samples, slots, total)
+        _check_length(self.given, slots)
+        return split_by_shares(total, self.given)
+
+
+def _checked(given: Any, slots: int | None) -> tuple[float, ...]:
     what = (
         "pass a number of samples for each slot (ints), a share for each slot (floats), "
         "or None for near-equal chunks. A model takes 'balanced' too"
@@ -86,13 +77,7 @@ def checked(given: ChunkSizes, slots: int | None = None) -> Exact | Shares | Non
         raise ValueError(
             f"chunk_sizes={numbers}: every slot needs at least one sample; leave a slot out of device_ids instead"
         )
-    whole = [number for number in numbers if isinstance(number, int)]
-    return Exact(whole) if len(whole) == len(numbers) else Shares(numbers)
-
-
-def near_equal(total: int, slots: int, splits: Splits | None) -> list[int]:
-    """The sizes that ``splits`` says, or near-equal ones."""
-    return near_equal_sizes(total, slots) if splits is None else splits.sizes(total, slots)
+    return tuple(numbers)
 
 
 @lru_cache(maxsize=1024)

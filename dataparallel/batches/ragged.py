@@ -2,12 +2,7 @@
 
 Both have values one after the other, and offsets that say where those of each row begin: ``crow_indices()`` of a CSR
 matrix, ``offsets()`` of a jagged tensor. So both are cut into plain tensors, which travel by the functions of
-``autograd.functions``, and built again on their device. Gradients go the same way. ``scatter_gather`` and
-``batches.samples`` call this file.
-
-torch takes two jagged tensors for equally ragged only if they have one offsets object. Here tensors that share offsets
-share them on each slot and after `joined` too. If all parts of a joined tensor have the offsets of the chunks of one
-scatter, it is as ragged as the tensor that was scattered, and may be added to it.
+``autograd.functions``, and built again on their device. Gradients go the same way.
 """
 
 from __future__ import annotations
@@ -99,10 +94,11 @@ def why_not_split(tensor: Tensor, dim: int) -> str | None:
 
 
 class RaggedCopies:
-    """Makes the chunks and the copies of one scatter. Tensors with one offsets object have one on each slot.
+    """Makes the chunks and the copies of one scatter.
 
-    Args:
-        slots: the slots that get a chunk.
+    torch takes two jagged tensors for equally ragged only if they have one offsets object. So tensors that share
+    offsets share them on each slot, and after `joined` too. If all parts of a joined tensor have the offsets of the
+    chunks of one scatter, it is as ragged as the tensor that was scattered, and may be added to it.
     """
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
@@ -164,9 +160,8 @@ class RaggedCopies:
         """For each chunk its offsets, from 0 on. Neighbours share the row where one ends and the other begins."""
         parts = [rows.offsets[a : b + 1] - start for (a, b), start in zip(pairwise(bounds), ends, strict=False)]
         chunks: Sequence[Tensor] = Scatter.apply(self._slots, [len(part) for part in parts], 0, torch.cat(parts))
-        if (
-            rows.is_jagged and ends[0] == 0 and rows.lengths is None
-        ):  # all values are in rows, so joined chunks have these offsets again
+        if rows.is_jagged and ends[0] == 0 and rows.lengths is None:
+            # All values are in rows, so joined chunks have these offsets again.
             for place, chunk in enumerate(chunks):
                 setattr(chunk, _ORIGIN, _Origin(weakref.ref(rows.offsets), place, len(chunks)))
         return chunks
@@ -184,13 +179,7 @@ def why_not_joinable(parts: Sequence[Tensor]) -> str | None:
 
 
 def joined(parts: Sequence[Tensor], device: torch.device, done: dict[Any, Any]) -> Tensor:
-    """The rows of all parts in order, on ``device``.
-
-    Args:
-        parts: one tensor of each replica, all of one layout, of equal width and dtype.
-        device: where the result is.
-        done: for one gather, a dict of its own, by which results share offsets if their parts do.
-    """
+    """The rows of all parts in order, on ``device``. By ``done``, a dict for each gather, results share offsets."""
     found = [_Rows.of(part) for part in parts]
     first = found[0]
     values = [Gather.apply(device, first.dim, *each) for each in zip(*(rows.values for rows in found), strict=True)]

@@ -1,7 +1,7 @@
 """How lists with one entry for each sample (`dataparallel.samples`) are cut, moved and joined.
 
 Tensors inside are moved whole. All that go to the same slots travel by one ``Broadcast``, so those of one dtype share a
-flat buffer, and one node of the graph has all their gradients. ``scatter_gather`` calls this file.
+flat buffer, and one node of the graph has all their gradients.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.functions import Broadcast, Collect
-from dataparallel.batches.batch_types import batch_of, container_of
-from dataparallel.batches.per_replica import PerReplica
+from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
 from dataparallel.batches.ragged import RaggedCopies, is_ragged
 from dataparallel.batches.structures import leaves, tensors_in
 from dataparallel.comm.checks import why_not_movable
@@ -46,11 +45,6 @@ class SampleCopies:
 
     A tensor that several entries or lists hold has one copy on each slot that gets it, and its gradients are added in
     slot order.
-
-    Args:
-        found: all lists that are to be cut.
-        slots: the slots in use.
-        sizes: the sizes of their chunks.
     """
 
     def __init__(self, found: Iterable[Samples[Any]], slots: Sequence[torch.device], sizes: Sequence[int]) -> None:

@@ -1,20 +1,19 @@
 """Walks nested arguments: finds their leaves, marks tensors as `whole`, and counts the replicas that they are for.
 
-``batch_types`` says which types are containers. Nothing is moved here: ``scatter_gather`` splits and joins the leaves;
-``parallel_apply``, ``prefetch`` and ``threads.permits`` look for tensors; the forms use `arguments_of_one`.
+``batch_types`` says which types are containers. Nothing is moved here: that is what ``scatter`` and ``gather`` do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.batches.batch_types import batch_of, container_of, is_written_to
-from dataparallel.batches.per_replica import PerReplica
+from dataparallel.batches.batch_types import PerReplica, batch_of, container_of, is_written_to
 from dataparallel.comm.buckets import alias
 from dataparallel.samples import Samples
 
@@ -87,6 +86,16 @@ def leaves(obj: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[s
         yield from leaves(child, child_path, (*above, id(obj)))
 
 
+def with_leaves(obj: Any, change: Callable[[Any], Any]) -> Any:
+    """The structure with ``change(leaf)`` in place of each leaf; the same object if that changes nothing."""
+    container = None if isinstance(obj, (Tensor, Samples)) or batch_of(obj) is not None else container_of(obj)
+    if container is None:
+        return change(obj)
+    old = [value for _, value in container.children(obj)]
+    new = [with_leaves(value, change) for value in old]
+    return obj if all(map(is_, new, old)) else container.rebuild(obj, new)
+
+
 def tensors_in(obj: Any) -> Iterator[Tensor]:
     """The tensors of a nested structure, in order. Of batches it looks only into `Samples`."""
     for _, leaf in leaves(obj, ""):
@@ -145,8 +154,11 @@ def arguments_of_one(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     if not _holds_entries(both, ()):
         return inputs, kwargs
     number_of_replicas([*leaves(both, "")], None, None, 1)
-    args, keywords = (_entries_of_one(part) for part in both)
-    return args, keywords
+    return with_leaves(inputs, _entry_of_one), with_leaves(kwargs, _entry_of_one)
+
+
+def _entry_of_one(leaf: Any) -> Any:
+    return leaf[0] if isinstance(leaf, PerReplica) else leaf
 
 
 def _holds_entries(obj: Any, above: tuple[int, ...]) -> bool:
@@ -155,12 +167,3 @@ def _holds_entries(obj: Any, above: tuple[int, ...]) -> bool:
         return True
     children = None if id(obj) in above else children_of(obj, "")
     return children is not None and any(_holds_entries(child, (*above, id(obj))) for _, child in children)
-
-
-def _entries_of_one(obj: Any) -> Any:
-    if isinstance(obj, PerReplica):
-        return obj[0]
-    container = None if isinstance(obj, (Tensor, Samples)) or batch_of(obj) is not None else container_of(obj)
-    if container is None:
-        return obj
-    return container.rebuild(obj, [_entries_of_one(value) for _, value in container.children(obj)])

@@ -1,39 +1,43 @@
 """`CallEngine`: one call of any form, scatter -> replicate -> parallel_apply -> gather.
 
-What a user has chosen is in `CallOptions`. What differs between the forms is in their `ReplicaMaker`. The forms make an
-engine for each call; it knows none of them.
+What a user has chosen is in `CallOptions`. What differs between the forms is in their `ReplicaMaker`. `Call` is what
+surrounds the stages. ``torch.compile`` traces none of it, unless there are no slots.
 """
 
 from __future__ import annotations
 
-import operator
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.batches.chunk_sizes import ChunkSizes
-from dataparallel.batches.scatter_gather import gather, scatter_arguments
+from dataparallel.batches.chunk_sizes import Split
+from dataparallel.batches.gather import gather
+from dataparallel.batches.scatter import moved, scatter_arguments
 from dataparallel.batches.structures import arguments_of_one
-from dataparallel.call.batch_split import BatchSplit
-from dataparallel.call.context import Call, run_alone
-from dataparallel.call.losses import CallLoss, Criterion, ReplicaLoss
-from dataparallel.call.parallel_apply import check_workers, run_replicas
-from dataparallel.devices import DeviceLike, resolve, resolve_output
+from dataparallel.call.losses import CallLoss
+from dataparallel.call.options import BatchSplit, CallOptions
+from dataparallel.call.parallel_apply import is_serial, run_replicas
+from dataparallel.comm.streams.ahead import HostReads
+from dataparallel.comm.streams.arrivals import LateCopies
+from dataparallel.devices import current_device_set, resolve, resolve_output
 from dataparallel.profiling import stage
+from dataparallel.replicas.kept_modules import CycleBreaker
 from dataparallel.replicas.kept_replicas import KeptReplicas
-from dataparallel.replicas.replicate import cap_in_bytes
+from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.meetings import Meeting
-from dataparallel.threads.permits import PermitChooser
+from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall
+
+R = TypeVar("R", bound=Sequence[nn.Module])
 
 
 class Method(NamedTuple):
@@ -41,70 +45,6 @@ class Method(NamedTuple):
 
     name: str
     of_module: Callable[..., Any]
-
-
-@dataclass
-class CallOptions:
-    """What the calls of one form have in common.
-
-    Attributes:
-        slots: where replicas run; none if there is no accelerator, and then the module just runs.
-        output_device: of the outputs; ``None`` is the first slot.
-        dim: the batch dimension of inputs and outputs.
-        split: how the slots share a batch.
-        cap_bytes: the largest bucket.
-        workers, serial: as for `parallel_apply`.
-        loss: what replicas compute of their outputs.
-        permits: chooses how many replicas run at a time, and learns from each call.
-        overridden: what a user's subclass has in place of the engine's stages, by name.
-        may_use_source: one of them may write to parameters: see `Call`.
-    """
-
-    slots: Sequence[DeviceLike]
-    output_device: DeviceLike | None
-    dim: int
-    split: BatchSplit
-    cap_bytes: int
-    workers: int | None = None
-    serial: bool | None = None
-    loss: ReplicaLoss | None = None
-    permits: PermitChooser = field(default_factory=PermitChooser)
-    overridden: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    may_use_source: bool = False
-
-    @classmethod
-    def checked(
-        cls,
-        modules: Sequence[nn.Module],
-        slots: Sequence[torch.device],
-        *,
-        output_device: DeviceLike | None,
-        dim: int,
-        chunk_sizes: ChunkSizes,
-        bucket_cap_mb: float,
-        workers: int | None,
-        serial: bool | None,
-        loss: Criterion | None,
-    ) -> CallOptions:
-        """The options that a user gave for ``modules``, which are called as one form.
-
-        Raises:
-            TypeError: ``dim`` is no int; ``loss`` cannot be called; ``chunk_sizes`` are no numbers.
-            ValueError: ``output_device`` is none; ``workers`` is below 1; ``bucket_cap_mb`` is not above 0;
-                ``chunk_sizes`` are not one positive number for each slot; ``forward`` has a parameter with a name that
-                ``loss`` needs.
-        """
-        if slots:
-            resolve_output(output_device, slots)
-        if isinstance(dim, bool) or not hasattr(dim, "__index__"):
-            raise TypeError(f"dim={dim!r}: the batch dimension is an int")
-        dim = operator.index(dim)
-        check_workers(workers)
-        options = cls(slots, output_device, dim, BatchSplit(chunk_sizes, len(slots)), cap_in_bytes(bucket_cap_mb))
-        options.workers, options.serial = workers, serial
-        if loss is not None:
-            options.loss, *_ = [ReplicaLoss(loss, module) for module in modules]
-        return options
 
 
 class ReplicaMaker(ABC):
@@ -153,12 +93,7 @@ class ReplicaMaker(ABC):
 
 
 class CallEngine:
-    """Makes a call of one form.
-
-    Args:
-        options: what the user has chosen.
-        maker: makes the replicas.
-    """
+    """Makes a call of one form."""
 
     def __init__(self, options: CallOptions, maker: ReplicaMaker) -> None:
         self._options, self._maker = options, maker
@@ -206,9 +141,13 @@ class CallEngine:
         peers: PeerCall | None,
     ) -> Any:
         """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
-        maker = self._maker
+        options, maker = self._options, self._maker
         with stage("scatter"):
-            inputs, kwargs = self._scatter(call, slots, inputs, kwargs)
+            overridden = self._overridden("scatter", call)
+            if overridden is None:
+                inputs, kwargs = scatter_arguments(inputs, kwargs, slots, options.dim, call.split, call.reads)
+            else:
+                inputs, kwargs = overridden(inputs, kwargs)
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
         if len(slots) == 1 and maker.needs_no_replica():
@@ -217,67 +156,165 @@ class CallEngine:
         slots = slots[: len(inputs)]
         with maker.lends(slots) as lent:
             with stage("replicate", maker.form), call.replicates():
-                replicas = call.uses(self._replicate(call, slots, method, lent))
-                options = self._options
+                overridden = self._overridden("replicate", call)
+                replicas = maker.replicas(method, lent, slots) if overridden is None else overridden(slots)
+                replicas = call.uses(replicas)
                 then = None if loss is None else loss.on_slots(slots, kwargs, options.dim, options.cap_bytes)
             with stage("parallel_apply"):
-                outputs = self._parallel_apply(call, slots, replicas, inputs, kwargs, method, then, peers)
+                overridden = self._overridden("parallel_apply", call)
+                if overridden is None or then is not None:
+                    outputs = run_replicas(
+                        replicas,
+                        inputs,
+                        kwargs,
+                        slots,
+                        workers=options.workers,
+                        serial=options.serial,
+                        chooser=options.permits,
+                        method=method.name,
+                        balanced=call.balanced,
+                        then=then,
+                        machines=peers,
+                    )
+                else:
+                    outputs = overridden(replicas, inputs, kwargs)
         with stage("gather"):
-            gather_here = partial(self._gather, call, output_device)
-            output = gather_here(outputs) if loss is None else loss.of_batch(outputs, gather_here)
+            join = self._overridden("gather", call) or partial(gather, target_device=output_device, dim=options.dim)
+            output = join(outputs) if loss is None else loss.of_batch(outputs, join)
         maker.returns(output)
         if peers is not None:
             peers.watch(output)
         return output
 
-    def _scatter(self, call: Call, slots: list[torch.device], inputs: Any, kwargs: Any) -> Any:
-        overridden = self._options.overridden.get("scatter")
-        if overridden is not None:
-            return call.known_to(overridden)(inputs, kwargs)
-        return scatter_arguments(inputs, kwargs, slots, self._options.dim, call.chunk_sizes, call.reads)
-
-    def _replicate(self, call: Call, slots: list[torch.device], method: Method, lent: Any) -> Any:
-        overridden = self._options.overridden.get("replicate")
-        if overridden is not None:
-            return call.known_to(overridden)(slots)
-        return self._maker.replicas(method, lent, slots)
-
-    def _parallel_apply(
-        self,
-        call: Call,
-        slots: list[torch.device],
-        replicas: Sequence[Any],
-        inputs: Any,
-        kwargs: Any,
-        method: Method,
-        then: Sequence[Callable[[Any], Any]] | None,
-        peers: PeerCall | None,
-    ) -> Any:
-        options = self._options
-        overridden = options.overridden.get("parallel_apply")
-        if overridden is not None and then is None:
-            return call.known_to(overridden)(replicas, inputs, kwargs)
-        return run_replicas(
-            replicas,
-            inputs,
-            kwargs,
-            slots,
-            workers=options.workers,
-            serial=options.serial,
-            chooser=options.permits,
-            method=method.name,
-            balanced=call.balanced,
-            then=then,
-            machines=peers,
-        )
-
-    def _gather(self, call: Call, output_device: torch.device, outputs: Any) -> Any:
-        overridden = self._options.overridden.get("gather")
-        if overridden is not None:
-            return call.known_to(overridden)(outputs)
-        return gather(outputs, output_device, self._options.dim)
+    def _overridden(self, name: str, call: Call) -> Callable[..., Any] | None:
+        """The stage that a subclass has in place of the engine's."""
+        overridden = self._options.overridden.get(name)
+        return None if overridden is None else call.known_to(overridden)
 
     def _alone(self, method: Method, loss: CallLoss | None) -> Callable[..., Any]:
         """What runs ``method`` without replicas, and computes the loss if there is one."""
         run = self._maker.alone(method)
         return run if loss is None else loss.alone(run)
+
+
+def run_alone(
+    run: Callable[..., Any],
+    inputs: Sequence[Any],
+    kwargs: dict[str, Any],
+    slot: torch.device,
+    output_device: torch.device,
+) -> Any:
+    """Runs ``run`` on the only slot, which needs no replica. The output is moved to ``output_device``."""
+    with stage("parallel_apply"), current_device_set(slot):
+        output = run(*inputs, **kwargs)
+    return output if output_device == slot else moved(output, output_device)
+
+
+# ---- what surrounds the stages ---------------------------------------------------------------------------------------
+
+_of_thread = threading.local()
+"""``call``: whose overridden stage this thread runs. Such a stage calls the wrapper's own by ``super()``, and the
+signature of that is torch's, which has no place for the call."""
+
+
+class Call:
+    """A context around the stages of one call: refusals before them, and what is released after them.
+
+    When it ends without an error, activations and copies are freed, except what the output, ``kept`` or other code
+    still holds. The stages are a function of their own, so their local variables are gone when the context ends. If the
+    call fails, the traceback keeps them and this object alive. When it is dropped, the `CycleBreaker` takes circular
+    replicas apart.
+
+    However the call ends, the host then waits until no copy reads pinned memory of the caller. The copies wait for
+    nothing that the devices compute.
+
+    Args:
+        kept: is told how the call ends.
+        serial: as in ``parallel_apply``. If replicas run one after the other, no copies of parameters are late: the
+            computing streams wait for all of them before the first replica starts.
+        may_use_source: true if code of the user runs between the stages, which may write to the source or step an
+            optimizer. Then no copies are late either, because only lookups in replicas wait for those.
+        split: is told how a balanced call ends.
+
+    Attributes:
+        balanced: the split of this call, if it is balanced.
+        reads: the copies that read pinned memory of the caller. The stage ``scatter`` notes them here.
+
+    Raises:
+        RuntimeError: several replicas cannot run here: see ``threads.settings.REFUSED``.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[torch.device],
+        kept: KeptReplicas,
+        serial: bool | None,
+        may_use_source: bool,
+        split: BatchSplit,
+    ) -> None:
+        if len(slots) > 1:
+            refuse_what_cannot_be_shared()
+        self.kept, self._of_form = kept, split
+        self.balanced: BalancedCall | None = None
+        self._breaker: CycleBreaker | None = None
+        is_compiler_in_use = _torch.note_whether_compiler_is_in_use()
+        self._copies = LateCopies(allowed=not (is_compiler_in_use or is_serial(serial) or may_use_source))
+        self.reads = HostReads()
+
+    @property
+    def split(self) -> Split:
+        """What splits the batch of this call."""
+        return self.balanced or self._of_form.fixed
+
+    def known_to(self, overridden: Callable[..., Any]) -> Callable[..., Any]:
+        """A stage that a subclass overrides. `call_of_this_thread` finds the call inside."""
+
+        def run(*args: Any) -> Any:
+            before = getattr(_of_thread, "call", None)
+            _of_thread.call = self
+            try:
+                return overridden(*args)
+            finally:
+                _of_thread.call = before
+
+        return run
+
+    def replicates(self) -> AbstractContextManager[None]:
+        """Around the stage ``replicate``, whose copies of parameters may be late. It is the only one."""
+        return self._copies.may_begin()
+
+    def uses(self, replicas: R) -> R:
+        """Notes the replicas of this call, and returns them."""
+        self._breaker = CycleBreaker([] if self.kept.is_frozen else replicas)
+        return replicas
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        _torch.note_whether_compiler_is_in_use()  # before the next call, torch may be told to forget what was compiled
+        failed = True
+        try:
+            self._copies.wait_for_copies()  # first: what follows frees memory
+            failed = kind is not None
+        finally:
+            try:
+                self._release_replicas(failed)
+            finally:
+                self.reads.wait_for_copies()
+                self._of_form.end_call(self.balanced, kind is not None)
+
+    def _release_replicas(self, failed: bool) -> None:
+        if self._breaker is None:  # there are no replicas
+            return
+        if failed:
+            self.kept.forget_last_call()
+            return
+        self._breaker.take_apart()
+        self.kept.end_call()
+
+
+def call_of_this_thread(kept: KeptReplicas) -> Call | None:
+    """The call whose overridden stage this thread runs, if its replicas come from ``kept``."""
+    call: Call | None = getattr(_of_thread, "call", None)
+    return call if call is not None and call.kept is kept else None

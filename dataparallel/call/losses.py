@@ -1,8 +1,7 @@
 """The loss on the replicas: each computes that of its chunk, and only scalars go to the output device.
 
-`ReplicaLoss` is what a form with ``loss=criterion`` keeps.
-Each replica has a total and a count (`Part`). The loss of the whole batch is the sum of the totals over that of the
-counts. What a chunk counts depends on the criterion: see `ReplicaLoss`. The wrappers call this file; it knows no form.
+A form with ``loss=criterion`` keeps a `ReplicaLoss`. Each replica has a total and a count (`Part`). The loss of the
+whole batch is the sum of the totals over that of the counts. What a chunk counts depends on the criterion.
 """
 
 from __future__ import annotations

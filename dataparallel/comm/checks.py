@@ -1,4 +1,4 @@
-"""Checks of a call's arguments, before anything is moved. ``scatter_gather`` calls it too."""
+"""Checks of a call's arguments, before anything is moved. ``batches`` call it too."""
 
 from __future__ import annotations
 

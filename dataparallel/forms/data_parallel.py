@@ -15,20 +15,20 @@ from torch import nn
 
 from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import ChunkSizes
-from dataparallel.batches.scatter_gather import gather, scatter_arguments
-from dataparallel.call.batch_split import BatchSplit
-from dataparallel.call.context import call_of_this_thread
-from dataparallel.call.engine import CallEngine, CallOptions, Method, ReplicaMaker
+from dataparallel.batches.gather import gather
+from dataparallel.batches.scatter import scatter_arguments
+from dataparallel.call.engine import CallEngine, Method, ReplicaMaker, call_of_this_thread
 from dataparallel.call.losses import Criterion
+from dataparallel.call.options import BatchSplit, CallOptions
 from dataparallel.call.parallel_apply import CALL, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
+from dataparallel.forms.signatures import shows_forward_of_module
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.placement import check_placement
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_replicas
-from dataparallel.replicas.signatures import shows_forward_of_module
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -219,7 +219,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         """
         call = call_of_this_thread(self._kept)
         if call is not None:
-            return scatter_arguments(inputs, kwargs, device_ids, self.dim, call.chunk_sizes, call.reads)
+            return scatter_arguments(inputs, kwargs, device_ids, self.dim, call.split, call.reads)
         with HostReads() as reads:
             return scatter_arguments(inputs, kwargs, device_ids, self.dim, self._split, reads)
 

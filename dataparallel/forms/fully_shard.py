@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from dataparallel.batches.chunk_sizes import ChunkSizes
-from dataparallel.call.engine import CallOptions
 from dataparallel.call.losses import Criterion
+from dataparallel.call.options import CallOptions
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.forms.contract import Form
 from dataparallel.forms.full_state import full_state_dict, load_full_state_dict

@@ -18,12 +18,12 @@ from torch import nn
 
 from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import ChunkSizes
-from dataparallel.call.batch_split import BatchSplit
-from dataparallel.call.engine import CallEngine, CallOptions, Method, ReplicaMaker
+from dataparallel.call.engine import CallEngine, Method, ReplicaMaker
+from dataparallel.call.options import BatchSplit, CallOptions
 from dataparallel.devices import resolve_slots
 from dataparallel.forms.managed import KEY, ManagedModule, held_by, original_class
+from dataparallel.forms.signatures import StandIns, left_alone
 from dataparallel.replicas.plan import UNIT_ON_SLOT
-from dataparallel.replicas.signatures import StandIns, left_alone
 
 
 def state_of(module: Any) -> Any:

@@ -33,7 +33,7 @@ from dataparallel.replicas.build import make_parameters
 from dataparallel.replicas.kept_tensors import ReplicaTensors
 from dataparallel.replicas.kept_values import CurrentValues, MemoryOfCopies, has_strides
 from dataparallel.replicas.plan import ModulePlan, names_of
-from dataparallel.replicas.replicate import copy_buffers, copy_constants, of_part, put
+from dataparallel.replicas.replicate import at_positions, copy_buffers, copy_constants, put
 
 if TYPE_CHECKING:
     from dataparallel.gradients.machine_sums import Agreement
@@ -275,7 +275,7 @@ class _PersistentCopies:
                 maker.to_slots,
                 lambda: sums.are_on,
                 note,
-                of_part(group, later),
+                at_positions(group, later),
                 handles[position],
             )
             token = maker.token

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dataparallel.batches.samples import slots_of_tensors
 from dataparallel.batches.structures import is_whole, leaves
-from dataparallel.call.engine import CallOptions
+from dataparallel.call.options import CallOptions
 from dataparallel.comm.streams.ahead import HostReads, SentBatch, can_be_sent, send
 from dataparallel.devices import CPU, resolve
 from dataparallel.forms.data_parallel import DataParallel

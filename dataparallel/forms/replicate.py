@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import ChunkSizes
-from dataparallel.call.engine import CallOptions
 from dataparallel.call.losses import Criterion
+from dataparallel.call.options import CallOptions
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.forms.contract import Form
 from dataparallel.forms.managed import ManagedModule

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.call.engine import CallOptions, Method
+from dataparallel.call.engine import Method
+from dataparallel.call.options import CallOptions
 from dataparallel.forms.managed import KEY, Twin
 from dataparallel.forms.on_slots import StateOnSlots
 from dataparallel.forms.persistent_tensors import PersistentTensors

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dataparallel import comm
 from dataparallel.comm.streams.arrivals import Arrivals
-from dataparallel.replicas.compiled.calls import CALL, NOT_COMPILED, CompileArgument, Compiled, compiled_in_place
+from dataparallel.replicas.compiled.calls import CALL, CompileArgument, Compiled, compiled_in_place
 from dataparallel.replicas.kept_tensors import ReplicaTensors
 from dataparallel.replicas.plan import UNIT_ON_SLOT, ModuleEntry, ModulePlan, dotted
 from dataparallel.replicas.references import Rebinding, reached
@@ -204,7 +204,7 @@ class _Division:
             entry.compiled = None
             del entry.attributes[CALL]
         else:
-            entry.compiled = entry.compiled._replace(functions=NOT_COMPILED)
+            entry.compiled = entry.compiled._replace(functions=None)
 
     def _give(self, at: int, compile: Callable[..., Compiled | None]) -> None:
         """Compiles this module, or else what is below."""
@@ -215,7 +215,7 @@ class _Division:
             for child in self._below[at]:
                 self._give(child, compile)
         else:
-            entry.compiled = compile(entry.module, others=[e.compiled.functions for e in self._entries if e.compiled])
+            entry.compiled = compile(entry.module, others=[each.compiled for each in self._entries])
 
     def _holds_units(self, at: int) -> bool:
         """True if there is a module of a unit below this one."""

@@ -1,7 +1,4 @@
-"""Builds one replica of a module tree, from a plan and the replica's tensors.
-
-``plan`` says which modules there are and what each of them has. ``replicate`` and ``kept_replicas`` bring the tensors.
-"""
+"""Builds one replica of a module tree, from a plan and the replica's tensors."""
 
 from __future__ import annotations
 
@@ -60,11 +57,11 @@ def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool, expecte
     ``record``: they are outputs of a recorded broadcast. ``expected``: which of them may still be on their way.
     """
     make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
-    tensor_table = [*tensors, *plan.shared, None]  # None at `NONE_POSITION`
+    tensor_table = plan.table(tensors)
     flags = empty_hook_flags()
     device = device_of(tensors)
     modules = [_by_its_own_rule(entry) if entry.has_own_rule else bare_module(entry.cls) for entry in plan.entries]
-    module_table = [*modules, *plan.shared, None]
+    module_table = plan.table(modules)
     for entry, module in zip(plan.entries, modules, strict=True):
         if entry.is_script:
             _fill_script(entry, module, module_table, tensor_table)
@@ -85,7 +82,7 @@ def call_compiled(plan: ModulePlan, modules: list[nn.Module]) -> list[CompiledCa
     calls: list[CompiledCall] = []
     if not plan.has_compiled:
         return calls
-    table: list[Any] = [*modules, *plan.shared, None]
+    table = plan.table(modules)
     for entry, module in zip(plan.entries, modules, strict=True):
         if entry.compiled is not None:
             functions, attribute, child, _ = entry.compiled
@@ -98,13 +95,15 @@ def call_compiled(plan: ModulePlan, modules: list[nn.Module]) -> list[CompiledCa
     return calls
 
 
-def _as_written(module: Any) -> nn.Module:
-    """A module with the class that ``module`` had without a form, and with the same dict of attributes.
+def _as_written(module: Any, attributes: dict[str, Any] | None = None) -> nn.Module:
+    """A module of the class that ``module`` had without a form, with these attributes or with the same dict of them.
 
     The compiler traces this one. A form's class is about what happens around a call, and that is not to be compiled.
     """
     cls = original_class(type(module))
-    return give_attributes(bare_module(cls), vars(module), module, instance_slots(cls))
+    return give_attributes(
+        bare_module(cls), vars(module) if attributes is None else attributes, module, instance_slots(cls)
+    )
 
 
 def device_of(tensors: list[Tensor]) -> torch.device | None:
@@ -175,8 +174,10 @@ def give_attributes(module: nn.Module, own: dict[str, Any], source: nn.Module, s
 
 def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
     """The copy that the class's ``_replicate_for_data_parallel`` makes of the source."""
-    replica: nn.Module = _without_form(entry)._replicate_for_data_parallel()
-    if type(replica) is original_class(entry.cls) is not entry.cls:
+    is_managed = original_class(entry.cls) is not entry.cls
+    source = _as_written(entry.module, entry.attributes.copy()) if is_managed else entry.module
+    replica: nn.Module = source._replicate_for_data_parallel()
+    if is_managed and type(replica) is type(source):
         object.__setattr__(replica, "__class__", entry.cls)
     own = vars(replica)
     # Attributes that its rule leaves out are added, except methods of a ScriptModule, which are bound to the source.
@@ -186,14 +187,6 @@ def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
     )
     own.pop(MADE_FOR_ATTRIBUTES, None)
     return replica
-
-
-def _without_form(entry: ModuleEntry) -> nn.Module:
-    """The source, or an object with its attributes and its original class if a form has changed that."""
-    original = original_class(entry.cls)
-    if original is entry.cls:
-        return entry.module
-    return give_attributes(bare_module(original), entry.attributes.copy(), entry.module, entry.slots)
 
 
 def empty_hook_flags() -> dict[str, Any]:
@@ -297,7 +290,7 @@ class ParameterRegistry(dict[str, Any]):
                 arrival.make_wait(stream)
         return _get(self, name)
 
-    def wait(self) -> None:
+    def wait_for_all(self) -> None:
         """Makes the current stream wait for all parameters of the module."""
         expected = self._expected
         for position in self._positions.values():
@@ -307,7 +300,7 @@ class ParameterRegistry(dict[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         # Also what makes ``dict(registry)`` and ``**registry`` look every value up: see `PyDict_Merge`.
-        self.wait()
+        self.wait_for_all()
         return super().__iter__()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
@@ -318,7 +311,7 @@ def _after_the_wait(name: str) -> Any:
     method = getattr(dict, name)
 
     def waiting(self: ParameterRegistry, *args: Any, **kwargs: Any) -> Any:
-        self.wait()
+        self.wait_for_all()
         return method(self, *args, **kwargs)
 
     waiting.__name__, waiting.__doc__ = name, method.__doc__

@@ -1,11 +1,14 @@
-"""The module objects of replicas, which calls use one after another, and the tree as it was when they were made.
+"""What becomes of the module objects of replicas when a call ends: they are used again, or taken apart.
 
-Before a call its tensors are put into the modules. After the call everything that it left on them is removed, unless
-somebody else holds one of them. Only plain trees have them (``ModulePlan.is_plain``).
+Modules of plain trees (``ModulePlan.is_plain``) are used again: before a call its tensors are put into them, and after
+it everything that it left on them is removed. `CycleBreaker` takes others apart that may hold reference cycles.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, TypeAlias
@@ -13,7 +16,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from dataparallel import ownership
-from dataparallel._torch import HOOK_TABLES, REGISTRIES
+from dataparallel._torch import HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
 from dataparallel.comm.streams.arrivals import Arrivals, Expected
 from dataparallel.replicas.build import (
     bare_module,
@@ -24,8 +27,7 @@ from dataparallel.replicas.build import (
     parameter_registry,
     tell_units,
 )
-from dataparallel.replicas.compiled.calls import CompiledCall
-from dataparallel.replicas.plan import TABLES, ModuleEntry, ModulePlan
+from dataparallel.replicas.plan import MADE_FOR_ATTRIBUTES, TABLES, ModuleEntry, ModulePlan
 from dataparallel.replicas.references import ATOMIC, compiled_over, reached
 
 _Registration: TypeAlias = "list[tuple[str, int]]"
@@ -45,7 +47,7 @@ class ReplicaModules:
         self.may_be_late = may_be_late
         self._classes = [entry.cls for entry in plan.entries]
         self._modules = [bare_module(cls) for cls in self._classes]
-        self._shared = [*plan.shared, None]  # positions below zero
+        self._shared = plan.table([])
         self._parts: list[_Part] = []
         self._hook_tables: list[dict[Any, Any]] = []  # empty, because the tree is plain
         self._counted: list[Any] = [*self._modules]
@@ -58,20 +60,15 @@ class ReplicaModules:
             self._parts.append((attributes, [*entry.parameters.items()], [*entry.buffers.items()], children))
         self._parents = [module for module, part in zip(self._modules, self._parts, strict=True) if part[-1]]
         self._children = [child for *_, children in self._parts for child in children.values()]
-        self._calls = self._make_calls(plan)
+        self._calls = call_compiled(plan, self._modules)  # they stay with the modules
+        if self._calls:
+            for module, (attributes, *_) in zip(self._modules, self._parts, strict=True):
+                attributes.update(vars(module))
         self._weakly_held = ownership.weak_references(self._modules)  # by the calls
         self._renew_attributes()
         self._as_made: _AttributeSnapshot | None = _AttributeSnapshot(self._modules, self._of_tensors)
         self._holders = ownership.Holders(self._counted, self._with_children)
         self._is_in_use = False
-
-    def _make_calls(self, plan: ModulePlan) -> list[CompiledCall]:
-        """Makes calls of compiled code, which stay with the modules."""
-        calls = call_compiled(plan, self._modules)
-        if calls:
-            for module, (attributes, *_) in zip(self._modules, self._parts, strict=True):
-                attributes.update(vars(module))
-        return calls
 
     def filled(self, tensors: list[Tensor], arrivals: Arrivals | None = None, slot: int = 0) -> nn.Module:
         """The replica with ``tensors``, for the next call on ``slot``. Needs ``arrivals`` if it may be late."""
@@ -180,7 +177,7 @@ class _AttributeSnapshot:
 
 
 class TreeSnapshot:
-    """The tree from which a plan was made, compared with a later one so that the plan can be used again.
+    """The tree from which ``plan`` was made, compared with a later one so that the plan can be used again.
 
     It compares the modules, and the names and the identity of their attributes. It looks into objects that change in
     place: registries, hooks, containers, functions. It does not compare shape, dtype, device or values of tensors:
@@ -188,7 +185,7 @@ class TreeSnapshot:
     """
 
     def __init__(self, plan: ModulePlan) -> None:
-        self._root = plan.entries[0].module
+        self.plan, self._root = plan, plan.entries[0].module
         self._known = {id(entry.module) for entry in plan.entries} | {id(tensor) for tensor in plan.tensors}
         self._known.add(plan.source_id)
         self._modules = [_ModuleSnapshot(entry) for entry in plan.entries]
@@ -243,3 +240,89 @@ def _is_immutable(value: Any) -> bool:
     if type(value) in (tuple, frozenset):
         return all(type(item) in ATOMIC for item in value)
     return type(value) in ATOMIC
+
+
+# ---- replicas that are not used again --------------------------------------------------------------------------------
+
+
+class CycleBreaker:
+    """Takes replicas apart if they may hold cycles and nothing else holds a part of them.
+
+    A bound method or a reference to the parent makes a cycle in the source, which lives long, and in each replica,
+    which lives for one forward: copies of all weights would wait for the collector. If something else holds a part (a
+    checkpoint runs methods again in backward), the replica is tried again at the end of the next call, or left to the
+    collector. If the call fails, the breaker lives as long as a traceback of the failure. It keeps nothing alive.
+    """
+
+    def __init__(self, replicas: Sequence[nn.Module]) -> None:
+        trusted = ownership.are_counts_trusted()
+        self._roots = [weakref.ref(replica) for replica in replicas if trusted and MADE_FOR_ATTRIBUTES in vars(replica)]
+
+    def __del__(self) -> None:
+        self.take_apart()
+
+    def take_apart(self) -> None:
+        """Takes the replicas apart, and replicas that were still in use when an earlier call ended."""
+        roots, self._roots = self._roots, []
+        while _in_use:
+            try:
+                roots.append(_in_use.popleft())
+            except IndexError:  # another thread was first
+                break
+        for root in roots:
+            if not _take_apart(root):
+                _in_use.append(root)
+
+
+# Roots of replicas that were in use when their call ended.
+_in_use: deque[weakref.ref[nn.Module]] = deque(maxlen=256)
+
+
+def _take_apart(root: weakref.ref[nn.Module]) -> bool:
+    """Returns ``False`` if something else holds a part of the replica."""
+    parts = _parts(root)
+    if not _only_their_own(parts):
+        return False
+    for part in parts:
+        if issubclass(type(part), nn.Module):
+            vars(part).clear()
+    return True
+
+
+def _parts(root: weakref.ref[nn.Module]) -> list[Any]:
+    """The modules of a replica, and the objects that were made for their attributes."""
+    replica = root()
+    return [] if replica is None else [*replica.modules(), *vars(replica)[MADE_FOR_ATTRIBUTES]]
+
+
+def _only_their_own(parts: list[Any]) -> bool:
+    """True if ``parts`` are referenced only by each other and by this list.
+
+    The number of references to each part is compared with the number of references from the other parts. A holder of a
+    registry, or of a view of it, holds the module's children: registries count as parts.
+    """
+    if not ownership.are_counts_trusted():
+        return False
+    modules = [part for part in parts if issubclass(type(part), nn.Module)]
+    made = [part for part in parts if not issubclass(type(part), nn.Module)]
+    attributes = [vars(module) for module in modules]
+    names = (*REGISTRIES, *OWN_HOOK_TABLES)
+    known = set(map(id, made))  # a new hook table is one of these
+    tables = [own[name] for own in attributes for name in names if name in own and id(own[name]) not in known]
+    noted = [own[MADE_FOR_ATTRIBUTES] for own in attributes if MADE_FOR_ATTRIBUTES in own]
+    holders = {id(holder): holder for holder in (*attributes, *tables, *made, *noted)}
+    inside = ownership.references_inside(holders.values())
+    # Besides ``parts``, one list here refers to each of these objects; holders are in a dict too.
+    extra = ownership.references_of_one()
+    control = nn.Module()
+    (owned,) = ownership.references([vars(control)])
+    return (
+        all(count == inside[name] + extra + 1 for name, count in _counts(modules))
+        and all(count == inside[name] + extra + 2 for name, count in _counts(made))
+        and all(count == inside[name] + extra + 1 for name, count in _counts(tables))
+        and all(count == owned + 1 for _, count in _counts(attributes))
+    )
+
+
+def _counts(objects: list[Any]) -> list[tuple[int, int]]:
+    return [*zip(map(id, objects), ownership.references(objects), strict=True)]

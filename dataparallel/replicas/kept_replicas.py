@@ -1,6 +1,6 @@
-"""Makes the replicas of one call after another, and keeps what the next call can use again.
+"""`KeptReplicas`: makes the replicas of one call after another, and keeps what the next call can use again.
 
-Replicas have the module objects of the last call (``kept_modules``) and the tensors that a form's store lends
+They have the module objects of the last call (``kept_modules``) and the tensors that a form's store lends
 (``kept_tensors``). Each call sees the source as it is then, and nothing that ``forward`` did to the last replicas.
 """
 
@@ -24,8 +24,7 @@ from dataparallel.comm.streams.current import current_streams
 from dataparallel.forks import in_forked_child
 from dataparallel.replicas.build import build_replica, collector_paused
 from dataparallel.replicas.compiled.calls import CompileArgument
-from dataparallel.replicas.cycles import CycleBreaker
-from dataparallel.replicas.kept_modules import ReplicaModules, TreeSnapshot
+from dataparallel.replicas.kept_modules import CycleBreaker, ReplicaModules, TreeSnapshot
 from dataparallel.replicas.kept_tensors import KeptCopies, ReplicaTensors
 from dataparallel.replicas.placement import refuse_constants
 from dataparallel.replicas.plan import ModulePlan
@@ -71,8 +70,7 @@ class KeptReplicas:
         return ModulePlan.of(network, None if self._compile is None else self._compile.of(network))
 
     def _clear(self) -> None:
-        self._plan: ModulePlan | None = None
-        self._snapshot: TreeSnapshot | None = None
+        self._snapshot: TreeSnapshot | None = None  # none if the tree is not plain
         self._modules: list[ReplicaModules] = []
         self._frozen_sets: list[_FrozenSet] = []
         self._is_from_before_fork = False  # everything kept was made by the parent process
@@ -91,17 +89,14 @@ class KeptReplicas:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """A block in which replicas stay as they are. Blocks may be nested."""
-        self._freeze()
-        try:
-            yield
-        finally:
-            self._thaw()
-
-    def _freeze(self) -> None:
         with self._lock:
             self._frozen += 1
             if self._frozen == 1:
                 self._clear()
+        try:
+            yield
+        finally:
+            self._thaw()
 
     def _thaw(self) -> None:
         with self._lock:
@@ -167,16 +162,15 @@ class KeptReplicas:
         self, network: nn.Module, slots: list[torch.device], cap_bytes: int, record: bool
     ) -> list[Any]:
         self._reset()
-        if self._plan is None or self._snapshot is None or not self._snapshot.still_holds(network):
-            self._modules = []
-            self._plan = self._plan_of(network)
-            self._snapshot = TreeSnapshot(self._plan) if self._plan.is_plain else None
-        plan = self._plan
+        if self._snapshot is not None and self._snapshot.still_holds(network):
+            plan = self._snapshot.plan
+        else:
+            self._modules, self._snapshot = [], None
+            plan = self._plan_of(network)
+            self._snapshot = TreeSnapshot(plan) if plan.is_plain else None
         refuse_constants(plan, slots)
         arrivals = arrivals_for(slots, plan.tensors)
         copies = self._tensors.for_call(plan, slots, cap_bytes, record, arrivals)
-        if self._snapshot is None:
-            self._plan = None
         if self._snapshot is None or not ownership.are_counts_trusted():
             return build_replicas(plan, copies, record, arrivals)
         may_be_late = arrivals is not None

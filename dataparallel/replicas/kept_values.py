@@ -1,7 +1,6 @@
 """Copies whose memory stays: each call writes the source's current values to it, and undoes what ``forward`` did to it.
 
-`MemoryOfCopies` gives copies back the memory that they were made with. `CurrentValues` sends values there. Neither
-makes copies, nor asks who holds them.
+`MemoryOfCopies` gives copies back the memory that they were made with. `CurrentValues` sends values there.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Graphs of ``torch.fx``, as exported programs have them, and traced ScriptModules have the device of the example where
 the module asked an input for its device, and a tensor where the module made one. A replica of a graph gets its own of
-both. TorchScript owns its code, so there it is refused. Nothing is moved here, and no graph is changed.
+both. TorchScript owns its code, so there it is refused.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ look at the source again. It also says which trees cannot be replicated, and why
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,8 +71,8 @@ class TwinInfo:
 class ModuleEntry:
     """One module: positions of its tensors and children in the plan, and attributes that refer to the tree.
 
-    A name that is registered for ``None`` has the position `NONE_POSITION`, which is -1. That and lower positions count
-    from the end of ``[*plan.shared, None]``. ``attributes`` is a copy of the module's ``__dict__``, registries
+    A name that is registered for ``None`` has the position `NONE_POSITION`, which is -1. That and lower positions are
+    for `ModulePlan.table`. ``attributes`` is a copy of the module's ``__dict__``, registries
     included; ``proxied`` names the children that are weak proxies of a module. ``constants`` names plain attributes
     whose tensors are buffers in replicas, and ``fixed_to`` is the device that its graph names.
     """
@@ -184,6 +184,10 @@ class ModulePlan:
         return not self.has_references and not any(
             entry.slots or entry.has_own_rule or entry.proxied or entry.has_hooks for entry in self.entries
         )
+
+    def table(self, own: Sequence[Any]) -> list[Any]:
+        """A replica's tensors or modules, ``own``, and behind them what positions below zero stand for."""
+        return [*own, *self.shared, None]
 
     def _add(
         self, tensor: Tensor | None, is_parameter: bool, found: dict[int, int], entry: ModuleEntry, key: str
@@ -325,7 +329,7 @@ def _check_replicatable(entries: list[ModuleEntry], allowed: type | None) -> Non
                     )
             continue
         try:
-            entry.compiled = compiled_here(module, [other.compiled.functions for other in entries if other.compiled])
+            entry.compiled = compiled_here(module, [other.compiled for other in entries])
         except LookupError:
             raise RuntimeError(
                 f"cannot replicate {entry.name or type(module).__name__!r}: it was compiled, and torch does not say "

@@ -28,17 +28,11 @@ _hook: Any = None
 
 
 def remember(parameters: Iterable[tuple[str, Tensor, Tensor]], owner: str, form: str) -> None:
-    """Remembers replaced parameters.
-
-    Args:
-        parameters: their names, themselves, and the new ones.
-        owner: the module that they were in, for messages.
-        form: the name of the form.
-    """
+    """Remembers replaced parameters: their names, themselves and the new ones. Messages name ``owner`` and ``form``."""
     global _hook
     with _lock:
         if _hook is None:
-            _hook = register_optimizer_step_pre_hook(_check)
+            _hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check_optimizer(optimizer))
         for name, parameter, new in parameters:
             _replaced[parameter] = f"{name!r} of a {owner}", form, weakref.ref(new)
 
@@ -87,17 +81,8 @@ def replacement_of(parameter: Tensor) -> Tensor | None:
     return new
 
 
-def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Runs before each step of every optimizer."""
-    check_optimizer(optimizer)
-
-
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Checks that an optimizer holds no replaced parameter.
-
-    Raises:
-        RuntimeError: it holds one; the message names it.
-    """
+    """Raises ``RuntimeError`` if an optimizer holds a replaced parameter. Runs before each step of every optimizer."""
     if not _replaced:  # nobody holds one
         return
     for group in optimizer.param_groups:

@@ -1,6 +1,6 @@
-"""`replicate`: copies one module to each slot. ``plan`` says which modules can be replicated.
+"""`replicate`: copies one module to each slot, from the source as it is then.
 
-Each call makes new replicas from the source as it is then. ``kept_replicas`` has those that later calls use again.
+``kept_replicas`` has the replicas that later calls use again.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ def copy_constants(
 
     ``later``: see `comm.broadcast_coalesced`. Its positions are those in the plan.
     """
-    sent = comm.broadcast_coalesced([plan.tensors[i] for i in indices], slots, cap_bytes, later=of_part(indices, later))
+    sent = comm.broadcast_coalesced(
+        [plan.tensors[i] for i in indices], slots, cap_bytes, later=at_positions(indices, later)
+    )
     # Each replica has its own tensor for a parameter, even if no graph records it.
     put(copies, indices, [[alias(tensor, slot) for tensor in tensors] for slot, tensors in enumerate(sent)])
 
@@ -189,14 +191,14 @@ def _broadcast_in_buckets(
     for number, indices in enumerate(fill_buckets(tensors, recorded[::-1], FIRST_BUCKET_BYTES, cap_bytes)):
         streams = None if gradient_streams is None else gradient_streams.of_bucket(number)
         bucket = [tensors[i] for i in indices]
-        put(copies, indices, broadcast_bucket(slots, bucket, streams, later=of_part(indices, later)))
+        put(copies, indices, broadcast_bucket(slots, bucket, streams, later=at_positions(indices, later)))
 
 
-def of_part(members: Sequence[int], later: Later | None) -> Later | None:
-    """``later``, for a list that has only these members of the list that it is for."""
+def at_positions(positions: Sequence[int], later: Later | None) -> Later | None:
+    """``later`` for a list of the tensors at these positions of the plan. It gets positions of the plan."""
     if later is None:
         return None
-    return lambda broadcast: later(broadcast._replace(indices=[members[k] for k in broadcast.indices]))
+    return lambda broadcast: later(broadcast._replace(indices=[positions[k] for k in broadcast.indices]))
 
 
 def _make_leaves(plan: ModulePlan, copies: list[list[Tensor]]) -> None:

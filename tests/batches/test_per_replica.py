@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel, PerReplica, gather, scatter, scatter_kwargs, whole
-from dataparallel.batches.scatter_gather import moved
+from dataparallel.batches.scatter import moved
 from dataparallel.composable import register_forward_method, replicate
 
 

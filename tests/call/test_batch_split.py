@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, prefetch, scatter
+from dataparallel import DataParallel, prefetch
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.threads import balance
 from dataparallel.threads.meetings import here
@@ -253,12 +253,6 @@ def test_a_copy_keeps_what_was_given(single: nn.Module, slots: list, root: torch
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert other.chunk_sizes == chunk_sizes
             other(torch.zeros(7, 4, dtype=torch.float64, device=root))
-
-
-def test_the_function_scatter_takes_shares(slots: list) -> None:
-    assert [len(part) for part in scatter(torch.zeros(10), slots, chunk_sizes=[0.5, 1, 1])] == [2, 4, 4]
-    with pytest.raises(ValueError, match="'balanced' is unknown here"):
-        scatter(torch.zeros(10), slots, chunk_sizes="balanced")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("chunk_sizes", [[0.5, 1, 1], "balanced", [7, 7, 7]])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dataparallel import DataParallel, peers
-from dataparallel.composable import fully_shard, replicate
+from dataparallel.composable import replicate
 
 CLASSES = 5
 WEIGHT = torch.linspace(0.2, 2.0, CLASSES, dtype=torch.float64)
@@ -125,23 +125,6 @@ def test_uneven_chunks(sizes, name, slots, root):
     criterion = moved(criterion, root)
     model = DataParallel(net, slots, chunk_sizes=sizes, loss=criterion)
     check(model, net, criterion, rows_of(rows, root), targets(rows).to(root))
-
-
-@pytest.mark.parametrize("serial", [False, True])
-def test_replicate(slots, root, net, serial, monkeypatch):
-    monkeypatch.setenv("DATAPARALLEL_SERIAL", str(int(serial)))
-    criterion = moved(LOSSES["weights"][0], root)
-    alone = copy.deepcopy(net)
-    model = replicate(net, devices=slots, loss=criterion)
-    x, target = rows_of(7, root), classes(7).to(root)
-    loss, outputs = model(x, target=target, outputs=True)
-    loss.backward()
-    wanted = criterion(alone(x), target)
-    wanted.backward()
-    torch.testing.assert_close(outputs, alone(x), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
-    for one, other in zip(net.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
 
 
 class TestWhatIsIgnored:
@@ -270,8 +253,3 @@ class TestErrors:
             DataParallel(Targeted(), slots, loss=nn.MSELoss())
         with pytest.raises(ValueError, match="'target'"):
             replicate(Targeted(), devices=slots, loss=nn.MSELoss())
-        assert not hasattr(fully_shard, "loss")
-
-    def test_outputs_without_a_target(self, slots, root, net):
-        with pytest.raises(TypeError, match="goes with target"):
-            DataParallel(net, slots, loss=nn.MSELoss())(rows_of(6, root), outputs=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch
-from dataparallel.batches import scatter_gather
+from dataparallel.batches import scatter
 from dataparallel.composable import fully_shard, register_forward_method, replicate
 from each_form import Form, replicating_forms, whole
 
@@ -135,7 +135,7 @@ def test_batches_are_sent_ahead(form: Form, single: Net, slots: list) -> None:
     generator = torch.Generator().manual_seed(3)
     batches = [torch.randn(9, 4, dtype=torch.float64, generator=generator) for _ in range(4)]
     taken: list[Any] = []
-    take = scatter_gather.take_sent_chunks
+    take = scatter.take_sent_chunks
 
     def noted(*args: Any) -> Any:
         taken.append(take(*args))
@@ -143,7 +143,7 @@ def test_batches_are_sent_ahead(form: Form, single: Net, slots: list) -> None:
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         expected = [model(batch) for batch in batches]
-        patch.setattr(scatter_gather, "take_sent_chunks", noted)
+        patch.setattr(scatter, "take_sent_chunks", noted)
         close([model(batch) for batch in prefetch(batches, model)], expected)
     assert len(taken) == 4
     assert all(chunks is not None for chunks in taken)

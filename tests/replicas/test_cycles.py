@@ -1,4 +1,4 @@
-"""Replicas are freed when nothing needs them, also with the garbage collector off.
+"""Replicas stay whole as long as something needs them, and are freed then, also with the garbage collector off.
 
 Reference counting frees replicas without circles. Replicas whose attributes form circles are taken apart when their
 call ends or, if something still uses them, when a later call ends. If reference counts are not trusted (``ownership``),
@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
 
 from circles import Circular, Straight, collect_what_is_left_to_the_collector, least
 from dataparallel import DataParallel
-from dataparallel.replicas.cycles import CycleBreaker
+from dataparallel.replicas.kept_modules import CycleBreaker
 from dataparallel.replicate import replicate
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "no_collector")
@@ -119,3 +121,144 @@ def test_fifty_steps_leave_no_more_objects_than_ten(watch: Callable, root: torch
 
     after_ten = tensors_after(10)
     assert tensors_after(40) <= after_ten
+
+
+def test_a_second_backward_finds_the_replicas(watch: Callable, root: torch.device) -> None:
+    parallel, _ = watched = watch(Circular())
+    loss = parallel(torch.randn(6, 3, device=root)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    del loss
+    watched.end_another_call()
+    assert watched.alive() == 0
+
+
+def test_one_of_several_outputs_is_enough(watch: Callable, root: torch.device) -> None:
+    class Two(Circular):
+        def forward(self, x: Tensor) -> Any:
+            return {"first": self.layer(x), "rest": [checkpoint(self.enter, x, use_reentrant=False), "text", None]}
+
+    parallel, _ = watched = watch(Two())
+    output = parallel(torch.randn(6, 3, device=root))
+    kept = output["rest"][0]
+    del output
+    kept.sum().backward()
+    del kept
+    watched.end_another_call()
+    assert watched.alive() == 0
+
+
+def test_a_packed_output_keeps_the_replicas(watch: Callable, root: torch.device) -> None:
+    class Packed(Circular):
+        def forward(self, x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return x
+            return x._replace(data=checkpoint(self.enter, x.data, use_reentrant=False))
+
+    parallel, _ = watched = watch(Packed())
+    packed = pack_sequence([torch.randn(length, 3, device=root) for length in (3, 2, 2, 1)])
+    output = parallel(packed)
+    output.data.sum().backward()
+    assert parallel.module.layer.weight.grad is not None
+    del output
+    watched.end_another_call()
+    assert watched.alive() == 0
+
+
+def test_an_opaque_output_keeps_the_replicas(watch: Callable, root: torch.device) -> None:
+    class Opaque(Circular):
+        def forward(self, x: Tensor) -> Any:
+            return types.SimpleNamespace(value=super().forward(x))
+
+    parallel, _ = watch(Opaque())
+    outputs = parallel(torch.randn(6, 3, device=root))
+    sum(output.value.sum().to(root) for output in outputs).backward()
+    assert parallel.module.layer.weight.grad is not None
+
+
+def test_an_output_kept_on_the_source_keeps_one_step_only(watch: Callable, root: torch.device) -> None:
+    parallel, _ = watched = watch(Circular())
+    for _ in range(5):
+        output = parallel(torch.randn(6, 3, device=root))
+        output.sum().backward()
+        parallel.module.last = output
+        del output
+    assert watched.alive() <= 2 * 9
+
+
+def test_the_source_survives_its_replicas(watch: Callable, root: torch.device) -> None:
+    source = Circular()
+    parallel, _ = watch(source)
+    for _ in range(2):
+        parallel(torch.randn(6, 3, device=root)).sum().backward()
+    assert source.layer.above == [source]
+    assert source.enter.__self__ is source
+    assert source(torch.randn(2, 3, device=root)).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda m: m.layers.values(),
+        lambda m: m.layers._modules,
+        lambda m: [vars(m.layers)],
+    ],
+)
+def test_a_view_of_a_registry_holds_the_replica(view: Callable, slots: list, root: torch.device) -> None:
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+            self.me = [self]
+
+        def forward(self, x: Tensor) -> Tensor:
+            held = view(self)
+            return checkpoint(lambda x: through_layers(held, x), x, use_reentrant=False)
+
+    ran = []
+
+    def through_layers(held: Any, x: Tensor) -> Tensor:
+        ran.append(x.device)
+        if isinstance(held, list):
+            held = held[0]["_modules"].values()
+        elif isinstance(held, dict):
+            held = held.values()
+        for layer in [*held]:
+            x = layer(x)
+        return x
+
+    module = Viewed().to(root)
+    x = torch.randn(6, 3, device=root)
+    expected = torch.autograd.grad(module.layers["b"](module.layers["a"](x)).sum(), list(module.parameters()))
+    output = DataParallel(module, slots)(x)
+    assert len(ran) == len(slots)
+    output.sum().backward()
+    assert len(ran) == 2 * len(slots), "backward runs the layers again, which only the view leads to"
+    for parameter, gradient in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("hold", [lambda m: m, lambda m: m.layer, lambda m: m.enter, lambda m: m.block])
+def test_what_somebody_holds_stays_whole_until_it_is_let_go(hold: Callable, slots: list, root: torch.device) -> None:
+    held = []
+
+    class Holding(Circular):
+        def forward(self, x: Tensor) -> Any:
+            held.append(hold(self))
+            return self.enter(x)
+
+    parallel = DataParallel(Holding().to(root), slots)
+    x = torch.randn(6, 3, device=root)
+    parallel(x)
+    for part in held:
+        module = part if isinstance(part, nn.Module) else part.__self__
+        above = module if isinstance(module, Holding) else module.above[0]
+        assert above.layer.above[0] is above
+        assert above.enter(x.to(above.layer.weight.device)).shape == x.shape
+    alive = weakref.ref(above)
+    del part, module, above
+    held.clear()
+    parallel(x)
+    collect_what_is_left_to_the_collector()
+    assert alive() is None
+    held.clear()

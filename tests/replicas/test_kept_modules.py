@@ -13,6 +13,8 @@ from dataparallel import DataParallel
 from dataparallel.replicas.kept_modules import TreeSnapshot
 from dataparallel.replicas.plan import TWIN_INFO, ModulePlan, TwinInfo
 
+pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
+
 
 class Tree(nn.Module):
     """A child, a parameter, buffers of both kinds, a registered ``None``, and attributes that can be filled."""

@@ -1,7 +1,7 @@
 """Replicas that are used again between calls without a graph: nothing of the last call is in the next.
 
-Tests of what a call leaves on tensors are in test_tensors, of what somebody else holds in test_replicas_held, of
-`frozen` in test_frozen, of the changes of a tree that are noticed in modules/test_snapshot.
+Tests of memory are in test_kept_tensors, of what somebody else holds in test_kept_replicas_held, of `frozen` in
+test_kept_replicas_frozen, of the changes of a tree that are noticed in test_kept_modules.
 """
 
 import copy
@@ -71,9 +71,14 @@ def constant_layer(net: Net) -> nn.Linear:
 MUTATIONS: dict[str, Callable[[Net], Any]] = {
     "copy_": lambda net: net.linear.weight.detach().copy_(net.linear.weight * 2),
     "data.fill_": lambda net: net.linear.weight.data.fill_(0.3),
-    "data =": lambda net: setattr(net.linear.weight, "data", net.linear.weight.data.t() * 0.5),
+    "data =": lambda net: setattr(net.linear.weight, "data", net.linear.weight.data * 0.5),
+    "data = other strides": lambda net: setattr(net.linear.weight, "data", net.linear.weight.data.t()),
     "load_state_dict": lambda net: net.load_state_dict({k: v * 0.5 for k, v in net.state_dict().items()}),
+    "load_state_dict, assign": lambda net: net.load_state_dict(
+        {k: v * 0.5 for k, v in net.state_dict().items()}, assign=True
+    ),
     "a swapped parameter": lambda net: setattr(net.linear, "weight", nn.Parameter(net.linear.weight.detach() + 1)),
+    "no bias": lambda net: setattr(net.linear, "bias", None),
     "a tie": lambda net: setattr(net.linear, "weight", net.inner[0].weight),
     "a child replaced": lambda net: net.inner.__setitem__(1, nn.ReLU()) if len(net.inner) > 1 else None,
     "a child added": lambda net: net.inner.append(constant_layer(net)),
@@ -83,6 +88,7 @@ MUTATIONS: dict[str, Callable[[Net], Any]] = {
     "another mode": lambda net: net.train(not net.training),
     "a hook": lambda net: setattr(net, "handle", net.linear.register_forward_hook(lambda m, args, y: y * 2)),
     "no hook": lambda net: vars(net).pop("handle").remove() if "handle" in vars(net) else None,
+    "a pre-hook": lambda net: setattr(net, "handle", net.linear.register_forward_pre_hook(lambda m, a: (a[0] + 1,))),
     "another forward": lambda net: setattr(net.linear, "forward", net.inner[0].forward),
     "requires_grad": lambda net: net.linear.requires_grad_(not net.linear.weight.requires_grad),
     "a buffer in place": lambda net: net.shift.add_(1),
@@ -98,7 +104,8 @@ def test_a_change_is_seen_at_the_next_forward(mutate, net, wrapped, call, x) -> 
     call()
     for _ in range(2):
         mutate(net)
-        torch.testing.assert_close(call(), on_one_device(net, x), rtol=0, atol=1e-9)
+        for _ in range(2):
+            torch.testing.assert_close(call(), on_one_device(net, x), rtol=0, atol=1e-9)
 
 
 @given(st.lists(st.sampled_from([*MUTATIONS, "call", "inference", "step", "frozen"]), max_size=12))
@@ -159,6 +166,39 @@ def rename(attributes: dict[str, Any], name: str, other: str) -> None:
     attributes.update({other if key == name else key: value for key, value in items})
 
 
+def assign(name: str, value: Callable[[Tensor], Any]) -> Callable[[nn.Module], None]:
+    return lambda replica: setattr(replica.linear.weight, name, value(replica.linear.weight))
+
+
+@torch.enable_grad()
+def hooked(replica: nn.Module) -> None:
+    replica.linear.weight.register_hook(lambda grad: grad)
+
+
+@torch.enable_grad()
+def hooked_after(replica: nn.Module) -> None:
+    replica.linear.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+@torch.enable_grad()
+def no_leaf(replica: nn.Module) -> None:
+    if replica.shift.device.index and not torch.is_inference_mode_enabled():
+        replica.linear.weight.requires_grad_(False)
+        replica.linear.weight.add_(torch.ones((), device=replica.shift.device, requires_grad=True))
+
+
+def other_dtype(replica: nn.Module) -> None:
+    if replica.shift.device.index:
+        replica.shift.data = replica.shift.data.view(torch.int32)
+
+
+def elsewhere_in_place(replica: nn.Module) -> None:
+    if replica.shift.device.index:
+        with torch.no_grad():
+            replica.linear.weight.zero_()
+            replica.shift.zero_()
+
+
 LEAVES: dict[str, Callable[[Any], Any]] = {
     "an attribute": lambda replica: setattr(replica, "left", 1),
     "a changed attribute": lambda replica: setattr(replica, "scale", 0.0),
@@ -180,29 +220,53 @@ LEAVES: dict[str, Callable[[Any], Any]] = {
     "other registries": lambda replica: vars(replica).update(_parameters={}, _modules={}),
     "requires_grad": lambda replica: replica.requires_grad_(False),
     "a gradient": lambda replica: setattr(replica.linear.weight, "grad", torch.zeros_like(replica.linear.weight)),
+    "data =": assign("data", lambda weight: weight.data * 0),
+    "data = the same memory transposed": assign("data", lambda weight: weight.data.t()),
+    "data = a part": lambda replica: setattr(replica.linear.bias, "data", replica.linear.bias.data[:1]),
+    "data = a neighbour": lambda replica: setattr(
+        replica.linear.bias, "data", replica.linear.bias.data.as_strided((4,), (1,), 0)
+    ),
+    "data = no elements elsewhere": lambda replica: (
+        setattr(replica.none, "data", torch.empty(0, dtype=torch.float64)) if replica.none.device.index else None
+    ),
+    "data = conjugated": lambda replica: setattr(replica.phase, "data", replica.phase.data.conj()),
+    "data = another dtype": other_dtype,
+    "a python attribute": assign("note", lambda weight: weight.device),
+    "another class of a parameter": assign("__class__", lambda weight: type("Other", (nn.Parameter,), {})),
+    "a hook of a parameter": hooked,
+    "a hook for later": hooked_after,
+    "no leaf": no_leaf,
+    "in place": elsewhere_in_place,
 }
 
 
 def look(replica: nn.Module) -> list[Any]:
-    return [
+    """All of a replica but its values and its memory."""
+    modules = [
         (
             name,
             type(module),
             {key: value for key, value in vars(module).items() if key[0] != "_"},
-            module._non_persistent_buffers_set,
-            [(key, p is None or (p.shape, p.requires_grad, p.grad)) for key, p in module._parameters.items()],
-            [(key, b.shape) for key, b in module._buffers.items()],
+            {*module._non_persistent_buffers_set},
+            [[*registry] for registry in (module._parameters, module._buffers, module._modules)],
             len(module._forward_hooks),
         )
         for name, module in replica.named_modules()
     ]
+    tensors = [
+        (type(t), t.dtype, t.device == replica.fixed.device, t.shape, t.stride(), t.storage_offset(), t.requires_grad,
+         t.is_leaf, t.is_conj(), t.grad if t.is_leaf else 0, {**vars(t)}, t._backward_hooks,
+         t._post_accumulate_grad_hooks)
+        for t in (*replica.parameters(), *replica.buffers())
+    ]  # fmt: skip
+    return [modules, str(tensors)]
 
 
 @pytest.mark.parametrize("leave", LEAVES.values(), ids=LEAVES.keys())
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
 def test_what_a_forward_leaves_on_its_replica_is_dropped(leave, fails, net, wrapped, call, x) -> None:
     clean: list[Any] = []
-    DOES.append(lambda replica: clean.append(copy.deepcopy(look(replica))))
+    DOES.append(lambda replica: clean.append(look(replica)))
     call()
     for _ in range(2):
         DOES[:] = [leave, *([lambda replica: 1 / 0] if fails else [])]
@@ -210,12 +274,14 @@ def test_what_a_forward_leaves_on_its_replica_is_dropped(leave, fails, net, wrap
             call()
         except ZeroDivisionError:
             assert fails
+        except RuntimeError:
+            pass  # shapes do not fit any more
         else:
             assert not fails
         after: list[Any] = []
-        DOES[:] = [lambda replica, after=after: after.append(copy.deepcopy(look(replica)))]
+        DOES[:] = [lambda replica, after=after: after.append(look(replica))]
         torch.testing.assert_close(call(), on_one_device(net, x), rtol=0, atol=1e-9)
-        assert after == [clean[0]] * 3
+        assert sorted(map(str, after)) == sorted(map(str, clean))
 
 
 def test_a_wrapper_inside_a_wrapped_module(net, slots, x, without_graph) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.call.context import Call
+from dataparallel.call.engine import Call
+from dataparallel.call.options import BatchSplit
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.plan import ModulePlan
 
@@ -41,7 +42,7 @@ def test_tensors_may_come_from_somebody_else(slots: list, root: torch.device) ->
     module = nn.Linear(2, 1, bias=False).to(root)
 
     def call(features: int = 2) -> None:
-        with Call(devices, kept) as around:
+        with Call(devices, kept, None, False, BatchSplit(None, len(devices))) as around:
             for replica, device in zip(around.uses(kept.replicas(module, devices, 2**20)), devices, strict=True):
                 assert replica(torch.ones(1, features, device=device)).item() == 2
 

@@ -183,17 +183,20 @@ def test_activations_are_not_held_after_a_call(call, no_collector) -> None:
         for place in (replica.inner, replica.linear.weight):
             place.act = torch.ones(4, device=replica.shift.device)
             left.append(weakref.ref(place.act))
+        grad = replica.fixed.grad = torch.ones_like(replica.fixed)
+        replica.fixed.data = torch.ones_like(replica.fixed)
+        left.append(weakref.ref(grad))
 
     HOLDS.append(leave)
     call()
     call()
-    assert len(left) == 12
+    assert len(left) == 18
     assert not any(act() is not None for act in left)
     HOLDS.append(lambda replica: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         call()
     del caught
-    assert len(left) > 12
+    assert len(left) > 18
     assert not any(act() is not None for act in left)
 
 

@@ -1,18 +1,17 @@
 """Tensors that later calls without a graph use again have the source's values, and nobody else holds them.
 
-The tests look through the wrapper's forward. On slots of one device parameters share the source's memory, and the
-promises hold trivially; distinct devices (``--devices=sim``) show them.
+On slots of one device parameters share the source's memory, and the promises hold trivially; distinct devices
+(``--devices=sim``) show them. What a forward leaves on tensors is in test_kept_replicas.
 """
 
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
+from dataparallel.replicas.kept_values import MemoryOfCopies
 from nets import DOES, Net, on_one_device
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -24,46 +23,6 @@ def same_as_one_device(wrapped, net, call, x) -> Callable[[], None]:
         torch.testing.assert_close(call(), on_one_device(net, x))
 
     return same_as_one_device
-
-
-def in_no_grad(change: Callable[[Net], Any]) -> Callable[[Net], Any]:
-    return torch.no_grad()(change)
-
-
-def swap(net: Net) -> None:
-    net.linear.weight = nn.Parameter(net.linear.weight.detach() * 3)
-
-
-def load(net: Net) -> None:
-    net.load_state_dict({name: value * 2 for name, value in net.state_dict().items()})
-
-
-CHANGES = {
-    "copy_": in_no_grad(lambda net: net.linear.weight.copy_(torch.ones(4, 4))),
-    "mul_ of all": in_no_grad(lambda net: [p.mul_(2) for p in net.parameters()]),
-    "data.fill_": lambda net: net.linear.weight.data.fill_(0.25),
-    "data =": lambda net: setattr(net.linear.weight, "data", net.linear.weight.data * 2),
-    "data = other strides": lambda net: setattr(net.linear.weight, "data", net.linear.weight.data.t()),
-    "load_state_dict": load,
-    "load_state_dict, assign": lambda net: net.load_state_dict(
-        {name: value * 2 for name, value in net.state_dict().items()}, assign=True
-    ),
-    "swapped parameter": swap,
-    "a buffer in place": lambda net: net.shift.add_(1),
-    "another buffer": lambda net: setattr(net, "shift", net.shift * 2),
-    "requires_grad_": lambda net: net.requires_grad_(False),
-    "a tie": lambda net: setattr(net.linear, "weight", net.fixed),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_change_is_seen_at_the_next_forward(change, net, same_as_one_device) -> None:
-    same_as_one_device()
-    same_as_one_device()
-    for _ in range(2):
-        change(net)
-        same_as_one_device()
-        same_as_one_device()
 
 
 def test_a_view_of_data_taken_before_and_written_after(net, same_as_one_device) -> None:
@@ -122,113 +81,6 @@ def test_a_source_made_in_inference_mode(slots, root, x) -> None:
             torch.testing.assert_close(wrapped(x), expected)
 
 
-def assign(name: str, value: Callable[[Tensor], Any]) -> Callable[[nn.Module], None]:
-    return lambda replica: setattr(replica.linear.weight, name, value(replica.linear.weight))
-
-
-@torch.enable_grad()
-def hooked(replica: nn.Module) -> None:
-    replica.linear.weight.register_hook(lambda grad: grad)
-
-
-@torch.enable_grad()
-def hooked_after(replica: nn.Module) -> None:
-    replica.linear.bias.register_post_accumulate_grad_hook(lambda parameter: None)
-
-
-@torch.enable_grad()
-def no_leaf(replica: nn.Module) -> None:
-    if replica.shift.device.index and not torch.is_inference_mode_enabled():
-        replica.linear.weight.requires_grad_(False)
-        replica.linear.weight.add_(torch.ones((), device=replica.shift.device, requires_grad=True))
-
-
-def other_dtype(replica: nn.Module) -> None:
-    if replica.shift.device.index:
-        replica.shift.data = replica.shift.data.view(torch.int32)
-
-
-def elsewhere_in_place(replica: nn.Module) -> None:
-    if replica.shift.device.index:
-        with torch.no_grad():
-            replica.linear.weight.zero_()
-            replica.shift.zero_()
-
-
-LEAVES = {
-    "data =": assign("data", lambda weight: weight.data * 0),
-    "data = the same memory transposed": assign("data", lambda weight: weight.data.t()),
-    "data = a part": lambda replica: setattr(replica.linear.bias, "data", replica.linear.bias.data[:1]),
-    "data = a neighbour": lambda replica: setattr(
-        replica.linear.bias, "data", replica.linear.bias.data.as_strided((4,), (1,), 0)
-    ),
-    "data = no elements elsewhere": lambda replica: (
-        setattr(replica.none, "data", torch.empty(0, dtype=torch.float64)) if replica.none.device.index else None
-    ),
-    "data = conjugated": lambda replica: setattr(replica.phase, "data", replica.phase.data.conj()),
-    "data = another dtype": other_dtype,
-    "grad": assign("grad", torch.ones_like),
-    "a python attribute": assign("note", lambda weight: weight.device),
-    "another class": assign("__class__", lambda weight: type("Other", (nn.Parameter,), {})),
-    "requires_grad": assign("requires_grad", lambda weight: False),
-    "a hook": hooked,
-    "a hook for later": hooked_after,
-    "no leaf": no_leaf,
-    "in place": elsewhere_in_place,
-}
-
-
-def state_of(replica: nn.Module) -> list[Any]:
-    """All of a replica's tensors but their memory."""
-    return [
-        (type(t), t.dtype, t.device == replica.fixed.device, t.shape, t.stride(), t.storage_offset(), t.requires_grad,
-         t.is_leaf, t.is_conj(), t.grad if t.is_leaf else 0, {**vars(t)}, t._backward_hooks,
-         t._post_accumulate_grad_hooks)
-        for t in (*replica.parameters(), *replica.buffers())
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("leaves", LEAVES.values(), ids=LEAVES.keys())
-@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
-def test_what_a_forward_leaves_on_tensors_is_dropped(leaves, fails, wrapped, call, same_as_one_device) -> None:
-    same_as_one_device()
-    clean: list[Any] = []
-    DOES.append(lambda replica: clean.append(state_of(replica)))
-    call()
-    DOES[:] = [leaves]
-    if fails:
-        DOES.append(lambda replica: 1 / 0)
-    try:
-        call()
-    except ZeroDivisionError:
-        assert fails
-    except RuntimeError:
-        pass  # shapes do not fit any more
-    else:
-        assert not fails
-    after: list[Any] = []
-    DOES[:] = [lambda replica: after.append(state_of(replica))]
-    same_as_one_device()
-    assert sorted(map(str, after)) == sorted(map(str, clean))
-
-
-def test_what_is_left_on_tensors_is_freed_with_the_call(call) -> None:
-    left = []
-
-    def leave(replica: nn.Module) -> None:
-        act, grad, data = (torch.ones_like(replica.fixed) for _ in range(3))
-        left.extend(map(weakref.ref, (act, grad)))
-        replica.linear.weight.act = act
-        replica.fixed.grad = grad
-        replica.fixed.data = data
-
-    DOES.append(leave)
-    call()
-    call()
-    assert len(left) == 12
-    assert not any(tensor() is not None for tensor in left)
-
-
 @pytest.mark.devices("cpu")
 def test_nested_tensors(slots, x) -> None:
     net = Net()
@@ -237,3 +89,38 @@ def test_nested_tensors(slots, x) -> None:
     with torch.no_grad():
         for _ in range(3):
             torch.testing.assert_close(wrapped(x), net(x))
+
+
+# A tensor that was given other memory gets its former memory back, whatever the storage has become meanwhile.
+
+
+def test_memory_is_restored_only_for_what_has_moved() -> None:
+    copies = [torch.zeros(3, 4), torch.ones(2), torch.empty(0)]
+    memory = MemoryOfCopies(copies)
+    own = copies[0].data_ptr()
+    assert memory.restore()
+    copies[0].data = torch.ones(4, 3)
+    version = copies[1]._version
+    assert memory.restore()
+    assert (copies[0].data_ptr(), copies[0].shape) == (own, (3, 4))
+    assert copies[1]._version == version
+    copies[1].untyped_storage().resize_(0)
+    assert not memory.restore()
+
+
+def test_memory_that_has_been_resized_is_given_back_too() -> None:
+    copies = [torch.zeros(3), torch.zeros(2)]
+    memory = MemoryOfCopies(copies)
+    storage = copies[0].untyped_storage()
+    storage.resize_(400)
+    copies[0].data = torch.ones(3)
+    assert not memory.restore()
+    assert copies[0].data_ptr() == storage.data_ptr()
+
+
+def test_a_conjugate_view_of_its_own_memory_is_other_memory_too() -> None:
+    copy = torch.tensor([1 + 2j])
+    memory = MemoryOfCopies([torch.ones(1), copy])
+    copy.data = copy.data.conj()
+    assert memory.restore()
+    assert copy.tolist() == [1 + 2j]

@@ -8,6 +8,8 @@ from torch import nn
 
 from dataparallel.replicas.placement import check_placement
 
+pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
+
 ELSEWHERE = torch.device("cuda", 1)  # it is compared only
 
 

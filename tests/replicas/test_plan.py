@@ -17,7 +17,10 @@ from dataparallel import replicate
 from dataparallel.replicas.build import build_replica
 from dataparallel.replicas.plan import NONE_POSITION, ORIGINAL_CLASS, REFUSAL, TWIN_INFO, ModulePlan, TwinInfo
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
+pytestmark = [
+    pytest.mark.devices("cpu"),  # it knows no slots: once is enough
+    pytest.mark.filterwarnings("ignore:.*torch.jit"),
+]
 
 
 def eager(function: Any) -> Any:

@@ -19,6 +19,8 @@ from torch import nn
 from dataparallel.replicas import references
 from dataparallel.replicas.references import ATOMIC, reached
 
+pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
+
 
 def refers(value: Any, known: Any) -> bool:
     return any(id(item) in known for item in reached(value))

@@ -10,6 +10,8 @@ from torch import nn
 from dataparallel.replicas import replaced_parameters
 from dataparallel.replicas.replaced_parameters import remember, replacement_of, where
 
+pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
+
 
 @pytest.fixture
 def old():

@@ -1,6 +1,6 @@
 """Copies from the host to the slots on side streams, before the chunks are used.
 
-``prefetch`` sends the tensors of a batch before the call that uses them, ``scatter_gather`` those of a call, at once.
+``prefetch`` sends the tensors of a batch before the call that uses them, ``scatter`` those of a call, at once.
 The host waits for nothing that is computed. `send`, `SentTensor` and `HostReads` say what orders the streams.
 """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,66 +36,51 @@ class CompiledCall:
     traces a module around this one it does not get here, but looks into the module.
 
     Args:
-        functions: the functions of modules that are alike.
-        module: the module, which runs while this is called.
-        seen: makes of the module what the compiler is to see in its place; ``None``: the module itself.
+        functions: ``None``: the module runs as it is.
+        seen: makes of the module what the compiler is to see in its place.
 
     Attributes:
         device: that of all tensors of the replica; ``None`` if it has none.
     """
 
-    def __init__(self, functions: CompiledFunctions, module: Any, seen: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self, functions: CompiledFunctions | None, module: Any, seen: Callable[[Any], Any] | None = None
+    ) -> None:
         self._functions, self._module, self._seen = functions, _Reference(module), seen
         self.device: torch.device | None = None
-        if functions.is_disabled:
+        if functions is None or functions.is_disabled:
             _torch.say_that_it_is_disabled(self)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        return self._functions.run(self.device, module if self._seen is None else self._seen(module), args, kwargs)
+        module: Any = self._module()
+        if self._functions is None:
+            return module(*args, **kwargs)
+        return self._functions.call(self.device, module if self._seen is None else self._seen(module), args, kwargs)
 
     # Between two graphs the compiler looks at every frame. This one, and those below it, are not for it.
     __call__ = _torch.not_traced(_call)
-
-
-class _NotCompiled:
-    """In the place of functions of a wrapper by ``torch.compile`` whose replicas are not compiled as a whole."""
-
-    is_disabled = True
-
-    def run(self, device: torch.device | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the module."""
-        return module(*args, **kwargs)
-
-    def are_for(self, structure: Hashable, body: object, context: object) -> bool:
-        """False: no module shares them."""
-        return False
-
-
-NOT_COMPILED: Any = _NotCompiled()
-"""Functions that call the module as it is."""
 
 
 class Compiled(NamedTuple):
     """How replicas of a module call compiled code.
 
     Attributes:
-        functions: what they call.
+        functions: what they call; ``None``: the child, as it is.
         attribute: where they have a `CompiledCall`.
         child: the name of the child that is called; ``None`` if it is the module itself.
         left_out: attributes of the source that a replica has no copy of, because they lead to the source.
     """
 
-    functions: CompiledFunctions
+    functions: CompiledFunctions | None
     attribute: str
     child: str | None
     left_out: tuple[str, ...]
 
 
-def compiled_here(module: nn.Module, others: Iterable[CompiledFunctions] = ()) -> Compiled | None:
+def compiled_here(module: nn.Module, others: Iterable[Compiled | None] = ()) -> Compiled | None:
     """How ``module`` is compiled: by ``module.compile()``, or because it is what ``torch.compile(...)`` has returned.
 
-    ``None`` if it is not. ``others``: functions of other modules of its tree, which it may share.
+    ``None`` if it is not. ``others``: how other modules of its tree are, whose functions it may share.
 
     Raises:
         LookupError: it is compiled, and replicas could not be compiled in the same way.
@@ -112,7 +97,7 @@ def compiled_here(module: nn.Module, others: Iterable[CompiledFunctions] = ()) -
     return Compiled(functions, "forward", _torch.ORIGINAL_OF_COMPILED, _torch.OWN_OF_COMPILED)
 
 
-def compiled_in_place(module: nn.Module, call: Any, others: Iterable[CompiledFunctions] = ()) -> Compiled:
+def compiled_in_place(module: nn.Module, call: Any, others: Iterable[Compiled | None] = ()) -> Compiled:
     """How a module is compiled whose own calls lead to ``call``, which ``torch.compile`` has made.
 
     Raises:
@@ -130,20 +115,16 @@ def call_of(module: nn.Module, compiled: Compiled) -> CompiledCall:
 
 
 def _functions(
-    module: nn.Module, body: Callable[..., Any], compiled: Any, others: Iterable[CompiledFunctions]
+    module: nn.Module, body: Callable[..., Any], compiled: Any, others: Iterable[Compiled | None]
 ) -> CompiledFunctions:
     context = _torch.compiler_context(compiled)
     if context is None:
         raise LookupError(f"{compiled!r} is not what torch.compile makes")
-    return functions_for(module, body, context, others)
+    return functions_for(module, body, context, [other.functions for other in others if other and other.functions])
 
 
 class CompileArgument:
-    """How a wrapper compiles its replicas. A copy of it, and an unpickled one, compiles anew.
-
-    Args:
-        options: arguments of ``torch.compile``.
-    """
+    """How a wrapper compiles its replicas. A copy of it, and an unpickled one, compiles anew."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = dict(options)
@@ -184,10 +165,10 @@ class CompileArgument:
         root = self.of(module)
         return module if root is None else call_of(module, root)
 
-    def of(self, module: nn.Module, others: Iterable[CompiledFunctions] = ()) -> Compiled | None:
+    def of(self, module: nn.Module, others: Iterable[Compiled | None] = ()) -> Compiled | None:
         """How replicas of ``module`` are called. ``None`` if the compiler is switched off.
 
-        ``others``: functions of other modules of its tree, which it may share.
+        ``others``: how other modules of its tree are, whose functions it may share.
         """
         return None if self._call is _nothing else compiled_in_place(module, self._call, others)
 

@@ -48,12 +48,7 @@ class CompiledFunctions:
 
     Modules of one tree that have the same structure and were compiled alike share them, as the blocks of a model do
     that are compiled one by one. So do the replicas of all wrappers of a module. They live as long as the source or a
-    replica that calls them.
-
-    Args:
-        structure: that of the modules; see `_structure`.
-        body: what is compiled: `by_call` or `by_call_impl`.
-        context: how it is compiled; see `_torch.compiler_context`.
+    replica that calls them. ``body`` is `by_call` or `by_call_impl`.
     """
 
     def __init__(self, structure: Hashable, body: Callable[..., Any], context: Any) -> None:
@@ -72,10 +67,10 @@ class CompiledFunctions:
         """True if they run without the compiler, because the user said so with ``torch.compiler.disable``."""
         return _torch.is_disabled(self._context)
 
-    def run(self, device: torch.device | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, device: torch.device | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the module, all of whose tensors are on ``device``, by the compiled function of this device."""
         function = self._on.get(device) or self._make(device)
-        return gate.run_inside(function.run, module, args, kwargs)
+        return gate.run_inside(function.call, module, args, kwargs)
 
     @property
     def devices(self) -> int:
@@ -121,7 +116,7 @@ class _CompiledFunction:
         self._graphs, self._made_by, self._made_at = 0, 0, -math.inf
         self._seen: dict[int, int] = {}  # for each thread that looks again: how many graphs there were before
 
-    def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             while True:
                 try:
@@ -231,7 +226,7 @@ class Counts:
     @property
     def total(self) -> int:
         """Compilations on all devices."""
-        return self.compilations.total() if hasattr(self.compilations, "total") else sum(self.compilations.values())
+        return self.compilations.total()
 
 
 _counts_lock = threading.Lock()

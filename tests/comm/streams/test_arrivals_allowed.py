@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import dataparallel as dp
 from dataparallel import DataParallel
-from dataparallel.call.context import Call
+from dataparallel.call.engine import Call
+from dataparallel.call.options import BatchSplit
 from dataparallel.comm import broadcast_into
 from dataparallel.comm.buckets import plan_buckets
 from dataparallel.comm.streams import arrivals as room
@@ -177,13 +178,17 @@ class Kept:
         self.told.append("forget_last_call")
 
 
+def call_of(kept: Kept | None = None, serial: bool = False, may_use_source: bool = False) -> Call:
+    return Call(slots(), kept or Kept(), serial, may_use_source, BatchSplit(None, len(slots())))
+
+
 def may_be_late() -> bool:
     return arrivals_for(slots(), []) is not None
 
 
 def test_only_the_stage_replicate_begins_late_copies() -> None:
     found = []
-    with Call(slots(), Kept(), False) as call:
+    with call_of() as call:
         found.append(may_be_late())
         with call.replicates():
             found.append(may_be_late())
@@ -191,18 +196,18 @@ def test_only_the_stage_replicate_begins_late_copies() -> None:
     assert found == [False, True, False]
 
 
-@pytest.mark.parametrize("refused", [{"serial": True}, {"serial": False, "may_use_source": True}])
+@pytest.mark.parametrize("refused", [{"serial": True}, {"may_use_source": True}])
 def test_a_call_inside_the_stage_allows_no_more_than_its_own(refused: dict) -> None:
     found = []
-    with Call(slots(), Kept(), False) as outer, outer.replicates():
-        with Call(slots(), Kept(), **refused) as inner, inner.replicates():
+    with call_of() as outer, outer.replicates():
+        with call_of(**refused) as inner, inner.replicates():
             found.append(may_be_late())
         found.append(may_be_late())
     assert found == [False, True]
 
 
 def test_after_an_interrupt_nothing_may_be_late() -> None:
-    with pytest.raises(KeyboardInterrupt), Call(slots(), Kept(), False) as call, call.replicates():
+    with pytest.raises(KeyboardInterrupt), call_of() as call, call.replicates():
         raise KeyboardInterrupt
     assert not may_be_late()
 
@@ -212,7 +217,7 @@ def test_a_failed_wait_for_copies_releases_the_replicas_all_the_same(monkeypatch
     kept = Kept()
     with monkeypatch.context() as patch:
         patch.setattr(Arrivals, "wait_for_copies", lambda self: 1 / 0)
-        with pytest.raises(ZeroDivisionError), Call(slots(), kept, False) as call:  # noqa: PT012
+        with pytest.raises(ZeroDivisionError), call_of(kept) as call:  # noqa: PT012
             with call.replicates():
                 arrivals = arrivals_for(slots(), [])
             call.uses([nn.Identity()])

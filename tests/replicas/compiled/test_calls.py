@@ -1,7 +1,8 @@
-"""The argument ``compile=``: what it takes, and what it refuses by name."""
+"""What ``compile=`` takes and refuses; modules that are alike share the functions that their replicas call."""
 
 import copy
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel
-from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.compiled.calls import CompileArgument, CompiledCall, compiled_here
 
 pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
 
@@ -75,3 +76,52 @@ def test_a_copy_has_the_same_options() -> None:
     argument = CompileArgument({"backend": "eager", "dynamic": False})
     for duplicate in (copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))):
         assert duplicate(argument).options == argument.options
+
+
+def functions(module: nn.Module, others: Any = ()) -> Any:
+    found = compiled_here(module, others)
+    assert found is not None
+    return found.functions
+
+
+def linear(size: int = 2, **options: Any) -> nn.Module:
+    module = nn.Linear(size, size)
+    module.compile(**{"backend": "eager", **options})
+    return module
+
+
+def test_a_module_has_the_same_functions_at_each_plan() -> None:
+    module = linear()
+    assert functions(module) is functions(module)
+
+
+def test_modules_of_a_tree_that_are_alike_share_them() -> None:
+    other = compiled_here(linear())
+    first = other.functions
+    assert functions(linear(), [None, other]) is first
+    assert functions(linear()) is not first  # of another tree
+    assert functions(linear(3), [other]) is not first
+    assert functions(linear(dynamic=True), [other]) is not first
+    assert functions(linear(backend="aot_eager"), [other]) is not first
+    assert functions(linear(fullgraph=True), [other]) is not first
+    assert functions(torch.compile(nn.Linear(2, 2), backend="eager"), [other]) is not first
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_are_refused(mode: str) -> None:
+    made = functions(linear(backend="inductor", mode=mode))
+    with pytest.raises(RuntimeError, match="replicas cannot be compiled with CUDA graphs"):
+        made.call(torch.device("cuda", 0), nn.Linear(2, 2), (torch.ones(1, 2),), {})
+
+
+def test_a_call_does_not_keep_its_module_alive_and_is_seen_by_those_who_count() -> None:
+    source, module = linear(), nn.Linear(2, 2)  # the source lives on, and its functions with it
+    before = weakref.getweakrefcount(module)  # torch notes modules that are made once it has compiled
+    call = CompiledCall(functions(source), module)
+    assert weakref.getweakrefcount(module) == before + 1
+    plain = weakref.ref(module)
+    assert weakref.getweakrefcount(module) == before + 2
+    torch.testing.assert_close(call(torch.ones(1, 2)), module.forward(torch.ones(1, 2)))
+    del module
+    assert plain() is None
+    torch._dynamo.reset()

@@ -19,12 +19,12 @@ from compiled_nets import (
     BACKEND,
     WAYS,
     Breaks,
-    Net,
     Tied,
     assert_same,
     batch,
     build,
     compile_argument,
+    expected_steps,
     state_and_gradients,
     steps,
 )
@@ -35,11 +35,6 @@ from dataparallel.replicas.compiled.gate import gate
 
 Way = Callable[..., DataParallel]
 Since = Callable[[], Counts]
-
-
-def expected_steps(slots: list, root: torch.device, batches: list[Tensor], make: type[nn.Module] = Net) -> list[Tensor]:
-    net = build(root, make)
-    return steps(DataParallel(net, slots), net, batches)
 
 
 @pytest.mark.slots(2, long=[3, 8])
@@ -117,27 +112,6 @@ def test_the_compiler_counts_the_same(whole: Way, slots: list, root: torch.devic
     assert frames["ok"] == frames["total"] == since().total
     assert counters["stats"]["unique_graphs"] == since().total
     assert not counters["graph_break"]
-
-
-@pytest.mark.long
-@pytest.mark.slots(4)
-def test_no_recompilation_once_a_smaller_batch_was_seen(whole: Way, slots: list, root: torch.device, since: Since):
-    net = build(root)
-    wrapper = whole(net, slots)
-    epoch = [batch(root, count) for count in (16, 16, 16, 11)]
-    steps(wrapper, net, epoch)
-    with torch.no_grad():
-        for x in epoch:
-            wrapper(x)
-    before = since().total
-    devices = len({torch.device(slot) for slot in slots})
-    assert before <= 4 * devices  # fixed and varying sizes, with and without a graph
-    for _ in range(4):
-        steps(wrapper, net, epoch)
-        with torch.no_grad():
-            for x in epoch:
-                wrapper(x)
-    assert since().total == before
 
 
 def test_blocks_that_are_alike_share_their_graphs(slots: list, root: torch.device, since: Since):
@@ -346,22 +320,6 @@ def test_an_error_of_the_backend_is_raised_and_the_gate_is_open(slots: list, roo
     assert not gate.is_taken
     broken.clear()
     assert_same(steps(wrapper, net, [batch(root)]), expected_steps(slots, root, [batch(root)]))
-
-
-@pytest.mark.long
-@pytest.mark.reuses("replicas are freed at once")
-@pytest.mark.slots(2)
-def test_many_steps_take_no_more_memory(whole: Way, slots: list, root: torch.device):
-    net, x = build(root), batch(root)
-    wrapper = whole(net, slots)
-    for _ in range(5):
-        wrapper(x).sum().backward()
-    gc.collect()
-    before = len(gc.get_objects())
-    for _ in range(200):
-        wrapper(x).sum().backward()
-    gc.collect()
-    assert len(gc.get_objects()) <= before + 50
 
 
 @pytest.mark.long

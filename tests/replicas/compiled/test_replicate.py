@@ -1,6 +1,7 @@
 """`replicate` with compiled modules: the replicas are compiled, and the module's own call is not."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,36 +16,17 @@ from compiled_nets import (
     assert_same,
     batch,
     build,
+    compile_argument,
+    compiled_after,
+    compiled_before,
+    compiled_in_place,
+    expected_steps,
+    parts_compiled,
+    replicated,
     steps,
 )
-from dataparallel import composable
 
 Since = Callable[[], Any]
-
-
-def compile_argument(net: nn.Module, slots: list, **options: Any) -> nn.Module:
-    return composable.replicate(net, devices=slots, compile={"backend": BACKEND, **options})
-
-
-def compiled_before(net: nn.Module, slots: list, **options: Any) -> nn.Module:
-    return composable.replicate(torch.compile(net, **{"backend": BACKEND, **options}), devices=slots)
-
-
-def compiled_in_place(net: nn.Module, slots: list, **options: Any) -> nn.Module:
-    net.compile(**{"backend": BACKEND, **options})
-    return composable.replicate(net, devices=slots)
-
-
-def compiled_after(net: nn.Module, slots: list, **options: Any) -> nn.Module:
-    composable.replicate(net, devices=slots)
-    net.compile(**{"backend": BACKEND, **options})
-    return net
-
-
-def parts_compiled(net: nn.Module, slots: list, **options: Any) -> nn.Module:
-    for child in net.children():
-        child.compile(**{"backend": BACKEND, **options})
-    return composable.replicate(net, devices=slots)
 
 
 WAYS = [compile_argument, compiled_before, compiled_in_place, compiled_after, parts_compiled]
@@ -52,12 +34,7 @@ WAYS = [compile_argument, compiled_before, compiled_in_place, compiled_after, pa
 
 @pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
 def way(request: pytest.FixtureRequest) -> Callable[..., nn.Module]:
-    return request.param
-
-
-def expected_steps(slots: list, root: torch.device, batches: list, make: type[nn.Module] = Net) -> list:
-    net = build(root, make)
-    return steps(composable.replicate(net, devices=slots), net, batches)
+    return partial(request.param, form=replicated)
 
 
 @pytest.mark.slots(2, long=[3, 8])
@@ -67,7 +44,7 @@ def test_steps_equal_those_of_replicas_that_are_not_compiled(
 ):
     size = 4 * len(slots)
     batches = [batch(root, count) for count in (size, size, size - len(slots), size, size - len(slots))]
-    expected = expected_steps(slots, root, batches, make)
+    expected = expected_steps(slots, root, batches, make, replicated)
     net = build(root, make)
     assert_same(steps(way(net, slots), net, batches), expected)
     assert since().total > 0
@@ -78,16 +55,16 @@ def test_steps_equal_those_of_replicas_that_are_not_compiled(
 @pytest.mark.parametrize("make", [compile_argument, compiled_in_place, compiled_after], ids=lambda make: make.__name__)
 def test_a_single_slot_is_compiled_too(make: Callable, slots: list, root: torch.device, since: Since):
     batches = [batch(root)] * 2
-    expected = expected_steps(slots, root, batches)
+    expected = expected_steps(slots, root, batches, form=replicated)
     net = build(root)
-    assert_same(steps(make(net, slots), net, batches), expected)
+    assert_same(steps(make(net, slots, form=replicated), net, batches), expected)
     assert since().compilations == {torch.device(slots[0]): 1}
 
 
 def test_one_compilation_for_each_device_and_mode(way: Callable, slots: list, root: torch.device, since: Since):
     net = build(root)
     model = way(net, slots)
-    parts = 1 if way is not parts_compiled else 3
+    parts = 1 if way.func is not parts_compiled else 3
     devices = {torch.device(slot) for slot in slots}
     for _ in range(4):
         model(batch(root)).sum().backward()
@@ -120,7 +97,7 @@ def test_accumulation_without_sums(way: Callable, slots: list, root: torch.devic
         model(batch(root, 9)).square().sum().backward()
         return [p.grad for p in net.parameters()]
 
-    expected = gradients(lambda net, slots: composable.replicate(net, devices=slots))
+    expected = gradients(replicated)
     assert_same(gradients(way), expected)
 
 
@@ -128,5 +105,5 @@ def test_a_compiled_module_needs_no_argument(slots: list, root: torch.device):
     net = build(root)
     net.compile(backend=BACKEND)
     with pytest.raises(ValueError, match="this Net is compiled already"):
-        composable.replicate(net, devices=slots, compile=True)
+        replicated(net, slots, compile=True)
     assert type(net) is Net

@@ -110,7 +110,7 @@ def test_the_report_says_that_it_is_a_stand_in():
 @pytest.mark.long
 def test_pytest_starts_it_for_the_tests_on_cuda():
     root = Path(__file__).parents[3]
-    command = ["-m", "pytest", "-p", "no:cacheprovider", "--devices=cuda", f"{root}/tests/test_scatter_gather.py"]
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "--devices=cuda", f"{root}/tests/batches/test_scatter.py"]
     done = subprocess.run(
         [sys.executable, *command],
         cwd=root,

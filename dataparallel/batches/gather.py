@@ -1,7 +1,7 @@
-"""Joins one structure from each replica into one: what ``scatter_gather.gather`` does.
+"""The stage `gather`: joins one structure from each replica into one.
 
 It walks the containers that ``batch_types`` knows, and joins tensors with a function of ``autograd.functions`` or of
-``batches``. Every error names the place in the structure. ``scatter_gather`` calls it, nobody else.
+``batches``. Every error names the place in the structure.
 """
 
 from __future__ import annotations
@@ -12,21 +12,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dataparallel import _torch
 from dataparallel.autograd.functions import Gather
 from dataparallel.autograd.node import OneNode, sharing
 from dataparallel.batches import ragged
-from dataparallel.batches.batch_types import batch_of, container_of
-from dataparallel.batches.per_replica import PerReplica
+from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
 from dataparallel.batches.samples import check_entries, joined_samples
 from dataparallel.batches.structures import leaves
 from dataparallel.comm.checks import why_not_gatherable, why_not_movable
+from dataparallel.devices import CPU, DeviceLike, resolve
 from dataparallel.samples import Samples
 
 _HINT = "; if the list has one entry for each sample, return dataparallel.samples(list) from forward"
 
 
-def joined_structures(outputs: Sequence[Any], target: torch.device, dim: int) -> Any:
-    """`scatter_gather.gather` on a device that is known to exist. Raises the same errors."""
+@_torch.not_traced
+def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
+    """Joins one structure from each replica into one structure on ``target_device``.
+
+    Tensors are concatenated along ``dim``; 0-dim tensors become a vector. Sparse CSR matrices and jagged nested tensors
+    are joined along dimension 0. Lists marked with `dataparallel.samples` become one list with all entries. For leaves
+    that are no tensors the result has the first replica's if all are equal, else a `PerReplica` with one entry for each
+    replica. Containers have the type and the further attributes of the first replica's container.
+
+    Args:
+        outputs: one structure for each replica, at least one.
+        target_device: a device. -1 or ``"cpu"`` is the CPU; the values are there when the call returns.
+        dim: the batch dimension.
+
+    Raises:
+        ValueError: outputs cannot be joined, because types, keys, lengths, shapes or dtypes differ; the message names
+            the place, such as ``output["logits"][2]``.
+    """
+    if not outputs:
+        raise ValueError("gather needs the output of at least one replica; got none")
+    target = CPU if target_device == -1 else resolve(target_device)
     return _joined(list(outputs), _Joins(target, dim, {}, _of_one_node(outputs)), "output", ())
 
 

@@ -12,8 +12,10 @@ from torch import nn
 
 from affine import Affine, build_affine
 from dataparallel import DataParallel
-from dataparallel.replicas.signatures import StandIns
+from dataparallel.forms.signatures import StandIns
 from nets import samples
+
+pytestmark = pytest.mark.devices("cpu")  # signatures do not depend on devices
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from dataparallel import gather
 from dataparallel.batches import batch_types
-from dataparallel.batches.scatter_gather import moved
+from dataparallel.batches.scatter import moved
 
 zeros, ones = torch.zeros, torch.ones
 
@@ -73,18 +73,6 @@ def test_nan_from_every_replica_is_one_nan(root: torch.device) -> None:
     assert len(gather([1.0, float("nan")], root)) == 2
 
 
-def test_a_leaf_whose_comparison_raises_equals_nothing_else(root: torch.device) -> None:
-    class Odd:
-        def __eq__(self, other: object) -> bool:
-            raise AttributeError("no")
-
-        __hash__ = None
-
-    one, other = Odd(), Odd()
-    assert gather([one, one], root) is one
-    assert gather([one, other], root)[1] is other
-
-
 def test_arrays_are_leaves(root: torch.device) -> None:
     array = np.arange(3)
     assert gather([(array,), (array,)], root)[0] is array
@@ -135,11 +123,6 @@ def test_keys_that_look_the_same_are_not_the_same(root: torch.device) -> None:
         ([ones(2, 1), ones(2)], "output", r"replica 0 has shape \(2, 1\), replica 1 has \(2,\)"),
         ([ones(2), torch.tensor(1.0)], "output", r"replica 1 returned shape \(\), which has no dimension 0"),
         ([[ones(2)], [ones(2).double()]], "output[0]", r"replica 0 has dtype torch.float32.*1 has torch.float64"),
-        (
-            [[torch.tensor(1.0)], [torch.tensor(1.0).double()]],
-            "output[0]",
-            r"replica 0 has dtype torch.float32.*1 has torch.float64",
-        ),
         ([{"a": {"b": 1}}, {"a": {"c": 1}}], 'output["a"]', r'replica 0 .*\["b"\].*replica 1 .*\["c"\]'),
         ([(1, [1, 2]), (1, [1])], "output[1]", r"replica 0 returned 2 elements.*replica 1 1 elements"),
         ([[(1,)], [[1]]], "output[0]", "replica 0 returned tuple, replica 1 returned list"),
@@ -150,18 +133,13 @@ def test_keys_that_look_the_same_are_not_the_same(root: torch.device) -> None:
         ([[[1]], [None]], "output[0]", "replica 0 returned list, replica 1 returned NoneType"),
         ([pack_sequence([ones(2)]), None], "output", "0 returned PackedSequence, replica 1 returned NoneType"),
         ([pack_sequence([ones(2)]), ones(1)], "output", "1 returned a tensor, replica 0 returned PackedSequence"),
-        ([{"x": torch.zeros(2, 1)}, {"x": torch.zeros(2)}], 'output["x"]', r"\(2, 1\).*\(2,\)"),
+        ([ones(2, 3), ones(2, 3), ones(2, 4)], "output", r"replica 0 has shape \(2, 3\), replica 2 has \(2, 4\)"),
     ],
 )
 def test_outputs_that_cannot_be_joined_are_named(outputs: list, path: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         gather(outputs, "cpu")
     assert f"cannot gather {path}:" in str(caught.value)
-
-
-def test_the_replica_that_differs_is_named() -> None:
-    with pytest.raises(ValueError, match=r"replica 0 has shape \(2, 3\), replica 2 has \(2, 4\)"):
-        gather([ones(2, 3), ones(2, 3), ones(2, 4)], "cpu")
 
 
 def test_no_output_at_all_is_an_error() -> None:

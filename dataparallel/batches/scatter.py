@@ -1,12 +1,13 @@
-"""The stages `scatter`, `scatter_kwargs` and `gather`: they split and join nested structures.
+"""The stages `scatter` and `scatter_kwargs`: they split nested structures.
 
 They walk the containers that ``batch_types`` knows, and move each tensor with a function of ``autograd.functions``.
-Every error names the place in the structure. ``joined`` does the work of `gather`. The forms call them, and users may.
+Every error names the place in the structure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +16,13 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.functions import Broadcast, Scatter
 from dataparallel.batches import ragged
-from dataparallel.batches.batch_types import batch_of, container_of
-from dataparallel.batches.chunk_sizes import Splits, checked, near_equal
-from dataparallel.batches.joined import joined_structures
-from dataparallel.batches.per_replica import PerReplica
+from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
+from dataparallel.batches.chunk_sizes import FixedSplit, Split
 from dataparallel.batches.samples import SampleCopies, check_entries, joined_samples
-from dataparallel.batches.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas
+from dataparallel.batches.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, with_leaves
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
-from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
+from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.samples import Samples
 
 
@@ -61,7 +60,7 @@ def scatter(
             another number of entries than there are replicas; several replicas would share a cache of ``transformers``.
     """
     with HostReads() as reads:
-        return _scatter(inputs, target_gpus, dim, checked(chunk_sizes), "input", reads)
+        return _scatter(inputs, target_gpus, dim, FixedSplit(chunk_sizes), "input", reads)
 
 
 @_torch.not_traced
@@ -80,7 +79,7 @@ def scatter_kwargs(
         empty if there is no argument.
     """
     with HostReads() as reads:
-        return scatter_arguments(inputs, kwargs, target_gpus, dim, checked(chunk_sizes), reads)
+        return scatter_arguments(inputs, kwargs, target_gpus, dim, FixedSplit(chunk_sizes), reads)
 
 
 def scatter_arguments(
@@ -88,35 +87,35 @@ def scatter_arguments(
     kwargs: dict[str, Any] | None,
     target_gpus: Sequence[DeviceLike],
     dim: int,
-    chunk_sizes: Splits | None,
+    split: Split,
     reads: HostReads,
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
     """`scatter_kwargs` for the forms. When it returns, the copies in ``reads`` may still read pinned memory."""
     if not inputs and not kwargs:
         resolve_slots(target_gpus)
         return (), ()
-    split = _scatter(Arguments((tuple(inputs), kwargs or {})), target_gpus, dim, chunk_sizes, "", reads)
-    return tuple(args for args, _ in split), tuple(keywords for _, keywords in split)
+    chunks = _scatter(Arguments((tuple(inputs), kwargs or {})), target_gpus, dim, split, "", reads)
+    return tuple(args for args, _ in chunks), tuple(keywords for _, keywords in chunks)
 
 
 def _scatter(
     inputs: Any,
     devices: Sequence[DeviceLike],
     dim: int,
-    chunk_sizes: Splits | None,
+    split: Split,
     name: str,
     reads: HostReads,
 ) -> list[Any]:
     slots = resolve_slots(devices)
     found = list(leaves(inputs, name))
     size = _batch_size(found, dim)
-    sizes = None if size is None else near_equal(size, len(slots), chunk_sizes)
+    sizes = None if size is None else split.sizes(size, len(slots))
     replicas = number_of_replicas(found, size, sizes, len(slots))
     marked = [leaf for _, leaf in found if isinstance(leaf, Samples)]
-    walk = _Splitter(slots[:replicas], sizes, dim, marked)
+    splitter = _Splitter(slots[:replicas], sizes, dim, marked)
     tensors = {id(leaf): leaf for _, leaf in found if isinstance(leaf, Tensor)}.values()
-    with copied_at_once(((tensor, walk.sizes_of(tensor)) for tensor in tensors), walk.slots, dim, reads):
-        return walk.split(inputs)
+    with copied_at_once(((tensor, splitter.sizes_of(tensor)) for tensor in tensors), splitter.slots, dim, reads):
+        return splitter.split(inputs)
 
 
 def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
@@ -225,44 +224,16 @@ class _Splitter:
 
 def moved(obj: Any, device: torch.device) -> Any:
     """The nested structure with every tensor and batch on ``device``; the same object if all are there already."""
-    if isinstance(obj, Tensor):
-        if obj.device == device:
-            return obj
-        return (
-            ragged.RaggedCopies([device]).copies(obj)[0] if ragged.is_ragged(obj) else Broadcast.apply([device], obj)[0]
-        )
-    if isinstance(obj, Samples):
-        return joined_samples([obj], device)
-    batch = batch_of(obj)
-    if batch is not None:
-        return batch.to(obj, device)
-    container = container_of(obj)
-    if container is None:
-        return obj
-    old = [value for _, value in container.children(obj)]
-    new = [moved(value, device) for value in old]
-    return obj if all(a is b for a, b in zip(new, old, strict=True)) else container.rebuild(obj, new)
+    return with_leaves(obj, partial(_moved_leaf, device=device))
 
 
-@_torch.not_traced
-def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
-    """Joins one structure from each replica into one structure on ``target_device``.
-
-    Tensors are concatenated along ``dim``; 0-dim tensors become a vector. Sparse CSR matrices and jagged nested tensors
-    are joined along dimension 0. Lists marked with `dataparallel.samples` become one list with all entries. For leaves
-    that are no tensors the result has the first replica's if all are equal, else a `PerReplica` with one entry for each
-    replica. Containers have the type and the further attributes of the first replica's container.
-
-    Args:
-        outputs: one structure for each replica, at least one.
-        target_device: a device. -1 or ``"cpu"`` is the CPU; the values are there when the call returns.
-        dim: the batch dimension.
-
-    Raises:
-        ValueError: outputs cannot be joined, because types, keys, lengths, shapes or dtypes differ; the message names
-            the place, such as ``output["logits"][2]``.
-    """
-    if not outputs:
-        raise ValueError("gather needs the output of at least one replica; got none")
-    target = CPU if target_device == -1 else resolve(target_device)
-    return joined_structures(outputs, target, dim)
+def _moved_leaf(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, Tensor):
+        if leaf.device == device:
+            return leaf
+        is_ragged = ragged.is_ragged(leaf)
+        return (ragged.RaggedCopies([device]).copies(leaf) if is_ragged else Broadcast.apply([device], leaf))[0]
+    if isinstance(leaf, Samples):
+        return joined_samples([leaf], device)
+    batch = batch_of(leaf)
+    return leaf if batch is None else batch.to(leaf, device)

@@ -1,7 +1,6 @@
 """`scatter` splits nested structures over the slots, and `gather` joins them again.
 
-Outputs that only replicas return are in test_scatter_gather_outputs, types of containers in test_batch_types, marks
-in test_structures.
+Outputs that only replicas return are in test_gather, types of containers in test_batch_types.
 """
 
 import collections
@@ -17,6 +16,7 @@ from torch import Tensor
 
 import dataparallel
 from dataparallel import gather, scatter, scatter_kwargs, whole
+from dataparallel.batches.structures import leaves, tensors_in
 
 DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 
@@ -104,12 +104,6 @@ def test_chunks_of_given_sizes_come_back(make_slots: Any, made: Any, data: st.Da
     parts = scatter(tree, slots, dim, chunk_sizes=sizes)
     assert_same([part[0] for part in parts], list(tree[0].split(sizes, dim)))
     assert_same(gather(parts, slots[0], dim), tree)
-
-
-@pytest.mark.parametrize(("size", "sizes"), [(1, [1]), (2, [1, 1]), (4, [2, 2]), (7, [3, 3, 1]), (0, [0])])
-def test_a_slot_without_samples_gets_nothing(size: int, sizes: list, slots: list, root: torch.device) -> None:
-    parts = scatter({"x": numbers(size, 2).to(root)}, slots)
-    assert [part["x"].shape[0] for part in parts] == sizes
 
 
 def test_whole_tensors_go_to_every_slot(slots: list, root: torch.device) -> None:
@@ -237,3 +231,28 @@ def test_signatures_are_torchs_and_ours_is_keyword_only(name: str) -> None:
     added = ours[len(theirs) :]
     assert [(p.name, p.default, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.default, p.kind) for p in theirs]
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in added)
+
+
+def test_leaves_have_paths_in_order() -> None:
+    tree = {"a": [1, (2, None)], "b": {"c": "text"}}
+    found = [*leaves(tree, "x")]
+    paths = ['x["a"][0]', 'x["a"][1][0]', 'x["a"][1][1]', 'x["b"]["c"]']
+    assert found == [*zip(paths, [1, 2, None, "text"], strict=True)]
+
+
+def test_tensors_are_found_at_any_depth(root: torch.device) -> None:
+    a, b = torch.ones(2, device=root), torch.ones((), device=root)
+    assert [*map(id, tensors_in([{"a": a}, 3, (b, [a])]))] == [id(a), id(b), id(a)]
+
+
+def test_whole_leaves_its_argument_unmarked(slots: list, root: torch.device) -> None:
+    for table in (torch.ones(3, 2, device=root), torch.ones(3, 2, device=root, requires_grad=True)):
+        whole(table)
+        assert [part.shape[0] for part in scatter(table, slots)] == [1, 1, 1]
+        assert [part.shape[0] for part in scatter(whole(table) * 1, slots)] == [1, 1, 1], "results carry no mark"
+
+
+@pytest.mark.parametrize("value", [3, [torch.zeros(2)], None])
+def test_only_tensors_are_marked_whole(value: Any) -> None:
+    with pytest.raises(TypeError, match=f"whole.* marks a tensor; got {type(value).__name__}"):
+        whole(value)
