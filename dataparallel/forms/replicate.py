@@ -220,9 +220,11 @@ def _prepare(
     together: AbstractContextManager[object] = nullcontext()
     if process_group is not None or mesh is not None:
         # Only here: a module on one machine needs no torch.distributed.
-        from dataparallel.gradients.machine_sums import machines_for
+        from dataparallel.machines.arguments import machines_of
+        from dataparallel.machines.start import failing_together
 
-        machines, together = machines_for(process_group, mesh)
+        machines = machines_of(process_group, mesh)
+        together = failing_together(machines)
     with together:
         _check_kind(module)
         slots = resolve_slots(devices) or ([] if machines is None else [CPU])

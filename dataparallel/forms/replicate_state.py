@@ -149,7 +149,7 @@ class ReplicateState(StateOnSlots):
     def returns(self, output: Any) -> None:
         """A recorded output leads to the pass in which gradients are summed."""
         if torch.is_grad_enabled() and self.tensors.passes is not None:
-            self.tensors.passes.notice(output)
+            self.tensors.passes.notice_passes_of(output)
 
     # ---- machines and hooks ------------------------------------------------------------------------------------------
 
@@ -178,7 +178,8 @@ class ReplicateState(StateOnSlots):
         self.machines.make_communicators(self.slots[:1])
         send_values(self.machines, {**parameters, **buffers})
         self._agreement = Agreement(self.machines)
-        self.tensors.agree_by(self._agreement, MachineSums(self.machines, bool(self._settings["average"])))
+        sums = MachineSums(self.machines, bool(self._settings["average"]))
+        self.tensors.reduce_by(sums, self._agreement)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
         """See `ReplicatedModule.register_comm_hook`."""
@@ -194,11 +195,11 @@ class ReplicateState(StateOnSlots):
                 "devices=['cpu'] if a hook is to get them"
             )
         if self.machines is None:
-            self.tensors.take_further(HookedSums(registered))
+            self.tensors.reduce_by(HookedSums(registered))
         else:
-            from dataparallel.gradients.hooked_machine_sums import HookedMachineSums
+            from dataparallel.gradients.machine_sums import HookedMachineSums
 
-            self.tensors.take_further(HookedMachineSums(registered, self.machines))
+            self.tensors.reduce_by(HookedMachineSums(self.machines, registered))
         self._hook = registered
 
     def _updated_twin(self, method: str) -> nn.Module:

@@ -1,20 +1,6 @@
 """Gradients of persistent replicas: summed into the source during backward, or kept on the slots until a later one.
 
-Each bucket of parameters has one `PersistentToSlots` node that many passes use. Its backward runs once in each pass,
-when the last slot has the bucket's gradients. Which of the bucket's parameters get a ``.grad`` in this pass is asked of
-the engine, because ``backward(inputs=...)`` may write only some of them.
-
-- If sums are on, a parameter whose ``.grad`` is written gets the sum and the gradients that are kept for it. Gradients
-  that are kept for other parameters are added at the end of the pass, so that every ``.grad`` is that of one device.
-- If sums are off, it gets slot 0's gradient, and the gradients of the other slots are kept. Those that are kept for
-  other parameters stay.
-- A pass that writes no ``.grad`` (``torch.autograd.grad``) gets the sum of its own gradients. Kept gradients stay.
-- A pass that is recorded always gets sums, and the gradients that are kept for the parameters that it reaches: it does
-  not add to ``.grad`` in place, but puts another tensor there.
-
-The user may throw gradients away. So kept gradients are void, and dropped, if the source's ``.grad`` is ``None``, is
-another tensor, or has been set to zero. ``forms.persistent_tensors`` makes the nodes. ``autograd.bucket_nodes``
-brings the gradients of the slots.
+Each bucket of parameters has one `PersistentToSlots` node that many passes use, and a `WaitingBucket`.
 """
 
 from __future__ import annotations
@@ -40,9 +26,25 @@ from dataparallel.comm.streams.current import streams_joined, streams_set
 class PersistentToSlots(ToSlots):
     """A bucket's node, used by many passes. ``node.waiting`` is its `WaitingBucket`.
 
-    Its last input is a token: the last output of the node that was made before it. So the engine runs this node before
-    that one, and every pass launches sums in the same order, whatever the order in which gradients arrive. Collectives
-    with other machines, which are to follow the sums, need one order everywhere.
+    Its backward runs once in each pass, when the last slot has the bucket's gradients. Its last input is a token: the
+    last output of the node that was made before it. So the engine runs this node before that one, and every pass
+    launches sums in the same order, whatever the order in which gradients arrive. Collectives with other machines,
+    which are to follow the sums, need one order everywhere.
+
+    Which of the bucket's parameters get a ``.grad`` in this pass is asked of the engine, because
+    ``backward(inputs=...)`` may write only some of them.
+
+    - If sums are on, a parameter whose ``.grad`` is written gets the sum and the gradients that are kept for it.
+      Gradients that are kept for other parameters are added at the end of the pass, so that every ``.grad`` is that of
+      one device.
+    - If sums are off, it gets slot 0's gradient, and the gradients of the other slots are kept. Those that are kept for
+      other parameters stay.
+    - A pass that writes no ``.grad`` (``torch.autograd.grad``) gets the sum of its own gradients. Kept gradients stay.
+    - A pass that is recorded always gets sums, and the gradients that are kept for the parameters that it reaches: it
+      does not add to ``.grad`` in place, but puts another tensor there.
+
+    The user may throw gradients away. So kept gradients are void, and dropped, if the source's ``.grad`` is ``None``,
+    is another tensor, or has been set to zero.
     """
 
     @staticmethod
@@ -116,12 +118,6 @@ class GradientSums:
             bucket.is_in_use = True
         self._buckets = [*map(weakref.ref, buckets)]
 
-    def add_when_the_pass_ends(self) -> None:
-        """Calls `add_kept` at the end of the running pass, once for all buckets that ask for it."""
-        running = running_pass()
-        if running.is_first((self, "add_kept")):
-            running.on_end(lambda ok: self.add_kept() if ok else None)
-
     def add_kept(self) -> None:
         """Adds kept gradients to the source's ``.grad``, except void ones."""
         for bucket in self.buckets:
@@ -165,14 +161,16 @@ class WaitingBucket:
 
     Attributes:
         is_in_use: true if the next forward uses this bucket. Others keep no gradients: no later pass would add them.
+        has_leaves_only: false if a source is the result of a computation, as a buffer may be. It has no ``.grad``.
     """
 
-    def __init__(self, sums: GradientSums, sources: Sequence[Tensor], streams: Any) -> None:
+    def __init__(
+        self, sums: GradientSums, sources: Sequence[Tensor], streams: dict[torch.device, torch.Stream]
+    ) -> None:
         self.sums = sums
         self.sources = list(sources)
         self.is_in_use = False
-        # A buffer that is the result of a computation has no ``.grad``.
-        self._has_leaves_only = all(source.is_leaf for source in sources)
+        self.has_leaves_only = all(source.is_leaf for source in sources)
         self._streams = streams
         self._kept: dict[tuple[int, int], Kept] = {}  # by slot and source
         self._former: dict[int, FormerGrad] = {}  # by source
@@ -182,7 +180,7 @@ class WaitingBucket:
     @property
     def may_keep(self) -> bool:
         """True if a pass that writes ``.grad`` keeps gradients here."""
-        return self.is_in_use and self._has_leaves_only and not self.sums.are_on
+        return self.is_in_use and self.has_leaves_only and not self.sums.are_on
 
     def keep(self, by_slot: Sequence[SlotGradients | None], written: set[int]) -> list[Tensor | None]:
         """Keeps the gradients of all slots but the first for the ``written`` sources; returns the first slot's.
@@ -190,50 +188,65 @@ class WaitingBucket:
         If only other slots have a gradient, the first one's is zeros: a source's ``.grad`` of ``None`` would say that
         the kept gradients are void.
         """
+        grads = self._none() if by_slot[0] is None else by_slot[0].as_list()
+        for source in self._keep_of_slots(1, by_slot, written):
+            if grads[source] is None:
+                grads[source] = torch.zeros_like(self.sources[source])
+        return [grad if source in written else None for source, grad in enumerate(grads)]
+
+    def _keep_of_slots(self, first: int, by_slot: Sequence[SlotGradients | None], written: set[int]) -> set[int]:
+        """Keeps the gradients of the slots from ``first`` on for the ``written`` sources; returns which have any."""
         self.drop_void()
-        first, *others = self._as_lists(by_slot)
-        for slot, grads in enumerate(others, start=1):
+        found: set[int] = set()
+        for slot, of_slot in enumerate(by_slot):
+            if slot < first or of_slot is None:
+                continue
+            grads = of_slot.as_list()
             kept = {source: grad for source in written if (grad := grads[source]) is not None}
             for source in kept:
                 # The ``.grad`` from before this pass, until it ends. If the pass fails, kept gradients belong to that
                 # one; if there was none, they are void.
                 self._former.setdefault(source, FormerGrad(self.sources[source].grad))
-                if first[source] is None:
-                    first[source] = torch.zeros_like(self.sources[source])
-            if (of_slot := by_slot[slot]) is not None:
-                self._add(slot, kept, of_slot.made)
-        self._note_pass(written)
-        return [grad if source in written else None for source, grad in enumerate(first)]
+            found.update(kept)
+            self._add(slot, kept, of_slot.made)
+        running = running_pass()
+        self._under_way.add(running)
+        running.on_end(partial(self.end_pass, running, written))
+        return found
+
+    def _none(self) -> list[Tensor | None]:
+        return [None] * len(self.sources)
 
     def take_kept(self, written: set[int]) -> dict[tuple[int, int], Kept]:
         """The gradients that a pass with sums adds to those of the ``written`` sources. They are removed here."""
-        if self.sums.are_on:
+        sums = self.sums
+        if sums.are_on:
             # Gradients that are kept for sources that this pass does not reach belong to their ``.grad`` too.
-            self.sums.add_when_the_pass_ends()
+            running = running_pass()
+            if running.is_first((sums, "add_kept")):
+                running.on_end(lambda ok: sums.add_kept() if ok else None)
         if not self.is_in_use:
             # After this pass the buckets in use cannot tell from ``.grad`` what is void: it may be another tensor.
-            self.sums.drop_void()
-            if self.sums.are_on or torch.is_grad_enabled():
-                self.sums.add_kept()
+            sums.drop_void()
+            if sums.are_on or torch.is_grad_enabled():
+                sums.add_kept()
         self.drop_void()
         return self._take(written)
 
     def added(
         self, by_slot: Sequence[SlotGradients | None], taken: dict[tuple[int, int], Kept]
     ) -> list[SlotGradients | None]:
-        """The gradients of this pass plus those that `take_kept` has taken, on the current streams."""
-        unflattened = [None if of_slot is None else of_slot.unflattened() for of_slot in by_slot]
-        for of_slot in unflattened:
-            if of_slot is not None:
-                of_slot.receive_others()
-        lists = self._as_lists(unflattened)
+        """The gradients of this pass plus kept ones that it has taken, on the current streams."""
+        lists = []
+        for of_slot in by_slot:
+            unflattened = None if of_slot is None else of_slot.unflattened()
+            if unflattened is not None:
+                unflattened.receive_others()
+            lists.append(self._none() if unflattened is None else unflattened.as_list())
         for (slot, source), kept in taken.items():
             grad = lists[slot][source]
             lists[slot][source] = kept.received() if grad is None else kept.received() + grad
         return [*map(SlotGradients, lists)]
-
-    def _as_lists(self, by_slot: Sequence[SlotGradients | None]) -> list[list[Tensor | None]]:
-        return [[None] * len(self.sources) if of_slot is None else of_slot.as_list() for of_slot in by_slot]
 
     def drop_void(self) -> None:
         """See `GradientSums`. Does nothing while a pass changes ``.grad``, which tells nothing then."""
@@ -259,11 +272,6 @@ class WaitingBucket:
                     grads = [kept.received() for kept in of_source]
                     parameter.grad.add_(comm.reduce_add(grads, parameter.device))
 
-    def _note_pass(self, written: set[int]) -> None:
-        running = running_pass()
-        self._under_way.add(running)
-        running.on_end(partial(self.end_pass, running, written))
-
     def end_pass(self, ended: PassOfBackward, written: set[int], ok: bool) -> None:
         """If the pass has succeeded, kept gradients belong from here on to the ``.grad`` that it has written."""
         self._under_way.discard(ended)
@@ -275,7 +283,7 @@ class WaitingBucket:
                 self._former[source] = FormerGrad(grad)
 
     def _add(self, slot: int, grads: dict[int, Tensor], made: Made | None) -> None:
-        """Adds to a slot's kept gradients, by source, on the stream that makes the slot's gradients.
+        """Adds to a slot's kept gradients, by source, on the stream that makes the slot's gradients. Empties ``grads``.
 
         Each step is atomic: passes in several threads may add and take at the same time.
         """

@@ -25,7 +25,7 @@ def done(value: object) -> Future:
 
 def called(hook: object, bucket: GradBucket) -> torch.Tensor:
     registered = CommHook(None, hook)  # type: ignore[arg-type]
-    return bucket.owned(registered.value(bucket, registered.begin(bucket)))
+    return bucket.owned(registered.value(bucket, registered.call(bucket)))
 
 
 class TestTheBucket:
@@ -99,7 +99,7 @@ class TestWhatAHookLeaves:
             return done(bucket.buffer() + state)
 
         registered = CommHook(1, added)
-        assert registered.value(bucket, registered.begin(bucket)).tolist() == [*range(1, 8)]
+        assert registered.value(bucket, registered.call(bucket)).tolist() == [*range(1, 8)]
 
 
 def fails(state: object, bucket: GradBucket) -> Future:

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.futures import Future
 
-from dataparallel.gradients import hooked_machine_sums
+from dataparallel.gradients import machine_sums
 from dataparallel.gradients.comm_hooks import GradBucket
 from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
 from machine_ranks import on_machines, on_mortal_machines
@@ -53,8 +53,8 @@ def averaged(rank: int, devices: list[torch.device]) -> None:
     A hook finds what it sends in host memory. What the host has waited for, any stream may read.
     """
     sums, number_of_calls = [], itertools.count()
-    stage = hooked_machine_sums.stage
-    hooked_machine_sums.stage = lambda machines, flat: sums.append(flat) or stage(machines, flat)
+    stage = machine_sums.stage
+    machine_sums.stage = lambda machines, flat: sums.append(flat) or stage(machines, flat)
 
     def hook(state: Any, bucket: GradBucket) -> Future:
         flat = sums[next(number_of_calls)]
