@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.call.engine import CallOptions, Method
-from dataparallel.forms.managed import KEY, ManagedModule, Twin
-from dataparallel.forms.on_slots import StateOnSlots
-from dataparallel.forms.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from dataparallel.forms.fully_shard_arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from dataparallel.forms.managed import KEY, ManagedModule, StateOnSlots, Twin
 from dataparallel.forms.unit_tensors import UnitTensors
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.kept_replicas import KeptReplicas
@@ -26,7 +25,6 @@ from dataparallel.replicas.plan import TwinInfo
 from dataparallel.sharded.distribute import distribute_tensor
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.over_machines import MachinesOfTree
 from dataparallel.sharded.units.settings import Precision
 from dataparallel.sharded.units.tree import Tree
 from dataparallel.sharded.units.unit import Unit

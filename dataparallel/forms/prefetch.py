@@ -22,8 +22,7 @@ from dataparallel.call.engine import CallOptions
 from dataparallel.comm.streams.ahead import Sender, SentBatch, can_be_sent
 from dataparallel.devices import CPU, resolve
 from dataparallel.forms.data_parallel import DataParallel
-from dataparallel.forms.managed import ManagedModule
-from dataparallel.forms.on_slots import state_of
+from dataparallel.forms.managed import ManagedModule, state_of
 from dataparallel.samples import Samples
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 The class of the module becomes a subclass whose ``forward`` scatters inputs, runs replicas and gathers outputs. Callers
 of the module and hooks on it see one call on the whole batch. This file has the part that a user touches: arguments and
-the class. ``forms.replicate_state`` has the four stages of a call, ``forms.on_slots`` has methods that run on
+the class. ``forms.replicate_state`` has the four stages of a call, ``forms.managed`` has methods that run on
 replicas, and ``forms.contract`` has the rules of all forms.
 """
 
@@ -21,8 +21,7 @@ from dataparallel.call.engine import CallOptions
 from dataparallel.call.losses import Criterion
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.forms.contract import Form
-from dataparallel.forms.managed import ManagedModule
-from dataparallel.forms.on_slots import OnSlots, state_of
+from dataparallel.forms.managed import ManagedModule, OnSlots, state_of
 from dataparallel.forms.replicate_state import ReplicateState
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CompileArgument

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.call.engine import CallOptions, Method
-from dataparallel.forms.managed import KEY, Twin
-from dataparallel.forms.on_slots import StateOnSlots
+from dataparallel.forms.managed import KEY, StateOnSlots, Twin
 from dataparallel.forms.persistent_tensors import PersistentTensors
 from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookedSums
 from dataparallel.replicas.compiled.calls import CompileArgument, call_of, compiled_here
