@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
-from dataparallel.forms.managed import KEY, own_modules, own_parameters
+from dataparallel.forms.managed import KEY, has_forward, own_modules, own_parameters
 from dataparallel.sharded.placements import check_placement
 from dataparallel.sharded.tensor import ShardedTensor
 
@@ -99,7 +99,7 @@ def check_kind(module: nn.Module) -> None:
                 f"cannot shard {what}: the parameters of a ScriptModule belong to TorchScript and cannot be replaced. "
                 "Shard the module that is not scripted"
             )
-    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+    if not has_forward(module):
         raise TypeError(
             f"a {name} has no forward of its own, so there is no call that could gather its parameters; shard each of "
             "its modules, or the module that holds it"

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType, MethodType
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.fx
@@ -25,6 +27,9 @@ from dataparallel.devices import resolve_slots
 from dataparallel.replicas.build import bare_module, give_attributes
 from dataparallel.replicas.plan import TWIN_INFO, UNIT_ON_SLOT, TwinInfo, dotted, instance_slots
 from dataparallel.replicas.signatures import StandIns, left_alone
+
+if TYPE_CHECKING:
+    from dataparallel.machines.peer_rounds import PeerCall, PeerRounds
 
 KEY = "_dataparallel_form"
 """The attribute of a managed module that holds its form and the form's state."""
@@ -153,6 +158,11 @@ def own_parameters(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter
     return [*found.values()]
 
 
+def has_forward(module: nn.Module) -> bool:
+    """True if there is something that a call of the module runs."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def name_of_form(module: Any) -> str:
     """The name of the form that manages the module, for messages."""
     form, _ = vars(module).get(KEY, (None, None))
@@ -177,18 +187,30 @@ def state_of(module: Any) -> Any:
 
 
 class StateOnSlots(ReplicaMaker):
-    """The state of a form whose modules run on slots.
+    """The state of a form for modules that run on slots. It refers to them weakly.
 
     Attributes:
         options: of the calls; they may be assigned between calls.
         slots: where replicas run; none if there is no accelerator.
         methods: names of methods that run on replicas.
+        peers: for collectives of replicas across machines, if there are several.
     """
 
-    def __init__(self, options: CallOptions) -> None:
+    peers: PeerRounds | None = None
+
+    def __init__(self, modules: Sequence[nn.Module], options: CallOptions) -> None:
         self.options = options
         self.slots = resolve_slots(options.slots) if options.slots else []
         self.methods = {"forward"}
+        self._modules = [weakref.ref(module) for module in modules]
+
+    def modules(self) -> list[nn.Module]:
+        """The modules that have this state."""
+        return [*map(_held, self._modules)]
+
+    def source(self) -> nn.Module:
+        """The first of the modules."""
+        return _held(self._modules[0])
 
     @property
     def chunk_sizes(self) -> ChunkSizes:
@@ -202,6 +224,30 @@ class StateOnSlots(ReplicaMaker):
     def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of ``method`` for the whole batch: see `CallEngine.run`."""
         return CallEngine(self.options, self).run(method, inputs, kwargs)
+
+    def spans_machines(self, method: Method) -> AbstractContextManager[PeerCall | None]:
+        """See `ReplicaMaker.spans_machines`."""
+        return nullcontext() if self.peers is None else self._spanning(self.peers, method.name)
+
+    @contextmanager
+    def _spanning(self, peers: PeerRounds, method: str) -> Iterator[PeerCall]:
+        is_recorded = torch.is_grad_enabled()
+        try:
+            with peers.calling((method, is_recorded, self.source().training)) as call:
+                yield call
+        except BaseException as error:
+            self._tell_failure(error, is_recorded)
+            raise
+
+    def _tell_failure(self, error: BaseException, is_recorded: bool) -> None:
+        """The call has failed here: other machines that would wait for this one raise too."""
+
+
+def _held(reference: weakref.ref[nn.Module]) -> nn.Module:
+    module = reference()
+    if module is None:
+        raise RuntimeError("the module of this state is gone")
+    return module
 
 
 class OnSlots:
