@@ -6,7 +6,7 @@ the units gather parameters around each call. Only ``forms.fully_shard`` makes s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -148,19 +148,13 @@ class FullyShardState(StateOnSlots):
 
     # ---- the tree of which the module is the root --------------------------------------------------------------------
 
-    def _states_below(self) -> Iterator[tuple[str, FullyShardState]]:
-        """The states of the tree with the paths of their modules, this one first."""
-        seen: set[int] = set()
-        for path, module in self.source().named_modules():
-            form_and_state = vars(module).get(KEY)
-            if form_and_state is not None and id(form_and_state[1]) not in seen:
-                seen.add(id(form_and_state[1]))
-                yield path, form_and_state[1]
-
     def _update_tree(self) -> None:
         """Makes the tree anew if its units have changed, and lets them see what has happened to their parameters."""
-        states = [*self._states_below()]
-        units = [state.unit for _, state in states]
+        states: dict[FullyShardState, str] = {}  # with the paths of their modules, this one first
+        for path, module in self.source().named_modules():
+            if KEY in vars(module):
+                states.setdefault(vars(module)[KEY][1], path)
+        units = [state.unit for state in states]
         if self._tree is None or self._tree.units != units:
             self._tree = self._made_tree(states)
         for unit in units:
@@ -168,16 +162,14 @@ class FullyShardState(StateOnSlots):
                 unit.reshard_after_forward = unit is not self.unit
         self._tree.prepare()
 
-    def _made_tree(self, states: Sequence[tuple[str, FullyShardState]]) -> Tree:
-        source, units = self.source(), [state.unit for _, state in states]
-        for path, state in states:
+    def _made_tree(self, states: Mapping[FullyShardState, str]) -> Tree:
+        source, units = self.source(), [state.unit for state in states]
+        for state, path in states.items():
             state.unit.name = path or state.unit.name
-        ignored = [parameter for _, state in states for parameter in state._ignored]
+        ignored = [parameter for state in states for parameter in state._ignored]
         info = TwinInfo(id(source), ignored_parameters=frozenset(map(id, ignored)), allowed=ManagedModule)
         self._twin = Twin(type(source), info)
-        self._tensors = UnitTensors(
-            units, [state.modules() for _, state in states], [state.compile for _, state in states]
-        )
+        self._tensors = UnitTensors(units, [state.modules() for state in states], [state.compile for state in states])
         self.kept = KeptReplicas(self._tensors)
         return Tree(units, self.slots)
 

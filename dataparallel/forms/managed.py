@@ -307,8 +307,9 @@ class OnSlots:
     def _call(self, module: Any, held: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Splits the call, except in a replica and while ``torch.fx`` records it, which has no tensors to split."""
         _, state = vars(module).get(KEY, (None, None))
-        is_traced = any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values()))
-        if state is None or self._name not in state.methods or is_traced:
+        if state is None or self._name not in state.methods:
+            return held(*args, **kwargs)
+        if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
             return held(*args, **kwargs)
         return module._dataparallel_run(Method(self._name, held), args, kwargs)
 

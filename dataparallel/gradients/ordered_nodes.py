@@ -135,9 +135,9 @@ class LaunchBucket(PersistentToSlots):
             )
         with ToSlots.computing_streams_set(ctx):
             if running.is_on:
-                running.launch(ctx, ctx.index, by_slot)
+                running.launch_bucket(ctx, ctx.index, by_slot)
                 return None, None, None, None
-            kept = running.keep(ctx.index, by_slot)
+            kept = running.keep_on_slots(ctx.index, by_slot)
             return None, None, None if kept is None else ToSlots.handed_on(ctx, kept), None
 
 
@@ -183,7 +183,7 @@ class FromArrived(FromSource):
     @staticmethod
     def backward(ctx: Any, envelope: Tensor | None, token: Tensor | None = None) -> tuple[Tensor | None, ...]:
         running = ctx.ordered.passes.running_over(ctx.ordered)
-        return tuple(running.take(ctx.index)) if running.is_on else FromSource.backward(ctx, envelope)
+        return tuple(running.take_gradients(ctx.index)) if running.is_on else FromSource.backward(ctx, envelope)
 
 
 class Passes:

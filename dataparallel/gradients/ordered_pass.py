@@ -124,7 +124,7 @@ class OrderedPass:
 
     # ---- in the nodes ------------------------------------------------------------------------------------------------
 
-    def keep(self, index: int, by_slot: Sequence[SlotGradients | None]) -> list[Tensor | None] | None:
+    def keep_on_slots(self, index: int, by_slot: Sequence[SlotGradients | None]) -> list[Tensor | None] | None:
         """Keeps a bucket's gradients on the slots; see `ReducerBucket.keep`."""
         reached, written = self._reached[index]
         if not reached:
@@ -137,7 +137,7 @@ class OrderedPass:
             )
         return bucket.keep(by_slot, written)
 
-    def launch(self, ctx: Any, index: int, by_slot: Sequence[SlotGradients | None]) -> None:
+    def launch_bucket(self, ctx: Any, index: int, by_slot: Sequence[SlotGradients | None]) -> None:
         """Launches a bucket, and those around it that this pass does not reach.
 
         On an accelerator the thread that launches the last bucket also ends the launches: the thread that called
@@ -156,7 +156,7 @@ class OrderedPass:
 
     def _launch_next(self, ctx: Any, by_slot: Sequence[SlotGradients | None]) -> None:
         bucket = self._ordered.buckets[self._count]
-        taken = bucket.take(self._reached[self._count][1])
+        taken = bucket.take_waiting(self._reached[self._count][1])
         if taken.kept:
             self._taken.append(taken)
             with ToSlots.adding_streams_set(ctx):
@@ -255,7 +255,7 @@ class OrderedPass:
         self._taken.clear()
         self._ordered.when_arrived()
 
-    def take(self, index: int) -> list[Tensor | None]:
+    def take_gradients(self, index: int) -> list[Tensor | None]:
         """The gradients of a bucket; ``None`` for those that no machine has used."""
         bucket, first = self._ordered.buckets[index], self._ordered.firsts[index]
         grads: list[Tensor | None] = [None] * len(bucket.names)

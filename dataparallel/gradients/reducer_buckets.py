@@ -58,7 +58,7 @@ class ReducerSums(GradientSums):
 
     def _carry(self, bucket: WaitingBucket) -> None:
         assert isinstance(bucket, ReducerBucket)
-        for source, former, kept in bucket.take_all():
+        for source, former, kept in bucket.take_all_waiting():
             found = self._carried.setdefault(id(source), _Carried(source, former, []))
             found.kept.extend(kept)
 
@@ -74,7 +74,7 @@ class ReducerSums(GradientSums):
         for position, source in enumerate(bucket.sources):
             carried = self._carried.pop(id(source), None)
             if carried is not None:
-                bucket.get(position, carried.former, carried.kept)
+                bucket.add_waiting(position, carried.former, carried.kept)
 
     def drop_void(self) -> None:
         """As that of `GradientSums`."""
@@ -95,7 +95,7 @@ class Taken(NamedTuple):
         """The pass has failed: what it has taken waits again."""
         for source, former in self.former.items():
             kept = [(slot, each) for (slot, position), each in self.kept.items() if position == source]
-            self.bucket.get(source, former, kept)
+            self.bucket.add_waiting(source, former, kept)
         if not self.bucket.is_in_use:
             self.bucket.sums.carry_and_hand_over(self.bucket)
 
@@ -184,7 +184,7 @@ class ReducerBucket(WaitingBucket):
         if ok and not self.is_in_use:
             self.sums.carry_and_hand_over(self)
 
-    def take(self, written: set[int]) -> Taken:
+    def take_waiting(self, written: set[int]) -> Taken:
         """Takes what waits for the ``written`` sources, for a pass with sums."""
         if not self.is_in_use:
             self.sums.hand_over_to(self)
@@ -192,14 +192,14 @@ class ReducerBucket(WaitingBucket):
         former = {source: self._former[source] for source in written if source in self._former}
         return Taken(self, self._take(written), former)
 
-    def take_all(self) -> list[_Carried]:
+    def take_all_waiting(self) -> list[_Carried]:
         """Takes everything."""
         former, by_source = dict(self._former), defaultdict(list)
         for (slot, source), kept in self._take({*range(len(self.sources))}).items():
             by_source[source].append((slot, kept))
         return [_Carried(self.sources[source], former[source], kept) for source, kept in by_source.items()]
 
-    def get(self, position: int, former: FormerGrad, kept: Sequence[tuple[int, Kept]]) -> None:
+    def add_waiting(self, position: int, former: FormerGrad, kept: Sequence[tuple[int, Kept]]) -> None:
         """Gradients wait here for the source at a position, from another bucket or from a pass that has failed."""
         self._former.setdefault(position, former)
         for slot, each in kept:
