@@ -23,10 +23,10 @@ from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
-from dataparallel.gradients.gradient_sums import GradientSums, PersistentToSlots, WaitingBucket
+from dataparallel.gradients.gradient_sums import GradientSums, PersistentToSlots, SourceBucket
 from dataparallel.gradients.ordered_nodes import OrderedBuckets, Passes
 from dataparallel.gradients.ordered_pass import Reducer
-from dataparallel.gradients.reducer_buckets import ReducerBucket, ReducerSums
+from dataparallel.gradients.reducer_buckets import ReducerBucket
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.build import make_parameters
 from dataparallel.replicas.kept_tensors import ReplicaTensors
@@ -94,7 +94,6 @@ class PersistentTensors(ReplicaTensors):
     def clear(self) -> None:
         """Drops all tensors; gradients that wait on slots are added to the source's ``.grad``."""
         self.sums.add_kept()
-        self.sums.use([])
         self.copies = None
 
     def reduce_by(self, reducer: Reducer, agreement: Agreement | None = None) -> None:
@@ -108,8 +107,9 @@ class PersistentTensors(ReplicaTensors):
             self.passes.reducer = reducer
             return
         self.clear()
-        are_on, self.sums, self.passes = self.sums.are_on, ReducerSums(), Passes(reducer)
-        self.sums.are_on = are_on
+        self.passes = Passes(reducer)
+        self.passes.sums.are_on, self.sums.are_on = self.sums.are_on, True  # graphs over former copies sum
+        self.sums = self.passes.sums
 
     def _can_be_used_again(self, copies: _PersistentCopies, plan: ModulePlan, record: bool) -> bool:
         if record and self._order.known is None and not copies.learns_order:
@@ -287,17 +287,13 @@ class _PersistentCopies:
         """Makes the copies of tensors that need gradients, bucket by bucket."""
         sources = [[self.plan.tensors[i] for i in group] for group in self.buckets]
         ordered: OrderedBuckets | None = None
-        waiting: Sequence[WaitingBucket]
-        if isinstance(sums, ReducerSums) and passes is not None:
+        if passes is not None and sources:
             names = names_of(self.plan)
-            waiting = reduced = [
+            reduced = [
                 ReducerBucket(sums, of_bucket, self._streams, [names[i] for i in group])
                 for of_bucket, group in zip(sources, self.buckets, strict=True)
             ]
-            if reduced:
-                ordered = OrderedBuckets(passes, reduced, self._streams, order.note_pass)
-        else:
-            waiting = [WaitingBucket(sums, of_bucket, self._streams) for of_bucket in sources]
+            ordered = OrderedBuckets(passes, reduced, self._streams, order.note_pass)
         handles: Sequence[Tensor | None] = [None] * len(sources)
         token = first_token = torch.empty(0, requires_grad=True)
         if ordered is not None:
@@ -310,7 +306,7 @@ class _PersistentCopies:
                 *on_slots, token = ordered.make_to_slots(position, arguments, token)
             else:
                 *on_slots, token = PersistentToSlots.apply(*arguments, token)
-                token.grad_fn.waiting = waiting[position]
+                token.grad_fn.bucket = SourceBucket(sums, sources[position], self._streams)
             return on_slots
 
         gradient_streams = GradientStreams.for_forward(self.slots, self._streams)
@@ -332,7 +328,6 @@ class _PersistentCopies:
             if ordered is not None:
                 ordered.note_copies(position, outputs)
             self.values.send_at_each_forward(group, 2**62, False)
-        sums.use(waiting[::-1])
 
 
 _KIND = attrgetter("shape", "dtype", "device")

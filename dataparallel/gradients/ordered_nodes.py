@@ -23,7 +23,7 @@ from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_fail
 from dataparallel.batches.structures import tensors_in
 from dataparallel.gradients.gradient_sums import PersistentToSlots, reached_sources
 from dataparallel.gradients.ordered_pass import OrderedPass, Reducer
-from dataparallel.gradients.reducer_buckets import ReducerBucket
+from dataparallel.gradients.reducer_buckets import ReducerBucket, ReducerSums
 
 _numbers = count()
 
@@ -87,7 +87,7 @@ class OrderedBuckets:
         """Makes a bucket's `LaunchBucket`. Its last output is the token for the bucket before."""
         outputs: tuple[Tensor, ...] = LaunchBucket.apply(*arguments, token)
         node: Any = outputs[-1].grad_fn
-        node.waiting, node.ordered, node.index = self.buckets[index], self, index
+        node.ordered, node.index = self, index
         return outputs
 
     def note_copies(self, index: int, on_slots: Sequence[Sequence[Tensor]]) -> None:
@@ -193,11 +193,12 @@ class Passes:
 
     Attributes:
         reducer: what follows the slots.
+        sums: the gradients that wait.
         ordered: the buckets of all forwards whose graphs still exist.
     """
 
     def __init__(self, reducer: Reducer) -> None:
-        self.reducer = reducer
+        self.reducer, self.sums = reducer, ReducerSums()
         self.ordered: weakref.WeakSet[OrderedBuckets] = weakref.WeakSet()
         self._changed = threading.Condition()
         self._under_way: set[PassOfBackward] = set()  # those that go over buckets of this module

@@ -108,7 +108,8 @@ class OrderedPass:
             before._after = self
         self._reached = ordered.reached()
         self._has_gradients = ordered.has_gradients()
-        self.is_on = ordered.buckets[0].sums.are_on or not any(written for _, written in self._reached)
+        self._sums = ordered.passes.sums
+        self.is_on = self._sums.are_on or not any(written for _, written in self._reached)
         self._lock = threading.RLock()
         self._todo: list[Callable[[], None]] = []  # while older buckets of this pass are not all launched
         self._count = 0  # buckets that nodes have launched
@@ -125,7 +126,7 @@ class OrderedPass:
     # ---- in the nodes ------------------------------------------------------------------------------------------------
 
     def keep_on_slots(self, index: int, by_slot: Sequence[SlotGradients | None]) -> list[Tensor | None] | None:
-        """Keeps a bucket's gradients on the slots; see `ReducerBucket.keep`."""
+        """Keeps a bucket's gradients on the slots; see `GradientSums.keep`."""
         reached, written = self._reached[index]
         if not reached:
             return None
@@ -135,7 +136,7 @@ class OrderedPass:
                 "gradients cannot stay on the slots here: a buffer of the module is the result of a computation, and "
                 "its gradient goes on into that graph. Leave out no_sync, or detach the buffer"
             )
-        return bucket.keep(by_slot, written)
+        return self._sums.keep(bucket, by_slot, written)
 
     def launch_bucket(self, ctx: Any, index: int, by_slot: Sequence[SlotGradients | None]) -> None:
         """Launches a bucket, and those around it that this pass does not reach.
@@ -156,7 +157,7 @@ class OrderedPass:
 
     def _launch_next(self, ctx: Any, by_slot: Sequence[SlotGradients | None]) -> None:
         bucket = self._ordered.buckets[self._count]
-        taken = bucket.take_waiting(self._reached[self._count][1])
+        taken = self._sums.take_to_send(bucket, self._reached[self._count][1])
         if taken.kept:
             self._taken.append(taken)
             with ToSlots.adding_streams_set(ctx):
@@ -275,7 +276,7 @@ class OrderedPass:
                 self._send_failure(error)
         finally:
             for taken in self._taken:
-                taken.put_back()
+                self._sums.put_back(taken)
             self._taken.clear()
             self._launched.clear()
             self._is_sent.set()

@@ -87,6 +87,7 @@ class CurrentValues:
         self._singles: list[tuple[int, list[Tensor]]] = []
         self._sparse: list[tuple[int, bool]] = []
         self._versions: list[int] = []
+        self._in_pass = -1  # the number of the backward in which the copies have got values
 
     def send_at_each_forward(self, indices: list[int], cap_bytes: int, own: bool) -> None:
         """Has `refresh` fill the memory of copies that were just made, as one buffer if it is in one piece.
@@ -113,7 +114,7 @@ class CurrentValues:
 
     def note_versions(self) -> None:
         """The copies were just made from the versions that the source's tensors have now."""
-        self._versions = _versions(self._tensors)
+        self._versions, self._in_pass = _versions(self._tensors), _torch.current_graph_task_id()
 
     def _slots_with_memory(self, source: torch.device, own: bool) -> list[int]:
         """One slot for each copy that has its own memory. Tensors come from the device ``source``."""
@@ -125,11 +126,20 @@ class CurrentValues:
 
     @torch.no_grad()
     def refresh(self, arrivals: Arrivals | None = None) -> None:
-        """Gives the copies current values. ``arrivals``: parameters may still be on their way when this returns."""
-        tensors = self._tensors
+        """Gives the copies current values. ``arrivals``: parameters may still be on their way when this returns.
+
+        A second forward inside one backward, as checkpoints run it, sends nothing that the first one has sent: threads
+        of other devices still compute gradients from these copies, and nothing orders them after another write.
+        """
+        tensors, versions = self._tensors, _versions(self._tensors)
+        former, self._in_pass = self._in_pass, _torch.current_graph_task_id()
+        is_second = self._in_pass == former != -1
+        sent = {i for i, version in enumerate(versions) if is_second and version == self._versions[i]}
         late = []
         for bucket, copies in self._flat:
             first = bucket.indices[0]
+            if sent and sent.issuperset(bucket.indices):
+                continue
             is_of_parameters = first in self._parameters or tensors[first].requires_grad
             if arrivals is None or not is_of_parameters:
                 comm.broadcast(flatten(bucket, tensors), out=copies)
@@ -138,15 +148,16 @@ class CurrentValues:
         if arrivals is not None:
             self.launch(late, arrivals)
         for i, copies in self._singles:
-            for copy in copies:
+            for copy in copies if i not in sent else ():
                 note_copy("direct", tensors[i], copy.device)
                 copy.copy_(tensors[i])
         for i, own in self._sparse:  # in new memory: a write may replace its indices
-            sent = comm.broadcast_coalesced([tensors[i]], self._slots, own_storage=own)
-            for on_slot, (values,) in zip(self._by_slot, sent, strict=True):
+            if i in sent:
+                continue
+            on_slots = comm.broadcast_coalesced([tensors[i]], self._slots, own_storage=own)
+            for on_slot, (values,) in zip(self._by_slot, on_slots, strict=True):
                 if on_slot[i] is not tensors[i]:
                     on_slot[i].data = values
-        versions = _versions(tensors)
         if versions != self._versions:
             changed = [i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new]
             # Slot 0's copies share the source's versions.

@@ -206,14 +206,14 @@ def test_what_is_dropped_is_freed_without_a_collection(slots: list, root: torch.
     for are_on in (True, True, False):
         tensors_of(wrapped).sums.are_on = are_on
         loss(wrapped(numbers(root, 2 * len(slots)))).backward()
-    parameter, bucket = weakref.ref(net.first.weight), weakref.ref(tensors_of(wrapped).sums.buckets[0])
+    parameter, sums = weakref.ref(net.first.weight), weakref.ref(tensors_of(wrapped).sums)
     gc.disable()
     try:
         del net, wrapped
         until = time.monotonic() + 5  # a thread of the engine may be late to drop a graph
-        while (parameter() is not None or bucket() is not None) and time.monotonic() < until:
+        while (parameter() is not None or sums() is not None) and time.monotonic() < until:
             time.sleep(0.01)
-        assert (parameter(), bucket()) == (None, None)
+        assert (parameter(), sums()) == (None, None)
     finally:
         gc.enable()
 

@@ -58,8 +58,7 @@ def test_what_waits_is_there_when_a_pass_has_ended_that_reaches_some(learnt: Any
 def test_a_pass_that_keeps_gradients_keeps_those_that_it_writes(learnt: Any, names: list[str]) -> None:
     learnt.backward(learnt.x(1), False, names)
     assert {name for name, parameter in learnt.net.named_parameters() if parameter.grad is not None} == {*names}
-    buckets = tensors_of(learnt.wrapped).sums.buckets
-    sources = [bucket.sources[source] for bucket in buckets for _, source in bucket._kept]
+    sources = [kept.source for kept in tensors_of(learnt.wrapped).sums._kept.values()]
     assert {*map(id, sources)} == {*map(id, inputs_of(learnt.net, names))}
     learnt.backward(learnt.x(2))
     learnt.compare()
@@ -80,7 +79,7 @@ def test_hooks_see_the_complete_sum(learnt: Any, name: str) -> None:
 
 def test_a_bucket_that_is_not_reached_sends_nothing(learnt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its node runs nevertheless, because the order of sums needs it."""
-    assert len(tensors_of(learnt.wrapped).sums.buckets) > 2
+    assert len(tensors_of(learnt.wrapped).copies.buckets) > 2
     sums: list[Any] = []
     for name in ("add_flat", "reduce_add_coalesced"):
         plain: Callable = getattr(comm, name)
