@@ -7,7 +7,7 @@ makes copies, nor asks who holds them.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -78,9 +78,9 @@ class CurrentValues:
 
     def __init__(self, plan: ModulePlan, slots: list[torch.device], by_slot: list[list[Tensor]]) -> None:
         self._tensors, self._slots, self._by_slot = plan.tensors, slots, by_slot
-        self._parameters = set(plan.parameters)
-        recorded = (i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad)
-        self._at_once = plan.read_directly.union(i for i in recorded if i not in self._parameters)
+        recorded = {i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad}
+        self._may_be_late = recorded.union(plan.parameters)
+        self._at_once = plan.read_directly.union(recorded.difference(plan.parameters))
         # What each forward sends: flat buckets and single tensors, each with the memory that receives it, and sparse
         # tensors, each with whether every slot has its own copy.
         self._flat: list[tuple[Bucket, list[Tensor]]] = []
@@ -135,16 +135,8 @@ class CurrentValues:
         former, self._in_pass = self._in_pass, _torch.current_graph_task_id()
         is_second = self._in_pass == former != -1
         sent = {i for i, version in enumerate(versions) if is_second and version == self._versions[i]}
-        late = []
-        for bucket, copies in self._flat:
-            first = bucket.indices[0]
-            if sent and sent.issuperset(bucket.indices):
-                continue
-            is_of_parameters = first in self._parameters or tensors[first].requires_grad
-            if arrivals is None or not is_of_parameters:
-                comm.broadcast(flatten(bucket, tensors), out=copies)
-            else:
-                late.append(comm.broadcast_into(copies, bucket, tensors))
+        flat = [each for each in self._flat if not sent.issuperset(each[0].indices)]
+        late = send_buckets(flat, tensors, () if arrivals is None else self._may_be_late)
         if arrivals is not None:
             self.launch(late, arrivals)
         for i, copies in self._singles:
@@ -172,6 +164,22 @@ class CurrentValues:
         constant = [broadcast for broadcast in late if not self._tensors[broadcast.indices[0]].requires_grad]
         merged = heapq.merge(recorded, constant, key=lambda broadcast: min(broadcast.indices))
         arrivals.launch(merged, self._at_once)
+
+
+def send_buckets(
+    flat: Iterable[tuple[Bucket, list[Tensor]]], tensors: Sequence[Tensor], may_be_late: Collection[int]
+) -> list[FlatBroadcast]:
+    """Sends the tensors of each bucket to its flat buffers. Buckets of those that may be late are left to the caller.
+
+    ``may_be_late`` are positions of tensors; returned are the broadcasts of their buckets, to be launched.
+    """
+    late = []
+    for bucket, buffers in flat:
+        if bucket.indices[0] in may_be_late:
+            late.append(comm.broadcast_into(buffers, bucket, tensors))
+        else:
+            comm.broadcast(flatten(bucket, tensors), out=buffers)
+    return late
 
 
 def has_strides(tensor: Tensor) -> bool:
