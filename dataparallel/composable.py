@@ -11,9 +11,9 @@ from dataparallel._on_demand import import_on_demand
 
 if TYPE_CHECKING:
     from dataparallel.forms.fully_shard import fully_shard
+    from dataparallel.forms.fully_shard_arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from dataparallel.forms.fully_sharded_module import FullyShardedModule
-    from dataparallel.forms.on_slots import register_forward_method
-    from dataparallel.forms.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from dataparallel.forms.managed import register_forward_method
     from dataparallel.forms.replicate import ReplicatedModule, replicate
     from dataparallel.gradients.comm_hooks import GradBucket
 
@@ -34,8 +34,8 @@ import_on_demand(
     {
         "forms.fully_shard": ("fully_shard",),
         "forms.fully_sharded_module": ("FullyShardedModule",),
-        "forms.on_slots": ("register_forward_method",),
-        "forms.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
+        "forms.managed": ("register_forward_method",),
+        "forms.fully_shard_arguments": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
         "forms.replicate": ("ReplicatedModule", "replicate"),
         "gradients.comm_hooks": ("GradBucket",),
     },

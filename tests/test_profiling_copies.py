@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from clocked import timeline
 from dataparallel import DataParallel, comm, profiling
 from dataparallel.comm.settings import ROUTES
-from dataparallel.composable import fully_shard, replicate
-from dataparallel.forms.policies import CPUOffloadPolicy
+from dataparallel.composable import CPUOffloadPolicy, fully_shard, replicate
 from dataparallel.profiling import bytes_of, note_copied_bytes, note_copy
 from dataparallel.tracing.recorder import Recorder, start, stop
 

@@ -1,8 +1,8 @@
 """The contract of composable forms, which are functions that change in place how a module runs.
 
-A module, its children and its parents have one form. A form that nests is applied to children before their parents, and
-to lists of modules. The module stays the same object with the same parameter names, and its class becomes a subclass.
-Its state is in its ``__dict__``, so it is no parameter and not in the state dict.
+A module, its children and its parents have one form. The module stays the same object with the same parameter names,
+and its class becomes a subclass, which has the name of the class before. Its state is in its ``__dict__``, so it is no
+parameter and not in the state dict.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Form(Generic[P, S]):
                 if i != j and id(other) in below:
                     path = below[id(other)]
                     raise ValueError(
-                        f"cannot apply `{self.__name__}` to this list: item {j}, a {_class_name(other)}, is "
+                        f"cannot apply `{self.__name__}` to this list: item {j}, a {type(other).__name__}, is "
                         + (f"{path!r} in item {i}, so leave it out" if path else f"item {i} too")
                     )
         return list(given)
@@ -157,7 +157,7 @@ class Form(Generic[P, S]):
         for path, child in module.named_modules():
             if KEY not in vars(child) or (path and self._nests and vars(child)[KEY][0] is self):
                 continue
-            what = f"its child {path!r}" if path else f"the {_class_name(child)}"
+            what = f"its child {path!r}" if path else f"the {type(child).__name__}"
             if not self._nests:
                 do = "apply one form, once, to the outermost module only"
             elif vars(child)[KEY][0] is self:
@@ -171,7 +171,7 @@ class Form(Generic[P, S]):
             path = next(path for path, child in parent.named_modules() if child is module)
             mine = self._nests and vars(parent)[KEY][0] is self
             raise RuntimeError(
-                f"{cannot}: the module is {path!r} in a {_class_name(parent)} that is managed by "
+                f"{cannot}: the module is {path!r} in a {type(parent).__name__} that is managed by "
                 f"`{name_of_form(parent)}` already, with all its children"
                 + (f". Apply `{self.__name__}` to children before their parents" if mine else "")
             )
@@ -194,7 +194,7 @@ class Form(Generic[P, S]):
                 continue
             for name, parameter in other.named_parameters():
                 if id(parameter) in ours and others.manages(parameter):
-                    now = f"it is {name!r} of a {_class_name(other)}"
+                    now = f"it is {name!r} of a {type(other).__name__}"
                     raise self._shared(ours[id(parameter)][0], now, form.__name__)
 
     def _shared(self, name: str, place: str, form: str) -> RuntimeError:
@@ -221,11 +221,6 @@ def _holds(root: nn.Module, module: Any) -> bool:
             seen.add(id(each))
             waiting += each._modules.values()
     return False
-
-
-def _class_name(module: nn.Module) -> str:
-    """The name of the class that the module has without a form. Classes of forms have the same."""
-    return type(module).__name__
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:

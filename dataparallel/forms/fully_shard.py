@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
@@ -15,6 +17,8 @@ from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.forms.contract import Form
 from dataparallel.forms.full_state import full_state_dict, load_full_state_dict
 from dataparallel.forms.fully_shard_arguments import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
     check_children,
     check_kind,
     check_parameters,
@@ -23,19 +27,20 @@ from dataparallel.forms.fully_shard_arguments import (
     parameters_of_unit,
     places_of,
 )
-from dataparallel.forms.fully_shard_machines import compare_start, failing_together, machines_for, send_values
 from dataparallel.forms.fully_shard_state import FullyShardState
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
-from dataparallel.forms.managed import own_parameters
-from dataparallel.forms.policies import MixedPrecisionPolicy, OffloadPolicy
+from dataparallel.forms.managed import own_modules, own_parameters
 from dataparallel.nn.sync_batch_norm import check_sync_batch_norm, prepare
 from dataparallel.replicas import replaced_parameters
 from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.plan import dotted
 from dataparallel.replicas.replicate import BUCKET_CAP_MB
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from dataparallel.sharded.units.over_machines import MachinesOfTree
 
 _P = ParamSpec("_P")
 
@@ -133,9 +138,9 @@ def _prepare(
     slots = resolve_slots(devices)
     if not slots and (process_group is not None or mesh is not None):
         slots = [CPU]
-    machines = machines_for(process_group, mesh, slots)
+    machines, together = _machines_of(process_group, mesh, slots)
     parts, given = (1, (None, None)) if machines is None else (machines.parts, machines.given)
-    with failing_together(machines):
+    with together:
         for each in module:
             check_kind(each)
             check_sync_batch_norm(each, sync_batch_norm, slots, machines is not None)
@@ -168,7 +173,7 @@ def _prepare(
         "offload_policy": type(offload_policy).__name__,
     }
     if machines is not None:
-        compare_start(machines, module, named, slots, settings)
+        _compare_start(machines, module, named, slots, settings)
     for each in module:
         prepare(each, sync_batch_norm, slots, machines is not None)
     return FullyShardState(
@@ -176,8 +181,7 @@ def _prepare(
         [parameter for _, parameter in named],
         options,
         placements=placements,
-        reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
-        is_reshard_automatic=reshard_after_forward is None,
+        reshard_after_forward=reshard_after_forward,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         ignored_parameters=[parameter for _, parameter in own_parameters(module) if id(parameter) in kept],
@@ -195,13 +199,66 @@ def _begin(modules: list[nn.Module], state: FullyShardState) -> None:
         return
     before = own_parameters(modules)
     if state.machines is not None:
-        send_values(state.machines, modules, {name: p for name, p in before if state.manages(p)})
+        _send_values(state.machines, modules, {name: p for name, p in before if state.manages(p)})
     state.shard()
     now = dict(own_parameters(modules))
     replaced = [(name, parameter, now[name]) for name, parameter in before if now[name] is not parameter]
     owner = type(modules[0]).__name__ if len(modules) == 1 else f"list of {len(modules)} modules"
     replaced_parameters.remember(replaced, owner, "fully_shard")
     replaced_parameters.rebind({id(module): module for top in modules for module in top.modules()}.values())
+
+
+def _machines_of(
+    process_group: ProcessGroup | None, mesh: DeviceMesh | None, slots: Sequence[torch.device]
+) -> tuple[MachinesOfTree | None, AbstractContextManager[None]]:
+    """What the arguments mean, and a context in which an error on this rank is one of all ranks.
+
+    Without other machines nothing is imported that knows of them.
+    """
+    if process_group is None and mesh is None:
+        return None, nullcontext()
+    from dataparallel.machines.arguments import shard_and_replicate_groups
+    from dataparallel.machines.start import failing_together
+    from dataparallel.sharded.units.over_machines import MachinesOfTree
+
+    machines = MachinesOfTree(*shard_and_replicate_groups(process_group, mesh, slots))
+    return machines, failing_together(machines.all)
+
+
+def _compare_start(
+    machines: MachinesOfTree,
+    modules: Sequence[nn.Module],
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    slots: Sequence[torch.device],
+    settings: Mapping[str, Any],
+) -> None:
+    """All ranks compare what they are about to do, and make what they need for it."""
+    from dataparallel.machines.start import compare, describe
+
+    names = " and ".join(type(module).__name__ for module in modules)
+    description = describe(dict(parameters), _buffers(modules), slots, settings)
+    compare(machines.all, f"fully_shard of {names}", description)
+    machines.make_communicators(slots)
+
+
+def _send_values(machines: MachinesOfTree, modules: Sequence[nn.Module], parameters: Mapping[str, Tensor]) -> None:
+    """Gives these parameters and the buffers of the modules the values of the first rank, on all ranks.
+
+    Those on meta have no values yet: ``units.over_machines`` sends them later.
+    """
+    from dataparallel.machines.start import send_values
+
+    named = {**parameters, **_buffers(modules)}
+    send_values(machines.all, {name: tensor for name, tensor in named.items() if not tensor.is_meta})
+
+
+def _buffers(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+    return {
+        dotted(name, key): buffer
+        for name, module in own_modules(modules)
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    }
 
 
 class _FullyShard(Form[_P, FullyShardState]):

@@ -6,9 +6,8 @@ the units gather parameters around each call. Only ``forms.fully_shard`` makes s
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.call.engine import Method
 from dataparallel.call.options import CallOptions
-from dataparallel.forms.managed import KEY, ManagedModule, Twin
-from dataparallel.forms.on_slots import StateOnSlots
-from dataparallel.forms.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from dataparallel.forms.fully_shard_arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from dataparallel.forms.managed import KEY, ManagedModule, StateOnSlots, Twin
 from dataparallel.forms.unit_tensors import UnitTensors
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.kept_replicas import KeptReplicas
@@ -32,22 +30,17 @@ from dataparallel.sharded.units.tree import Tree
 from dataparallel.sharded.units.unit import Unit
 
 if TYPE_CHECKING:
-    from dataparallel.machines.peer_rounds import PeerCall
     from dataparallel.sharded.units.over_machines import MachinesOfTree
 
 
 class FullyShardState(StateOnSlots):
-    """The state of the modules of one unit. It refers to them weakly.
+    """The state of the modules of one unit.
 
     Args:
-        modules: of the unit; calls of other modules below them that have no unit of their own need this one's.
         parameters: of the unit, which `shard` replaces.
-        options: of the calls. Those of the outermost module count.
-        placements: for each parameter how it is cut.
-        reshard_after_forward, is_reshard_automatic: as for `Unit`; automatic means that the user gave ``None``.
+        placements: for each of them how it is cut.
+        reshard_after_forward: as the user gave it.
         ignored_parameters: those that all replicas share.
-        machines: over which the unit is spread, if there are several.
-        compile: how replicas of the modules are compiled, if these are not compiled themselves.
 
     Attributes:
         unit: the unit, once `shard` has been called.
@@ -64,19 +57,18 @@ class FullyShardState(StateOnSlots):
         options: CallOptions,
         *,
         placements: Sequence[Shard],
-        reshard_after_forward: bool | int,
-        is_reshard_automatic: bool,
+        reshard_after_forward: bool | int | None,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         ignored_parameters: Sequence[Tensor],
         machines: MachinesOfTree | None = None,
         compile: CompileArgument | None = None,
     ) -> None:
-        super().__init__(options)
+        super().__init__(modules, options)
         self.machines, self.compile = machines, compile
-        self._modules = [weakref.ref(module) for module in modules]
+        self.peers = None if machines is None else machines.peers
         self._parameters, self._placements = list(parameters), list(placements)
-        self._reshard, self._is_automatic = reshard_after_forward, is_reshard_automatic
+        self._reshard = reshard_after_forward
         self._precision = Precision(
             mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype, mp_policy.cast_forward_inputs
         )
@@ -97,7 +89,7 @@ class FullyShardState(StateOnSlots):
 
     def shard(self) -> None:
         """Replaces the unit's parameters by sharded ones, in all modules, and moves buffers to the first slot."""
-        modules = [self._module(i) for i in range(len(self._modules))]
+        modules = self.modules()
         is_offloaded = isinstance(self._offload, CPUOffloadPolicy)
         sharded = [
             _sharded(parameter, self.slots, placement, is_offloaded, self.machines)
@@ -113,7 +105,9 @@ class FullyShardState(StateOnSlots):
             pin=isinstance(self._offload, CPUOffloadPolicy) and self._offload.pin_memory,
             machines=self.machines,
         )
-        unit.reshard_after_forward, unit.is_reshard_automatic = self._reshard, self._is_automatic
+        unit.is_reshard_automatic = self._reshard is None
+        if self._reshard is not None:
+            unit.reshard_after_forward = self._reshard
         unit.number_of_modules = len(modules)
         position = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         for module in {id(m): m for top in modules for m in top.modules()}.values():
@@ -129,24 +123,9 @@ class FullyShardState(StateOnSlots):
 
     # ---- what calls ask for ------------------------------------------------------------------------------------------
 
-    def source(self) -> nn.Module:
-        """The first module of the unit."""
-        return self._module(0)
-
-    def spans_machines(self, method: Method) -> AbstractContextManager[PeerCall | None]:
-        """What spans machines in the forward."""
-        return nullcontext() if self.machines is None else self._failing_together(self.machines, method.name)
-
-    @contextmanager
-    def _failing_together(self, machines: MachinesOfTree, method: str) -> Iterator[PeerCall]:
-        """If the forward fails here, the other machines raise too."""
-        try:
-            with machines.peers.calling((method, torch.is_grad_enabled(), self.source().training)) as call:
-                yield call
-        except BaseException as error:
-            if not _torch.is_in_backward():  # else the pass has failed, and tells the other machines
-                machines.forward_failed(error, was_recorded=torch.is_grad_enabled())
-            raise
+    def _tell_failure(self, error: BaseException, is_recorded: bool) -> None:
+        if self.machines is not None and not _torch.is_in_backward():  # else the pass has failed, and tells them
+            self.machines.forward_failed(error, was_recorded=is_recorded)
 
     def check(self, slots: Sequence[torch.device]) -> None:
         """Parameters have memory, and buffers are on the first slot."""
@@ -170,25 +149,13 @@ class FullyShardState(StateOnSlots):
 
     # ---- the tree of which the module is the root --------------------------------------------------------------------
 
-    def _module(self, number: int) -> nn.Module:
-        module = self._modules[number]()
-        if module is None:
-            raise RuntimeError("the module of this state is gone")
-        return module
-
-    def _states_below(self) -> Iterator[tuple[str, FullyShardState]]:
-        """The states of the tree with the paths of their modules, this one first."""
-        seen: set[int] = set()
-        for path, module in self.source().named_modules():
-            form_and_state = vars(module).get(KEY)
-            if form_and_state is not None and id(form_and_state[1]) not in seen:
-                seen.add(id(form_and_state[1]))
-                yield path, form_and_state[1]
-
     def _update_tree(self) -> None:
         """Makes the tree anew if its units have changed, and lets them see what has happened to their parameters."""
-        states = [*self._states_below()]
-        units = [state.unit for _, state in states]
+        states: dict[FullyShardState, str] = {}  # with the paths of their modules, this one first
+        for path, module in self.source().named_modules():
+            if KEY in vars(module):
+                states.setdefault(vars(module)[KEY][1], path)
+        units = [state.unit for state in states]
         if self._tree is None or self._tree.units != units:
             self._tree = self._made_tree(states)
         for unit in units:
@@ -196,15 +163,14 @@ class FullyShardState(StateOnSlots):
                 unit.reshard_after_forward = unit is not self.unit
         self._tree.prepare()
 
-    def _made_tree(self, states: Sequence[tuple[str, FullyShardState]]) -> Tree:
-        source, units = self.source(), [state.unit for _, state in states]
-        for path, state in states:
+    def _made_tree(self, states: Mapping[FullyShardState, str]) -> Tree:
+        source, units = self.source(), [state.unit for state in states]
+        for state, path in states.items():
             state.unit.name = path or state.unit.name
-        ignored = [parameter for _, state in states for parameter in state._ignored]
+        ignored = [parameter for state in states for parameter in state._ignored]
         info = TwinInfo(id(source), ignored_parameters=frozenset(map(id, ignored)), allowed=ManagedModule)
         self._twin = Twin(type(source), info)
-        tops = [[*map(state._module, range(len(state._modules)))] for _, state in states]
-        self._tensors = UnitTensors(units, tops, [state.compile for _, state in states])
+        self._tensors = UnitTensors(units, [state.modules() for state in states], [state.compile for state in states])
         self.kept = KeptReplicas(self._tensors)
         return Tree(units, self.slots)
 

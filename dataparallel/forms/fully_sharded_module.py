@@ -13,8 +13,7 @@ from dataparallel import _torch
 from dataparallel.call.engine import Method
 from dataparallel.forms.contract import are_in_one_tree
 from dataparallel.forms.fully_shard_arguments import check_reshard
-from dataparallel.forms.managed import ManagedModule
-from dataparallel.forms.on_slots import OnSlots, state_of
+from dataparallel.forms.managed import ManagedModule, OnSlots, state_of
 from dataparallel.replicas.compiled.calls import CALL
 from dataparallel.replicas.plan import UNIT_ON_SLOT
 

@@ -1,19 +1,35 @@
-"""What a managed module is: the first base of its class, where its form and state are kept, what replicas are made of.
+"""What a managed module is, and how its methods run on the slots. A form (``forms.contract``) makes modules managed.
 
-A form (``forms.contract``) makes modules managed. This file knows no form.
+`ManagedModule` is the first base of its class, `Twin` is what replicas are made of, and `StateOnSlots` makes the calls.
+This file knows no form.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+import torch
+import torch.fx
 from torch import nn
 
-from dataparallel._torch import HOOK_TABLES
+from dataparallel import _torch
+from dataparallel.batches.chunk_sizes import ChunkSizes
+from dataparallel.call.engine import CallEngine, Method, ReplicaMaker
+from dataparallel.call.options import BatchSplit, CallOptions
+from dataparallel.devices import resolve_slots
+from dataparallel.forms.signatures import StandIns, left_alone
 from dataparallel.replicas.build import bare_module, give_attributes
-from dataparallel.replicas.plan import TWIN_INFO, TwinInfo, dotted, instance_slots
+from dataparallel.replicas.plan import TWIN_INFO, UNIT_ON_SLOT, TwinInfo, dotted, instance_slots
+
+if TYPE_CHECKING:
+    from dataparallel.machines.peer_rounds import PeerCall, PeerRounds
 
 KEY = "_dataparallel_form"
 """The attribute of a managed module that holds its form and the form's state."""
@@ -45,7 +61,7 @@ class ManagedModule:
         self._refuse("pickle")
 
     def _dataparallel_run(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a method that runs on the slots (``on_slots.Method``)."""
+        """The output of a method that runs on the slots (``call.engine.Method``)."""
         return vars(self)[KEY][1].run(method, args, kwargs)
 
     def _dataparallel_refusal(self, path: str) -> str:
@@ -84,7 +100,7 @@ class Twin:
     def __init__(self, cls: type[nn.Module], info: TwinInfo) -> None:
         self.module = bare_module(cls)
         self._info = info
-        self._no_hooks: dict[str, Any] = {name: OrderedDict() for name in HOOK_TABLES}
+        self._no_hooks: dict[str, Any] = {name: OrderedDict() for name in _torch.HOOK_TABLES}
 
     def update(self, source: nn.Module, method: str) -> nn.Module:
         """The twin with the current attributes of ``source``, for a call of ``method``.
@@ -142,7 +158,184 @@ def own_parameters(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter
     return [*found.values()]
 
 
+def has_forward(module: nn.Module) -> bool:
+    """True if there is something that a call of the module runs."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def name_of_form(module: Any) -> str:
     """The name of the form that manages the module, for messages."""
     form, _ = vars(module).get(KEY, (None, None))
     return "a composable form" if form is None else form.__name__
+
+
+# ---- methods that run on the slots -----------------------------------------------------------------------------------
+
+
+def state_of(module: Any) -> Any:
+    """The state of a managed module.
+
+    Raises:
+        RuntimeError: it has none, because it is a copy of a managed module.
+    """
+    form, state = vars(module).get(KEY, (None, None))
+    if form is None:
+        raise RuntimeError(
+            f"this {type(module).__name__} was not made by a composable form, but copied from one that was"
+        )
+    return state
+
+
+class StateOnSlots(ReplicaMaker):
+    """The state of a form for modules that run on slots. It refers to them weakly.
+
+    Attributes:
+        options: of the calls; they may be assigned between calls.
+        slots: where replicas run; none if there is no accelerator.
+        methods: names of methods that run on replicas.
+        peers: for collectives of replicas across machines, if there are several.
+    """
+
+    peers: PeerRounds | None = None
+
+    def __init__(self, modules: Sequence[nn.Module], options: CallOptions) -> None:
+        self.options = options
+        self.slots = resolve_slots(options.slots) if options.slots else []
+        self.methods = {"forward"}
+        self._modules = [weakref.ref(module) for module in modules]
+
+    def modules(self) -> list[nn.Module]:
+        """The modules that have this state."""
+        return [*map(_held, self._modules)]
+
+    def source(self) -> nn.Module:
+        """The first of the modules."""
+        return _held(self._modules[0])
+
+    @property
+    def chunk_sizes(self) -> ChunkSizes:
+        """How the slots share a batch: may be assigned between calls, as that of `dataparallel.DataParallel`."""
+        return self.options.split.given
+
+    @chunk_sizes.setter
+    def chunk_sizes(self, given: ChunkSizes) -> None:
+        self.options.split = BatchSplit(given, len(self.slots))
+
+    def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of ``method`` for the whole batch: see `CallEngine.run`."""
+        return CallEngine(self.options, self).run(method, inputs, kwargs)
+
+    def spans_machines(self, method: Method) -> AbstractContextManager[PeerCall | None]:
+        """See `ReplicaMaker.spans_machines`."""
+        return nullcontext() if self.peers is None else self._spanning(self.peers, method.name)
+
+    @contextmanager
+    def _spanning(self, peers: PeerRounds, method: str) -> Iterator[PeerCall]:
+        is_recorded = torch.is_grad_enabled()
+        try:
+            with peers.calling((method, is_recorded, self.source().training)) as call:
+                yield call
+        except BaseException as error:
+            self._tell_failure(error, is_recorded)
+            raise
+
+    def _tell_failure(self, error: BaseException, is_recorded: bool) -> None:
+        """The call has failed here: other machines that would wait for this one raise too."""
+
+
+def _held(reference: weakref.ref[nn.Module]) -> nn.Module:
+    module = reference()
+    if module is None:
+        raise RuntimeError("the module of this state is gone")
+    return module
+
+
+class OnSlots:
+    """A method that runs on the slots: a function on the class, bound on a module, with the signature of the original.
+
+    Python finds a data descriptor before an attribute of the instance. So ``m.forward = f`` stores ``f`` in the
+    instance's ``__dict__``, where the replicas find it, and the call is still split.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._functions = {traced: StandIns(self._around, traced) for traced in (True, False)}
+
+    @_torch.leave_alone
+    def __get__(self, module: Any, cls: type) -> Any:
+        if module is None:
+            if not issubclass(cls, nn.Module):
+                return self  # the class is no module's
+            original = original_class(cls)
+            if isinstance(inspect.getattr_static(original, self._name), FunctionType):
+                return self._functions[True].of(getattr(original, self._name))
+            return getattr(original, self._name)  # for example a static method, which takes no module
+        held, state = held_by(module, self._name), state_of(module)
+        if self._name not in state.methods:
+            return held
+        if torch.compiler.is_dynamo_compiling():  # the compiler needs no signature
+            return functools.partial(self._call, module, held)
+        # In a replica, and without slots, the method itself runs, and the compiler may compile it.
+        traced = not state.slots or UNIT_ON_SLOT in vars(module)
+        if isinstance(held, MethodType) and held.__self__ is module:
+            return MethodType(self._functions[traced].of(held.__func__), module)
+
+        # A lambda on the instance, a partial, a method of another object: all are called without the module.
+        @functools.wraps(held)
+        def on_slots(*args: Any, **kwargs: Any) -> Any:
+            # The user may have stored this function, or a wrapper around it, on the module. Then replicas hold it too,
+            # and there `module` and `held` are the replica's.
+            return self._call(module, held, *args, **kwargs)
+
+        return on_slots if traced else left_alone(on_slots)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)[self._name] = value
+
+    def __delete__(self, module: Any) -> None:
+        if self._name not in vars(module):
+            raise AttributeError(self._name)
+        del vars(module)[self._name]
+
+    def _around(self, method: Any) -> FunctionType:
+        def on_slots(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return self._call(module, functools.partial(method, module), *args, **kwargs)
+
+        functools.update_wrapper(on_slots, method)
+        return cast(FunctionType, on_slots)
+
+    def _call(self, module: Any, held: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Splits the call, except in a replica and while ``torch.fx`` records it, which has no tensors to split."""
+        _, state = vars(module).get(KEY, (None, None))
+        if state is None or self._name not in state.methods:
+            return held(*args, **kwargs)
+        if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
+            return held(*args, **kwargs)
+        return module._dataparallel_run(Method(self._name, held), args, kwargs)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Makes the method ``name`` run as ``forward`` does: scatters its arguments, gathers what replicas return.
+
+    This holds for modules that are replicated, and for those that are fully sharded: in a replica of their tree the
+    method gathers the parameters of their unit first.
+
+    Raises:
+        TypeError: ``module`` has no form, or its attribute of this name cannot be called.
+        AttributeError: ``module`` has no attribute of this name.
+    """
+    if not isinstance(module, ManagedModule):
+        raise TypeError(
+            f"this {type(module).__name__} is not replicated; call replicate(module) before, or fully_shard(module)"
+        )
+    own = original_class(type(module)).__name__
+    try:
+        held = held_by(module, name)
+    except AttributeError:
+        raise AttributeError(f"a {own} has no method {name!r}") from None
+    if not callable(held):
+        raise TypeError(f"{name!r} of this {own} is no method")
+    cls = type(module)
+    if name != "forward" and name not in vars(cls):
+        setattr(cls, name, OnSlots(name))
+    state_of(module).methods.add(name)

@@ -7,6 +7,7 @@ not do: ``torch.autograd.grad`` finds no path through them to the source, and ho
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter, is_
@@ -22,12 +23,10 @@ from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
-from dataparallel.gradients.after_slots import AfterSlots, ChainedBucket
-from dataparallel.gradients.bucket_order import BucketOrder, recorded_in
-from dataparallel.gradients.exchange_nodes import Passes, make_sources, make_to_slots
-from dataparallel.gradients.exchanged_sums import ExchangedBucket, ExchangedSums
-from dataparallel.gradients.exchanges import Chain
-from dataparallel.gradients.gradient_sums import GradientSums, PersistentToSlots, WaitingBucket
+from dataparallel.gradients.gradient_sums import GradientSums, PersistentToSlots, SourceBucket
+from dataparallel.gradients.ordered_nodes import OrderedBuckets, Passes
+from dataparallel.gradients.ordered_pass import Reducer
+from dataparallel.gradients.reducer_buckets import ReducerBucket
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.build import make_parameters
 from dataparallel.replicas.kept_tensors import ReplicaTensors
@@ -52,9 +51,8 @@ class PersistentTensors(ReplicaTensors):
         broadcast_buffers: if true, buffers get slot 0's values at each forward, else only when they are made.
 
     Attributes:
-        sums: sums gradients, or keeps them on the slots.
         passes: the passes whose sums go on after the slots, if they do.
-        copies: the copies that the next forward uses if it can; ``None`` before the first forward and after `clear`.
+        copies: those that the next forward uses if it can.
     """
 
     def __init__(self, slots: list[torch.device], first_bytes: int, cap_bytes: int, broadcast_buffers: bool) -> None:
@@ -62,9 +60,8 @@ class PersistentTensors(ReplicaTensors):
         self.passes: Passes | None = None
         self._agreement: Agreement | None = None
         self.copies: _PersistentCopies | None = None
-        self._slots = slots
+        self._slots, self._broadcast_buffers = slots, broadcast_buffers
         self._first_bytes, self._cap_bytes = first_bytes, cap_bytes
-        self._broadcast_buffers = broadcast_buffers
         self._order = BucketOrder(None)
 
     def __reduce__(self) -> NoReturn:
@@ -97,25 +94,22 @@ class PersistentTensors(ReplicaTensors):
     def clear(self) -> None:
         """Drops all tensors; gradients that wait on slots are added to the source's ``.grad``."""
         self.sums.add_kept()
-        self.sums.use([])
         self.copies = None
 
-    def take_further(self, after: AfterSlots) -> None:
-        """From the next backward on, ``after`` follows the sums over the slots.
+    def reduce_by(self, reducer: Reducer, agreement: Agreement | None = None) -> None:
+        """From the next backward on, the sums over the slots go to ``reducer``.
 
-        Called between steps: a forward that still waits for its backward may not know of it.
+        Called between steps: a forward that still waits for its backward may not know of it. With several machines
+        recorded forwards begin with ``agreement`` from now on.
         """
+        self._agreement = agreement or self._agreement
         if self.passes is not None:
-            self.passes.after = after
+            self.passes.reducer = reducer
             return
         self.clear()
-        are_on, self.sums, self.passes = self.sums.are_on, ExchangedSums(), Passes(after)
-        self.sums.are_on = are_on
-
-    def agree_by(self, agreement: Agreement, after: AfterSlots) -> None:
-        """From now on there are several machines: recorded forwards begin with ``agreement``. As `take_further`."""
-        self.take_further(after)
-        self._agreement = agreement
+        self.passes = Passes(reducer)
+        self.passes.sums.are_on, self.sums.are_on = self.sums.are_on, True  # graphs over former copies sum
+        self.sums = self.passes.sums
 
     def _can_be_used_again(self, copies: _PersistentCopies, plan: ModulePlan, record: bool) -> bool:
         if record and self._order.known is None and not copies.learns_order:
@@ -139,18 +133,66 @@ class PersistentTensors(ReplicaTensors):
             self._order.known = agreement.order(self._order.found())
 
     def _make(self, plan: ModulePlan, record: bool, arrivals: Arrivals | None) -> _PersistentCopies:
-        same_tree = self._order.is_of(plan)
         self.clear()
-        order = self._order if same_tree else BucketOrder(plan)
+        order = self._order if self._order.is_of(plan) else BucketOrder(plan)
         if record or self._agreement is None:
             self._order = order
-        copies = _PersistentCopies(plan, self._slots, self._broadcast_buffers)
+        copies = _PersistentCopies(plan, self._slots, order, record)
         # Before the order is known each parameter is a bucket, for one pass, so that each has a time of arrival.
-        copies.learns_order = record and order.known is None
         first, cap = (1, 1) if copies.learns_order else (self._first_bytes, self._cap_bytes)
         with torch.enable_grad():
-            copies.make(first, cap, order, self.sums, self.passes, arrivals)
+            copies.make(first, cap, order, self.sums, self.passes, self._broadcast_buffers, arrivals)
         return copies
+
+
+class BucketOrder:
+    """The order in which gradients arrive. It holds no tensors.
+
+    At first it is the reverse of the order of registration. Machines agree on rank 0's, because all of them launch sums
+    in the order of buckets.
+
+    Attributes:
+        known: positions in the plan, when the order is known.
+        arrived: positions of gradients in the order in which they arrived so far, while it is not.
+        is_due: with machines: true when a pass has succeeded on all of them, so that rank 0 can tell its order.
+    """
+
+    def __init__(self, plan: ModulePlan | None) -> None:
+        self.known: list[int] | None = None
+        self.arrived: list[int] = []
+        self.is_due = False
+        self._tensors = [] if plan is None else [*map(weakref.ref, plan.tensors)]
+        self._parameters = None if plan is None else plan.parameters
+        self._recorded = [] if plan is None else _recorded_in(plan)
+
+    def is_of(self, plan: ModulePlan) -> bool:
+        """True if the plan has the same tensors and the same of them need gradients."""
+        return (
+            len(plan.tensors) == len(self._tensors)
+            and all(found() is tensor for found, tensor in zip(self._tensors, plan.tensors, strict=True))
+            and plan.parameters == self._parameters
+            and _recorded_in(plan) == self._recorded
+        )
+
+    def found(self) -> list[int]:
+        """The order as far as it was seen; the others follow in the reverse order of registration."""
+        return [*dict.fromkeys([*self.arrived, *reversed(self._recorded)])]
+
+    def learn(self, used: list[int] | None) -> bool:
+        """After a pass over copies that had the order ``used``. Returns ``True`` if it has shown the order."""
+        if self.known is not None or not self.arrived or used is not self.known:
+            return False
+        self.known = self.found()
+        return True
+
+    def note_pass(self) -> None:
+        """A pass has succeeded on all machines."""
+        self.is_due = True
+
+
+def _recorded_in(plan: ModulePlan) -> list[int]:
+    """Positions of the tensors that need gradients."""
+    return [i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad]
 
 
 class _PersistentCopies:
@@ -161,34 +203,25 @@ class _PersistentCopies:
         recorded: positions in the plan of tensors that need gradients.
         buckets: the same positions, in buckets.
         order: the order of the buckets, if it was known.
-        learns_order: true if a pass through these copies shows the order. The maker sets it.
+        learns_order: true if a pass through these copies shows the order.
         values: gives the copies the source's values at each forward.
         memory: the memory of the copies.
     """
 
-    def __init__(self, plan: ModulePlan, slots: list[torch.device], broadcast_buffers: bool) -> None:
+    buckets: list[list[int]]
+    memory: MemoryOfCopies
+
+    def __init__(self, plan: ModulePlan, slots: list[torch.device], order: BucketOrder, record: bool) -> None:
         self.plan, self.slots = plan, slots
-        self._broadcast_buffers = broadcast_buffers
         self.by_slot: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
-        self.recorded = recorded_in(plan)
-        self.buckets: list[list[int]] = []
-        self.order: list[int] | None = None
-        self.learns_order = False
+        self.recorded = _recorded_in(plan)
+        self.order = order.known
+        self.learns_order = record and order.known is None
         self._kinds = _kinds(plan.tensors)
         self._thread = threading.get_ident()
         self._streams = current_streams(slots)
         self._settings = settings.current()
-        self._parameters = set(plan.parameters)
         self.values = CurrentValues(plan, slots, self.by_slot)
-
-    def are_of(self, plan: ModulePlan) -> bool:
-        """True if ``plan`` has the same tensors and the same of them need gradients."""
-        return (
-            len(plan.tensors) == len(self.plan.tensors)
-            and all(map(is_, plan.tensors, self.plan.tensors))
-            and plan.parameters == self.plan.parameters
-            and recorded_in(plan) == self.recorded
-        )
 
     def still_fit(self, plan: ModulePlan, slots: list[torch.device]) -> bool:
         """True if copies that were made now would differ from these in value only, and be waited for alike.
@@ -198,7 +231,10 @@ class _PersistentCopies:
         return (
             threading.get_ident() == self._thread
             and slots == self.slots
-            and self.are_of(plan)
+            and len(plan.tensors) == len(self.plan.tensors)
+            and all(map(is_, plan.tensors, self.plan.tensors))
+            and plan.parameters == self.plan.parameters
+            and _recorded_in(plan) == self.recorded
             and _kinds(plan.tensors) == self._kinds
             and plan.read_directly == self.plan.read_directly
             and current_streams(slots) == self._streams
@@ -212,22 +248,22 @@ class _PersistentCopies:
         order: BucketOrder,
         sums: GradientSums,
         passes: Passes | None,
-        arrivals: Arrivals | None = None,
+        broadcast_buffers: bool,
+        arrivals: Arrivals | None,
     ) -> None:
         """Fills `by_slot`, with buckets in the order of the gradients. ``arrivals``: as for `CurrentValues.refresh`."""
-        tensors = self.plan.tensors
-        self.order = order.known
+        tensors, parameters = self.plan.tensors, {*self.plan.parameters}
         self.buckets = fill_buckets(tensors, order.known or self.recorded[::-1], first_bytes, cap_bytes)
         late: list[FlatBroadcast] = []
         later = None if arrivals is None else late.append
         self._make_recorded(order, sums, passes, later)
         recorded = {*self.recorded}
         constant = [i for i in self.plan.parameters if i not in recorded]
-        buffers = [i for i in range(len(tensors)) if i not in recorded and i not in self._parameters]
+        buffers = [i for i in range(len(tensors)) if i not in recorded and i not in parameters]
         copy_constants(self.by_slot, self.plan, constant, self.slots, cap_bytes, later)
         self.values.send_at_each_forward(constant, cap_bytes, False)
         copy_buffers(self.by_slot, self.plan, buffers, self.slots, cap_bytes)
-        if self._broadcast_buffers:
+        if broadcast_buffers:
             self.values.send_at_each_forward(buffers, cap_bytes, True)
         if arrivals is not None:
             self.values.launch(late, arrivals)
@@ -235,7 +271,7 @@ class _PersistentCopies:
             make_parameters(self.plan, on_slot, ReplicaParameter)
         self.values.note_versions()
         # Slot 0's buffers are the source's. Buffers that are not sent keep what forward writes to them.
-        not_sent = {*buffers} if not self._broadcast_buffers else ()
+        not_sent = {*buffers} if not broadcast_buffers else ()
         self.memory = MemoryOfCopies(
             [
                 copy
@@ -249,67 +285,49 @@ class _PersistentCopies:
         self, order: BucketOrder, sums: GradientSums, passes: Passes | None, later: Later | None
     ) -> None:
         """Makes the copies of tensors that need gradients, bucket by bucket."""
-        gradient_streams = GradientStreams.for_forward(self.slots, self._streams)
-        chain = None
-        handles: Sequence[Tensor | None] = [None] * len(self.buckets)
-        token = first_token = torch.empty(0, requires_grad=True)
         sources = [[self.plan.tensors[i] for i in group] for group in self.buckets]
-        if isinstance(sums, ExchangedSums) and passes is not None:
-            waiting: Sequence[WaitingBucket] = [
-                ExchangedBucket(sums, of_bucket, self._streams) for of_bucket in sources
+        ordered: OrderedBuckets | None = None
+        if passes is not None and sources:
+            names = names_of(self.plan)
+            reduced = [
+                ReducerBucket(sums, of_bucket, self._streams, [names[i] for i in group])
+                for of_bucket, group in zip(sources, self.buckets, strict=True)
             ]
-            if waiting:
-                chain = self._chain(passes, waiting, order)
-                handles, token = make_sources(chain)
-        else:
-            waiting = [WaitingBucket(sums, of_bucket, self._streams) for of_bucket in sources]
+            ordered = OrderedBuckets(passes, reduced, self._streams, order.note_pass)
+        handles: Sequence[Tensor | None] = [None] * len(sources)
+        token = first_token = torch.empty(0, requires_grad=True)
+        if ordered is not None:
+            handles, token = ordered.make_sources()
+
+        def to_slots(position: int, *arguments: Any) -> Sequence[Tensor]:
+            """As `ToSlots.apply`. The token is that of the next bucket before, and that of this bucket after it."""
+            nonlocal token
+            if ordered is not None:
+                *on_slots, token = ordered.make_to_slots(position, arguments, token)
+            else:
+                *on_slots, token = PersistentToSlots.apply(*arguments, token)
+                token.grad_fn.bucket = SourceBucket(sums, sources[position], self._streams)
+            return on_slots
+
+        gradient_streams = GradientStreams.for_forward(self.slots, self._streams)
         for position, group in reversed([*enumerate(self.buckets)]):
-            # Arrival is noted on the slots: if the root's thread is late, it has a choice of many buckets.
-            note = None if order.known is not None else partial(order.arrived.append, group[0])
-            streams = None if gradient_streams is None else gradient_streams.of_bucket(position)
-            maker = _BucketMaker(waiting[position], token, chain, position)
             outputs = broadcast_bucket(
                 self.slots,
                 sources[position],
-                streams,
-                maker.to_slots,
+                None if gradient_streams is None else gradient_streams.of_bucket(position),
+                partial(to_slots, position),
                 lambda: sums.are_on,
-                note,
+                # Arrival is noted on the slots: if the root's thread is late, it has a choice of many buckets.
+                None if order.known is not None else partial(order.arrived.append, group[0]),
                 at_positions(group, later),
                 handles[position],
             )
-            token = maker.token
-            if order.known is None and chain is None:  # the tokens would impose an order
+            if order.known is None and ordered is None:  # the tokens would impose an order
                 token = first_token
             put(self.by_slot, group, outputs)
-            if chain is not None:
-                chain.note_copies(position, outputs)
+            if ordered is not None:
+                ordered.note_copies(position, outputs)
             self.values.send_at_each_forward(group, 2**62, False)
-        sums.use(waiting[::-1])
-
-    def _chain(self, passes: Passes, waiting: Sequence[Any], order: BucketOrder) -> Chain:
-        names = names_of(self.plan)
-        chained = [
-            ChainedBucket(of_bucket, [names[i] for i in group])
-            for of_bucket, group in zip(waiting, self.buckets, strict=True)
-        ]
-        return Chain(passes, chained, self._streams, order.note_pass)
-
-
-class _BucketMaker:
-    """Applies the node that sums a bucket. ``token``: before, that of the next bucket; then the one of this bucket."""
-
-    def __init__(self, waiting: WaitingBucket, token: Tensor, chain: Chain | None, position: int) -> None:
-        self._waiting, self.token, self._chain, self._position = waiting, token, chain, position
-
-    def to_slots(self, *arguments: Any) -> Sequence[Tensor]:
-        """As `ToSlots.apply`."""
-        if self._chain is not None:
-            *handles, self.token = make_to_slots(self._chain, self._position, self.token)(*arguments)
-        else:
-            *handles, self.token = PersistentToSlots.apply(*arguments, self.token)
-            self.token.grad_fn.waiting = self._waiting  # type: ignore[union-attr]
-        return handles
 
 
 _KIND = attrgetter("shape", "dtype", "device")

@@ -22,8 +22,7 @@ from dataparallel.call.options import CallOptions
 from dataparallel.comm.streams.ahead import HostReads, SentBatch, can_be_sent, send
 from dataparallel.devices import CPU, resolve
 from dataparallel.forms.data_parallel import DataParallel
-from dataparallel.forms.managed import ManagedModule
-from dataparallel.forms.on_slots import state_of
+from dataparallel.forms.managed import ManagedModule, state_of
 from dataparallel.samples import Samples
 
 T = TypeVar("T")
@@ -147,7 +146,9 @@ class Prefetch(Generic[T]):
         """Sends and appends the loader's next batch, or appends its exception. Returns ``False`` at the end."""
         try:
             batch = next(batches)
-            sent = send(self._chunked(batch, slots), slots, self._options().dim, self._in_samples(batch, slots))
+            options, count = self._options(), len(slots)
+            chunked, in_samples = _chunked(batch, options, count), _in_samples(batch, options, count)
+            sent = send(chunked, slots, options.dim, in_samples)
         except StopIteration:
             return False
         except Exception as error:  # raised where its batch would have come, after those before it
@@ -156,42 +157,42 @@ class Prefetch(Generic[T]):
         reads.append(_Read(batch, sent))
         return True
 
-    def _chunked(self, batch: T, slots: Sequence[torch.device]) -> Iterator[tuple[Tensor, list[int] | None]]:
-        """The tensors to send, each once, with the chunk sizes that a call will split them into.
 
-        Tensors of one batch may have different sizes if no call gets both. A tensor that cannot be split is not sent:
-        the call that gets it raises and says why.
-        """
-        options = self._options()
-        dim, split = options.dim, options.split
-        for tensor in {id(leaf): leaf for _, leaf in leaves(batch, "") if isinstance(leaf, Tensor)}.values():
-            if not can_be_sent(tensor):
-                continue
-            if is_whole(tensor):
-                yield tensor, None
-            elif -tensor.dim() <= dim < tensor.dim():
-                try:
-                    sizes = split.sizes(tensor.shape[dim], len(slots))
-                except ValueError:  # numbers of samples that do not fit this tensor: a call with it says so
-                    continue
-                yield tensor, sizes
+def _chunked(batch: Any, options: CallOptions, slots: int) -> Iterator[tuple[Tensor, list[int] | None]]:
+    """The tensors to send, each once, with the chunk sizes that a call will split them into.
 
-    def _in_samples(self, batch: T, slots: Sequence[torch.device]) -> list[tuple[Tensor, tuple[int, ...]]]:
-        """The tensors inside lists of samples, each once, with the numbers of the slots that a call sends them to.
-
-        Lists of different lengths are not for one call, so a tensor that is in two of them is sent for one call only.
-        """
-        found: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
-        by_size: dict[int, list[Samples[Any]]] = {}
-        for _, leaf in leaves(batch, ""):
-            if isinstance(leaf, Samples):
-                by_size.setdefault(len(leaf), []).append(leaf)
-        for size, marked in by_size.items():
+    Tensors of one batch may have different sizes if no call gets both. A tensor that cannot be split is not sent: the
+    call that gets it raises and says why.
+    """
+    for tensor in {id(leaf): leaf for _, leaf in leaves(batch, "") if isinstance(leaf, Tensor)}.values():
+        if not can_be_sent(tensor):
+            continue
+        if is_whole(tensor):
+            yield tensor, None
+        elif -tensor.dim() <= options.dim < tensor.dim():
             try:
-                sizes = self._options().split.sizes(size, len(slots))
-            except ValueError:  # as above
+                sizes = options.split.sizes(tensor.shape[options.dim], slots)
+            except ValueError:  # numbers of samples that do not fit this tensor: a call with it says so
                 continue
-            for tensor, numbers in slots_of_tensors(marked, sizes):
-                if can_be_sent(tensor):
-                    found.setdefault(id(tensor), (tensor, numbers))
-        return [*found.values()]
+            yield tensor, sizes
+
+
+def _in_samples(batch: Any, options: CallOptions, slots: int) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """The tensors inside lists of samples, each once, with the numbers of the slots that a call sends them to.
+
+    Lists of different lengths are not for one call, so a tensor that is in two of them is sent for one call only.
+    """
+    found: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+    by_size: dict[int, list[Samples[Any]]] = {}
+    for _, leaf in leaves(batch, ""):
+        if isinstance(leaf, Samples):
+            by_size.setdefault(len(leaf), []).append(leaf)
+    for size, marked in by_size.items():
+        try:
+            sizes = options.split.sizes(size, slots)
+        except ValueError:  # as above
+            continue
+        for tensor, numbers in slots_of_tensors(marked, sizes):
+            if can_be_sent(tensor):
+                found.setdefault(id(tensor), (tensor, numbers))
+    return [*found.values()]

@@ -1,9 +1,7 @@
 """``replicate(module)``: the module itself runs on all slots, without a wrapper around it.
 
 The class of the module becomes a subclass whose ``forward`` scatters inputs, runs replicas and gathers outputs. Callers
-of the module and hooks on it see one call on the whole batch. This file has the part that a user touches: arguments and
-the class. ``forms.replicate_state`` has the four stages of a call, ``forms.on_slots`` has methods that run on
-replicas, and ``forms.contract`` has the rules of all forms.
+of the module and hooks on it see one call on the whole batch. This file has what a user touches: arguments and class.
 """
 
 from __future__ import annotations
@@ -21,11 +19,10 @@ from dataparallel.call.losses import Criterion
 from dataparallel.call.options import CallOptions
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.forms.contract import Form
-from dataparallel.forms.managed import ManagedModule
-from dataparallel.forms.on_slots import OnSlots, state_of
+from dataparallel.forms.managed import ManagedModule, OnSlots, has_forward, state_of
 from dataparallel.forms.replicate_state import ReplicateState
 from dataparallel.nn.sync_batch_norm import prepare
-from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.compiled.calls import CALL, CompileArgument
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes
 
 if TYPE_CHECKING:
@@ -36,28 +33,20 @@ if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
 
 
-class _OfReplicas:
-    """An attribute that replicas have, and the module itself has not: ``None`` here, whatever was set.
-
-    ``module.compile()`` sets one, by which the module's own call would lead to compiled code. That is for replicas.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    @_torch.leave_alone
-    def __get__(self, module: Any, cls: type) -> None:
-        return None
-
-    def __set__(self, module: Any, value: Any) -> None:
-        vars(module)[self._name] = value
-
-
 class ReplicatedModule(ManagedModule):
     """The class that `replicate` adds to the class of a module."""
 
     forward = OnSlots("forward")
-    _compiled_call_impl = _OfReplicas("_compiled_call_impl")
+
+    @property
+    @_torch.leave_alone
+    def _compiled_call_impl(self) -> None:
+        """What ``module.compile()`` sets is for replicas: by it the module's own call would lead to compiled code."""
+        return None
+
+    @_compiled_call_impl.setter
+    def _compiled_call_impl(self, call: Any) -> None:
+        vars(self)[CALL] = call
 
     def set_requires_gradient_sync(self, flag: bool) -> None:
         """With ``True`` each later ``backward()`` sums gradients into the module's parameters, as at the beginning.
@@ -220,9 +209,11 @@ def _prepare(
     together: AbstractContextManager[object] = nullcontext()
     if process_group is not None or mesh is not None:
         # Only here: a module on one machine needs no torch.distributed.
-        from dataparallel.gradients.machine_sums import machines_for
+        from dataparallel.machines.arguments import machines_of
+        from dataparallel.machines.start import failing_together
 
-        machines, together = machines_for(process_group, mesh)
+        machines = machines_of(process_group, mesh)
+        together = failing_together(machines)
     with together:
         _check_kind(module)
         slots = resolve_slots(devices) or ([] if machines is None else [CPU])
@@ -257,13 +248,8 @@ def _prepare(
     return state
 
 
-def _begin(modules: Sequence[nn.Module], state: ReplicateState) -> None:
-    """What changes the module, when it has its class."""
-    state.begin()
-
-
 _prepare.__name__ = _prepare.__qualname__ = "replicate"
-replicate = Form(_prepare, ReplicatedModule, begin=_begin)
+replicate = Form(_prepare, ReplicatedModule, begin=lambda modules, state: state.join_machines())
 
 
 def _check_for_machines(module: nn.Module, slots: Sequence[torch.device], converts: bool) -> None:
@@ -294,7 +280,7 @@ def _check_kind(module: nn.Module) -> None:
         )
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise TypeError(f"the module is wrapped already, in a {name}; replicate its .module instead: forms do not nest")
-    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+    if not has_forward(module):
         raise TypeError(
             f"a {name} has no forward of its own, so there is no call that could be split; replicate the module that "
             "holds it"

@@ -1,14 +1,11 @@
 """The state that `replicate` keeps for one module: its slots and its replicas, which stay from call to call.
 
-Replicas are made from a twin: an object of the original class with all attributes of the module. ``call.engine`` makes
-the calls. Only ``composable.replicate`` makes states.
+Replicas are made from a twin: an object of the original class with all attributes of the module.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +14,7 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.call.engine import Method
 from dataparallel.call.options import CallOptions
-from dataparallel.forms.managed import KEY, Twin
-from dataparallel.forms.on_slots import StateOnSlots
+from dataparallel.forms.managed import KEY, StateOnSlots, Twin
 from dataparallel.forms.persistent_tensors import PersistentTensors
 from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookedSums
 from dataparallel.replicas.compiled.calls import CompileArgument, call_of, compiled_here
@@ -29,19 +25,15 @@ from dataparallel.replicas.plan import TwinInfo
 if TYPE_CHECKING:
     from dataparallel.gradients.machine_sums import Agreement
     from dataparallel.machines.group import Machines
-    from dataparallel.machines.peer_rounds import PeerCall, PeerRounds
 
 
 class ReplicateState(StateOnSlots):
-    """The state of one module. It refers to the module weakly, and to ignored modules and parameters strongly.
+    """The state of one module.
 
     Args:
-        module: a module that is not replicated yet; replicas get its class.
-        options: of the calls; none of its slots if there is no accelerator.
         first_bytes: size of the bucket whose gradients come first.
         machines: over which gradients are summed too; ``None``: this one alone.
         average: if true, the sums of all machines are divided by their number.
-        compile: how replicas are compiled, if the module is not compiled itself.
 
     Attributes:
         tensors: the tensors of the replicas.
@@ -63,8 +55,7 @@ class ReplicateState(StateOnSlots):
         average: bool = True,
         compile: CompileArgument | None = None,
     ) -> None:
-        super().__init__(options)
-        self._module = weakref.ref(module)
+        super().__init__([module], options)
         self._ignored = (*ignored_modules, *ignored_parameters)  # else other objects could get their ids
         self._twin_info = TwinInfo(
             id(module), frozenset(ignored_modules), frozenset(id(parameter) for parameter in ignored_parameters)
@@ -75,13 +66,11 @@ class ReplicateState(StateOnSlots):
             "first_bytes": first_bytes,
             "cap_bytes": options.cap_bytes,
             "broadcast_buffers": broadcast_buffers,
+            "average": average,
         }
         self._agreement: Agreement | None = None
-        self._peers: PeerRounds | None = None
         self._hook: CommHook | None = None
         self.tensors = PersistentTensors(self.slots, first_bytes, options.cap_bytes, broadcast_buffers)
-        if machines is not None:
-            self._settings["average"] = average
         self._compile = compile
         self.kept = KeptReplicas(self.tensors, compile)
 
@@ -91,31 +80,10 @@ class ReplicateState(StateOnSlots):
 
     # ---- what calls ask for ------------------------------------------------------------------------------------------
 
-    def source(self) -> nn.Module:
-        """The module."""
-        module = self._module()
-        if module is None:
-            raise RuntimeError("the module of this state is gone")
-        return module
-
-    def spans_machines(self, method: Method) -> AbstractContextManager[PeerCall | None]:
-        """What spans machines in the forward."""
-        if self._agreement is None or self._peers is None:
-            return nullcontext()
-        return self._failing_together(self._agreement, self._peers, method.name)
-
-    @contextmanager
-    def _failing_together(self, agreement: Agreement, peers: PeerRounds, method: str) -> Iterator[PeerCall]:
-        """If a recorded forward fails here, the other machines raise too, instead of waiting for its backward."""
-        is_recorded = torch.is_grad_enabled()
-        try:
-            with peers.calling((method, is_recorded, self.source().training)) as call:
-                yield call
-        except BaseException as error:
-            are_summed = self.tensors.sums.are_on and any(each.requires_grad for each in self.source().parameters())
-            if is_recorded and are_summed:
-                agreement.signal_failure(error)
-            raise
+    def _tell_failure(self, error: BaseException, is_recorded: bool) -> None:
+        are_summed = self.tensors.sums.are_on and any(each.requires_grad for each in self.source().parameters())
+        if self._agreement is not None and is_recorded and are_summed:  # others would wait for the backward
+            self._agreement.signal_failure(error)
 
     def check(self, slots: Sequence[torch.device]) -> None:
         """Parameters and buffers that are not ignored are on the first slot."""
@@ -150,11 +118,11 @@ class ReplicateState(StateOnSlots):
     def returns(self, output: Any) -> None:
         """A recorded output leads to the pass in which gradients are summed."""
         if torch.is_grad_enabled() and self.tensors.passes is not None:
-            self.tensors.passes.notice(output)
+            self.tensors.passes.notice_passes_of(output)
 
     # ---- machines and hooks ------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def join_machines(self) -> None:
         """Compares the module with that of the other machines, and gives it the values of rank 0.
 
         Raises:
@@ -175,11 +143,12 @@ class ReplicateState(StateOnSlots):
         # Rounds come one after the other, and those of modules and of their replicas' collectives do not wait for each
         # other.
         self.machines = self.machines.another()
-        self._peers = PeerRounds(self.machines.another())
+        peers = PeerRounds(self.machines.another())
         self.machines.make_communicators(self.slots[:1])
         send_values(self.machines, {**parameters, **buffers})
-        self._agreement = Agreement(self.machines)
-        self.tensors.agree_by(self._agreement, MachineSums(self.machines, bool(self._settings["average"])))
+        self.peers, self._agreement = peers, Agreement(self.machines)
+        sums = MachineSums(self.machines, bool(self._settings["average"]))
+        self.tensors.reduce_by(sums, self._agreement)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
         """See `ReplicatedModule.register_comm_hook`."""
@@ -195,11 +164,11 @@ class ReplicateState(StateOnSlots):
                 "devices=['cpu'] if a hook is to get them"
             )
         if self.machines is None:
-            self.tensors.take_further(HookedSums(registered))
+            self.tensors.reduce_by(HookedSums(registered))
         else:
-            from dataparallel.gradients.hooked_machine_sums import HookedMachineSums
+            from dataparallel.gradients.machine_sums import HookedMachineSums
 
-            self.tensors.take_further(HookedMachineSums(registered, self.machines))
+            self.tensors.reduce_by(HookedMachineSums(self.machines, registered))
         self._hook = registered
 
     def _updated_twin(self, method: str) -> nn.Module:

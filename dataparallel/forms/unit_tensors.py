@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dataparallel import comm
 from dataparallel.comm.streams.arrivals import Arrivals
+from dataparallel.forms.managed import has_forward
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, Compiled, compiled_in_place
 from dataparallel.replicas.kept_tensors import ReplicaTensors
 from dataparallel.replicas.plan import UNIT_ON_SLOT, ModuleEntry, ModulePlan, dotted
@@ -25,13 +26,7 @@ from dataparallel.sharded.units.unit import Unit
 
 
 class UnitTensors(ReplicaTensors):
-    """The tensors of one tree.
-
-    Args:
-        units: of the tree.
-        tops: for each unit its modules, which are referred to weakly.
-        compile: for each unit how its modules are compiled, if they are not compiled themselves.
-    """
+    """The tensors of one tree. ``tops`` and ``compile`` are for each of its units, with weak references to modules."""
 
     def __init__(
         self,
@@ -39,8 +34,8 @@ class UnitTensors(ReplicaTensors):
         tops: Sequence[Sequence[nn.Module]],
         compile: Sequence[CompileArgument | None],
     ) -> None:
-        self._compile = list(compile)
-        self._units, self._modules = list(units), [[weakref.ref(module) for module in modules] for modules in tops]
+        self._units, self._compile = list(units), list(compile)
+        self._modules = [[weakref.ref(module) for module in modules] for modules in tops]
         # Paths in the tree, as it was at the last call.
         self._tops: list[list[str]] = []
         self._places: list[list[tuple[str, str, int]]] = []
@@ -54,7 +49,7 @@ class UnitTensors(ReplicaTensors):
         record: bool,
         arrivals: Arrivals | None = None,
     ) -> list[list[Tensor]]:
-        """The plan's tensors for each of the slots.
+        """See `ReplicaTensors.for_call`. Only buffers are sent.
 
         Raises:
             RuntimeError: a graph is recorded, and a parameter that needs a gradient is in no unit.
@@ -66,15 +61,14 @@ class UnitTensors(ReplicaTensors):
         of_unit = {id(p): (unit, i) for unit in self._units for i, p in enumerate(unit.parameters)}
         sent: list[int] = []
         for i, tensor in enumerate(plan.tensors):
-            found = of_unit.get(id(tensor))
-            if found is None:
-                if record and tensor.requires_grad:
-                    raise _not_sharded(plan, i)
+            if id(tensor) in of_unit:
+                unit, position = of_unit[id(tensor)]
+                for slot, tensors in enumerate(by_slot):
+                    tensors[i] = unit.on_slots[slot].parameters[position]
+            elif record and tensor.requires_grad:
+                raise _not_sharded(plan, i)
+            else:
                 sent.append(i)
-                continue
-            unit, position = found
-            for slot, tensors in enumerate(by_slot):
-                tensors[i] = unit.on_slots[slot].parameters[position]
         copies = comm.broadcast_coalesced([plan.tensors[i] for i in sent], slots, cap_bytes, own_storage=True)
         put(by_slot, sent, copies)
         return by_slot
@@ -90,20 +84,21 @@ class UnitTensors(ReplicaTensors):
             modules = dict(replica.named_modules()) if self._from_outside else {}
             for path, key, units in self._from_outside:
                 attributes = modules[path].__dict__
-                attributes[key] = Rebinding(_sharded_for_full(units, slot)).rebound(attributes[key])
+                sharded = {
+                    id(full): parameter
+                    for unit in units
+                    for full, parameter in zip(unit.on_slots[slot].parameters, unit.parameters, strict=True)
+                }
+                attributes[key] = Rebinding(sharded).rebound(attributes[key])
 
     def _find_paths(self, plan: ModulePlan) -> None:
         """Finds the units' modules, and the places of their parameters. Those that were replaced are not there."""
         paths = {id(entry.module): entry.name for entry in plan.entries} | {plan.source_id: ""}
         registries = {id(entry.module._parameters): entry.name for entry in plan.entries}
-        found = [[module() for module in modules] for modules in self._modules]
-        self._tops = [[paths[id(module)] for module in modules if id(module) in paths] for modules in found]
+        found = [[id(module()) for module in modules] for modules in self._modules]
+        self._tops = [[paths[module] for module in modules if module in paths] for modules in found]
         self._places = [
-            [
-                (registries[id(registry)], name, i)
-                for registry, name, i in unit.registered.places
-                if id(registry) in registries
-            ]
+            [(registries[id(own)], name, i) for own, name, i in unit.registered.places if id(own) in registries]
             for unit in self._units
         ]
 
@@ -154,28 +149,16 @@ def _is_below(path: str, tops: Sequence[str]) -> bool:
     return any(not top or path == top or path.startswith(f"{top}.") for top in tops)
 
 
-def _sharded_for_full(units: Sequence[Unit], slot: int) -> dict[int, Tensor]:
-    return {
-        id(full): parameter
-        for unit in units
-        for full, parameter in zip(unit.on_slots[slot].parameters, unit.parameters, strict=True)
-    }
-
-
 # ---- compiled code of units ------------------------------------------------------------------------------------------
 
 
 class _Division:
-    """Has replicas of the plan call compiled code so that no graph has parameters of two units.
+    """Changes a plan so that replicas call compiled code of which no graph has parameters of two units.
 
     A unit is gathered before its code runs and freed after it, so compiled code begins and ends inside a unit. Where a
     user compiles a module that has units below, the module's own ``forward`` runs as it is. Instead the largest parts
     below that lie in one unit are compiled, in the same way: units without others below, and modules that hold no unit.
-    A module that is compiled by itself stays compiled in its own way.
-
-    Args:
-        plan: says which modules are compiled, and is changed.
-        tops: positions of the units' modules, with the argument ``compile`` of their units.
+    A module that is compiled by itself stays compiled in its own way. ``tops`` are positions of the units' modules.
     """
 
     def __init__(self, plan: ModulePlan, tops: Mapping[int, CompileArgument | None]) -> None:
@@ -211,7 +194,7 @@ class _Division:
         entry = self._entries[at]
         if entry.compiled is not None:  # in a way of its own
             return
-        if self._holds_units(at) or not _has_forward(entry.module):
+        if self._holds_units(at) or not has_forward(entry.module):
             for child in self._below[at]:
                 self._give(child, compile)
         else:
@@ -234,7 +217,3 @@ class _Division:
         """Positions of the children that are in the plan, without those that only lead back to a parent."""
         entry = self._entries[at]
         return [child for key, child in entry.children.items() if child >= 0 and key not in entry.proxied]
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)

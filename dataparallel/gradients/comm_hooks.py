@@ -1,7 +1,7 @@
 """Communication hooks: a user's function does with the sum of a bucket over the slots whatever it likes.
 
 It is called as those of ``torch.nn.parallel.DistributedDataParallel``: ``hook(state, bucket)`` returns a
-``torch.futures.Future`` of a tensor. `HookedSums` is the `AfterSlots` of a hook where there are no machines.
+``torch.futures.Future`` of a tensor. `HookedSums` is the `Reducer` of a hook where there are no machines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from dataparallel._torch import current_stream_at
 from dataparallel.comm.streams.current import Event, kept_stream, memory_of, streams_set
 from dataparallel.devices import current_device_set
-from dataparallel.gradients.after_slots import BucketSum
+from dataparallel.gradients.ordered_pass import BucketSum
 
 
 class GradBucket:
@@ -115,7 +115,7 @@ class CommHook:
         self.name = _name_of(hook)
 
     @torch.no_grad()
-    def begin(self, bucket: GradBucket) -> Any:
+    def call(self, bucket: GradBucket) -> Any:
         """Calls the hook, and returns its future.
 
         Raises:
@@ -199,25 +199,25 @@ def _what(value: object) -> str:
 
 
 class HookedSums:
-    """The `AfterSlots` of a hook."""
+    """A `Reducer` without machines: what a hook leaves."""
 
     def __init__(self, hook: CommHook) -> None:
         self.hook = hook
         self._lock = threading.Lock()  # several threads may have a pass each
         self._under_way: Any = None
 
-    def begin(self, contents: str) -> _Pass:
-        """See `AfterSlots`."""
-        return _Pass(self)
+    def begin_pass(self, contents: str) -> _HookedPass:
+        """See `Reducer`."""
+        return _HookedPass(self)
 
     def signal_failure(self, error: BaseException) -> None:
-        """See `AfterSlots`. No other process is known."""
+        """See `Reducer`. No other process is known."""
 
     def call(self, bucket: GradBucket) -> Called:
         """Calls the hook, once the call for the bucket before it is done.
 
         Raises:
-            Exception: as `CommHook.begin`.
+            Exception: as `CommHook.call`.
         """
         with self._lock:
             former, self._under_way = self._under_way, None
@@ -229,34 +229,32 @@ class HookedSums:
         return called
 
 
-class _Pass:
-    """A `Backward`."""
+class _HookedPass:
+    """The `ReducerPass` of `HookedSums`."""
 
     def __init__(self, sums: HookedSums) -> None:
         self._sums = sums
         self._has_failed = False
 
     def launch(self, sums: BucketSum) -> Called | None:
-        """See `Backward`. If the pass fails elsewhere, the hook is still called for the other buckets, with zeros.
+        """See `ReducerPass`. If the pass fails elsewhere, the hook is still called for the other buckets, with zeros.
 
         After a failure of its own it is not called again, and nobody waits for what this returns.
-
-        Raises:
-            Exception: as `CommHook.begin`.
         """
         if self._has_failed:
             return None
-        self._has_failed = True
-        called = self._sums.call(GradBucket(sums.index, sums.count, sums.flat, sums.parameters, sums.names))
-        self._has_failed = False
-        return called
+        try:
+            return self._sums.call(GradBucket(sums.index, sums.count, sums.flat, sums.parameters, sums.names))
+        except BaseException:
+            self._has_failed = True
+            raise
 
-    def end(self, used: Sequence[bool], error: BaseException | None = None) -> _There:
-        """See `Backward`. Only this process is known, so a gradient is ``None`` if no slot has used the parameter."""
-        return _There(used)
+    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> _Known:
+        """See `ReducerPass`. A gradient is ``None`` if no slot has used the parameter."""
+        return _Known(used)
 
 
-class _There:
+class _Known:
     """What is known at once. Who waits for the end of a pass has waited for its buckets before."""
 
     def __init__(self, value: Sequence[bool]) -> None:
@@ -278,7 +276,7 @@ class Called:
         self._device = bucket.buffer().device
         self._stream = None if self._device.type == "cpu" else kept_stream(self._device, "hooks")
         with self._stream_set(bucket.buffer(), summed):
-            self.future = hook.begin(bucket)
+            self.future = hook.call(bucket)
         self._was_done = self.future.done()
         self._event = None if self._stream is None else Event(self._stream)
 

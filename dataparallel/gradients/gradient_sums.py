@@ -1,28 +1,15 @@
-"""Gradients of persistent replicas: summed into the source during backward, or kept on the slots until a later one.
+"""Gradients of persistent replicas: summed into the source during backward, or left on the slots until a later one.
 
-Each bucket of parameters has one `PersistentToSlots` node that many passes use. Its backward runs once in each pass,
-when the last slot has the bucket's gradients. Which of the bucket's parameters get a ``.grad`` in this pass is asked of
-the engine, because ``backward(inputs=...)`` may write only some of them.
-
-- If sums are on, a parameter whose ``.grad`` is written gets the sum and the gradients that are kept for it. Gradients
-  that are kept for other parameters are added at the end of the pass, so that every ``.grad`` is that of one device.
-- If sums are off, it gets slot 0's gradient, and the gradients of the other slots are kept. Those that are kept for
-  other parameters stay.
-- A pass that writes no ``.grad`` (``torch.autograd.grad``) gets the sum of its own gradients. Kept gradients stay.
-- A pass that is recorded always gets sums, and the gradients that are kept for the parameters that it reaches: it does
-  not add to ``.grad`` in place, but puts another tensor there.
-
-The user may throw gradients away. So kept gradients are void, and dropped, if the source's ``.grad`` is ``None``, is
-another tensor, or has been set to zero. ``forms.persistent_tensors`` makes the nodes. ``autograd.bucket_nodes``
-brings the gradients of the slots.
+Each bucket of parameters has one `PersistentToSlots` node that many passes use. What waits belongs to the module.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -37,11 +24,26 @@ from dataparallel.comm.streams.current import streams_joined, streams_set
 
 
 class PersistentToSlots(ToSlots):
-    """A bucket's node, used by many passes. ``node.waiting`` is its `WaitingBucket`.
+    """A bucket's node, used by many passes. ``node.bucket`` is its `SourceBucket`.
 
-    Its last input is a token: the last output of the node that was made before it. So the engine runs this node before
-    that one, and every pass launches sums in the same order, whatever the order in which gradients arrive. Collectives
-    with other machines, which are to follow the sums, need one order everywhere.
+    Its backward runs once in each pass, when the last slot has the bucket's gradients. Its last input is a token: the
+    last output of the node that was made before it. So the engine runs this node before that one, and every pass
+    launches sums in the same order, whatever the order in which gradients arrive. Collectives with other machines,
+    which are to follow the sums, need one order everywhere.
+
+    Which of the bucket's parameters get a ``.grad`` in this pass is asked of the engine, because
+    ``backward(inputs=...)`` may write only some of them.
+
+    - If sums are on, a parameter whose ``.grad`` is written gets the sum and the gradients that wait for it. Gradients
+      that wait for other parameters are added at the end of the pass, so that every ``.grad`` is that of one device.
+    - If sums are off, it gets slot 0's gradient, and the gradients of the other slots wait. Those that wait for other
+      parameters stay.
+    - A pass that writes no ``.grad`` (``torch.autograd.grad``) gets the sum of its own gradients. What waits stays.
+    - A pass that is recorded always gets sums, and the gradients that wait for the parameters that it reaches: it does
+      not add to ``.grad`` in place, but puts another tensor there.
+
+    The user may throw gradients away. So gradients that wait are void, and dropped, if the source's ``.grad`` is
+    ``None``, is another tensor, or has been set to zero.
     """
 
     @staticmethod
@@ -54,20 +56,20 @@ class PersistentToSlots(ToSlots):
     @staticmethod
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
         """The sums over the slots, or slot 0's gradients."""
-        waiting: WaitingBucket = ctx.waiting
+        bucket: SourceBucket = ctx.bucket
         from_source = next(following for following, _ in ctx.next_functions if following is not None)
-        reached, written = reached_sources(from_source, waiting.sources)
+        reached, written = reached_sources(from_source, bucket.sources)
         by_slot = ToSlots.brought(envelopes[:-1])
         if not reached:  # only the order of the nodes makes the engine run this one
             return None, None, None, None
+        sums = bucket.sums
         with ToSlots.computing_streams_set(ctx):
             if written:
-                if waiting.may_keep and not torch.is_grad_enabled():
-                    return None, None, ToSlots.handed_on(ctx, waiting.keep(by_slot, written)), None
-                taken = waiting.take_kept(written)
-                if taken:
+                if bucket.has_leaves_only and not sums.are_on and not torch.is_grad_enabled():
+                    return None, None, ToSlots.handed_on(ctx, sums.keep(bucket, by_slot, written)), None
+                if taken := sums.take(bucket, written):
                     with ToSlots.adding_streams_set(ctx):
-                        by_slot = waiting.added(by_slot, taken)
+                        by_slot = bucket.added(by_slot, taken)
             return None, None, ToSlots.summed(ctx, by_slot), None
 
 
@@ -90,53 +92,50 @@ def reached_sources(from_source: Any, sources: Sequence[Tensor]) -> tuple[bool, 
     return reached, written
 
 
-class GradientSums:
-    """The buckets of one module, and the switch of their sums.
+class SourceBucket:
+    """The parameters and buffers of the user's module that are in one bucket.
 
     Attributes:
-        are_on: if true, a pass sums gradients, else it keeps them on the slots.
+        sums: those of the module.
+        sources: the tensors.
+        streams: the computing streams of the forward that uses the bucket.
+        has_leaves_only: false if a buffer is the result of a computation. Such a buffer has no ``.grad``.
     """
 
-    def __init__(self) -> None:
-        self.are_on = True
-        # Weak references: a bucket belongs to its node, and refers to this object.
-        self._buckets: list[weakref.ref[WaitingBucket]] = []
+    def __init__(
+        self, sums: GradientSums, sources: Sequence[Tensor], streams: dict[torch.device, torch.Stream]
+    ) -> None:
+        self.sums, self.sources, self.streams = sums, list(sources), streams
+        self.has_leaves_only = all(source.is_leaf for source in sources)
 
-    @property
-    def buckets(self) -> list[WaitingBucket]:
-        """The buckets whose nodes still exist."""
-        return [bucket for found in self._buckets if (bucket := found()) is not None]
+    def as_lists(self, by_slot: Sequence[SlotGradients | None]) -> list[list[Tensor | None]]:
+        """The gradients of each slot, by position."""
+        return [[None] * len(self.sources) if of_slot is None else of_slot.as_list() for of_slot in by_slot]
 
-    def use(self, buckets: Sequence[WaitingBucket]) -> None:
-        """Replaces the buckets. Graphs over the former ones may still wait for their backward."""
-        for former in self.buckets:
-            former.is_in_use = False
-        for bucket in buckets:
-            bucket.is_in_use = True
-        self._buckets = [*map(weakref.ref, buckets)]
-
-    def add_when_the_pass_ends(self) -> None:
-        """Calls `add_kept` at the end of the running pass, once for all buckets that ask for it."""
-        running = running_pass()
-        if running.is_first((self, "add_kept")):
-            running.on_end(lambda ok: self.add_kept() if ok else None)
-
-    def add_kept(self) -> None:
-        """Adds kept gradients to the source's ``.grad``, except void ones."""
-        for bucket in self.buckets:
-            bucket.add_kept()
-
-    def drop_void(self) -> None:
-        """Frees kept gradients that are void."""
-        for bucket in self.buckets:
-            bucket.drop_void()
+    def added(
+        self, by_slot: Sequence[SlotGradients | None], taken: Mapping[tuple[int, int], Kept]
+    ) -> list[SlotGradients | None]:
+        """The gradients of this pass plus those that `GradientSums.take` has taken, on the current streams."""
+        unflattened = [None if of_slot is None else of_slot.unflattened() for of_slot in by_slot]
+        for of_slot in unflattened:
+            if of_slot is not None:
+                of_slot.receive_others()
+        lists = self.as_lists(unflattened)
+        positions = {id(source): position for position, source in enumerate(self.sources)}
+        for (slot, source), kept in taken.items():
+            position = positions[source]
+            grad = lists[slot][position]
+            lists[slot][position] = kept.received() if grad is None else kept.received() + grad
+        return [*map(SlotGradients, lists)]
 
 
 class Kept(NamedTuple):
-    """A kept gradient. ``made`` is as in `SlotGradients`."""
+    """A gradient that waits on its slot. ``made`` is as in `SlotGradients`."""
 
+    source: Tensor
     grad: Tensor
     made: Made | None
+    streams: dict[torch.device, torch.Stream]  # the computing streams of the forward
 
     def received(self) -> Tensor:
         """The gradient, ready for the current stream of its device."""
@@ -146,151 +145,157 @@ class Kept(NamedTuple):
 
 
 class FormerGrad:
-    """A source's ``.grad`` and its version, as they were when gradients were kept for it."""
+    """The ``.grad`` of a source that gradients wait for, and its version, at the last look.
 
-    def __init__(self, grad: Tensor | None) -> None:
+    Attributes:
+        sent: the former ``.grad``, where this one is a copy with gradients that have to go on (``reducer_buckets``).
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        self.source = source
+        self.sent: Tensor | None = None
+        self.look()
+
+    def look(self) -> None:
+        """From here on what waits belongs to the ``.grad`` that the source has now."""
+        grad = self.source.grad
         self._grad = None if grad is None else weakref.ref(grad)
         self._version = 0 if grad is None else _torch.version_of(grad)
 
-    def is_void(self, grad: Tensor | None) -> bool:
-        """True if the source's current ``grad`` is another one or has been set to zero. Passes may have added to it."""
+    def is_void(self) -> bool:
+        """True if ``.grad`` is another one or has been set to zero since. Passes may have added to it."""
+        grad = self.source.grad
         if grad is None or self._grad is None or self._grad() is not grad:
             return True
         return _torch.version_of(grad) != self._version and not bool(grad.any())
 
 
-class WaitingBucket:
-    """The kept gradients of one bucket.
+class GradientSums:
+    """The gradients of one module that wait, and the switch of its sums.
+
+    What waits belongs to no graph: the next pass with sums takes it, whatever copies it goes over.
 
     Attributes:
-        is_in_use: true if the next forward uses this bucket. Others keep no gradients: no later pass would add them.
+        are_on: if true, a pass sums gradients, else it leaves them on the slots.
     """
 
-    def __init__(self, sums: GradientSums, sources: Sequence[Tensor], streams: Any) -> None:
-        self.sums = sums
-        self.sources = list(sources)
-        self.is_in_use = False
-        # A buffer that is the result of a computation has no ``.grad``.
-        self._has_leaves_only = all(source.is_leaf for source in sources)
-        self._streams = streams
-        self._kept: dict[tuple[int, int], Kept] = {}  # by slot and source
-        self._former: dict[int, FormerGrad] = {}  # by source
-        # Those that keep gradients here and have not ended: several, if reentrant checkpoints nest one on each slot.
-        self._under_way: set[PassOfBackward] = set()
+    first_that_waits = 1
+    """Slot 0's gradients are in ``.grad`` and do not wait."""
+
+    def __init__(self) -> None:
+        self.are_on = True
+        # By slot and the id of the source; by the id of the source. Values hold the source.
+        self._kept: dict[tuple[int, int], Kept] = {}
+        self._former: dict[int, FormerGrad] = {}
+        # The sources that a pass has left gradients for, until it ends. Reentrant checkpoints nest passes.
+        self._under_way: dict[PassOfBackward, set[int]] = {}
 
     @property
-    def may_keep(self) -> bool:
-        """True if a pass that writes ``.grad`` keeps gradients here."""
-        return self.is_in_use and self._has_leaves_only and not self.sums.are_on
+    def count(self) -> int:
+        """How many gradients wait on the slots."""
+        return len(self._kept)
 
-    def keep(self, by_slot: Sequence[SlotGradients | None], written: set[int]) -> list[Tensor | None]:
-        """Keeps the gradients of all slots but the first for the ``written`` sources; returns the first slot's.
+    def keep(
+        self, bucket: SourceBucket, by_slot: Sequence[SlotGradients | None], written: Set[int]
+    ) -> list[Tensor | None]:
+        """Leaves a bucket's gradients on all slots but the first, for the ``written`` sources; returns the first's.
 
         If only other slots have a gradient, the first one's is zeros: a source's ``.grad`` of ``None`` would say that
-        the kept gradients are void.
+        what waits is void.
         """
-        self.drop_void()
-        first, *others = self._as_lists(by_slot)
+        self.drop_void(bucket.sources)
+        lists = bucket.as_lists(by_slot)
+        first, *others = lists
+        for position in written:
+            if any(grads[position] is not None for grads in lists[self.first_that_waits :]):
+                source = bucket.sources[position]
+                if id(source) not in self._former:
+                    self.begin_to_wait(source)
+                if first[position] is None:
+                    first[position] = torch.zeros_like(source)
         for slot, grads in enumerate(others, start=1):
-            kept = {source: grad for source in written if (grad := grads[source]) is not None}
-            for source in kept:
-                # The ``.grad`` from before this pass, until it ends. If the pass fails, kept gradients belong to that
-                # one; if there was none, they are void.
-                self._former.setdefault(source, FormerGrad(self.sources[source].grad))
-                if first[source] is None:
-                    first[source] = torch.zeros_like(self.sources[source])
             if (of_slot := by_slot[slot]) is not None:
+                kept = [
+                    Kept(bucket.sources[position], grad, of_slot.made, bucket.streams)
+                    for position in written
+                    if (grad := grads[position]) is not None
+                ]
                 self._add(slot, kept, of_slot.made)
-        self._note_pass(written)
-        return [grad if source in written else None for source, grad in enumerate(first)]
+        self._note_pass({id(bucket.sources[position]) for position in written})
+        return [grad if position in written else None for position, grad in enumerate(first)]
 
-    def take_kept(self, written: set[int]) -> dict[tuple[int, int], Kept]:
-        """The gradients that a pass with sums adds to those of the ``written`` sources. They are removed here."""
-        if self.sums.are_on:
-            # Gradients that are kept for sources that this pass does not reach belong to their ``.grad`` too.
-            self.sums.add_when_the_pass_ends()
-        if not self.is_in_use:
-            # After this pass the buckets in use cannot tell from ``.grad`` what is void: it may be another tensor.
-            self.sums.drop_void()
-            if self.sums.are_on or torch.is_grad_enabled():
-                self.sums.add_kept()
-        self.drop_void()
-        return self._take(written)
+    def begin_to_wait(self, source: Tensor) -> None:
+        """Called before a pass writes the source's ``.grad``.
 
-    def added(
-        self, by_slot: Sequence[SlotGradients | None], taken: dict[tuple[int, int], Kept]
-    ) -> list[SlotGradients | None]:
-        """The gradients of this pass plus those that `take_kept` has taken, on the current streams."""
-        unflattened = [None if of_slot is None else of_slot.unflattened() for of_slot in by_slot]
-        for of_slot in unflattened:
-            if of_slot is not None:
-                of_slot.receive_others()
-        lists = self._as_lists(unflattened)
-        for (slot, source), kept in taken.items():
-            grad = lists[slot][source]
-            lists[slot][source] = kept.received() if grad is None else kept.received() + grad
-        return [*map(SlotGradients, lists)]
+        If the pass fails, what waits belongs to this ``.grad``; if there is none, it is void.
+        """
+        self._former[id(source)] = FormerGrad(source)
 
-    def _as_lists(self, by_slot: Sequence[SlotGradients | None]) -> list[list[Tensor | None]]:
-        return [[None] * len(self.sources) if of_slot is None else of_slot.as_list() for of_slot in by_slot]
+    def take(self, bucket: SourceBucket, written: Set[int]) -> dict[tuple[int, int], Kept]:
+        """Removes and returns what waits for the ``written`` sources: the running pass adds it to their gradients."""
+        running = running_pass()
+        if self.are_on and running.is_first((self, "add_kept")):
+            # What waits for sources that this pass does not reach belongs to their ``.grad`` too.
+            running.on_end(lambda ok: self.add_kept() if ok else None)
+        self.drop_void(bucket.sources)
+        return self._take({id(bucket.sources[position]) for position in written})
 
-    def drop_void(self) -> None:
-        """See `GradientSums`. Does nothing while a pass changes ``.grad``, which tells nothing then."""
-        if not self._under_way:
-            former = [*self._former.items()]
-            self._take({source for source, grad in former if grad.is_void(self.sources[source].grad)})
+    def drop_void(self, sources: Sequence[Tensor] | None = None) -> None:
+        """Frees what waits for ``sources``, or for all, and is void. What a pass writes just now tells nothing."""
+        if not self._former:
+            return
+        written: set[int] = set().union(*[*self._under_way.values()])
+        ids = {*self._former} if sources is None else {*map(id, sources)} & self._former.keys()
+        self._take({each for each in ids - written if (former := self._former.get(each)) and former.is_void()})
 
     @torch.no_grad()
     def add_kept(self) -> None:
-        """See `GradientSums`."""
-        if not self._kept:
-            return
+        """Adds what waits to the source's ``.grad``, unless it is void."""
         self.drop_void()
         terms: dict[int, list[Kept]] = defaultdict(list)
-        taken = self._take({source for _, source in [*self._kept]})
-        for (_, source), kept in sorted(taken.items(), key=itemgetter(0)):
-            terms[source].append(kept)
+        for (_, of), kept in sorted(self._take({of for _, of in [*self._kept]}).items(), key=itemgetter(0)):
+            terms[of].append(kept)
         # Kept gradients were made on the streams of the forward; ``.grad`` may have been written on others.
-        with streams_joined(self._streams):
-            for source, of_source in terms.items():
-                parameter = self.sources[source]
-                if parameter.grad is not None:  # else void: the engine still holds a pass that has failed
-                    grads = [kept.received() for kept in of_source]
-                    parameter.grad.add_(comm.reduce_add(grads, parameter.device))
+        for _, group in groupby(terms.values(), lambda of_source: id(of_source[0].streams)):
+            of_forward = [*group]
+            with streams_joined(of_forward[0][0].streams):
+                for of_source in of_forward:
+                    source = of_source[0].source
+                    if source.grad is not None:  # else void: the engine still holds a pass that has failed
+                        source.grad.add_(comm.reduce_add([kept.received() for kept in of_source], source.device))
 
-    def _note_pass(self, written: set[int]) -> None:
+    def _note_pass(self, sources: set[int]) -> None:
         running = running_pass()
-        self._under_way.add(running)
-        running.on_end(partial(self.end_pass, running, written))
+        if running.is_first((self, "keep")):
+            running.on_end(partial(self._end_pass, running))
+        self._under_way[running] = self._under_way.get(running, set()) | sources
 
-    def end_pass(self, ended: PassOfBackward, written: set[int], ok: bool) -> None:
-        """If the pass has succeeded, kept gradients belong from here on to the ``.grad`` that it has written."""
-        self._under_way.discard(ended)
-        if not ok:
-            return
-        for source in written & self._former.keys():
-            grad = self.sources[source].grad
-            if grad is not None:
-                self._former[source] = FormerGrad(grad)
+    def _end_pass(self, ended: PassOfBackward, ok: bool) -> None:
+        """If the pass has succeeded, what waits belongs from here on to the ``.grad`` that it has written."""
+        for each in self._under_way.pop(ended, ()):
+            former = self._former.get(each)
+            if ok and former is not None and former.source.grad is not None:
+                former.look()
 
-    def _add(self, slot: int, grads: dict[int, Tensor], made: Made | None) -> None:
-        """Adds to a slot's kept gradients, by source, on the stream that makes the slot's gradients.
+    def _add(self, slot: int, kept: Sequence[Kept], made: Made | None) -> None:
+        """Adds to the gradients that wait on a slot, on the stream that makes the slot's gradients.
 
         Each step is atomic: passes in several threads may add and take at the same time.
         """
-        while grads:
-            former = {source: kept for source in grads if (kept := self._kept.pop((slot, source), None)) is not None}
+        left = {id(each.source): each for each in kept}
+        while left:
+            former = {each: found for each in left if (found := self._kept.pop((slot, each), None)) is not None}
             if former:
                 with streams_set({} if made is None else {made.stream.device: made.stream}):
-                    for source, kept in former.items():
-                        grads[source] = kept.received() + grads[source]
+                    sums = {each: found.received() + left[each].grad for each, found in former.items()}
                 made = None if made is None else Made(made.stream)
-            for source, grad in [*grads.items()]:
-                if self._kept.setdefault((slot, source), kept := Kept(grad, made)) is kept:
-                    del grads[source]
+                left.update({each: left[each]._replace(grad=total, made=made) for each, total in sums.items()})
+            for each, found in [*left.items()]:
+                if self._kept.setdefault((slot, each), found) is found:
+                    del left[each]
 
     def _take(self, sources: Set[int]) -> dict[tuple[int, int], Kept]:
-        """Removes and returns the gradients that are kept for ``sources``, by slot and source."""
+        """Removes and returns what waits for ``sources``, by slot and source."""
         taken = {}
         for key in [*self._kept]:
             if key[1] in sources and (kept := self._kept.pop(key, None)) is not None:

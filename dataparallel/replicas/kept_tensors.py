@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch, comm, ownership
-from dataparallel.comm.buckets import Bucket, alias, flatten, plan_buckets, unflatten
+from dataparallel.comm.buckets import Bucket, alias, plan_buckets, unflatten
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.build import make_parameters
+from dataparallel.replicas.kept_values import send_buckets
 from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.replicate import copy_tensors, put
 
@@ -167,12 +168,8 @@ class KeptCopies(ReplicaTensors):
                 of_bucket.append(flat)
             put([copies[slot]], positions, [kept.parts])
         parameters = set(plan.parameters)
-        late = []
-        for bucket, flats in zip(self._buckets, targets, strict=True):
-            if arrivals is None or bucket.indices[0] not in parameters:
-                comm.broadcast(flatten(bucket, plan.tensors), out=flats)
-            else:
-                late.append(comm.broadcast_into(flats, bucket, plan.tensors))
+        may_be_late = () if arrivals is None else parameters
+        late = send_buckets(zip(self._buckets, targets, strict=True), plan.tensors, may_be_late)
         if arrivals is not None:
             arrivals.launch(late, plan.read_directly)
         for i in self._singles:

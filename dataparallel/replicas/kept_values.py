@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -77,15 +77,16 @@ class CurrentValues:
 
     def __init__(self, plan: ModulePlan, slots: list[torch.device], by_slot: list[list[Tensor]]) -> None:
         self._tensors, self._slots, self._by_slot = plan.tensors, slots, by_slot
-        self._parameters = set(plan.parameters)
-        recorded = (i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad)
-        self._at_once = plan.read_directly.union(i for i in recorded if i not in self._parameters)
+        recorded = {i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad}
+        self._may_be_late = recorded.union(plan.parameters)
+        self._at_once = plan.read_directly.union(recorded.difference(plan.parameters))
         # What each forward sends: flat buckets and single tensors, each with the memory that receives it, and sparse
         # tensors, each with whether every slot has its own copy.
         self._flat: list[tuple[Bucket, list[Tensor]]] = []
         self._singles: list[tuple[int, list[Tensor]]] = []
         self._sparse: list[tuple[int, bool]] = []
         self._versions: list[int] = []
+        self._in_pass = -1  # the number of the backward in which the copies have got values
 
     def send_at_each_forward(self, indices: list[int], cap_bytes: int, own: bool) -> None:
         """Has `refresh` fill the memory of copies that were just made, as one buffer if it is in one piece.
@@ -112,7 +113,7 @@ class CurrentValues:
 
     def note_versions(self) -> None:
         """The copies were just made from the versions that the source's tensors have now."""
-        self._versions = _versions(self._tensors)
+        self._versions, self._in_pass = _versions(self._tensors), _torch.current_graph_task_id()
 
     def _slots_with_memory(self, source: torch.device, own: bool) -> list[int]:
         """One slot for each copy that has its own memory. Tensors come from the device ``source``."""
@@ -124,28 +125,30 @@ class CurrentValues:
 
     @torch.no_grad()
     def refresh(self, arrivals: Arrivals | None = None) -> None:
-        """Gives the copies current values. ``arrivals``: parameters may still be on their way when this returns."""
-        tensors = self._tensors
-        late = []
-        for bucket, copies in self._flat:
-            first = bucket.indices[0]
-            is_of_parameters = first in self._parameters or tensors[first].requires_grad
-            if arrivals is None or not is_of_parameters:
-                comm.broadcast(flatten(bucket, tensors), out=copies)
-            else:
-                late.append(comm.broadcast_into(copies, bucket, tensors))
+        """Gives the copies current values. ``arrivals``: parameters may still be on their way when this returns.
+
+        A second forward inside one backward, as checkpoints run it, sends nothing that the first one has sent: threads
+        of other devices still compute gradients from these copies, and nothing orders them after another write.
+        """
+        tensors, versions = self._tensors, _versions(self._tensors)
+        former, self._in_pass = self._in_pass, _torch.current_graph_task_id()
+        is_second = self._in_pass == former != -1
+        sent = {i for i, version in enumerate(versions) if is_second and version == self._versions[i]}
+        flat = [each for each in self._flat if not sent.issuperset(each[0].indices)]
+        late = send_buckets(flat, tensors, () if arrivals is None else self._may_be_late)
         if arrivals is not None:
             self.launch(late, arrivals)
         for i, copies in self._singles:
-            for copy in copies:
+            for copy in copies if i not in sent else ():
                 note_copy("direct", tensors[i], copy.device)
                 copy.copy_(tensors[i])
         for i, own in self._sparse:  # in new memory: a write may replace its indices
-            sent = comm.broadcast_coalesced([tensors[i]], self._slots, own_storage=own)
-            for on_slot, (values,) in zip(self._by_slot, sent, strict=True):
+            if i in sent:
+                continue
+            on_slots = comm.broadcast_coalesced([tensors[i]], self._slots, own_storage=own)
+            for on_slot, (values,) in zip(self._by_slot, on_slots, strict=True):
                 if on_slot[i] is not tensors[i]:
                     on_slot[i].data = values
-        versions = _versions(tensors)
         if versions != self._versions:
             changed = [i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new]
             # Slot 0's copies share the source's versions.
@@ -160,6 +163,22 @@ class CurrentValues:
         constant = [broadcast for broadcast in late if not self._tensors[broadcast.indices[0]].requires_grad]
         merged = heapq.merge(recorded, constant, key=lambda broadcast: min(broadcast.indices))
         arrivals.launch(merged, self._at_once)
+
+
+def send_buckets(
+    flat: Iterable[tuple[Bucket, list[Tensor]]], tensors: Sequence[Tensor], may_be_late: Collection[int]
+) -> list[FlatBroadcast]:
+    """Sends the tensors of each bucket to its flat buffers. Buckets of those that may be late are left to the caller.
+
+    ``may_be_late`` are positions of tensors; returned are the broadcasts of their buckets, to be launched.
+    """
+    late = []
+    for bucket, buffers in flat:
+        if bucket.indices[0] in may_be_late:
+            late.append(comm.broadcast_into(buffers, bucket, tensors))
+        else:
+            comm.broadcast(flatten(bucket, tensors), out=buffers)
+    return late
 
 
 def has_strides(tensor: Tensor) -> bool:

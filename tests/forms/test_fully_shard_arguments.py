@@ -58,7 +58,7 @@ class TestWhatItTakes:
         assert [*map(id, made["parameters"])] == [*map(id, parameters)]
         assert made["options"].slots == [torch.device(slot) for slot in slots]
         assert made["placements"] == [Shard(0)] * len(parameters)
-        assert (made["reshard_after_forward"], made["is_reshard_automatic"]) == (True, True)
+        assert made["reshard_after_forward"] is None
         assert (made["mp_policy"], made["offload_policy"]) == (MixedPrecisionPolicy(), OffloadPolicy())
         assert (made["ignored_parameters"], made["options"].output_device, made["options"].dim) == ([], None, 0)
 
@@ -69,7 +69,7 @@ class TestWhatItTakes:
         fully_shard(net, devices=slots, reshard_after_forward=2, **policies, **options)
         assert {name: given[0][name] for name in policies} == policies
         assert {name: getattr(given[0]["options"], name) for name in options} == options
-        assert (given[0]["reshard_after_forward"], given[0]["is_reshard_automatic"]) == (2, False)
+        assert given[0]["reshard_after_forward"] == 2
 
     def test_a_unit_has_what_its_children_leave(self, net, slots, given):
         names = {id(parameter): name for name, parameter in net.named_parameters()}

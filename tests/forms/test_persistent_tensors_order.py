@@ -8,7 +8,7 @@ from persistent import Branched, loss, numbers, settled, tensors_of, with_persis
 from torch import Tensor, nn
 
 from dataparallel.autograd.bucket_nodes import OnSlot, ToSlots
-from dataparallel.gradients.gradient_sums import WaitingBucket
+from dataparallel.gradients.gradient_sums import GradientSums, SourceBucket
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -54,17 +54,18 @@ def test_sums_are_launched_in_the_order_of_buckets(
     wrapped = with_persistent_replicas(net, slots)
     for _ in range(2):
         loss(wrapped(x, [0, 1, 2, 3, 4])).backward()
-    take_kept = WaitingBucket.take_kept
-    assert len(tensors_of(wrapped).copies.buckets) > 3
+    take = GradientSums.take
+    copies = tensors_of(wrapped).copies
+    assert len(copies.buckets) > 3
+    numbers = {id(copies.plan.tensors[group[0]]): number for number, group in enumerate(copies.buckets)}
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4], [3, 1]):
         launched: list[int] = []
-        buckets = tensors_of(wrapped).sums.buckets[::-1]  # made from the last to the first
 
-        def noted(bucket: WaitingBucket, *arguments, launched=launched, buckets=buckets):
-            launched.append(buckets.index(bucket))
-            return take_kept(bucket, *arguments)
+        def noted(sums: GradientSums, bucket: SourceBucket, *arguments, launched=launched):
+            launched.append(numbers[id(bucket.sources[0])])
+            return take(sums, bucket, *arguments)
 
-        monkeypatch.setattr(WaitingBucket, "take_kept", noted)
+        monkeypatch.setattr(GradientSums, "take", noted)
         loss(wrapped(x, order)).backward()
         assert launched == sorted(launched)
         assert len(launched) >= len(order) - 1

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed.fsdp as theirs
 
-from dataparallel.forms import policies
-from dataparallel.forms.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from dataparallel import composable
+from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 
 @pytest.mark.parametrize("name", ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"])
@@ -15,7 +15,7 @@ def test_fields_and_defaults_are_those_of_torch(name):
     def fields(cls):
         return [(field.name, field.default) for field in dataclasses.fields(cls)]
 
-    ours = fields(getattr(policies, name))
+    ours = fields(getattr(composable, name))
     assert ours == fields(getattr(theirs, name))[: len(ours)]  # torch 2.15 has one more
 
 

@@ -67,19 +67,23 @@ def keep(rank: int, devices: list[torch.device]) -> list[Any]:
     before = gradients(model)
     with model.no_sync():
         loss_of(model(x)).backward()
-        kept = gradients(model)
+    kept = gradients(model)
     model.zero_grad()
     with model.no_sync():
         loss_of(model(x)).backward()
-    zeros = gradients(model)
-    return [before, kept, zeros]
+    alone = gradients(model)
+    return [[a if b is None else a + b for a, b in zip(before, alone, strict=True) if a is not None], kept, alone]
 
 
-def test_until_they_are_summed_grad_stays_as_it_is_or_is_zeros() -> None:
-    for before, kept, zeros in on_machines(keep):
-        assert_close(kept, before)
-        assert all(grad is None or not grad.any() for grad in zeros)
-        assert any(grad is not None for grad in zeros)
+def test_until_they_are_summed_grad_has_what_it_had_and_those_of_slot_0() -> None:
+    for rank, (expected, kept, alone) in enumerate(on_machines(keep)):
+        assert_close([grad for grad in kept if grad is not None], expected)
+        model, x = build(torch.device("cpu")), batch_of(rank, 0)
+        first, *others = x.chunk(2)
+        loss_of(torch.cat([model(first), *(model(chunk).detach() for chunk in others)])).backward()
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        shown = [torch.zeros_like(zeros) if grad is None else grad for zeros, grad in zip(found, alone, strict=True)]
+        assert_close(shown, found)
 
 
 def throw_away(rank: int, devices: list[torch.device]) -> list[Any]:

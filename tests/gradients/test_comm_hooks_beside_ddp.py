@@ -48,9 +48,15 @@ def test_where_only_the_hook_knows_the_group(name: str) -> None:
     on_machines(by_the_hook_alone, name)
 
 
-def several_matrices(rank: int, devices: list[torch.device], options: dict) -> list[list[torch.Tensor]]:
+def powers_in_several_buckets(rank: int, devices: list[torch.device]) -> list[list[torch.Tensor]]:
     """The gradients of steps with PowerSGD and several buckets."""
-    model = replicate(build().to(devices[0]), devices=devices, first_bucket_mb=FEW_KB, bucket_cap_mb=FEW_KB, **options)
+    model = replicate(
+        build().to(devices[0]),
+        devices=devices,
+        first_bucket_mb=FEW_KB,
+        bucket_cap_mb=FEW_KB,
+        process_group=torch.distributed.group.WORLD,
+    )
     model.register_comm_hook(*hook_of("powerSGD"))
     steps = []
     for step in range(4):
@@ -58,10 +64,6 @@ def several_matrices(rank: int, devices: list[torch.device], options: dict) -> l
         model(batch(rank, step).to(devices[0])).square().mean().backward()
         steps.append([each.grad.cpu().clone() for each in model.parameters()])
     return steps
-
-
-def powers_in_several_buckets(rank: int, devices: list[torch.device]) -> list[list[torch.Tensor]]:
-    return several_matrices(rank, devices, {"process_group": torch.distributed.group.WORLD})
 
 
 def test_power_sgd_in_several_buckets_leaves_the_same_on_all_ranks() -> None:

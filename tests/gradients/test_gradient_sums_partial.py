@@ -1,6 +1,6 @@
 """Passes that write only some gradients, ``backward(inputs=...)``, mixed with others, end as on one device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,21 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import assert_same_loop, mean_square, waits
-from persistent import (
-    Branched,
-    assert_same,
-    build,
-    gradients,
-    kept_on_slots,
-    loss,
-    numbers,
-    tensors_of,
-    with_persistent_replicas,
-)
+from persistent import Branched, assert_same, loss, numbers, tensors_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel import DataParallel, comm
+from dataparallel import comm
 from dataparallel.testing.cases import seeded
 
 pytestmark = [
@@ -41,79 +31,55 @@ SUBSETS = [
 ]
 
 
-def inputs_of(module: nn.Module, names: list[str]) -> list[Tensor]:
+def inputs_of(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
     return [module.get_parameter(name) for name in names]
 
 
 @pytest.fixture
-def wrapped(net: Branched, slots: list, root: torch.device) -> DataParallel:
-    """After the steps in which the order of gradients is learnt."""
-    wrapped = with_persistent_replicas(net, slots)
-    for _ in range(2):
-        loss(wrapped(numbers(root, 2 * len(slots)))).backward()
-        net.zero_grad()
-    return wrapped
+def learnt(both: Any) -> Any:
+    both.learn()
+    return both
 
 
 @pytest.mark.parametrize("names", SUBSETS, ids=", ".join)
-def test_what_waits_is_there_when_a_pass_has_ended_that_reaches_some(
-    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, names: list[str]
-) -> None:
+def test_what_waits_is_there_when_a_pass_has_ended_that_reaches_some(learnt: Any, names: list[str]) -> None:
     for _ in range(2):
-        for call, module in ((wrapped, net), (twin, twin)):
-            module.zero_grad()
-            tensors_of(wrapped).sums.are_on = False
-            loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
-            assert kept_on_slots(wrapped) > 0 or module is twin
-            tensors_of(wrapped).sums.are_on = True
-            loss(call(numbers(root, 2 * len(slots), seed=2))).backward(inputs=inputs_of(module, names))
-        assert kept_on_slots(wrapped) == 0
-        assert_same(gradients(net), gradients(twin))
-        for call in (wrapped, twin):
-            loss(call(numbers(root, 2 * len(slots), seed=3))).backward()
-        assert_same(gradients(net), gradients(twin))
+        learnt.zero_grad()
+        learnt.backward(learnt.x(1), False)
+        assert learnt.kept() > 0
+        learnt.backward(learnt.x(2), names=names)
+        assert learnt.kept() == 0
+        learnt.compare()
+        learnt.backward(learnt.x(3))
+        learnt.compare()
 
 
 @pytest.mark.parametrize("names", SUBSETS, ids=", ".join)
-def test_a_pass_that_keeps_gradients_keeps_those_that_it_writes(
-    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, names: list[str]
-) -> None:
-    tensors_of(wrapped).sums.are_on = False
-    for call, module in ((wrapped, net), (twin, twin)):
-        loss(call(numbers(root, 2 * len(slots), seed=1))).backward(inputs=inputs_of(module, names))
-    written = {name for name, parameter in net.named_parameters() if parameter.grad is not None}
-    assert written == {*names}
-    sources = [bucket.sources[source] for bucket in tensors_of(wrapped).sums.buckets for _, source in bucket._kept]
-    assert {id(source) for source in sources} == {id(parameter) for parameter in inputs_of(net, names)}
-    tensors_of(wrapped).sums.are_on = True
-    for call in (wrapped, twin):
-        loss(call(numbers(root, 2 * len(slots), seed=2))).backward()
-    assert_same(gradients(net), gradients(twin))
+def test_a_pass_that_keeps_gradients_keeps_those_that_it_writes(learnt: Any, names: list[str]) -> None:
+    learnt.backward(learnt.x(1), False, names)
+    assert {name for name, parameter in learnt.net.named_parameters() if parameter.grad is not None} == {*names}
+    sources = [kept.source for kept in tensors_of(learnt.wrapped).sums._kept.values()]
+    assert {*map(id, sources)} == {*map(id, inputs_of(learnt.net, names))}
+    learnt.backward(learnt.x(2))
+    learnt.compare()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_hooks_see_the_complete_sum(
-    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, name: str
-) -> None:
+def test_hooks_see_the_complete_sum(learnt: Any, name: str) -> None:
     """The parameter that the pass reaches need not be the first of its bucket."""
-    seen: list[list[Tensor | None]] = []
-    for call, module in ((wrapped, net), (twin, twin)):
-        tensors_of(wrapped).sums.are_on = False
-        loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
-        tensors_of(wrapped).sums.are_on = True
-        seen.append([])
-        (parameter,) = inputs_of(module, [name])
-        parameter.register_post_accumulate_grad_hook(lambda p, seen=seen[-1]: seen.append(p.grad.clone()))
-        loss(call(numbers(root, 2 * len(slots), seed=2))).backward(inputs=[parameter])
+    learnt.backward(learnt.x(1), False)
+    seen: list[list[Tensor]] = [[], []]
+    for module, found in zip(learnt.modules, seen, strict=True):
+        parameter = module.get_parameter(name)
+        parameter.register_post_accumulate_grad_hook(lambda p, found=found: found.append(p.grad.clone()))
+    learnt.backward(learnt.x(2), names=[name])
     assert len(seen[0]) == 1
     assert_same(*seen)
 
 
-def test_a_bucket_that_is_not_reached_sends_nothing(
-    wrapped: DataParallel, net: Branched, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_that_is_not_reached_sends_nothing(learnt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its node runs nevertheless, because the order of sums needs it."""
-    assert len(tensors_of(wrapped).sums.buckets) > 2
+    assert len(tensors_of(learnt.wrapped).copies.buckets) > 2
     sums: list[Any] = []
     for name in ("add_flat", "reduce_add_coalesced"):
         plain: Callable = getattr(comm, name)
@@ -122,32 +88,26 @@ def test_a_bucket_that_is_not_reached_sends_nothing(
         )
     for name in NAMES:
         sums.clear()
-        loss(wrapped(numbers(root, 2 * len(slots)))).backward(inputs=inputs_of(net, [name]))
+        loss(learnt.wrapped(learnt.x())).backward(inputs=inputs_of(learnt.net, [name]))
         assert len(sums) == 1
-        sums.clear()
-        torch.autograd.grad(loss(wrapped(numbers(root, 2 * len(slots)))), inputs_of(net, [name]))
-        assert len(sums) == 1
+        torch.autograd.grad(loss(learnt.wrapped(learnt.x())), inputs_of(learnt.net, [name]))
+        assert len(sums) == 2
 
 
 @pytest.mark.parametrize("are_on", [True, False])
-def test_a_recorded_pass_loses_nothing(
-    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, are_on: bool
-) -> None:
+def test_a_recorded_pass_loses_nothing(learnt: Any, are_on: bool) -> None:
     """It puts another tensor in the place of ``.grad``."""
-    for call in (wrapped, twin):
-        tensors_of(wrapped).sums.are_on = False
-        loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
-        tensors_of(wrapped).sums.are_on = are_on
-        loss(call(numbers(root, 2 * len(slots), seed=2))).backward(create_graph=True)
-    assert kept_on_slots(wrapped) == 0
-    assert_same([each.detach() for each in gradients(net)], [each.detach() for each in gradients(twin)])
-    tensors_of(wrapped).sums.are_on = True
-    for module in (net, twin):
+    learnt.backward(learnt.x(1), False)
+    learnt.backward(learnt.x(2), are_on, create_graph=True)
+    assert learnt.kept() == 0
+    learnt.compare()
+    learnt.sums_are(True)
+    for module in learnt.modules:
         penalty = sum(parameter.grad.square().sum() for parameter in module.parameters())
         for parameter in module.parameters():
             parameter.grad = None
         penalty.backward()
-    assert_same(gradients(net), gradients(twin))
+    learnt.compare()
 
 
 class Computed(nn.Module):
@@ -178,18 +138,16 @@ def test_gradients_of_a_buffer_that_was_computed_do_not_wait(slots: list, root: 
     assert_same_loop(loop, slots, seeded(Computed))
 
 
-def test_a_question_that_goes_through_a_computed_buffer_takes_nothing(slots: list, root: torch.device) -> None:
-    net = seeded(Computed)().to(root)
-    wrapped = with_persistent_replicas(net, slots)
-    net.squared = net.scale.square()
-    x = numbers(root, 2 * len(slots))
+def test_a_question_that_goes_through_a_computed_buffer_takes_nothing(both_of: Callable) -> None:
+    both = both_of(lambda root: seeded(Computed)().to(root))
+    both.net.squared = both.net.scale.square()
     for are_on in (True, True, False):
-        tensors_of(wrapped).sums.are_on = are_on
-        loss(wrapped(x)).backward(inputs=[net.linear.weight], retain_graph=True)
-    tensors_of(wrapped).sums.are_on = True
-    before = kept_on_slots(wrapped)
-    torch.autograd.grad(loss(wrapped(x)), [net.scale])
-    assert kept_on_slots(wrapped) == before > 0
+        both.sums_are(are_on)
+        loss(both.wrapped(both.x())).backward(inputs=[both.net.linear.weight], retain_graph=True)
+    both.sums_are(True)
+    before = both.kept()
+    torch.autograd.grad(loss(both.wrapped(both.x())), [both.net.scale])
+    assert both.kept() == before > 0
 
 
 class Checkpointed(Branched):
@@ -197,20 +155,14 @@ class Checkpointed(Branched):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
-@pytest.mark.parametrize("rounds", [6])
-def test_with_reentrant_checkpoints_nothing_counts_twice(slots: list, root: torch.device, rounds: int) -> None:
+def test_with_reentrant_checkpoints_nothing_counts_twice(both: Any) -> None:
     """Each slot has its own inner pass, and several of these run at the same time."""
-    net, twin = build(root), build(root)
-    net.__class__ = twin.__class__ = Checkpointed
-    wrapped = with_persistent_replicas(net, slots)
-    for step in range(3 * rounds):
-        tensors_of(wrapped).sums.are_on = step % 3 == 2
-        x = numbers(root, 2 * len(slots), seed=step).requires_grad_()
-        for call in (wrapped, twin):
-            loss(call(x)).backward()
+    both.net.__class__ = both.twin.__class__ = Checkpointed
+    for step in range(18):
+        both.backward(both.x(step % 3).requires_grad_(), step % 3 == 2)
         if step % 3 == 2:
-            assert kept_on_slots(wrapped) == 0
-            assert_same(gradients(net), gradients(twin))
+            assert both.kept() == 0
+            both.compare()
 
 
 subsets = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True)
@@ -228,62 +180,49 @@ operations = st.one_of(
 class Program:
     """Operations on a module and on its twin, in step."""
 
-    def __init__(self, slots: list, root: torch.device) -> None:
-        self.slots, self.root = slots, root
-        self.net, self.twin = build(root), build(root)
-        self.wrapped = with_persistent_replicas(self.net, slots)
-        self.outputs: list[tuple[Tensor, Tensor]] = []  # of forwards that have had no backward
-        self.calls = 0
+    def __init__(self, both: Any) -> None:
+        self.both = both
+        self.outputs: list[list[Tensor]] = []  # of forwards that have had no backward
+        self.number_of_calls = 0
         self.were_zeroed = False
 
     def run(self, operation: tuple) -> None:
         kind, *arguments = operation
         getattr(self, kind)(*arguments)
-        if kept_on_slots(self.wrapped) == 0:
-            self.compare()
-
-    def compare(self) -> None:
-        found, expected = (
-            [None if grad is None else grad.detach() for grad in gradients(module)] for module in (self.net, self.twin)
-        )
-        assert_same(found, expected)
-
-    def both(self) -> tuple[Branched, Branched]:
-        return self.net, self.twin
+        if self.both.kept() == 0:
+            self.both.compare()
 
     def forward(self, is_positive: bool = False) -> None:
         """With positive numbers nobody uses the branch."""
-        self.calls += 1
-        x = numbers(self.root, 2 * len(self.slots), seed=self.calls, positive=is_positive)
-        self.outputs.append((loss(self.wrapped(x)), loss(self.twin(x))))
+        self.number_of_calls += 1
+        x = numbers(self.both.root, 2 * len(self.both.slots), seed=self.number_of_calls, positive=is_positive)
+        self.outputs.append([loss(call(x)) for call, _ in self.both.calls])
         self.were_zeroed = False
 
     def backward(self, are_on: bool, names: list[str] | None, create_graph: bool) -> None:
         if not self.outputs:
             self.forward()
-        tensors_of(self.wrapped).sums.are_on = are_on
-        for value, module in zip(self.outputs.pop(), self.both(), strict=True):
+        self.both.sums_are(are_on)
+        for value, module in zip(self.outputs.pop(), self.both.modules, strict=True):
             value.backward(inputs=None if names is None else inputs_of(module, names), create_graph=create_graph)
         if are_on:
-            assert kept_on_slots(self.wrapped) == 0
+            assert self.both.kept() == 0
 
     def grad(self, names: list[str]) -> None:
-        before = kept_on_slots(self.wrapped)
         if not self.outputs:
             self.forward()
-            before = kept_on_slots(self.wrapped)
+        before = self.both.kept()
         values = self.outputs.pop()
         found, expected = (
             [*torch.autograd.grad(value, inputs_of(module, names), allow_unused=True)]
-            for value, module in zip(values, self.both(), strict=True)
+            for value, module in zip(values, self.both.modules, strict=True)
         )
         assert_same(found, expected)
-        assert kept_on_slots(self.wrapped) == before
+        assert self.both.kept() == before
 
     def zero(self, to_none: bool, names: list[str] | None) -> None:
-        for module in self.both():
-            for name in NAMES if names is None else names:
-                parameter = module.get_parameter(name)
+        for module in self.both.modules:
+            for parameter in inputs_of(module, NAMES if names is None else names):
                 if to_none:
                     parameter.grad = None
                 elif parameter.grad is not None:
@@ -294,20 +233,20 @@ class Program:
         """Not after zeros that no forward has seen: a sum on top of them would hide that gradients were thrown away."""
         if self.were_zeroed:
             return
-        for module in self.both():
+        for module in self.both.modules:
             sum(parameter.square().sum() for parameter in inputs_of(module, names)).backward()
 
     def step(self) -> None:
-        if kept_on_slots(self.wrapped) == 0:
+        if self.both.kept() == 0:
             self.outputs.clear()
-            for module in self.both():
+            for module in self.both.modules:
                 torch.optim.SGD(module.parameters(), lr=1e-3).step()
 
 
 @pytest.mark.slots(2, long=[3])
 @given(program=st.lists(operations, min_size=2, max_size=14))
-def test_any_program_equals_one_device_whenever_all_is_summed(slots: list, root: torch.device, program: list) -> None:
-    running = Program(slots, root)
+def test_any_program_equals_one_device_whenever_all_is_summed(both_of: Callable, program: list) -> None:
+    running = Program(both_of())
     for operation in (*program, ("backward", True, None, False)):
         running.run(operation)
-    running.compare()
+    running.both.compare()

@@ -13,7 +13,7 @@ from over_machines import CAP_MB, FIRST_MB, Branches, assert_close, batch_of, bu
 from torch import Tensor
 
 from dataparallel.composable import replicate
-from dataparallel.gradients.after_slots import BucketSum
+from dataparallel.gradients.ordered_pass import BucketSum
 
 
 class Arrived:
@@ -27,7 +27,7 @@ class Arrived:
 
 
 class Recorder:
-    """An `AfterSlots` of one process that notes its calls. ``change`` makes what arrives of a sum."""
+    """An `Reducer` of one process that notes its calls. ``change`` makes what arrives of a sum."""
 
     def __init__(self, change: Callable[[Tensor], Tensor] = lambda flat: flat) -> None:
         self.change = change
@@ -37,7 +37,7 @@ class Recorder:
         self.ends: list[tuple[Sequence[bool], BaseException | None]] = []
         self.failures: list[BaseException] = []
 
-    def begin(self, contents: str) -> Recorder:
+    def begin_pass(self, contents: str) -> Recorder:
         self.passes.append(Recorder(self.change))
         self.passes[-1].contents = contents
         return self.passes[-1]
@@ -49,14 +49,14 @@ class Recorder:
         self.launched.append(sums)
         return Arrived(lambda: self.change(sums.flat))
 
-    def end(self, used: Sequence[bool], error: BaseException | None = None) -> Arrived:
+    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> Arrived:
         self.ends.append((used, error))
         return Arrived(lambda: used)
 
 
 def followed(net: Branches, slots: list, recorder: Recorder) -> Any:
     model = replicate(net, devices=slots, bucket_cap_mb=CAP_MB, first_bucket_mb=FIRST_MB)
-    replicate.state(model).tensors.take_further(recorder)
+    replicate.state(model).tensors.reduce_by(recorder)
     return model
 
 
@@ -193,11 +193,11 @@ def test_the_graph_holds_no_model(root: torch.device, slots: list, recorder: Rec
 
     model = followed(build(root), slots, recorder)
     loss_of(model(batch_of(0, 0).to(root))).backward()
-    chains = replicate.state(model).tensors.passes.chains
+    ordered = replicate.state(model).tensors.passes.ordered
     gone = weakref.ref(model)
     model.zero_grad()
     recorder.passes.clear()
     del model
     gc.collect()
     assert gone() is None
-    assert len(chains) == 0
+    assert len(ordered) == 0
