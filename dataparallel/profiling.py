@@ -28,7 +28,7 @@ _NOTHING = nullcontext()
 class Replicas:
     """What watches the replicas of one call, from before the first one starts. This one makes ranges in a profile."""
 
-    def run(self, slot: int, task: Callable[[], T]) -> T:
+    def run_replica(self, slot: int, task: Callable[[], T]) -> T:
         """Runs the replica of a slot."""
         with profiled(f"replica {slot}"):
             return task()

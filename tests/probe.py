@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 from dataparallel.devices import resolve_slots
-from dataparallel.threads.caller_state import CallerState
 from dataparallel.threads.gang import Gang
+from dataparallel.threads.settings import CallerState
 
 
 class Call(nn.Module):

@@ -27,8 +27,8 @@ from typing import Any
 from dataparallel.forks import in_forked_child
 from dataparallel.profiling import Replicas
 from dataparallel.replicas.compiled.gate import gate
-from dataparallel.threads import pool, waits
-from dataparallel.threads.waits import Outcome, Polls, Skipped, Turn
+from dataparallel.threads import pool
+from dataparallel.threads.pool import Outcome, Polls, Skipped, Turn
 
 
 class _CurrentTask(threading.local):
@@ -168,7 +168,7 @@ class Gang:
         polls = Polls(self._steps)
         while not self._is_over:
             # Python handles a signal that arrives just before this wait only after it, so the wait is short.
-            self._over.wait(waits.POLL_SECONDS)
+            self._over.wait(pool.POLL_SECONDS)
             if self._stall_timeout is None or self.stalled:
                 continue
             is_anyone_waiting = bool(self._waiting or self._resuming or self._returning)

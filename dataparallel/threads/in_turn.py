@@ -20,9 +20,9 @@ from typing import Any
 
 from dataparallel.forks import in_forked_child
 from dataparallel.profiling import Replicas
-from dataparallel.threads import gang, pool, waits
+from dataparallel.threads import gang, pool
 from dataparallel.threads.gang import Gang
-from dataparallel.threads.waits import Outcome, Polls, Skipped, Turn
+from dataparallel.threads.pool import Outcome, Polls, Skipped, Turn
 
 _IDLE_POLLS = 25  # after so many polls without a call the watcher sleeps until it is woken
 
@@ -131,7 +131,7 @@ class SerialTasks:
             done.give()
 
         pool.start(job, self._devices[0])
-        while not done.wait(waits.POLL_SECONDS):
+        while not done.wait(pool.POLL_SECONDS):
             pass
         try:
             if outcome.error is not None:
@@ -172,7 +172,7 @@ class SerialTasks:
         return self._handed_over
 
     def poll(self) -> None:
-        """Called by the watcher every `dataparallel.threads.waits.POLL_SECONDS` seconds."""
+        """Called by the watcher every `pool.POLL_SECONDS` seconds."""
         left = len(self._waiting)
         idle = self._polls.seconds(left, waits=left > 0)
         if self._stall_timeout is not None and idle >= self._stall_timeout:
@@ -235,7 +235,7 @@ class _Watcher:
                     if call is not None:
                         call.poll()
                     del call  # otherwise the last one would live until the next poll
-                time.sleep(waits.POLL_SECONDS)
+                time.sleep(pool.POLL_SECONDS)
             self._is_asleep = True
             if not self._calls:  # read only after `add` can see that the watcher sleeps
                 self._wake.wait()

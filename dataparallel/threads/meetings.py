@@ -25,8 +25,8 @@ import torch
 
 from dataparallel import _torch
 from dataparallel.replicas.compiled.gate import gate
-from dataparallel.threads.slot_times import waiting
-from dataparallel.threads.waits import POLL_SECONDS, Turn
+from dataparallel.threads.pool import POLL_SECONDS, Turn
+from dataparallel.threads.slot_costs import waiting
 
 T = TypeVar("T")
 
@@ -160,7 +160,7 @@ class Meeting:
         self._returned: set[int] = set()
         self._failed: str | None = None
 
-    def run(self, index: int, task: Callable[[], T]) -> T:
+    def run_replica(self, index: int, task: Callable[[], T]) -> T:
         """Runs the replica's ``task`` at its place."""
         token = _here.set(Place(index, self))
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dataparallel.threads.gang import Gang
-from dataparallel.threads.waits import Skipped
+from dataparallel.threads.pool import Skipped
 from gangs import values, worker_threads
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough

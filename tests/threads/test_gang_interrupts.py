@@ -17,7 +17,7 @@ import contextlib, gc, os, signal, threading, time, weakref
 from dataparallel.threads import pool
 from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.gang import Gang
-from dataparallel.threads.waits import Skipped
+from dataparallel.threads.pool import Skipped
 
 TIMEOUT = 20
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it

@@ -108,7 +108,7 @@ def test_a_task_that_fails_after_a_stall_is_reported() -> None:
 
 
 def test_gangs_whose_timeout_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataparallel.threads.waits.POLL_SECONDS", 0.002)
+    monkeypatch.setattr("dataparallel.threads.pool.POLL_SECONDS", 0.002)
     tasks: list[Callable[[], None]] = [lambda: time.sleep(0.002)] * 3
     gangs = [Gang(tasks, 1, stall_timeout=0.001) for _ in range(150)]
     for gang in gangs:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from dataparallel.threads import in_turn, pool, waits
+from dataparallel.threads import in_turn, pool
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.in_turn import SerialTasks
-from dataparallel.threads.waits import Outcome, Skipped
+from dataparallel.threads.pool import Outcome, Skipped
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -145,7 +145,7 @@ def test_too_few_threads_are_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_first_poll_only_notes_what_is_left() -> None:
-    call = SerialTasks([int] * 2, [int] * 2, stall_timeout=waits.POLL_SECONDS)
+    call = SerialTasks([int] * 2, [int] * 2, stall_timeout=pool.POLL_SECONDS)
     call.poll()
     assert not call.stalled
     call.poll()
@@ -177,7 +177,7 @@ def test_nested_calls_may_wait_for_each_other() -> None:
 
 
 def test_calls_of_many_threads_whose_timeout_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "POLL_SECONDS", 0.002)
+    monkeypatch.setattr(pool, "POLL_SECONDS", 0.002)
     monkeypatch.setattr(in_turn, "_watcher", in_turn._Watcher())
     calls: list[SerialTasks] = []
 
@@ -201,7 +201,7 @@ def test_the_watcher_sleeps_and_wakes_again(monkeypatch: pytest.MonkeyPatch) -> 
         return sum(thread.name == "dataparallel-watch" for thread in threading.enumerate())
 
     before, watcher = watchers(), in_turn._Watcher()
-    monkeypatch.setattr(waits, "POLL_SECONDS", 0.002)
+    monkeypatch.setattr(pool, "POLL_SECONDS", 0.002)
     monkeypatch.setattr(in_turn, "_watcher", watcher)
     for _ in range(3):
         tasks = waits_for_others(3)

@@ -17,7 +17,7 @@ from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.meetings import Meeting, WokenUp, here
-from dataparallel.threads.waits import Outcome, Skipped
+from dataparallel.threads.pool import Outcome, Skipped
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -192,7 +192,7 @@ def random_call(draw: random.Random) -> None:
         return [number * count] * count
 
     meeting = Meeting([torch.device("cpu")] * count)
-    tasks = [lambda slot=slot: meeting.run(slot, lambda: forward(slot)) for slot in range(count)]
+    tasks = [lambda slot=slot: meeting.run_replica(slot, lambda: forward(slot)) for slot in range(count)]
     meeting.turns = SerialTasks(tasks, tasks) if serial else Gang(tasks, permits, groups)
     check([type(outcome.error) for outcome in run(meeting.turns)], fault)
     if fault is None and (serial or groups == ["a"] * count):

@@ -10,7 +10,7 @@ import torch
 
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.meetings import Meeting, here
-from dataparallel.threads.waits import Turn
+from dataparallel.threads.pool import Turn
 
 
 def test_the_next_wait_is_not_ended_by_the_last_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_the_next_wait_is_not_ended_by_the_last_meeting(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Gang, "step_aside", slowly)
     meeting = Meeting([torch.device("cpu")] * 2)
-    gang = Gang([lambda slot=slot: meeting.run(slot, replica) for slot in range(2)], permits=2)
+    gang = Gang([lambda slot=slot: meeting.run_replica(slot, replica) for slot in range(2)], permits=2)
     meeting.turns = gang
     assert [(outcome.value, outcome.error) for outcome in gang.run()] == [([1, 1], None), ([0, 0], None)]
     assert seen == [0, 1]

@@ -48,7 +48,7 @@ def task(slot):
 
 def tasks():
     meeting = Meeting([torch.device("cpu")] * count)
-    each = [lambda slot=slot: meeting.run(slot, lambda: task(slot)) for slot in range(count)]
+    each = [lambda slot=slot: meeting.run_replica(slot, lambda: task(slot)) for slot in range(count)]
     groups = rng.choice([None, ["a"] * count, [slot % 2 for slot in range(count)]])
     in_turn = rng.random() < 0.5
     meeting.turns = SerialTasks(each, each) if in_turn else Gang(each, rng.randrange(1, count + 1), groups)

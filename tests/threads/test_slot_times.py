@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dataparallel.threads import slot_times
-from dataparallel.threads.slot_times import SlotTimes, free_bytes, samples_that_fit, shares_by_memory, waiting
+from dataparallel.threads import slot_costs
+from dataparallel.threads.slot_costs import SlotTimes, free_bytes, samples_that_fit, shares_by_memory, waiting
 from spare_streams import spare_stream
 
 
@@ -15,7 +15,7 @@ from spare_streams import spare_stream
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, which only the test moves on."""
     now = [0.0]
-    monkeypatch.setattr(slot_times.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(slot_costs.time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -30,9 +30,9 @@ def test_time_asleep_counts_and_time_waiting_for_other_replicas_does_not(clock: 
         return "done"
 
     times = SlotTimes([torch.device(slot) for slot in slots[:2]])
-    times.begin([], [])
-    times.run(0, sleeps)
-    assert times.run(1, waits) == "done"
+    times.begin_call([], [])
+    times.run_replica(0, sleeps)
+    assert times.run_replica(1, waits) == "done"
     assert times.seconds == {0: 3, 1: 1}
     assert times.span == 9
 
@@ -44,7 +44,7 @@ def test_a_replica_inside_a_replica_keeps_its_waiting_to_itself(clock: list[floa
         with waiting():
             clock[0] += 5
 
-    outer.run(0, lambda: inner.run(0, waits))
+    outer.run_replica(0, lambda: inner.run_replica(0, waits))
     assert inner.seconds == {0: 0}
     assert outer.seconds == {0: 5}
 
@@ -52,7 +52,7 @@ def test_a_replica_inside_a_replica_keeps_its_waiting_to_itself(clock: list[floa
 def test_a_replica_that_fails_has_no_time() -> None:
     times = SlotTimes([torch.device("cpu")])
     with pytest.raises(ZeroDivisionError):
-        times.run(0, lambda: 1 // 0)
+        times.run_replica(0, lambda: 1 // 0)
     assert times.seconds == {}
 
 
@@ -60,10 +60,10 @@ def test_a_replica_that_fails_has_no_time() -> None:
 def test_work_from_before_is_waited_for_and_so_is_that_of_a_replica(root: torch.device) -> None:
     """What the host has waited for, any stream may read."""
     times, before, other = SlotTimes([root]), torch.ones(3, device=root), spare_stream(root)
-    times.begin([torch.accelerator.current_stream(root)], [])
+    times.begin_call([torch.accelerator.current_stream(root)], [])
     with other:
         before * 2
-    made = times.run(0, lambda: torch.ones(3, device=root))
+    made = times.run_replica(0, lambda: torch.ones(3, device=root))
     with other:
         made * 2
     other.synchronize()
@@ -84,9 +84,9 @@ def test_memory_is_that_of_the_inputs_and_that_which_a_forward_leaves_or_needs_a
         sim.reset_peak_memory_stats(1)
         for peak, taken in ((50_000, 200_000), (10_000, 4000)):  # the second peak is not the highest
             times = SlotTimes([device])
-            times.begin([], inputs)
-            kept = times.run(0, lambda peak=peak: needs(peak))
-            times.end()
+            times.begin_call([], inputs)
+            kept = times.run_replica(0, lambda peak=peak: needs(peak))
+            times.end_call()
             assert times.taken == {device: taken + 400}
             assert times.free == {device: 1 << 20}
             del kept
@@ -124,7 +124,7 @@ def test_nothing_limits_a_slot_whose_device_tells_nothing_or_that_took_nothing()
 def test_the_first_shares_follow_the_free_memory(
     free: dict, shares: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slot_times, "free_bytes", free.__getitem__)
+    monkeypatch.setattr(slot_costs, "free_bytes", free.__getitem__)
     assert shares_by_memory([A, B, C]) == shares
 
 

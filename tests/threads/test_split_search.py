@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataparallel.threads.split_search import NEARLY, Cost, fit, predicted, search, within
+from dataparallel.threads.slot_costs import NEARLY, Cost, fit, predicted, search, within
 
 costs = st.lists(st.builds(Cost, st.floats(0, 5), st.floats(0.1, 5)), min_size=2, max_size=4)
 

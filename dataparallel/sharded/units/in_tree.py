@@ -12,7 +12,7 @@ from torch import Tensor
 from dataparallel.replicas.compiled.gate import gate
 from dataparallel.sharded.units.owned import LastCopies
 from dataparallel.threads.meetings import Place, Turns, here
-from dataparallel.threads.slot_times import waiting
+from dataparallel.threads.slot_costs import waiting
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.joint import JointGathers
