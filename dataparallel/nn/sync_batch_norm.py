@@ -13,8 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from dataparallel import _torch
 from dataparallel.nn.batch_norm import Normalised, Statistics, merged
 from dataparallel.peers.checkpoint import replayed_place
-from dataparallel.peers.joint import Request, described, joint
-from dataparallel.peers.span import Span, span_of_caller
+from dataparallel.peers.joint import Request, Span, described, joint, span_of_caller
 
 M = TypeVar("M", bound=nn.Module)
 

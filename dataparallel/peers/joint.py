@@ -1,13 +1,7 @@
-"""One collective of all replicas: `joint` brings their tensors together, and hands out the results.
+"""Which replicas a collective spans (`Span`), and how `joint` brings their tensors together and hands out the results.
 
-All replicas bring an equal `Request`. The last replica that comes computes for all of them, with nodes of the graph
-that span all devices (``autograd.functions``), so that a backward reaches every device at once. What is current in its
-thread must not matter:
-
-- Gradients are on if any replica has them on. A replica that has them off brings tensors without a graph, and gets
-  results without one.
-- Saved-tensor hooks are those of a replica. The nodes save nothing that matters, and it passes by the hooks.
-- Each device's work is launched on the stream that is current in the device's first replica: see `_in_order`.
+The last replica that comes computes for all, with nodes of the graph that span all devices, so that a backward reaches
+every device at once. What is current in its thread must not matter: see `_Brought`, `_hooks_passed_by`, `_in_order`.
 """
 
 from __future__ import annotations
@@ -24,8 +18,81 @@ from torch.autograd.graph import saved_tensors_hooks
 from dataparallel import _torch
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.comm.streams.nodes import memory_of
-from dataparallel.peers.checkpoint import check_checkpoints, read_or_none, write
-from dataparallel.threads.meetings import Place
+from dataparallel.peers.checkpoint import check_checkpoints, read_or_none, replayed_place, write
+from dataparallel.threads.meetings import Place, here
+
+
+@dataclass(frozen=True)
+class Span:
+    """The replicas of a collective, seen from one of them.
+
+    Attributes:
+        place: of the replica, in the call of its own machine.
+        index: its number among all of them, machine by machine.
+        counts: how many replicas each machine has.
+        rank: the number of its machine.
+        machines: a ``machines.peer_rounds.PeerCall`` if there are several.
+    """
+
+    place: Place
+    index: int
+    counts: tuple[int, ...]
+    rank: int = 0
+    machines: Any = None
+
+    @property
+    def count(self) -> int:
+        """How many replicas there are."""
+        return sum(self.counts)
+
+
+def span_of_caller(across_machines: bool = False) -> Span | None:
+    """The span of a collective of the replica that runs here; ``None`` if there is only one replica.
+
+    The first time that a forward asks across machines, all of its replicas on all machines have to ask.
+    """
+    place = replayed_place() or here()
+    if place is None:
+        return None
+    if across_machines and place.meeting.machines is not None and place.meeting.machines.size > 1:
+        return _across(place, place.meeting.machines)
+    return None if place.count == 1 else Span(place, place.index, (place.count,))
+
+
+def _across(place: Place, machines: Any) -> Span:
+    if machines.counts is None:
+
+        def begin(values: list[Any]) -> list[Any]:
+            machines.begin(place.count)
+            return values
+
+        place.meet("the first collective across machines", None, begin)
+    counts, rank = tuple(machines.counts), machines.rank
+    return Span(place, sum(counts[:rank]) + place.index, counts, rank, machines)
+
+
+@_torch.not_traced
+def index(across_machines: bool = False) -> int:
+    """The number of the replica that is running, in slot order; 0 outside of a parallel forward.
+
+    Args:
+        across_machines: among the replicas of all machines, machine by machine in the order of their ranks. All
+            replicas have to ask then: the machines tell each other how many they have.
+    """
+    span = span_of_caller(across_machines)
+    return 0 if span is None else span.index
+
+
+@_torch.not_traced
+def count(across_machines: bool = False) -> int:
+    """How many replicas the running call has; 1 outside of a parallel forward.
+
+    Args:
+        across_machines: on all machines, as for `index`.
+    """
+    span = span_of_caller(across_machines)
+    return 1 if span is None else span.count
+
 
 Together: TypeAlias = Callable[[Sequence[torch.device], list[list[Tensor]], list[Any]], list[list[Tensor]]]
 """``function(devices, tensors of each replica, its notes)`` returns each replica's results, in memory of their own."""
@@ -79,7 +146,11 @@ def described(tensors: Sequence[Tensor], free_dim: int | None = None) -> tuple[_
 
 
 class _Brought:
-    """What a replica brings: its tensors, and what is current in its thread."""
+    """What a replica brings: its tensors, and what is current in its thread.
+
+    Gradients are on in the collective if any replica has them on. One that has them off brings tensors without a graph,
+    and gets results without one.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device, note: Any) -> None:
         self.note = note
@@ -133,6 +204,7 @@ def _compute(brought: list[_Brought], together: Together) -> list[list[Tensor]]:
 
 
 def _hooks_passed_by() -> AbstractContextManager[object]:
+    """Saved-tensor hooks are those of a replica. The nodes here save nothing that matters to them."""
     if _torch.top_saved_tensors_hooks(True) is None:
         return nullcontext()
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # torch calls the innermost pair only

@@ -187,7 +187,7 @@ class Recorder:
         """A bucket of gradients is complete on a slot."""
         self.marks.append(Gradients(slot, self._of_thread.thread, time.perf_counter_ns()))
 
-    # ---- what `torch_calls` sees -------------------------------------------------------------------------------------
+    # ---- what `block` sees -------------------------------------------------------------------------------------------
 
     def backward(self) -> AbstractContextManager[Any]:
         """The range of a call of the autograd engine, timed on the devices of all slots too."""

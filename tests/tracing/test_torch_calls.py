@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from dataparallel.tracing.block import torch_calls_recorded
 from dataparallel.tracing.recorder import Recorder
-from dataparallel.tracing.torch_calls import recorded
 
 pytestmark = pytest.mark.devices("cpu")  # nothing here depends on devices
 
@@ -34,7 +34,7 @@ def names(recorder: Recorder) -> list[str]:
 
 def test_each_way_to_run_the_engine(recorder: Recorder) -> None:
     x = torch.ones(2, requires_grad=True)
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         loss().backward()
         torch.autograd.backward(loss())
         (grad,) = torch.autograd.grad(x.square().sum(), [x])
@@ -50,7 +50,7 @@ def test_the_steps_of_all_optimizers(recorder: Recorder) -> None:
         parameter.grad = torch.ones(2)
     first, second = torch.optim.SGD(parameters[:1], lr=0.1), torch.optim.AdamW(parameters[1:])
     first.step()
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         first.step()
         second.step()
         first.step()
@@ -68,7 +68,7 @@ def test_a_closure_is_inside_of_its_step(recorder: Recorder) -> None:
         result.backward()
         return result
 
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         optimizer.step(closure)
     backward, step = recorder.spans
     assert (backward.name, step.name) == ("backward", "optimizer")
@@ -81,7 +81,7 @@ def test_a_step_that_fails_is_not_recorded(recorder: Recorder) -> None:
     def fails() -> Any:
         raise ValueError("as asked")
 
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         with pytest.raises(ValueError, match="as asked"):
             optimizer.step(fails)
         optimizer.step()
@@ -89,13 +89,13 @@ def test_a_step_that_fails_is_not_recorded(recorder: Recorder) -> None:
 
 
 def test_a_backward_that_fails_is_recorded(recorder: Recorder) -> None:
-    with recorded(recorder), pytest.raises(RuntimeError, match="does not require grad"):
+    with torch_calls_recorded(recorder), pytest.raises(RuntimeError, match="does not require grad"):
         torch.ones(1).backward()
     assert names(recorder) == ["backward"]
 
 
 def test_an_error_in_the_block_puts_torch_back(recorder: Recorder) -> None:
-    with pytest.raises(ValueError, match="as asked"), recorded(recorder):
+    with pytest.raises(ValueError, match="as asked"), torch_calls_recorded(recorder):
         raise ValueError("as asked")
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     optimizer.step()
@@ -103,7 +103,7 @@ def test_an_error_in_the_block_puts_torch_back(recorder: Recorder) -> None:
 
 
 def test_other_threads_are_recorded_as_themselves(recorder: Recorder) -> None:
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         thread = threading.Thread(target=lambda: loss().backward(), name="another")
         thread.start()
         thread.join()
@@ -111,7 +111,7 @@ def test_other_threads_are_recorded_as_themselves(recorder: Recorder) -> None:
 
 
 def test_a_function_that_somebody_has_kept_goes_on_to_torch(recorder: Recorder) -> None:
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         kept = torch.autograd.backward
     from dataparallel.tracing.recorder import stop
 
@@ -126,7 +126,7 @@ def test_what_others_have_put_there_stays(recorder: Recorder) -> None:
     def others(*args: Any, **kwargs: Any) -> Any:
         return inner(*args, **kwargs)
 
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         inner = torch.autograd.backward
         torch.autograd.backward = others
     try:
@@ -154,7 +154,7 @@ def test_a_compiled_step_is_recorded_and_not_compiled_again(recorder: Recorder) 
     for _ in range(2):
         step()
     graphs = dict(counters["stats"])
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         for _ in range(2):
             step()
     step()
@@ -163,6 +163,6 @@ def test_a_compiled_step_is_recorded_and_not_compiled_again(recorder: Recorder) 
 
 
 def test_the_functions_look_like_torchs(recorder: Recorder) -> None:
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         assert torch.autograd.backward.__doc__ == BACKWARD.__doc__
         assert torch.autograd.grad.__name__ == "grad"
