@@ -12,7 +12,7 @@ from dataparallel.threads.gang import Gang
 
 def values(tasks: list[Callable[[], Any]], permits: int, groups: list | None = None) -> list[Any]:
     """What the tasks returned; the first error is raised."""
-    outcomes = Gang(tasks, permits, groups).run()
+    outcomes = Gang(tasks, permits, groups).run_tasks()
     for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error

@@ -42,7 +42,7 @@ def in_child(job):
 
 
 def four():
-    return [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], 4).run()]
+    return [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], 4).run_tasks()]
 
 
 module = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256))
@@ -125,8 +125,8 @@ assert threading.active_count() == before
 four_again()
 
 inside_a_task = lambda: in_child(four_again)
-assert [outcome.value for outcome in Gang([inside_a_task] * 2, 1).run()] == [0, 0]
-assert [outcome.value for outcome in Gang([inside_a_task] * 2, 2).run()] == [0, 0]
+assert [outcome.value for outcome in Gang([inside_a_task] * 2, 1).run_tasks()] == [0, 0]
+assert [outcome.value for outcome in Gang([inside_a_task] * 2, 2).run_tasks()] == [0, 0]
 """)
 def test_gangs_in_a_child(printed: str) -> None:
     assert printed == ""
@@ -211,7 +211,7 @@ def rebuild():
 def child():
     _torch.rebuild_engine = rebuild
     ran_before = []
-    Gang([lambda: ran_before.append(list(asked))] * 4, 4).run()
+    Gang([lambda: ran_before.append(list(asked))] * 4, 4).run_tasks()
     assert ran_before == [[threading.main_thread()]] * 4, ran_before
     four()
     assert len(asked) == 1

@@ -134,7 +134,7 @@ def run_replicas(
     if permits == 1:
         here, in_workers = (_tasks(run, calls, watch) for run in (state.run_here, state.run_in_worker))
         meeting.turns = SerialTasks(here, in_workers, devices=slots, watch=watch)
-        outcomes = meeting.turns.run()
+        outcomes = meeting.turns.run_tasks()
     elif chooser is None or workers is not None or (times is not None and slots[0] != CPU):
         # A replica that is timed waits for its device, so that all have to run at the same time.
         # Compiled code is for a number of intra-op threads, so that does not depend on the permits.
@@ -142,7 +142,7 @@ def run_replicas(
         with state.intra_op_threads_divided(parts):
             tasks = _tasks(state.run_in_worker, calls, watch)
             meeting.turns = Gang(tasks, permits, groups, devices=slots, watch=watch)
-            outcomes = meeting.turns.run()
+            outcomes = meeting.turns.run_tasks()
     else:
         compiled = _has_compiled(modules[0])
         kind = kind_of_call(modules[0], slots)
@@ -208,7 +208,7 @@ def _run_with_permits(
     try:
         start = time.perf_counter()
         with state.intra_op_threads_divided(parts, here=isinstance(tasks, SerialTasks)):
-            outcomes = tasks.run()
+            outcomes = tasks.run_tasks()
         if all(outcome.error is None for outcome in outcomes) and gate.turns == turns and not gate.is_taken:
             seconds, after = time.perf_counter() - start, chooser.marks(call, state.streams)
         return outcomes

@@ -64,7 +64,7 @@ def test_results_are_in_slot_order_whatever_ends_first() -> None:
 
 
 def test_a_gang_without_tasks_ends_at_once() -> None:
-    assert Gang([], 1).run() == []
+    assert Gang([], 1).run_tasks() == []
 
 
 def test_without_a_permit_nothing_can_run() -> None:
@@ -185,7 +185,7 @@ def fail() -> None:
 
 
 def test_a_failure_skips_higher_slots_that_have_not_started() -> None:
-    outcomes = Gang([int, fail, int, int], 1).run()
+    outcomes = Gang([int, fail, int, int], 1).run_tasks()
     assert [type(outcome.error) for outcome in outcomes] == [type(None), KeyError, Skipped, Skipped]
 
 
@@ -202,7 +202,7 @@ def test_a_failure_neither_stops_running_tasks_nor_skips_lower_ones() -> None:
 
     # Slot 1 waits for slot 0, and is lower than the one that fails; slot 4 waits for slot 3's.
     tasks = [running, lambda: ran.append(1), fails, running, lambda: ran.append(4)]
-    outcomes = Gang(tasks, 5, ["a", "a", "b", "c", "c"]).run()
+    outcomes = Gang(tasks, 5, ["a", "a", "b", "c", "c"]).run_tasks()
     assert ran == [1]
     kinds = [type(outcome.error) for outcome in outcomes]
     assert kinds == [type(None), type(None), KeyError, type(None), Skipped]
@@ -213,7 +213,7 @@ def test_any_exception_is_an_outcome(error: BaseException) -> None:
     def task() -> None:
         raise error
 
-    outcomes = Gang([int, task], 1).run()
+    outcomes = Gang([int, task], 1).run_tasks()
     assert outcomes[0].value == 0
     assert outcomes[1].error is error
     before = worker_threads()
@@ -222,7 +222,7 @@ def test_any_exception_is_an_outcome(error: BaseException) -> None:
 
 
 def test_the_traceback_of_an_outcome_begins_in_the_task() -> None:
-    error = Gang([fail], 1).run()[0].error
+    error = Gang([fail], 1).run_tasks()[0].error
     assert error is not None
     assert error.__traceback__ is not None
     assert error.__traceback__.tb_frame.f_code is fail.__code__

@@ -60,7 +60,7 @@ def interrupted():
 
 def idents(count):
     together = threading.Barrier(count)
-    outcomes = Gang([lambda: (together.wait(TIMEOUT), threading.get_ident())[1]] * count, count).run()
+    outcomes = Gang([lambda: (together.wait(TIMEOUT), threading.get_ident())[1]] * count, count).run_tasks()
     return {outcome.value for outcome in outcomes}
 
 
@@ -70,7 +70,8 @@ def threads():
 
 def gangs_work():
     for permits in (1, 4):
-        assert [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], permits).run()] == [0, 1, 2, 3]
+        tasks = [lambda i=i: i for i in range(4)]
+        assert [outcome.value for outcome in Gang(tasks, permits).run_tasks()] == [0, 1, 2, 3]
 """
 
 
@@ -87,7 +88,7 @@ for permits in (1, 2, 4):
     begun = [task.began.wait for task in running]
     afterwards(*begun, ctrl_c, *[task.may_end.set for task in running])
     with interrupted():
-        Gang(tasks, permits).run()
+        Gang(tasks, permits).run_tasks()
     assert all(task.has_ended for task in running)
     assert not any(task.began.is_set() for task in waiting)
     before = threads()
@@ -105,7 +106,7 @@ tasks = [Task() for _ in range(4)]
 running, waiting = tasks[:2], tasks[2:]
 afterwards(*[task.began.wait for task in running], ctrl_c, ctrl_c, *[task.may_end.set for task in running])
 with interrupted():
-    Gang(tasks, 2).run()
+    Gang(tasks, 2).run_tasks()
 assert not any(task.has_ended for task in running)
 assert not {task.thread.ident for task in running} & idents(4)
 gangs_work()
@@ -131,7 +132,7 @@ def fails():
 task = Task()
 afterwards(task.began.wait, ctrl_c, task.may_end.set)
 with interrupted():
-    Gang([fails, int], 1).run()
+    Gang([fails, int], 1).run_tasks()
 assert task.has_ended
 """)
 def test_it_is_raised_where_a_task_fails_too(printed: str) -> None:
@@ -144,7 +145,7 @@ outcomes = []
 first = [tasks[0] for tasks in inner]
 afterwards(*[task.began.wait for task in first], ctrl_c, *[task.may_end.set for task in first])
 with interrupted():
-    Gang([lambda tasks=tasks: outcomes.append(Gang(tasks, 1).run()) for tasks in inner], 2).run()
+    Gang([lambda tasks=tasks: outcomes.append(Gang(tasks, 1).run_tasks()) for tasks in inner], 2).run_tasks()
 assert [task.has_ended for tasks in inner for task in tasks] == [True, False, False] * 2
 assert [[type(outcome.error) for outcome in found] for found in outcomes] == [[type(None), Skipped, Skipped]] * 2
 gangs_work()
@@ -157,14 +158,14 @@ def test_nested_gangs_start_none_either(printed: str) -> None:
 @pytest.mark.ahead("""
 def nests(make):
     task()
-    return [type(outcome.error) for outcome in make([Task(), Task()]).run()]
+    return [type(outcome.error) for outcome in make([Task(), Task()]).run_tasks()]
 
 
 for make in (lambda tasks: Gang(tasks, 2), SerialTasks, lambda tasks: SerialTasks(tasks, tasks, stall_timeout=0.2)):
     task, found = Task(), []
     afterwards(task.began.wait, ctrl_c, task.may_end.set)
     with interrupted():
-        Gang([lambda: found.append(nests(make))], 1).run()
+        Gang([lambda: found.append(nests(make))], 1).run_tasks()
     assert found == [[Skipped, Skipped]]
 """)
 def test_nor_do_nested_calls_that_begin_after_it(printed: str) -> None:
@@ -176,7 +177,7 @@ def test_nor_do_nested_calls_that_begin_after_it(printed: str) -> None:
 tasks, found = [Task(), Task()], []
 afterwards(tasks[0].began.wait, ctrl_c, tasks[0].may_end.set)
 with interrupted():
-    Gang([lambda: found.append([type(outcome.error) for outcome in SerialTasks(tasks).run()])], 1).run()
+    Gang([lambda: found.append([type(outcome.error) for outcome in SerialTasks(tasks).run_tasks()])], 1).run_tasks()
 assert found == [[type(None), Skipped]]
 """)
 def test_nor_do_nested_calls_in_turn(printed: str) -> None:
@@ -189,13 +190,13 @@ holds, goes_on = Task(), []
 
 
 def waits_for_a_permit():
-    Gang([holds.began.wait], 1).run()
+    Gang([holds.began.wait], 1).run_tasks()
     goes_on.append(True)
 
 
 afterwards(holds.began.wait, ctrl_c, holds.may_end.set)
 with interrupted():
-    Gang([waits_for_a_permit, holds], 1).run()
+    Gang([waits_for_a_permit, holds], 1).run_tasks()
 assert holds.has_ended and goes_on
 gangs_work()
 """)
@@ -208,13 +209,13 @@ def test_a_task_that_waits_for_a_permit_ends_its_work_too(printed: str) -> None:
 tasks = [Task() for _ in range(3)]
 afterwards(*[task.began.wait for task in tasks], ctrl_c, *[task.may_end.set for task in tasks])
 with interrupted():
-    Gang(tasks, 1, stall_timeout=0.2).run()
+    Gang(tasks, 1, stall_timeout=0.2).run_tasks()
 assert all(task.has_ended for task in tasks)
 
 tasks = [Task() for _ in range(3)]
 afterwards(tasks[0].began.wait, ctrl_c, lambda: time.sleep(1), tasks[0].may_end.set)
 with interrupted():
-    Gang(tasks, 1, stall_timeout=0.8).run()
+    Gang(tasks, 1, stall_timeout=0.8).run_tasks()
 assert [task.has_ended for task in tasks] == [True, False, False]
 gangs_work()
 """)
@@ -225,11 +226,11 @@ def test_before_and_after_a_stall(printed: str) -> None:
 @pytest.mark.long
 @pytest.mark.ahead("""
 others, task, outcomes = Task(), Task(), []
-user = afterwards(lambda: outcomes.extend(Gang([others, int], 1).run()))
+user = afterwards(lambda: outcomes.extend(Gang([others, int], 1).run_tasks()))
 assert others.began.wait(TIMEOUT)
 afterwards(task.began.wait, ctrl_c, task.may_end.set)
 with interrupted():
-    Gang([task], 1).run()
+    Gang([task], 1).run_tasks()
 others.may_end.set()
 user.join(TIMEOUT)
 assert [outcome.error for outcome in outcomes] == [None, None]
@@ -255,7 +256,7 @@ gc.collect()
 gc.disable()
 afterwards(task.began.wait, ctrl_c, task.may_end.set)
 with interrupted():
-    Gang([fails] * 2, 1).run()
+    Gang([fails] * 2, 1).run_tasks()
 assert [reference() for reference in held] == [None]
 """)
 def test_memory_of_the_call_is_free_afterwards(printed: str) -> None:
@@ -285,7 +286,7 @@ for patch in (press_before, press_after):
     pool._idle = {}  # as gangs.forget_idle_threads
     pool.Worker.start = patch
     with interrupted():
-        Gang([int] * 3, 3).run()
+        Gang([int] * 3, 3).run_tasks()
     pool.Worker.start = begin
     gangs_work()
 """)
@@ -309,7 +310,7 @@ starting, may_start, found = threading.Event(), threading.Event(), []
 pool.Worker.start = waits
 afterwards(starting.wait, ctrl_c, may_start.set)
 with interrupted():
-    Gang([lambda: found.append([type(outcome.error) for outcome in Gang([int] * 2, 2).run()])], 1).run()
+    Gang([lambda: found.append([type(outcome.error) for outcome in Gang([int] * 2, 2).run_tasks()])], 1).run_tasks()
 assert found == [[Skipped, Skipped]]
 pool.Worker.start = begin
 gangs_work()

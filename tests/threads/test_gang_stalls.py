@@ -17,7 +17,7 @@ TIMEOUT = 20.0
 
 
 def run(gang: Gang) -> list[Any]:
-    outcomes = gang.run()
+    outcomes = gang.run_tasks()
     assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
     return [outcome.value for outcome in outcomes]
 
@@ -102,7 +102,7 @@ def test_a_task_that_fails_after_a_stall_is_reported() -> None:
         raise ValueError("as asked")
 
     gang = Gang([waits, fails], 1, stall_timeout=0.2)
-    first, second = gang.run()
+    first, second = gang.run_tasks()
     assert first.error is None
     assert isinstance(second.error, ValueError)
 

@@ -36,7 +36,7 @@ def fails():
 
 
 def nests():
-    Gang([short] * 3, 2).run()
+    Gang([short] * 3, 2).run_tasks()
 
 
 def press(go, delays):
@@ -64,7 +64,7 @@ for _ in range(rounds):
         try:
             armed = True
             go.set()
-            gang.run()
+            gang.run_tasks()
             for _ in range(500):  # not join: an interrupt there can become a RuntimeError of Python's own
                 time.sleep(0.01)
             raise SystemExit("the interrupt got lost")
@@ -73,7 +73,7 @@ for _ in range(rounds):
     except KeyboardInterrupt:  # the second
         armed = False
     presser.join()
-    assert [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], 4).run()] == [0, 1, 2, 3]
+    assert [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], 4).run_tasks()] == [0, 1, 2, 3]
 threads = sum(thread.name.startswith("dataparallel") for thread in threading.enumerate())
 assert threads < 100, threads
 print(*sys.argv[1:], "ended well")

@@ -41,7 +41,7 @@ def test_a_thread_that_is_slow_to_go_idle_keeps_nothing_of_the_call(monkeypatch:
     gc.collect()
     with monkeypatch.context() as patch:
         patch.setattr(Gang, "_work", leave_slowly)
-        Gang([task], 1).run()
+        Gang([task], 1).run_tasks()
         del task
         assert alive() is None
 
@@ -64,9 +64,9 @@ def test_too_few_threads_are_an_error_and_no_hang(possible: int, permits: int, m
         gang = Gang([lambda: together.wait(TIMEOUT if possible >= permits else 0.1)] * 4, permits)
         if not possible:
             with pytest.raises(RuntimeError, match="new thread"):
-                gang.run()
+                gang.run_tasks()
             return
-        outcomes = gang.run()
+        outcomes = gang.run_tasks()
     errors = [outcome.error for outcome in outcomes]
     if possible >= permits:
         assert errors == [None] * 4
@@ -86,6 +86,6 @@ def test_too_few_threads_for_a_nested_gang_are_an_error_of_its_task(monkeypatch:
         start(worker)
 
     monkeypatch.setattr(pool.Worker, "start", start_one)
-    outcome = Gang([lambda: values([int], 1)], 1).run()[0]
+    outcome = Gang([lambda: values([int], 1)], 1).run_tasks()[0]
     assert isinstance(outcome.error, RuntimeError)
     assert values([int] * 3, 1) == [0] * 3

@@ -200,7 +200,7 @@ def random_call(draw: random.Random) -> None:
 
 
 def run(tasks: SerialTasks | Gang) -> list[Outcome]:
-    return tasks.run()
+    return tasks.run_tasks()
 
 
 def check(kinds: list[type], fault: str | None) -> None:

@@ -36,5 +36,5 @@ def test_the_next_wait_is_not_ended_by_the_last_meeting(monkeypatch: pytest.Monk
     meeting = Meeting([torch.device("cpu")] * 2)
     gang = Gang([lambda slot=slot: meeting.run_replica(slot, replica) for slot in range(2)], permits=2)
     meeting.turns = gang
-    assert [(outcome.value, outcome.error) for outcome in gang.run()] == [([1, 1], None), ([0, 0], None)]
+    assert [(outcome.value, outcome.error) for outcome in gang.run_tasks()] == [([1, 1], None), ([0, 0], None)]
     assert seen == [0, 1]

@@ -66,12 +66,12 @@ for _ in range(rounds):
     try:
         armed = True
         go.set()
-        call.run()
+        call.run_tasks()
         armed = False
     except KeyboardInterrupt:
         armed = False
     presser.join()
-    assert [outcome.error for outcome in tasks().run()] == [None] * count
+    assert [outcome.error for outcome in tasks().run_tasks()] == [None] * count
 threads = sum(thread.name.startswith("dataparallel") for thread in threading.enumerate())
 assert threads < 60, threads
 print(*sys.argv[1:], "ended well")

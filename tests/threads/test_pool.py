@@ -90,7 +90,7 @@ class Devices:
             wait()
 
         gang = Gang([lambda device=device: task(device) for device in devices], permits, devices=devices, **options)
-        assert [outcome.error for outcome in gang.run()] == [None] * len(devices)
+        assert [outcome.error for outcome in gang.run_tasks()] == [None] * len(devices)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ class TestKeys:
         before = len(worker_threads())
         for devices in (None, ["here"] * 4):
             for _ in range(CALLS):
-                Gang([threading.Barrier(4).wait] * 4, 4, devices=devices).run()
+                Gang([threading.Barrier(4).wait] * 4, 4, devices=devices).run_tasks()
         assert len(worker_threads()) - before == 8
 
     def test_after_a_stall_each_task_starts_in_a_thread_of_its_device(self):
@@ -153,5 +153,5 @@ class TestKeys:
         monkeypatch.setattr(pool.Worker, "start", no_threads)
         Devices().run([3, 4, 5], 3, threading.Barrier(3).wait)
         assert worker_threads() == before
-        outcomes = Gang([threading.Barrier(3).wait] * 3 + [int], 4, devices=[6, 7, 8, 9]).run()
+        outcomes = Gang([threading.Barrier(3).wait] * 3 + [int], 4, devices=[6, 7, 8, 9]).run_tasks()
         assert [str(outcome.error) for outcome in outcomes] == ["None"] * 3 + ["can't start new thread"]
