@@ -15,6 +15,8 @@ from dataparallel.threads import balance
 from dataparallel.threads.balance import Balancer
 from dataparallel.threads.slot_costs import Cost, predicted
 
+pytestmark = pytest.mark.devices("cpu")  # the clock is its own: once is enough
+
 SLOTS = [CPU] * 4
 ONE_SLOW = [Cost(0, 1e-3), Cost(0, 3e-3), Cost(0, 1e-3), Cost(0, 1e-3)]
 ALIKE = [Cost(1e-3, 1e-3)] * 4

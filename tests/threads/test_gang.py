@@ -1,4 +1,4 @@
-"""Gangs: permits, order, groups, nested and concurrent calls, failures."""
+"""Gangs: permits, order, groups, nested and concurrent calls, failures, and tasks that wait for each other."""
 
 import threading
 import time
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.pool import Skipped
-from gangs import values, worker_threads
+from gangs import forget_idle_threads, values, values_of, worker_threads
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -226,3 +227,100 @@ def test_the_traceback_of_an_outcome_begins_in_the_task() -> None:
     assert error is not None
     assert error.__traceback__ is not None
     assert error.__traceback__.tb_frame.f_code is fail.__code__
+
+
+# ---- tasks that wait for each other by their own means: after `stall_timeout` all of them run ------------------------
+
+
+@pytest.mark.parametrize("permits", [1, 3])
+def test_tasks_that_wait_for_each_other_end(permits: int) -> None:
+    barrier = threading.Barrier(4)
+    gang = Gang([lambda: barrier.wait(TIMEOUT)] * 4, permits, stall_timeout=0.2)
+    assert sorted(values_of(gang)) == [0, 1, 2, 3]
+    assert gang.stalled
+
+
+def test_without_a_timeout_the_limit_stays() -> None:
+    barrier = threading.Barrier(2)
+
+    def wait() -> bool:
+        try:
+            barrier.wait(0.5)
+        except threading.BrokenBarrierError:
+            return False
+        return True
+
+    gang = Gang([wait] * 2, 1)
+    assert values_of(gang) == [False, False]
+    assert not gang.stalled
+
+
+def test_tasks_that_end_one_after_the_other_are_no_stall() -> None:
+    gang = Gang([lambda: time.sleep(0.25)] * 5, 1, stall_timeout=0.8)
+    values_of(gang)
+    assert not gang.stalled
+
+
+def test_nor_is_a_long_task_for_which_none_waits() -> None:
+    gang = Gang([lambda: time.sleep(0.5)] * 2, 2, stall_timeout=0.2)
+    values_of(gang)
+    assert not gang.stalled
+
+
+def test_groups_hold_without_permits_too() -> None:
+    meet, inside, most = threading.Barrier(2), {"a": 0, "b": 0}, []
+
+    def task(key: str) -> None:
+        inside[key] += 1
+        most.append(inside[key])
+        meet.wait(TIMEOUT)  # one of each
+        inside[key] -= 1
+
+    groups = ["a", "a", "b", "b"]
+    gang = Gang([lambda key=key: task(key) for key in groups], 1, groups, stall_timeout=0.2)
+    values_of(gang)
+    assert gang.stalled
+    assert most == [1] * 4
+
+
+def test_a_nested_gang_may_wait_for_another_tasks_one() -> None:
+    barrier = threading.Barrier(4)
+
+    def nested() -> list[Any]:
+        return values_of(Gang([lambda: barrier.wait(TIMEOUT)] * 2, 1, stall_timeout=0.2))
+
+    found = values_of(Gang([nested] * 2, 1, stall_timeout=0.2))
+    assert sorted([*found[0], *found[1]]) == [0, 1, 2, 3]
+
+
+def test_workers_that_come_after_the_end_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gang = Gang([int], 1, stall_timeout=0.2)
+    values_of(gang)
+    forget_idle_threads(monkeypatch)
+    for number in range(2):
+        gang._work(None, pool.Worker(number, None))  # as a worker does that was started for a stall, and is late
+
+
+def test_a_task_that_fails_after_a_stall_is_reported() -> None:
+    entered = threading.Event()
+
+    def waits() -> None:
+        assert entered.wait(TIMEOUT)
+
+    def fails() -> None:
+        entered.set()
+        raise ValueError("as asked")
+
+    gang = Gang([waits, fails], 1, stall_timeout=0.2)
+    first, second = gang.run_tasks()
+    assert first.error is None
+    assert isinstance(second.error, ValueError)
+
+
+def test_gangs_whose_timeout_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataparallel.threads.pool.POLL_SECONDS", 0.002)
+    tasks: list[Callable[[], None]] = [lambda: time.sleep(0.002)] * 3
+    gangs = [Gang(tasks, 1, stall_timeout=0.001) for _ in range(150)]
+    for gang in gangs:
+        values_of(gang)
+    assert any(gang.stalled for gang in gangs)

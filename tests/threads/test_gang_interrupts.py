@@ -75,13 +75,8 @@ def gangs_work():
 """
 
 
-@pytest.fixture(scope="module")
-def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
-    with Ahead(request, tmp_path_factory.mktemp("ahead"), lambda script: Job(PRELUDE + script)) as ahead:
-        yield ahead
-
-
-@pytest.mark.ahead("""
+SCRIPTS = {
+    "the first waits for running tasks and starts none": """
 for permits in (1, 2, 4):
     tasks = [Task() for _ in range(4)]
     running, waiting = tasks[:permits], tasks[permits:]
@@ -96,12 +91,8 @@ for permits in (1, 2, 4):
     assert threads() == before
     gangs_work()
     assert not any(task.began.is_set() for task in waiting)
-""")
-def test_the_first_waits_for_running_tasks_and_starts_none(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.ahead("""
+""",
+    "the second is raised at once and leaves the threads to themselves": """
 tasks = [Task() for _ in range(4)]
 running, waiting = tasks[:2], tasks[2:]
 afterwards(*[task.began.wait for task in running], ctrl_c, ctrl_c, *[task.may_end.set for task in running])
@@ -117,13 +108,8 @@ while not {task.thread.ident for task in running} <= idents(len(threads())):
     assert time.monotonic() < deadline, "a thread that was left to itself is not used again"
 assert all(task.has_ended for task in running)
 assert not any(task.began.is_set() for task in waiting)
-""")
-def test_the_second_is_raised_at_once_and_leaves_the_threads_to_themselves(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "it is raised where a task fails too": """
 def fails():
     task()
     raise ValueError("as asked")
@@ -134,12 +120,8 @@ afterwards(task.began.wait, ctrl_c, task.may_end.set)
 with interrupted():
     Gang([fails, int], 1).run_tasks()
 assert task.has_ended
-""")
-def test_it_is_raised_where_a_task_fails_too(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.ahead("""
+""",
+    "nested gangs start none either": """
 inner = [[Task() for _ in range(3)] for _ in range(2)]
 outcomes = []
 first = [tasks[0] for tasks in inner]
@@ -149,13 +131,8 @@ with interrupted():
 assert [task.has_ended for tasks in inner for task in tasks] == [True, False, False] * 2
 assert [[type(outcome.error) for outcome in found] for found in outcomes] == [[type(None), Skipped, Skipped]] * 2
 gangs_work()
-""")
-def test_nested_gangs_start_none_either(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "nor do nested calls that begin after it": """
 def nests(make):
     task()
     return [type(outcome.error) for outcome in make([Task(), Task()]).run_tasks()]
@@ -167,25 +144,15 @@ for make in (lambda tasks: Gang(tasks, 2), SerialTasks, lambda tasks: SerialTask
     with interrupted():
         Gang([lambda: found.append(nests(make))], 1).run_tasks()
     assert found == [[Skipped, Skipped]]
-""")
-def test_nor_do_nested_calls_that_begin_after_it(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "nor do nested calls in turn": """
 tasks, found = [Task(), Task()], []
 afterwards(tasks[0].began.wait, ctrl_c, tasks[0].may_end.set)
 with interrupted():
     Gang([lambda: found.append([type(outcome.error) for outcome in SerialTasks(tasks).run_tasks()])], 1).run_tasks()
 assert found == [[type(None), Skipped]]
-""")
-def test_nor_do_nested_calls_in_turn(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "a task that waits for a permit ends its work too": """
 holds, goes_on = Task(), []
 
 
@@ -199,13 +166,8 @@ with interrupted():
     Gang([waits_for_a_permit, holds], 1).run_tasks()
 assert holds.has_ended and goes_on
 gangs_work()
-""")
-def test_a_task_that_waits_for_a_permit_ends_its_work_too(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "before and after a stall": """
 tasks = [Task() for _ in range(3)]
 afterwards(*[task.began.wait for task in tasks], ctrl_c, *[task.may_end.set for task in tasks])
 with interrupted():
@@ -218,13 +180,8 @@ with interrupted():
     Gang(tasks, 1, stall_timeout=0.8).run_tasks()
 assert [task.has_ended for task in tasks] == [True, False, False]
 gangs_work()
-""")
-def test_before_and_after_a_stall(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "gangs of other threads are left alone": """
 others, task, outcomes = Task(), Task(), []
 user = afterwards(lambda: outcomes.extend(Gang([others, int], 1).run_tasks()))
 assert others.began.wait(TIMEOUT)
@@ -234,12 +191,8 @@ with interrupted():
 others.may_end.set()
 user.join(TIMEOUT)
 assert [outcome.error for outcome in outcomes] == [None, None]
-""")
-def test_gangs_of_other_threads_are_left_alone(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.ahead("""
+""",
+    "memory of the call is free afterwards": """
 class Activation:
     pass
 
@@ -258,13 +211,8 @@ afterwards(task.began.wait, ctrl_c, task.may_end.set)
 with interrupted():
     Gang([fails] * 2, 1).run_tasks()
 assert [reference() for reference in held] == [None]
-""")
-def test_memory_of_the_call_is_free_afterwards(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "while the first thread is being started": """
 begin = pool.Worker.start
 
 
@@ -289,13 +237,8 @@ for patch in (press_before, press_after):
         Gang([int] * 3, 3).run_tasks()
     pool.Worker.start = begin
     gangs_work()
-""")
-def test_while_the_first_thread_is_being_started(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "while a task starts a nested gang": """
 begin = pool.Worker.start
 
 
@@ -314,6 +257,16 @@ with interrupted():
 assert found == [[Skipped, Skipped]]
 pool.Worker.start = begin
 gangs_work()
-""")
-def test_while_a_task_starts_a_nested_gang(printed: str) -> None:
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
+    with Ahead(request, tmp_path_factory.mktemp("ahead"), lambda name: Job(PRELUDE + SCRIPTS[name])) as ahead:
+        yield ahead
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.ahead(name)) for name in SCRIPTS])
+def test_ctrl_c(name: str, printed: str) -> None:
     assert printed == ""

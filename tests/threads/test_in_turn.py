@@ -14,15 +14,11 @@ from dataparallel.threads import in_turn, pool
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.pool import Outcome, Skipped
+from gangs import values_of
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
 TIMEOUT = 20.0
-
-
-def values(outcomes: list[Outcome]) -> list[Any]:
-    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    return [outcome.value for outcome in outcomes]
 
 
 def waits_for_others(count: int) -> list[Callable[[], int]]:
@@ -40,7 +36,7 @@ def test_tasks_run_in_slot_order_in_the_calling_thread() -> None:
     tasks = [lambda slot=slot: task(slot) for slot in range(4)]
     for call in (SerialTasks(tasks), SerialTasks(tasks, tasks, stall_timeout=5.0)):
         order.clear()
-        assert values(call.run_tasks()) == [0, 10, 20, 30]
+        assert values_of(call) == [0, 10, 20, 30]
         assert order == [(slot, threading.get_ident()) for slot in range(4)]
         assert not call.stalled
 
@@ -67,7 +63,7 @@ def test_tasks_that_wait_for_each_other_end() -> None:
     threads: list[int] = []
     tasks = [lambda task=task: (threads.append(threading.get_ident()), task())[1] for task in waits_for_others(4)]
     call = SerialTasks(tasks, tasks, stall_timeout=0.2)
-    assert sorted(values(call.run_tasks())) == [0, 1, 2, 3]
+    assert sorted(values_of(call)) == [0, 1, 2, 3]
     assert call.stalled
     assert threads.count(here) == 1
     assert len({*threads}) == 4
@@ -81,20 +77,20 @@ def test_the_tasks_for_workers_are_handed_over() -> None:
         return where
 
     call = SerialTasks([lambda: task("here")] * 3, [lambda: task("in a worker")] * 3, stall_timeout=0.2)
-    assert values(call.run_tasks()) == ["here", "in a worker", "in a worker"]
+    assert values_of(call) == ["here", "in a worker", "in a worker"]
 
 
 def test_tasks_that_end_one_after_the_other_are_no_stall() -> None:
     tasks = [lambda: time.sleep(0.25)] * 5
     call = SerialTasks(tasks, tasks, stall_timeout=0.8)
-    values(call.run_tasks())
+    values_of(call)
     assert not call.stalled
 
 
 def test_nor_is_a_long_last_task() -> None:
     tasks = [int, lambda: time.sleep(0.6)]
     call = SerialTasks(tasks, tasks, stall_timeout=0.2)
-    values(call.run_tasks())
+    values_of(call)
     assert not call.stalled
 
 
@@ -150,7 +146,7 @@ def test_the_first_poll_only_notes_what_is_left() -> None:
     assert not call.stalled
     call.poll()
     assert call.stalled
-    assert values(call.run_tasks()) == [0, 0]
+    assert values_of(call) == [0, 0]
 
 
 def test_a_task_may_end_while_the_others_are_being_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,16 +159,16 @@ def test_a_task_may_end_while_the_others_are_being_handed_over(monkeypatch: pyte
 
     monkeypatch.setattr(Gang, "begin_tasks", begin_slowly)
     tasks = [lambda: handing_over.wait(TIMEOUT)] * 3
-    assert values(SerialTasks(tasks, tasks, stall_timeout=0.2).run_tasks()) == [True] * 3
+    assert values_of(SerialTasks(tasks, tasks, stall_timeout=0.2)) == [True] * 3
 
 
 def test_nested_calls_may_wait_for_each_other() -> None:
     tasks = waits_for_others(4)
 
     def nested() -> list[Any]:
-        return values(SerialTasks(tasks[:2], tasks[:2], stall_timeout=0.2).run_tasks())
+        return values_of(SerialTasks(tasks[:2], tasks[:2], stall_timeout=0.2))
 
-    found = values(SerialTasks([nested] * 2, [nested] * 2, stall_timeout=0.2).run_tasks())
+    found = values_of(SerialTasks([nested] * 2, [nested] * 2, stall_timeout=0.2))
     assert sorted([*found[0], *found[1]]) == [0, 1, 2, 3]
 
 
@@ -185,7 +181,7 @@ def test_calls_of_many_threads_whose_timeout_ends_as_they_do(monkeypatch: pytest
         for _ in range(60):
             tasks = [lambda: time.sleep(0.002)] * 3
             calls.append(SerialTasks(tasks, tasks, stall_timeout=0.001))
-            values(calls[-1].run_tasks())
+            values_of(calls[-1])
 
     threads = [threading.Thread(target=several) for _ in range(4)]
     for thread in threads:

@@ -16,7 +16,7 @@ from dataparallel.comm.streams.current import DeviceClock
 from dataparallel.threads import permits, situations
 from dataparallel.threads.permits import PermitChooser, size_of
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "two_cores")
+pytestmark = [pytest.mark.usefixtures("one_intra_op_thread", "two_cores"), pytest.mark.devices("cpu")]
 
 # Seconds of a call with 8 slots, by the number of permits.
 LAUNCH_BOUND = {1: 20.0, 2: 24.0, 4: 30.0, 8: 35.0}

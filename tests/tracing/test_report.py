@@ -16,6 +16,8 @@ from dataparallel.comm.cupy import launch
 from dataparallel.tracing import report
 from selection import others_long
 
+pytestmark = pytest.mark.devices("cpu")  # no device takes part
+
 
 def test_it_has_a_line_for_each_fact_and_ends_with_what_to_do_next(monkeypatch):
     monkeypatch.setattr(report, "all_devices", lambda: [])

@@ -1,4 +1,4 @@
-"""Backward passes and optimizers' steps are recorded inside the block, and torch is as before after it."""
+"""Calls of torch are recorded inside a block, after which torch is as before; and what devices have in memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.tracing.block import torch_calls_recorded
-from dataparallel.tracing.recorder import Recorder
+from dataparallel.tracing import block
+from dataparallel.tracing.block import MemoryBefore, torch_calls_recorded
+from dataparallel.tracing.recorder import Recorder, stop
 
-pytestmark = pytest.mark.devices("cpu")  # nothing here depends on devices
+pytestmark = pytest.mark.devices("cpu")  # most of them know no device
+
+MIB = 2**20
 
 BACKWARD, GRAD = torch.autograd.backward, torch.autograd.grad
 
@@ -113,8 +116,6 @@ def test_other_threads_are_recorded_as_themselves(recorder: Recorder) -> None:
 def test_a_function_that_somebody_has_kept_goes_on_to_torch(recorder: Recorder) -> None:
     with torch_calls_recorded(recorder):
         kept = torch.autograd.backward
-    from dataparallel.tracing.recorder import stop
-
     stop(recorder)
     kept(loss())
     assert names(recorder) == []
@@ -166,3 +167,38 @@ def test_the_functions_look_like_torchs(recorder: Recorder) -> None:
     with torch_calls_recorded(recorder):
         assert torch.autograd.backward.__doc__ == BACKWARD.__doc__
         assert torch.autograd.grad.__name__ == "grad"
+
+
+@pytest.mark.devices("sim", "cuda")
+def test_bytes_of_each_device(slots: list) -> None:
+    devices = [torch.device(slot) for slot in slots]
+    kept = torch.empty(MIB, dtype=torch.uint8, device=devices[1])
+    larger = torch.empty(9 * MIB, dtype=torch.uint8, device=devices[1])
+    del larger  # a peak from before the block
+    before = MemoryBefore()
+    at_most = torch.empty(3 * MIB, dtype=torch.uint8, device=devices[1])
+    del at_most
+    stays = torch.empty(2 * MIB, dtype=torch.uint8, device=devices[1])
+    found = before.until_now([devices[0], devices[1], devices[1]])
+    assert [one.device for one in found] == devices[:2]
+    assert [one.slots for one in found] == [(0,), (1, 2)]
+    second = found[1]
+    assert second.after - second.before == 2 * MIB
+    assert second.peak - second.before == 3 * MIB
+    assert second.before >= MIB
+    assert found[0].before == found[0].after == found[0].peak
+    del kept, stays
+
+
+def test_there_is_no_figure_for_cpu_slots() -> None:
+    assert MemoryBefore().until_now([torch.device("cpu")] * 2) == []
+
+
+def test_a_backend_that_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: Any) -> Any:
+        raise RuntimeError("no allocator that counts")
+
+    device = torch.device("meta", 0)
+    monkeypatch.setattr(block, "all_devices", lambda: [device])
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", fails)
+    assert MemoryBefore().until_now([device]) == []
