@@ -1,7 +1,7 @@
 """Reference counts show who holds an object, or are not trusted; then calls share nothing that forward could hold.
 
 The trial at import notices an interpreter that does not count all holders. Tests that nothing is used again while
-somebody else holds it are in kept/test_replicas_held, kept/test_tensors and modules/test_cycles_held.
+somebody else holds it are in replicas/test_kept_replicas_held, test_kept_tensors and test_cycles_held.
 """
 
 import gc

@@ -17,20 +17,20 @@ from peer_machines import FUNCTIONS, Across, as_one_call, grad_of, samples, span
 ALL = [*FUNCTIONS]
 
 
-# For each machine the chunks of its batch, and the forms. A machine may have fewer chunks than slots.
-MACHINES = {
-    "two with uneven chunks": ([[2, 3], [1, 4]], ["replicate", "fully_shard"], 2),
-    "two with other numbers of replicas": ([[2, 3], [1]], ["replicate"], 2),
-    "two with one slot each": ([[2], [3]], ["replicate"], 1),
-    "three": ([[1, 3], [2, 2], [4, 1]], ["replicate", "fully_shard"], 2),
-}
-
-
+# The form, and for each machine the chunks of its batch: a machine may have fewer chunks than slots.
 @pytest.mark.parametrize(
-    ("machines", "form"), [(name, form) for name, (_, forms, _) in MACHINES.items() for form in forms]
+    ("form", "chunks", "slots"),
+    [
+        ("replicate", [[2, 3], [1, 4]], 2),
+        ("fully_shard", [[2, 3], [1, 4]], 2),
+        ("replicate", [[2, 3], [1]], 2),
+        ("replicate", [[2], [3]], 1),
+        ("replicate", [[1, 3], [2, 2], [4, 1]], 2),
+        ("fully_shard", [[1, 3], [2, 2], [4, 1]], 2),
+    ],
+    ids=str,
 )
-def test_as_one_machine(machines, form):
-    chunks, _, slots = MACHINES[machines]
+def test_as_one_machine(form, chunks, slots):
     ranks = len(chunks)
     assert on_machines(as_one_call, ALL, form, chunks, ranks=ranks, slots=slots) == [len(ALL)] * ranks
 
