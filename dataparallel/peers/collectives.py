@@ -1,10 +1,8 @@
 """The collectives: what replicas say to each other inside ``forward``.
 
 Each takes a tensor, or a nested structure of tensors, and returns the like, in memory of its own. Sums run in slot
-order, so every run gives the same bits. All are differentiable, as often as you like. All replicas of a call have to
-call the same collectives in the same order. Outside of a parallel forward there is one replica.
-With ``across_machines=True`` a collective spans the replicas of all machines of the form's process group. They are then
-numbered machine by machine, in the order of ranks.
+order. All are differentiable, as often as you like. All replicas of a call call the same collectives in the same order.
+With ``across_machines=True`` the replicas of all machines are numbered machine by machine, in the order of ranks.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from dataparallel import _torch
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.comm.streams.nodes import memory_of
-from dataparallel.peers.checkpoint import check_checkpoints, read_or_none, replayed_place, write
+from dataparallel.peers.checkpoint import check_checkpoints, note_results, replayed_place, results_of_forward
 from dataparallel.threads.meetings import Place, here
 
 
@@ -171,7 +171,7 @@ def joint(
         ValueError: a tensor is not on the replica's device.
         RuntimeError: see `Place.meet`; a checkpoint of torch is around it.
     """
-    replayed = read_or_none(request)
+    replayed = results_of_forward(request)
     if replayed is not None:
         return replayed
     device = place.meeting.devices[place.index]
@@ -187,19 +187,20 @@ def joint(
         return _compute(brought, together)
 
     results: list[Tensor] = place.meet(request, _Brought(tensors, device, note), of_all)
-    write(request, results)
+    note_results(request, results)
     return results
 
 
 def _compute(brought: list[_Brought], together: Together) -> list[list[Tensor]]:
     records = any(one.records for one in brought)
-    with torch.set_grad_enabled(records), _hooks_passed_by(), _in_order(brought):
+    first = {one.device: one.stream for one in reversed(brought) if one.stream is not None}  # of each device
+    with torch.set_grad_enabled(records), _hooks_passed_by(), _in_order(brought, first):
         devices, tensors = [one.device for one in brought], [one.tensors for one in brought]
         results = together(devices, tensors, [one.note for one in brought])
     for one, own in zip(brought, results, strict=True):
         if not one.records:
             own[:] = [result.detach() for result in own]
-        _record_use(one, own, _first_streams(brought))
+        _record_use(one, own, first)
     return results
 
 
@@ -210,32 +211,24 @@ def _hooks_passed_by() -> AbstractContextManager[object]:
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # torch calls the innermost pair only
 
 
-def _first_streams(brought: Sequence[_Brought]) -> dict[torch.device, torch.Stream]:
-    """For each accelerator the stream that is current in its first replica."""
-    return {one.device: one.stream for one in reversed(brought) if one.stream is not None}
-
-
 @contextmanager
-def _in_order(brought: Sequence[_Brought]) -> Iterator[None]:
+def _in_order(brought: Sequence[_Brought], first: dict[torch.device, torch.Stream]) -> Iterator[None]:
     """Makes the first replica's stream of each device current, in order with those of the device's other replicas.
 
     A replica launches what follows on its own stream. If that is the device's first one, it comes after the collective
     there anyway. Otherwise an event at the beginning orders the collective after what the replica has launched, and one
     at the end orders what the replica launches next after the collective.
     """
-    first = _first_streams(brought)
-    others = [one for one in brought if one.stream is not None and one.stream != first[one.device]]
-    for one in others:
-        assert one.stream is not None
-        Event(one.stream).make_wait(first[one.device])
+    others = [(one, one.stream) for one in brought if one.stream is not None and one.stream != first[one.device]]
+    for one, stream in others:
+        Event(stream).make_wait(first[one.device])
         for tensor in one.tensors:
             for memory in memory_of(tensor):
                 memory.record_stream(first[one.device])
     with streams_set(first):
         yield
-    for one in others:
-        assert one.stream is not None
-        Event(first[one.device]).make_wait(one.stream)
+    for one, stream in others:
+        Event(first[one.device]).make_wait(stream)
 
 
 def _record_use(one: _Brought, results: Sequence[Tensor], first: dict[torch.device, torch.Stream]) -> None:

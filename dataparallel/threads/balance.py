@@ -1,9 +1,8 @@
 """``chunk_sizes="balanced"``: the split of a batch is chosen by timing the replicas of a form's calls.
 
-The calls of each *situation* (modes, size of the inputs) are measured in rounds. After each round the slots'
-costs are computed from all rounds (``slot_costs``), and the next round tries the split that they ask for.
-When nothing more is to be gained, that split and the one before the search are measured in turns, and the better one
-stays. It is checked later, after more and more calls. A slot gets no more samples than its device has memory for.
+The calls of each *situation* are measured in rounds. After each round the slots' costs are computed from all rounds,
+and the next one tries the split that they ask for. When nothing more is to be gained, that split and the one before the
+search are measured in turns, and the better one stays. A slot gets no more samples than its device has memory for.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """How many replicas run Python at a time: chosen by timing a form's calls.
 
 Launch-bound models are fastest with one or two permits, compute-bound models with as many as there are cores or device
-queues. A model that waits inside ``forward`` needs one permit for each slot. So the first calls of each *situation*
-(modes, size of the inputs) try the numbers 1, 2, 4, ..., and later calls use the best one. Results do not depend on it.
-
-``parallel_apply`` asks a `PermitChooser` before each call, and tells it afterwards how long the call took. On
-accelerators a call returns before its kernels have run. So a call that is measured is enclosed by marks on its streams,
-whose times are read in a later call, when the devices have come to them. Until then nothing else of its situation is
-measured. Time begins when the devices have done what came before: a host that is ahead of them costs nothing.
+queues. A model that waits inside ``forward`` needs one permit for each slot. So the first calls of each *situation* try
+the numbers 1, 2, 4, ..., and later calls use the best one. Results do not depend on it.
 """
 
 from __future__ import annotations
@@ -59,7 +54,12 @@ class CallPermits(ChoosingCall):
 
 
 class PermitChooser(Chooser["_Situation", int]):
-    """Chooses how many replicas run at a time, for one form."""
+    """Chooses how many replicas run at a time, for one form.
+
+    On accelerators a call returns before its kernels have run. So a call that is measured is enclosed by marks on its
+    streams, whose times are read in a later call, when the devices have come to them. Until then nothing else of its
+    situation is measured. Time begins when the devices have done what came before: a host that is ahead costs nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()

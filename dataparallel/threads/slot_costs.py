@@ -189,7 +189,7 @@ def fit(points: Sequence[tuple[float, float]]) -> Cost:
 
 def predicted(seconds: Sequence[float], permits: int, groups: Sequence[Hashable | None] | None = None) -> float:
     """Seconds until the last of the replicas ends, which run as the tasks of a `gang.Gang` do."""
-    if permits >= len(seconds) and (groups is None or len({*groups}) == len(groups)):
+    if _run_all_at_once(len(seconds), permits, groups):
         return max(seconds)
     if permits == 1:
         return sum(seconds)
@@ -203,6 +203,10 @@ def predicted(seconds: Sequence[float], permits: int, groups: Sequence[Hashable 
                 heapq.heappush(running, (now + seconds[slot], slot))
         now, _ = heapq.heappop(running)
     return now
+
+
+def _run_all_at_once(count: int, permits: int, groups: Sequence[Hashable | None] | None) -> bool:
+    return permits >= count and (groups is None or len({*groups}) == count)
 
 
 def search(
@@ -226,7 +230,7 @@ def search(
         return float(f"{predicted(seconds, permits, groups):.9g}"), sorted(seconds, reverse=True)
 
     fastest = _climb(within(start, limits), limits, call)
-    if permits >= len(start) and (groups is None or len({*groups}) == len(groups)):
+    if _run_all_at_once(len(start), permits, groups):
         return fastest
     longest = NEARLY * call(fastest)[0]
 

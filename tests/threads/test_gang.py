@@ -128,14 +128,6 @@ def test_nested_gangs_do_not_wait_for_each_other(depth: int, width: int, permits
         assert tree(depth, width, permits) == width**depth
 
 
-def test_concurrent_gangs_do_not_wait_for_each_other() -> None:
-    def job() -> None:
-        for _ in range(100):
-            assert values([lambda slot=slot: slot for slot in range(4)], 2) == [0, 1, 2, 3]
-
-    in_user_threads(6, job)
-
-
 def test_concurrent_gangs_have_permits_of_their_own() -> None:
     together = threading.Barrier(6)
     in_user_threads(6, lambda: values([lambda: together.wait(TIMEOUT)], 1))

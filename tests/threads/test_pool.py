@@ -160,16 +160,6 @@ class TestKeys:
 
 
 @pytest.mark.devices("cpu")  # gangs know no slots: once is enough
-def test_threads_are_kept_and_never_more_than_the_largest_gang_needs() -> None:
-    values([threading.Barrier(8).wait] * 8, 8)  # all at one time: none can do the work of two
-    before = worker_threads()
-    for call in range(500):
-        size = 1 + call % 8
-        assert values([int] * size, size) == [0] * size
-    assert worker_threads() <= before
-
-
-@pytest.mark.devices("cpu")  # gangs know no slots: once is enough
 def test_a_thread_that_is_slow_to_go_idle_keeps_nothing_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     class Task:
         def __call__(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel, profiling
-from dataparallel.tracing.recorder import ENGINE, Recorder, ThreadClocks, start, stop
+from dataparallel.tracing.recorder import ENGINE, Recorder, ThreadClocks
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -151,14 +151,6 @@ def test_an_optimizer_that_fails_has_no_range(recorder: Recorder) -> None:
     recorder.optimizer_ends(one)
     recorder.optimizer_ends(one)  # it began before the block
     assert [span.call for span in recorder.spans] == [1, 0]
-
-
-def test_one_recorder_at_a_time(recorder: Recorder) -> None:
-    with pytest.raises(RuntimeError, match=r"a trace runs in this process already.*end its block"):
-        start(Recorder())
-    assert profiling.recorder is recorder
-    stop(Recorder())  # another one
-    assert profiling.recorder is recorder
 
 
 def test_without_a_recorder_no_range_is_made(slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
