@@ -16,11 +16,11 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import profiler
 
 from clocked import timeline
-from dataparallel import DataParallel, comm, profiling
+from dataparallel import DataParallel, _torch, comm, profiling
 from dataparallel.comm.settings import ROUTES
 from dataparallel.composable import fully_shard
 from dataparallel.forms.policies import CPUOffloadPolicy
-from dataparallel.profiling import bytes_of, is_recording, note_copied_bytes, note_copy, stage
+from dataparallel.profiling import bytes_of, note_copied_bytes, note_copy, stage
 from dataparallel.tracing.recorder import Recorder, start, stop
 from each_form import by_wrapper, replicated
 
@@ -144,19 +144,19 @@ def test_without_a_profiler_nothing_is_made(slots: list, monkeypatch: pytest.Mon
 def test_whether_a_profiler_runs() -> None:
     def from_a_thread() -> bool:
         found: list[bool] = []
-        thread = threading.Thread(target=lambda: found.append(is_recording()))
+        thread = threading.Thread(target=lambda: found.append(_torch.is_profiler_enabled()))
         thread.start()
         thread.join()
         return found[0]
 
-    assert not is_recording()
+    assert not _torch.is_profiler_enabled()
     for all_threads in (False, True):
         found: list[bool] = []
-        events(all_threads, lambda found=found: found.extend([is_recording(), from_a_thread()]))
+        events(all_threads, lambda found=found: found.extend([_torch.is_profiler_enabled(), from_a_thread()]))
         assert found == [True, True]
     with profiler.emit_itt():
-        assert is_recording()
-    assert not is_recording()
+        assert _torch.is_profiler_enabled()
+    assert not _torch.is_profiler_enabled()
 
 
 def test_a_context_is_used_again() -> None:
@@ -168,7 +168,7 @@ def test_a_context_is_used_again() -> None:
 def test_ranges_are_those_of_nvtx(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_of(slots)
     with profiler.emit_nvtx():
-        assert is_recording()
+        assert _torch.is_profiler_enabled()
         step()
 
 
