@@ -615,6 +615,7 @@ def _compiler_part(path: str, purpose: str) -> Any:
     return _private(path, purpose)
 
 
+@cache
 def _optimized_module() -> Any:
     return _compiler_part("torch._dynamo.eval_frame.OptimizedModule", "recognise modules that torch.compile has made")
 
