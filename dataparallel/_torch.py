@@ -1,14 +1,8 @@
 """Every private name of torch that the library uses: its purpose, and what happens in a torch that lacks it.
 
-torch may rename these without notice, so other rooms ask this one. There are two exceptions: ``testing``, whose
-simulated devices are a backend for torch, and the names by which torch lets modules and classes be extended
-(``PUBLISHED`` in ``tests/test__torch.py``). Most names are looked up once, at import. The compiler's class and the
-functions for full states are looked up when they are first needed; the profiler's flag, NCCL, and attributes of modes
-and compiled functions at each call. If torch lacks a name, importing the library still works: either there is a
-fallback, which ``without`` describes, or calls that need the name raise ``RuntimeError`` with an explanation. torch
-2.11, 2.13 and 2.15 have all names, in every build.
-
-Any room may call this one. It knows nothing of the library.
+torch may rename these without notice, so other rooms ask this one, except ``testing``, which is a backend for torch.
+If torch lacks a name, importing the library still works: either there is a fallback, which ``without`` describes, or
+calls that need the name raise ``RuntimeError`` with an explanation.
 """
 
 from __future__ import annotations
@@ -16,7 +10,7 @@ from __future__ import annotations
 import contextvars
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,8 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import profiler
-
-__all__ = ["HOOK_FLAGS", "HOOK_TABLES", "NAMES", "OWN_HOOK_TABLES", "REGISTRIES", "TRIED", "OpOverload", "PrivateName"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type[list[Any]])
@@ -157,10 +149,18 @@ current_stream_at: Callable[[int], torch.Stream] = _private(
     torch.accelerator.current_stream,
     "each lookup takes a microsecond longer",
 )
+
+
+def _exchange_device(index: int) -> int:
+    before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(index)
+    return before
+
+
 exchange_device: Callable[[int], int] = _private(
     "torch._C._accelerator_exchangeDevice",
     "make a stream's device current around each use of an event, of which a step has hundreds",
-    lambda index: _exchange_device(index),
+    _exchange_device,
     "each event takes microseconds longer, and going back to a device that nobody uses creates a context on it",
 )
 go_back_to_device: Callable[[int], object] = _private(
@@ -169,13 +169,6 @@ go_back_to_device: Callable[[int], object] = _private(
     torch.accelerator.set_device_index,
     "going back to a device that nobody uses creates a context on it",
 )
-
-
-def _exchange_device(index: int) -> int:
-    before = torch.accelerator.current_device_index()
-    torch.accelerator.set_device_index(index)
-    return before
-
 
 # ---- process groups --------------------------------------------------------------------------------------------------
 
@@ -234,7 +227,7 @@ def takes_address_0() -> bool:
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
-    from torch._ops import OpOverload
+    from torch._ops import OpOverload as OpOverload
 else:
     OpOverload = _private("torch._ops.OpOverload", "say of what type operators are")
 
@@ -435,12 +428,11 @@ _functorch_interpreter: Callable[[], Any] = _private(
 )
 
 
-def push_dispatch_modes(modes: Iterable[Any]) -> Callable[[], None]:
+def push_dispatch_modes(modes: Sequence[Any]) -> Callable[[], None]:
     """Enters dispatch modes, outermost first. Returns a function that leaves them."""
-    entered = [*modes]
-    for mode in entered:
+    for mode in modes:
         _push_dispatch_mode(mode)
-    keys = [getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None) for mode in reversed(entered)]
+    keys = [getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None) for mode in reversed(modes)]
 
     def leave() -> None:
         for key in keys:
@@ -527,7 +519,10 @@ def walked_as_a_list(cls: C) -> C:
 
 
 def is_profiler_enabled() -> bool:
-    """True if a profiler of torch runs in this process; False in a torch that does not tell."""
+    """True if a profiler of torch runs in this process; False in a torch that does not tell.
+
+    A profiler of all threads leaves no mark in a single thread's state, so that is not asked.
+    """
     return bool(getattr(profiler, "_is_profiler_enabled", False))
 
 
@@ -604,7 +599,7 @@ def note_whether_compiler_is_in_use() -> bool:
 
 @cache
 def _backends() -> dict[Any, Any]:
-    # As `_optimized_module`. A decorator that disables the compiler has the backend None.
+    # As `_compiler_part`. A decorator that disables the compiler has the backend None.
     found: dict[Any, Any] = _private(
         "torch._dynamo.eval_frame.cached_backends",
         "see whether torch.compile is in use, so that code that is not compiled starts before all parameters are there",
@@ -615,9 +610,14 @@ def _backends() -> dict[Any, Any]:
 
 
 @cache
+def _compiler_part(path: str, purpose: str) -> Any:
+    # Not looked up at import, because that would import the compiler, which takes seconds.
+    return _private(path, purpose)
+
+
+@cache
 def _optimized_module() -> Any:
-    # Not looked up at import, because that would import the compiler.
-    return _private("torch._dynamo.eval_frame.OptimizedModule", "recognise modules that torch.compile has made")
+    return _compiler_part("torch._dynamo.eval_frame.OptimizedModule", "recognise modules that torch.compile has made")
 
 
 def compiled_original(item: Any) -> Any:
@@ -632,16 +632,6 @@ def compiled_original(item: Any) -> Any:
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
-#
-# None of these is looked up at import, because that would import the compiler, which takes seconds.
-
-_CONTEXT = "torch._dynamo.eval_frame._TorchDynamoContext"
-
-
-@cache
-def _compiler_part(path: str, purpose: str) -> Any:
-    return _private(path, purpose)
-
 
 ORIGINAL_OF_COMPILED = "_orig_mod"
 """The name of the module as a child of the one that ``torch.compile`` has made from it."""
@@ -666,7 +656,9 @@ def compiler_context(compiled: Any) -> Any:
 
     ``None`` if that torch keeps no context with it, or keeps it elsewhere.
     """
-    context_class = _compiler_part(_CONTEXT, "compile replicas as the module was compiled")
+    context_class = _compiler_part(
+        "torch._dynamo.eval_frame._TorchDynamoContext", "compile replicas as the module was compiled"
+    )
     if issubclass(type(compiled), _optimized_module()):
         found = vars(compiled).get("dynamo_ctx")
     else:

@@ -1,9 +1,8 @@
 """Devices: the forms in which a caller may pass them, and the devices that the machine has.
 
-Every other room asks here what a device argument means, so that ints, strings and ``torch.device`` mean the same thing
-everywhere, and CUDA, XPU and PrivateUse1 devices take one code path, except in the transports of ``comm`` and the check
-for CUDA graph capture. This room moves no tensor and knows no module. Importing it touches no device;
-`current_device_set` may create a context on one (see ``comm.streams.current``). Any room may call this one.
+Every other room asks here, so that ints, strings and ``torch.device`` mean the same thing everywhere, and CUDA, XPU and
+PrivateUse1 devices take one code path, except in the transports of ``comm`` and the check for CUDA graph capture.
+Importing it touches no device.
 """
 
 from __future__ import annotations
@@ -163,5 +162,8 @@ def device_id(device: torch.device) -> int | torch.device:
 
 
 def current_device_set(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which ``device`` is the current device of its type. For the CPU it does nothing."""
+    """A context in which ``device`` is the current device of its type. For the CPU it does nothing.
+
+    It may create a context of the driver on the device: see ``comm.streams.current``.
+    """
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)

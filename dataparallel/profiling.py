@@ -28,7 +28,7 @@ _NOTHING = nullcontext()
 class Replicas:
     """What watches the replicas of one call, from before the first one starts. This one makes ranges in a profile."""
 
-    def run(self, slot: int, task: Callable[[], T]) -> T:
+    def run_replica(self, slot: int, task: Callable[[], T]) -> T:
         """Runs the replica of a slot."""
         with profiled(f"replica {slot}"):
             return task()
@@ -44,17 +44,9 @@ recorder: Recorder | None = None
 """The trace that runs in this process. Only ``tracing.recorder`` sets it."""
 
 
-def is_recording() -> bool:
-    """True if a profiler of torch runs in this process.
-
-    It asks for the process, because a profiler of all threads leaves no mark in a single thread's state.
-    """
-    return _torch.is_profiler_enabled()
-
-
 def profiled(name: str) -> AbstractContextManager[Any]:
     """The range of a profile, if a profiler runs, else a context that does nothing."""
-    return profiler.record_function(f"dataparallel::{name}") if is_recording() else _NOTHING
+    return profiler.record_function(f"dataparallel::{name}") if _torch.is_profiler_enabled() else _NOTHING
 
 
 def stage(name: str, detail: str = "", slot: int | None = None) -> AbstractContextManager[Any]:
@@ -73,7 +65,7 @@ def replicas(module: str, devices: list[torch.device]) -> Replicas | None:
     tracing = recorder
     if tracing is not None:
         return tracing.replicas(module, devices)
-    return Replicas() if is_recording() else None
+    return Replicas() if _torch.is_profiler_enabled() else None
 
 
 def note_gradients(slot: int) -> None:

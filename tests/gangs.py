@@ -8,11 +8,16 @@ import pytest
 
 from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
+from dataparallel.threads.in_turn import SerialTasks
 
 
 def values(tasks: list[Callable[[], Any]], permits: int, groups: list | None = None) -> list[Any]:
+    return values_of(Gang(tasks, permits, groups))
+
+
+def values_of(tasks: Gang | SerialTasks) -> list[Any]:
     """What the tasks returned; the first error is raised."""
-    outcomes = Gang(tasks, permits, groups).run()
+    outcomes = tasks.run_tasks()
     for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 
-COUNTS = [2, 3, 8]
-
 
 class Calls(nn.Module):
     """``forward(chunk)`` is ``function(chunk, weight)``, with a parameter that all replicas have."""
@@ -28,6 +26,24 @@ class Calls(nn.Module):
 def parallel(function: Callable[[Tensor, Tensor], Any], slots: list[Any], **kwargs: Any) -> DataParallel[Calls]:
     """A wrapped `Calls` on ``slots``."""
     return DataParallel(Calls(function).to(slots[0]), slots, **kwargs)
+
+
+def on_a_side_stream(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Any], Tensor]:
+    """What each replica does, on a stream of its own, also where several are on one device."""
+
+    def run(x: Tensor, _: Any) -> Tensor:
+        side, outer = torch.Stream(x.device), torch.accelerator.current_stream(x.device)
+        side.wait_stream(outer)
+        x.record_stream(side)
+        try:
+            with side:
+                result = function(x)
+        finally:
+            outer.wait_stream(side)
+        result.record_stream(outer)
+        return result
+
+    return run
 
 
 def samples(rows: int, size: int = 3, seed: int = 0) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 from dataparallel.devices import resolve_slots
-from dataparallel.threads.caller_state import CallerState
 from dataparallel.threads.gang import Gang
+from dataparallel.threads.settings import CallerState
 
 
 class Call(nn.Module):
@@ -61,7 +61,7 @@ class Probe(nn.Module):
         else:
             state = CallerState(resolve_slots(slots))
             call = partial(self, batch)
-            outcomes = Gang([partial(state.run_in_worker, slot, call) for slot in range(len(slots))], 1).run()
+            outcomes = Gang([partial(state.run_in_worker, slot, call) for slot in range(len(slots))], 1).run_tasks()
             for error in [outcome.error for outcome in outcomes if outcome.error is not None]:
                 raise error
         assert (threading.get_ident() in self.threads) is serial

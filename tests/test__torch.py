@@ -20,6 +20,8 @@ from dataparallel import _torch
 from dataparallel.composable import fully_shard
 from processes import run_script
 
+pytestmark = pytest.mark.devices("cpu")  # it is about torch alone: once is enough
+
 PACKAGE = Path(_torch.__file__).parent
 PATHS = [name.path for name in _torch.NAMES]
 
@@ -63,8 +65,9 @@ def test_torch_has_it(path: str) -> None:
     pkgutil.resolve_name(path)
 
 
-def test_each_is_named_once() -> None:
+def test_each_is_named_once_and_has_a_purpose() -> None:
     assert len({*PATHS}) == len(PATHS)
+    assert all(name.purpose for name in _torch.NAMES)
 
 
 @pytest.mark.parametrize("name", [name for name in _torch.NAMES if not name.without], ids=lambda name: name.path)
@@ -208,11 +211,6 @@ def test_dispatch_modes_are_entered_and_left() -> None:
     leave()
     assert _torch.dispatch_modes() == []
     assert [mode.calls for mode in modes] == [1, 1]
-
-
-def test_the_room_says_of_each_what_it_is_for() -> None:
-    for name in _torch.NAMES:
-        assert name.purpose, name.path
 
 
 def test_modules_have_the_attributes_by_which_their_parts_are_found() -> None:

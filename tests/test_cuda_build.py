@@ -151,7 +151,7 @@ def test_nccl_takes_the_arguments_and_looks_at_the_tensors(use: Callable) -> Non
 
 @without_gpu
 def test_the_report_tells_of_the_build_and_of_no_gpu() -> None:
-    text = report.format_report(report.collect())
+    text = report.report()
     assert f"CUDA {torch.version.cuda}" in text
     assert "accelerator   none" in text
     assert re.search(r"NCCL +\d+\.\d+", text)

@@ -22,6 +22,9 @@ from dataparallel.devices import (
     resolve_slots,
 )
 
+pytestmark = pytest.mark.devices("cpu")  # most of them pretend: once is enough
+every_kind = pytest.mark.devices("cpu", "sim", "cuda")
+
 CURRENT = 1
 
 
@@ -80,6 +83,7 @@ def test_one_device_may_hold_several_slots(accelerators: str) -> None:
     assert resolve_slots(["cpu", torch.device("cpu"), "cpu:0"]) == [CPU, CPU, CPU]
 
 
+@every_kind
 def test_the_fixture_resolves_to_itself(slots: list, root: torch.device) -> None:
     resolved = resolve_slots(slots)
     assert resolved[0] == root
@@ -225,6 +229,7 @@ def test_attributes_show_indices_and_cpu_slots_as_devices(accelerators: str) -> 
     assert [device_id(device) for device in (CPU, CPU)] == [CPU, CPU]
 
 
+@every_kind
 def test_a_slot_can_be_made_current(root: torch.device) -> None:
     with current_device_set(root):
         tensor = torch.zeros(1, device=root.type)

@@ -42,7 +42,7 @@ def in_child(job):
 
 
 def four():
-    return [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], 4).run()]
+    return [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], 4).run_tasks()]
 
 
 module = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256))
@@ -63,14 +63,8 @@ def same(left, right):
 """
 
 
-@pytest.fixture(scope="module")
-def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
-    with Ahead(request, tmp_path_factory.mktemp("ahead"), lambda script: Job(PRELUDE + script)) as ahead:
-        yield ahead
-
-
-@pytest.mark.smoke
-@pytest.mark.ahead("""
+SCRIPTS = {
+    "forward and backward in the child and the parent": """
 torch.set_num_threads(4)
 output, gradients = step()
 
@@ -94,12 +88,8 @@ for _ in range(3):
     assert in_child(backward) == 0
     assert torch.get_num_threads() == 4
     same(step()[1], gradients)
-""")
-def test_forward_and_backward_in_the_child_and_the_parent(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.ahead("""
+""",
+    "gangs in a child": """
 torch.set_num_threads(3)
 assert in_child(torch.get_num_threads) == 3, "nothing was used yet, so nothing changes"
 four()
@@ -125,15 +115,10 @@ assert threading.active_count() == before
 four_again()
 
 inside_a_task = lambda: in_child(four_again)
-assert [outcome.value for outcome in Gang([inside_a_task] * 2, 1).run()] == [0, 0]
-assert [outcome.value for outcome in Gang([inside_a_task] * 2, 2).run()] == [0, 0]
-""")
-def test_gangs_in_a_child(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+assert [outcome.value for outcome in Gang([inside_a_task] * 2, 1).run_tasks()] == [0, 0]
+assert [outcome.value for outcome in Gang([inside_a_task] * 2, 2).run_tasks()] == [0, 0]
+""",
+    "a fork while gangs run": """
 over = threading.Event()
 
 
@@ -151,12 +136,8 @@ over.set()
 for thread in users:
     thread.join(10)
     assert not thread.is_alive()
-""")
-def test_a_fork_while_gangs_run(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.ahead("""
+""",
+    "data loader workers are forked as ever": """
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.set_num_threads(4)
@@ -167,13 +148,8 @@ for _ in range(2):
     assert torch.get_num_threads() == 4
     same(step(), (output, gradients))
     same(torch.cat([model(batch) for (batch,) in loader]).detach(), output)
-""")
-def test_data_loader_workers_are_forked_as_ever(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "a fork while another thread is about to make replicas": """
 step()
 locked, forked = threading.Event(), threading.Event()
 
@@ -194,13 +170,9 @@ assert in_child(forward) == 0
 forked.set()
 thread.join()
 step()
-""")
-def test_a_fork_while_another_thread_is_about_to_make_replicas(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    # Otherwise workers would do so at the same time. torch is not made for that: one child in hundreds crashed.
+    "torchs engine is rebuilt in a child before workers ask for it": """
 asked = []
 
 
@@ -211,7 +183,7 @@ def rebuild():
 def child():
     _torch.rebuild_engine = rebuild
     ran_before = []
-    Gang([lambda: ran_before.append(list(asked))] * 4, 4).run()
+    Gang([lambda: ran_before.append(list(asked))] * 4, 4).run_tasks()
     assert ran_before == [[threading.main_thread()]] * 4, ran_before
     four()
     assert len(asked) == 1
@@ -219,14 +191,9 @@ def child():
 
 four()
 assert in_child(child) == 0
-""")
-def test_torchs_engine_is_rebuilt_in_a_child_before_workers_ask_for_it(printed: str) -> None:
-    """Otherwise workers would do so at the same time. torch is not made for that: one child in hundreds crashed."""
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    # Adding them up while the child is made would wait for torch's threads, which the child does not have.
+    "a fork while gradients wait on slots": """
 from dataparallel.composable import replicate
 
 torch.set_num_threads(4)
@@ -250,7 +217,21 @@ assert in_child(child) == 0
 assert torch.equal(module.bias.grad, waiting)
 module(x).sum().backward()
 assert torch.equal(module.bias.grad, 4 * waiting)
-""")
-def test_a_fork_while_gradients_wait_on_slots(printed: str) -> None:
-    """Adding them up while the child is made would wait for torch's threads, which the child does not have."""
+""",
+}
+SHORT = "forward and backward in the child and the parent"
+
+
+@pytest.fixture(scope="module")
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
+    with Ahead(request, tmp_path_factory.mktemp("ahead"), lambda name: Job(PRELUDE + SCRIPTS[name])) as ahead:
+        yield ahead
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(SHORT, marks=[pytest.mark.ahead(SHORT), pytest.mark.smoke])]
+    + [pytest.param(name, marks=pytest.mark.ahead(name)) for name in SCRIPTS if name != SHORT],
+)
+def test_fork(name: str, printed: str) -> None:
     assert printed == ""

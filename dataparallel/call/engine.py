@@ -152,7 +152,7 @@ class CallEngine:
             inputs, kwargs = ((),), ({},)
         if len(slots) == 1 and maker.needs_no_replica():
             run = partial(run_alone, self._alone(method, loss), inputs[0], kwargs[0], slots[0], output_device)
-            return run() if peers is None else Meeting(slots, peers).run(0, run)
+            return run() if peers is None else Meeting(slots, peers).run_replica(0, run)
         slots = slots[: len(inputs)]
         with maker.lends(slots) as lent:
             with stage("replicate", maker.form), call.replicates():

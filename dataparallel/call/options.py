@@ -61,12 +61,12 @@ class BatchSplit:
         if self._balancer is None:
             return None
         kind = (method, kind_of_call(module, slots))
-        return self._balancer.begin(type(module).__name__, kind, size_of(inputs, kwargs), slots)
+        return self._balancer.begin_call(type(module).__name__, kind, size_of(inputs, kwargs), slots)
 
     def end_call(self, call: BalancedCall | None, failed: bool) -> None:
         """Notes that the call has ended, or failed."""
         if self._balancer is not None and call is not None:
-            self._balancer.end(call, failed)
+            self._balancer.end_call(call, failed)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The stage ``parallel_apply``: runs each replica on its device, and raises the first error.
 
 It takes replicas and their inputs, and returns their outputs in slot order. ``threads.gang`` and ``threads.in_turn``
-run the calls, and ``threads.caller_state`` gives them the caller's settings. This file decides which replicas may run
+run the calls, and ``threads.settings`` gives them the caller's settings. This file decides which replicas may run
 at the same time, if they need worker threads, and which error is raised.
 """
 
@@ -24,12 +24,12 @@ from dataparallel.profiling import Replicas, replicas
 from dataparallel.replicas.compiled.gate import gate
 from dataparallel.replicas.plan import HAS_COMPILED
 from dataparallel.threads.balance import BalancedCall
-from dataparallel.threads.caller_state import CallerState
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.meetings import Meeting, is_wake_up
 from dataparallel.threads.permits import CallPermits, PermitChooser, kind_of_call, size_of
-from dataparallel.threads.waits import Outcome, Skipped
+from dataparallel.threads.pool import Outcome, Skipped
+from dataparallel.threads.settings import CallerState
 
 CALL = "__call__"
 
@@ -120,21 +120,21 @@ def run_replicas(
         calls = [partial(_followed, call, function) for call, function in zip(calls, then, strict=True)]
     meeting = Meeting(slots, machines, is_serial(serial))
     if len(calls) > 1 or machines is not None:  # otherwise there is nobody to meet
-        calls = [partial(meeting.run, slot, call) for slot, call in enumerate(calls)]
+        calls = [partial(meeting.run_replica, slot, call) for slot, call in enumerate(calls)]
     times = None if balanced is None else balanced.measures(slots)
     if times is not None:
-        calls = [partial(times.run, slot, call) for slot, call in enumerate(calls)]
+        calls = [partial(times.run_replica, slot, call) for slot, call in enumerate(calls)]
     state = CallerState(slots)
     watch = replicas(type(modules[0]).__name__, slots)
     permits, groups = (1, None) if meeting.is_serial else _who_may_run_together(modules[0], slots, state, workers)
     if times is not None:
-        times.begin(state.streams, zip(arguments, keywords, strict=True))
+        times.begin_call(state.streams, zip(arguments, keywords, strict=True))
     if balanced is not None:
         balanced.runs_with(permits, groups)
     if permits == 1:
         here, in_workers = (_tasks(run, calls, watch) for run in (state.run_here, state.run_in_worker))
         meeting.turns = SerialTasks(here, in_workers, devices=slots, watch=watch)
-        outcomes = meeting.turns.run()
+        outcomes = meeting.turns.run_tasks()
     elif chooser is None or workers is not None or (times is not None and slots[0] != CPU):
         # A replica that is timed waits for its device, so that all have to run at the same time.
         # Compiled code is for a number of intra-op threads, so that does not depend on the permits.
@@ -142,12 +142,12 @@ def run_replicas(
         with state.intra_op_threads_divided(parts):
             tasks = _tasks(state.run_in_worker, calls, watch)
             meeting.turns = Gang(tasks, permits, groups, devices=slots, watch=watch)
-            outcomes = meeting.turns.run()
+            outcomes = meeting.turns.run_tasks()
     else:
         compiled = _has_compiled(modules[0])
         kind = kind_of_call(modules[0], slots)
         size = size_of(arguments[0], keywords[0]) if balanced is None else balanced.size
-        call = chooser.begin(kind, size, permits, first_in_turn=compiled, fixed=times is not None)
+        call = chooser.begin_call(kind, size, permits, first_in_turn=compiled, fixed=times is not None)
         if balanced is not None:
             balanced.runs_with(call.permits, groups)
         parts = chooser.largest if compiled else call.permits
@@ -155,7 +155,7 @@ def run_replicas(
     if any(outcome.error is not None for outcome in outcomes):
         raise _first_error(outcomes, slots)
     if times is not None:
-        times.end()
+        times.end_call()
     return [outcome.value for outcome in outcomes]
 
 
@@ -177,7 +177,7 @@ def _tasks(
 ) -> list[Callable[[], Any]]:
     """Each of ``calls``, run by a method of `CallerState`, and recorded if anybody watches."""
     tasks: list[Callable[[], Any]] = [partial(run, slot, call) for slot, call in enumerate(calls)]
-    return tasks if watch is None else [partial(watch.run, slot, task) for slot, task in enumerate(tasks)]
+    return tasks if watch is None else [partial(watch.run_replica, slot, task) for slot, task in enumerate(tasks)]
 
 
 def _run_with_permits(
@@ -208,12 +208,12 @@ def _run_with_permits(
     try:
         start = time.perf_counter()
         with state.intra_op_threads_divided(parts, here=isinstance(tasks, SerialTasks)):
-            outcomes = tasks.run()
+            outcomes = tasks.run_tasks()
         if all(outcome.error is None for outcome in outcomes) and gate.turns == turns and not gate.is_taken:
             seconds, after = time.perf_counter() - start, chooser.marks(call, state.streams)
         return outcomes
     finally:
-        chooser.end(call, seconds, tasks.stalled, before, after)
+        chooser.end_call(call, seconds, tasks.stalled, before, after)
 
 
 def _called(module: Any, method: str) -> Callable[..., Any]:

@@ -1,14 +1,8 @@
 """BatchNorm over the chunks of all replicas: its two nodes of the graph, their exchange, and what they compute.
 
 Each replica has the mean of its chunk, and the sum of squared distances from it (``M2``): `Statistics`. `merged` makes
-the mean and the variance of the whole batch of them. Then each replica normalises its chunk: `Normalised`. The two
-nodes are local to a replica, save the chunk in its own dtype and are twice differentiable. Between them, in forward and
-in backward, is one exchange of two vectors.
-
-The gradient of the chunk is computed once, by the backward of `Statistics`, when the exchange is done. So there is one
-tensor of the chunk's size beside the gradient of the output, as for BatchNorm. The part that does not depend on other
-replicas is ``scale * grad``, and `Normalised` hands it over as these two factors: `Statistics` returns two *carriers*
-that only `Normalised` takes, and their "gradients" are the factors.
+the mean and the variance of the whole batch of them, by one exchange of two vectors in forward and one in backward.
+Then each replica normalises its chunk: `Normalised`. The two nodes save the chunk in its own dtype.
 """
 
 from __future__ import annotations
@@ -33,6 +27,10 @@ class Statistics(Node):
 
     The first result has the mean of each channel, M2 of each, and the count, shape (2 * channels + 1,). All are zeros
     for an empty chunk. The count is on the device too, where a copy from the host would have to wait.
+
+    The gradient of the chunk is computed once, by this node's backward, when the exchange is done. So there is one
+    tensor of the chunk's size beside the gradient of the output, as for BatchNorm. The part that does not depend on
+    other replicas is ``scale * grad``, and the "gradients" of the carriers are these two factors.
     """
 
     @staticmethod
@@ -96,7 +94,7 @@ def merged(
 class Normalised(Node):
     """``Normalised.apply(*carriers, chunk, mean, variance, weight, bias, eps)``: the chunk, as BatchNorm makes it.
 
-    The chunk has no gradient here: `Statistics` adds it up from what the carriers carry.
+    The chunk has no gradient here: see `Statistics`.
     """
 
     @staticmethod

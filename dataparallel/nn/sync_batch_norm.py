@@ -13,8 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from dataparallel import _torch
 from dataparallel.nn.batch_norm import Normalised, Statistics, merged
 from dataparallel.peers.checkpoint import replayed_place
-from dataparallel.peers.joint import Request, described, joint
-from dataparallel.peers.span import Span, span_of_caller
+from dataparallel.peers.joint import Request, Span, described, joint, span_of_caller
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -158,8 +157,7 @@ def check_sync_batch_norm(
     Raises:
         TypeError: ``sync_batch_norm`` is neither a bool nor "across_machines".
         ValueError: it is false, there are several slots, and the module contains a ``torch.nn.SyncBatchNorm``, which
-            needs a process for each device; "across_machines" for a wrapper that
-            does not span machines.
+            needs a process for each device; "across_machines" for a wrapper that does not span machines.
     """
     if not isinstance(sync_batch_norm, bool) and sync_batch_norm != _ACROSS:
         raise TypeError(f"sync_batch_norm={sync_batch_norm!r}: expected True, False or {_ACROSS!r}")

@@ -54,7 +54,7 @@ def checkpoint(
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         tape = Tape()
-        return tape.recorded(), _Replayed(tape)
+        return tape.entered(), _Replayed(tape)
 
     return torch_checkpoint.checkpoint(
         function,
@@ -101,17 +101,11 @@ class Tape:
         return self._next is not None
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Around the forward."""
-        with self._active():
-            yield
-
-    @contextmanager
     def replayed(self) -> Iterator[None]:
         """Around a recomputation. There may be several, each from the beginning."""
         before, self._next = self._next, 0
         try:
-            with self._active():
+            with self.entered():
                 yield
         finally:
             self._next = before
@@ -122,7 +116,8 @@ class Tape:
         return here() is self._around
 
     @contextmanager
-    def _active(self) -> Iterator[None]:
+    def entered(self) -> Iterator[None]:
+        """Around the forward."""
         self._around = here()
         token = _tapes.set((*_tapes.get(), self))
         try:
@@ -161,26 +156,31 @@ def _active_tapes() -> list[Tape]:
     return [tape for tape in _tapes.get() if tape.is_active]
 
 
-def write(request: Request, results: Sequence[Tensor]) -> None:
+def _replayed_tape() -> Tape | None:
+    return next((tape for tape in reversed(_active_tapes()) if tape.is_replayed), None)
+
+
+def note_results(request: Request, results: Sequence[Tensor]) -> None:
     """Notes the results of a collective on the tapes that record."""
     for tape in _active_tapes():
         if not tape.is_replayed:
             tape.write(request, results)
 
 
-def read_or_none(request: Request) -> list[Tensor] | None:
+def results_of_forward(request: Request) -> list[Tensor] | None:
     """What the collective returned in the forward; ``None`` if this is no recomputation."""
-    for tape in reversed(_active_tapes()):
-        if tape.is_replayed:
-            results = tape.read(request)
-            write(request, results)  # a checkpoint inside of this one records anew
-            return results
-    return None
+    tape = _replayed_tape()
+    if tape is None:
+        return None
+    results = tape.read(request)
+    note_results(request, results)  # a checkpoint inside of this one records anew
+    return results
 
 
 def replayed_place() -> Place | None:
     """The place of the replica whose forward is recomputed here; ``None`` if this is no recomputation."""
-    return next((tape.place for tape in reversed(_active_tapes()) if tape.is_replayed), None)
+    tape = _replayed_tape()
+    return None if tape is None else tape.place
 
 
 def check_checkpoints(place: Place) -> None:

@@ -1,16 +1,15 @@
 """The collectives: what replicas say to each other inside ``forward``.
 
 Each takes a tensor, or a nested structure of tensors, and returns the like, in memory of its own. Sums run in slot
-order, so every run gives the same bits. All are differentiable, as often as you like. All replicas of a call have to
-call the same collectives in the same order. Outside of a parallel forward there is one replica.
-With ``across_machines=True`` a collective spans the replicas of all machines of the form's process group. They are then
-numbered machine by machine, in the order of ranks.
+order. All are differentiable, as often as you like. All replicas of a call call the same collectives in the same order.
+With ``across_machines=True`` the replicas of all machines are numbered machine by machine, in the order of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -20,35 +19,18 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.functions import Broadcast, Gather, ReduceAddCoalesced, Scatter
 from dataparallel.peers import across_machines as between
-from dataparallel.peers.joint import Request, described, joint
-from dataparallel.peers.span import Span, span_of_caller
+from dataparallel.peers.joint import Request, Span, described, joint, span_of_caller
 
 S = TypeVar("S")
 Operation = Literal["sum", "mean", "max", "min", "prod"]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """This machine, in one collective.
+Devices: TypeAlias = Sequence[torch.device]
+OfSlots: TypeAlias = list[list[Tensor]]
+"""The tensors, or the results, of each replica of this machine."""
 
-    Attributes:
-        others: a ``machines.peer_rounds.PeerCall`` if the collective spans several machines.
-        text: of the request, which is equal on all machines.
-        counts: how many replicas each machine has.
-        rank: the number of this one.
-    """
-
-    others: Any
-    text: str
-    counts: Sequence[int]
-    rank: int
-
-
-Results: TypeAlias = list[list[Tensor]]
-"""The results of each replica of this machine."""
-
-Work: TypeAlias = Callable[[Machine, Sequence[torch.device], list[list[Tensor]]], Results]
-"""What the replica that comes last does: as `joint.Together`, for the machine."""
+Work: TypeAlias = Callable[[Span, str, Devices, OfSlots], OfSlots]
+"""What the replica that comes last does: as `joint.Together`, with the request's text, equal on all machines."""
 
 
 @_torch.not_traced
@@ -82,7 +64,7 @@ def all_reduce(tensor: S, op: Operation = "sum", across_machines: bool = False) 
     if op in ("sum", "mean"):
         sums = _exchange(span, request, tensors, _sums)
         return rebuilt(sums if op == "sum" or span is None else [total / span.count for total in sums])
-    stacks = _exchange(span, request, [one.unsqueeze(0) for one in tensors], _gathers(0))
+    stacks = _exchange(span, request, [one.unsqueeze(0) for one in tensors], partial(_gathered, dim=0))
     return rebuilt([_COMBINED[op](stack) for stack in stacks])
 
 
@@ -112,7 +94,7 @@ def all_gather(tensor: S, dim: int = 0, across_machines: bool = False) -> S:
         if not -one.dim() <= dim < one.dim():
             raise IndexError(f"all_gather: dim={dim} of a tensor of shape {[*one.shape]}; unsqueeze it first to stack")
     request = Request("all_gather", f"dim={dim}", described(tensors, dim))
-    return rebuilt(_exchange(span_of_caller(across_machines), request, tensors, _gathers(dim)))
+    return rebuilt(_exchange(span_of_caller(across_machines), request, tensors, partial(_gathered, dim=dim)))
 
 
 @_torch.not_traced
@@ -134,20 +116,17 @@ def broadcast(tensor: S, source: int, across_machines: bool = False) -> S:
     if not 0 <= source < count:
         raise IndexError(f"broadcast: source={source}: the call has {count} replicas, from 0 on")
     request = Request("broadcast", f"source={source}", described(tensors))
-    return rebuilt(_exchange(span, request, tensors, _from_source(source)))
+    return rebuilt(_exchange(span, request, tensors, partial(_sent_by, source=source)))
 
 
-def _from_source(source: int) -> Work:
-    def from_source(machine: Machine, devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> Results:
-        if machine.others is None:
-            return _to_all(devices, of_slots[source], [source])
-        rank = next(rank for rank in range(len(machine.counts)) if source < sum(machine.counts[: rank + 1]))
-        sent = of_slots[0]
-        if rank == machine.rank:
-            sent = [*Broadcast.apply(devices[:1], *of_slots[source - sum(machine.counts[:rank])])] if sent else []
-        return _to_all(devices, between.broadcast(machine.others, machine.text, sent, rank))
-
-    return from_source
+def _sent_by(span: Span, text: str, devices: Devices, of_slots: OfSlots, source: int) -> OfSlots:
+    if span.machines is None:
+        return _to_all(devices, of_slots[source], source)
+    rank = next(rank for rank in range(len(span.counts)) if source < sum(span.counts[: rank + 1]))
+    sent = of_slots[0]
+    if rank == span.rank and sent:
+        sent = [*Broadcast.apply(devices[:1], *of_slots[source - sum(span.counts[:rank])])]
+    return _to_all(devices, between.broadcast(span.machines, text, sent, rank))
 
 
 @_torch.not_traced
@@ -177,21 +156,18 @@ def reduce_scatter(tensor: S, sizes: Sequence[int] | None = None, across_machine
 
     detail = "" if sizes is None else f"sizes={[*sizes]}"
     request = Request("reduce_scatter", detail, described(tensors))
-    return rebuilt(_exchange(span, request, tensors, _chunks(sizes)))
+    return rebuilt(_exchange(span, request, tensors, partial(_scattered, sizes=sizes)))
 
 
-def _chunks(sizes: Sequence[int] | None) -> Work:
-    def chunks(machine: Machine, devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> Results:
-        totals, counts, first = _total(devices, of_slots), machine.counts, sum(machine.counts[: machine.rank])
-        of_all = [sizes if sizes is not None else between.near_equal(each.shape[0], sum(counts)) for each in totals]
-        if machine.others is not None:
-            rows = [[sum(own[sum(counts[:r]) : sum(counts[: r + 1])]) for r in range(len(counts))] for own in of_all]
-            totals = between.scattered(machine.others, machine.text, totals, rows)
-        own_sizes = [own[first : first + len(devices)] for own in of_all]
-        pieces = [Scatter.apply(devices, own, 0, total) for own, total in zip(own_sizes, totals, strict=True)]
-        return [[piece[slot] for piece in pieces] for slot in range(len(devices))]
-
-    return chunks
+def _scattered(span: Span, text: str, devices: Devices, of_slots: OfSlots, sizes: Sequence[int] | None) -> OfSlots:
+    totals, counts, first = _total(devices, of_slots), span.counts, sum(span.counts[: span.rank])
+    of_all = [sizes if sizes is not None else between.near_equal(each.shape[0], span.count) for each in totals]
+    if span.machines is not None:
+        rows = [[sum(own[sum(counts[:r]) : sum(counts[: r + 1])]) for r in range(len(counts))] for own in of_all]
+        totals = between.scattered(span.machines, text, totals, rows)
+    own_sizes = [own[first : first + len(devices)] for own in of_all]
+    pieces = [Scatter.apply(devices, own, 0, total) for own, total in zip(own_sizes, totals, strict=True)]
+    return [[piece[slot] for piece in pieces] for slot in range(len(devices))]
 
 
 @_torch.not_traced
@@ -215,12 +191,12 @@ def all_to_all(tensors: Sequence[Tensor], across_machines: bool = False) -> list
     return _exchange(span, Request("all_to_all", "", shapes), found, _delivered)
 
 
-def _delivered(machine: Machine, devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> Results:
-    if machine.others is None:
+def _delivered(span: Span, text: str, devices: Devices, of_slots: OfSlots) -> OfSlots:
+    if span.machines is None:
         of_targets = [[of_slot[target] for of_slot in of_slots] for target in range(len(devices))]
     else:
         here = [_unflattened(Gather.apply(devices[0], 0, *map(_flattened, own)), own) for own in of_slots]
-        of_targets = between.sent(machine.others, machine.text, here, machine.counts)
+        of_targets = between.sent(span.machines, text, here, span.counts)
     results = []
     for device, sent in zip(devices, of_targets, strict=True):
         parts = _unflattened(Gather.apply(device, 0, *map(_flattened, sent)), sent)
@@ -248,9 +224,9 @@ def barrier(across_machines: bool = False) -> None:
         RuntimeError: as `all_reduce`.
     """
 
-    def all_here(machine: Machine, devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> Results:
-        if machine.others is not None:
-            machine.others.say(machine.text, None)
+    def all_here(span: Span, text: str, devices: Devices, of_slots: OfSlots) -> OfSlots:
+        if span.machines is not None:
+            span.machines.say(text, None)
         return of_slots
 
     _exchange(span_of_caller(across_machines), Request("barrier"), [], all_here)
@@ -261,10 +237,9 @@ def _exchange(span: Span | None, request: Request, tensors: list[Tensor], work: 
         return tensors
     is_across = span.machines is not None
     request = replace(request, across_machines=is_across, inference=torch.is_inference_mode_enabled())
-    machine = Machine(span.machines, str(request), span.counts, span.rank)
 
-    def together(devices: Sequence[torch.device], of_slots: list[list[Tensor]], _: Any) -> Results:
-        return work(machine, devices, of_slots)
+    def together(devices: Devices, of_slots: OfSlots, _: Any) -> OfSlots:
+        return work(span, str(request), devices, of_slots)
 
     return joint(span.place, request, tensors, together)
 
@@ -278,36 +253,33 @@ def _flat(name: str, structure: S) -> tuple[list[Tensor], Callable[[list[Tensor]
     return leaves, lambda results: _torch.pytree.tree_unflatten(results, spec)
 
 
-def _total(devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> list[Tensor]:
+def _total(devices: Devices, of_slots: OfSlots) -> list[Tensor]:
     """The sums, on the first device."""
     count = len(of_slots[0])
     return [*ReduceAddCoalesced.apply(devices[0], count, *chain.from_iterable(of_slots))] if count else []
 
 
-def _sums(machine: Machine, devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> Results:
+def _sums(span: Span, text: str, devices: Devices, of_slots: OfSlots) -> OfSlots:
     totals = _total(devices, of_slots)
-    if machine.others is not None:
-        totals = between.summed(machine.others, machine.text, totals)
+    if span.machines is not None:
+        totals = between.summed(span.machines, text, totals)
     return _to_all(devices, totals)
 
 
-def _gathers(dim: int) -> Work:
-    def gathered(machine: Machine, devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> Results:
-        found = [Gather.apply(devices[0], dim, *parts) for parts in zip(*of_slots, strict=True)]
-        if machine.others is not None:
-            found, _ = between.gathered(machine.others, machine.text, found, dim)
-        return _to_all(devices, found)
-
-    return gathered
+def _gathered(span: Span, text: str, devices: Devices, of_slots: OfSlots, dim: int) -> OfSlots:
+    found = [Gather.apply(devices[0], dim, *parts) for parts in zip(*of_slots, strict=True)]
+    if span.machines is not None:
+        found, _ = between.gathered(span.machines, text, found, dim)
+    return _to_all(devices, found)
 
 
-def _to_all(devices: Sequence[torch.device], tensors: Sequence[Tensor], owners: Sequence[int] = ()) -> Results:
-    """A copy on each device. ``owners``: slots whose own tensors these are. No two results share memory."""
+def _to_all(devices: Devices, tensors: Sequence[Tensor], owner: int | None = None) -> OfSlots:
+    """A copy on each device. ``owner``: the slot whose own tensors these are. No two results share memory."""
     if not tensors:
         return [[] for _ in devices]
     flat = Broadcast.apply(devices, *tensors)
     results = [[*flat[k : k + len(tensors)]] for k in range(0, len(flat), len(tensors))]
-    taken = {devices[owner] for owner in owners}
+    taken = set() if owner is None else {devices[owner]}
     for slot, device in enumerate(devices):
         if device in taken:  # a broadcast copies once for each device
             results[slot] = [result.clone() for result in results[slot]]

@@ -1,13 +1,7 @@
-"""One collective of all replicas: `joint` brings their tensors together, and hands out the results.
+"""Which replicas a collective spans (`Span`), and how `joint` brings their tensors together and hands out the results.
 
-All replicas bring an equal `Request`. The last replica that comes computes for all of them, with nodes of the graph
-that span all devices (``autograd.functions``), so that a backward reaches every device at once. What is current in its
-thread must not matter:
-
-- Gradients are on if any replica has them on. A replica that has them off brings tensors without a graph, and gets
-  results without one.
-- Saved-tensor hooks are those of a replica. The nodes save nothing that matters, and it passes by the hooks.
-- Each device's work is launched on the stream that is current in the device's first replica: see `_in_order`.
+The last replica that comes computes for all, with nodes of the graph that span all devices, so that a backward reaches
+every device at once. What is current in its thread must not matter: see `_Brought`, `_hooks_passed_by`, `_in_order`.
 """
 
 from __future__ import annotations
@@ -23,8 +17,81 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dataparallel import _torch
 from dataparallel.comm.streams.current import Event, current_streams, memory_of, streams_set
-from dataparallel.peers.checkpoint import check_checkpoints, read_or_none, write
-from dataparallel.threads.meetings import Place
+from dataparallel.peers.checkpoint import check_checkpoints, note_results, replayed_place, results_of_forward
+from dataparallel.threads.meetings import Place, here
+
+
+@dataclass(frozen=True)
+class Span:
+    """The replicas of a collective, seen from one of them.
+
+    Attributes:
+        place: of the replica, in the call of its own machine.
+        index: its number among all of them, machine by machine.
+        counts: how many replicas each machine has.
+        rank: the number of its machine.
+        machines: a ``machines.peer_rounds.PeerCall`` if there are several.
+    """
+
+    place: Place
+    index: int
+    counts: tuple[int, ...]
+    rank: int = 0
+    machines: Any = None
+
+    @property
+    def count(self) -> int:
+        """How many replicas there are."""
+        return sum(self.counts)
+
+
+def span_of_caller(across_machines: bool = False) -> Span | None:
+    """The span of a collective of the replica that runs here; ``None`` if there is only one replica.
+
+    The first time that a forward asks across machines, all of its replicas on all machines have to ask.
+    """
+    place = replayed_place() or here()
+    if place is None:
+        return None
+    if across_machines and place.meeting.machines is not None and place.meeting.machines.size > 1:
+        return _across(place, place.meeting.machines)
+    return None if place.count == 1 else Span(place, place.index, (place.count,))
+
+
+def _across(place: Place, machines: Any) -> Span:
+    if machines.counts is None:
+
+        def begin(values: list[Any]) -> list[Any]:
+            machines.begin(place.count)
+            return values
+
+        place.meet("the first collective across machines", None, begin)
+    counts, rank = tuple(machines.counts), machines.rank
+    return Span(place, sum(counts[:rank]) + place.index, counts, rank, machines)
+
+
+@_torch.not_traced
+def index(across_machines: bool = False) -> int:
+    """The number of the replica that is running, in slot order; 0 outside of a parallel forward.
+
+    Args:
+        across_machines: among the replicas of all machines, machine by machine in the order of their ranks. All
+            replicas have to ask then: the machines tell each other how many they have.
+    """
+    span = span_of_caller(across_machines)
+    return 0 if span is None else span.index
+
+
+@_torch.not_traced
+def count(across_machines: bool = False) -> int:
+    """How many replicas the running call has; 1 outside of a parallel forward.
+
+    Args:
+        across_machines: on all machines, as for `index`.
+    """
+    span = span_of_caller(across_machines)
+    return 1 if span is None else span.count
+
 
 Together: TypeAlias = Callable[[Sequence[torch.device], list[list[Tensor]], list[Any]], list[list[Tensor]]]
 """``function(devices, tensors of each replica, its notes)`` returns each replica's results, in memory of their own."""
@@ -78,7 +145,11 @@ def described(tensors: Sequence[Tensor], free_dim: int | None = None) -> tuple[_
 
 
 class _Brought:
-    """What a replica brings: its tensors, and what is current in its thread."""
+    """What a replica brings: its tensors, and what is current in its thread.
+
+    Gradients are on in the collective if any replica has them on. One that has them off brings tensors without a graph,
+    and gets results without one.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device, note: Any) -> None:
         self.note = note
@@ -99,7 +170,7 @@ def joint(
         ValueError: a tensor is not on the replica's device.
         RuntimeError: see `Place.meet`; a checkpoint of torch is around it.
     """
-    replayed = read_or_none(request)
+    replayed = results_of_forward(request)
     if replayed is not None:
         return replayed
     device = place.meeting.devices[place.index]
@@ -115,54 +186,48 @@ def joint(
         return _compute(brought, together)
 
     results: list[Tensor] = place.meet(request, _Brought(tensors, device, note), of_all)
-    write(request, results)
+    note_results(request, results)
     return results
 
 
 def _compute(brought: list[_Brought], together: Together) -> list[list[Tensor]]:
     records = any(one.records for one in brought)
-    with torch.set_grad_enabled(records), _hooks_passed_by(), _in_order(brought):
+    first = {one.device: one.stream for one in reversed(brought) if one.stream is not None}  # of each device
+    with torch.set_grad_enabled(records), _hooks_passed_by(), _in_order(brought, first):
         devices, tensors = [one.device for one in brought], [one.tensors for one in brought]
         results = together(devices, tensors, [one.note for one in brought])
     for one, own in zip(brought, results, strict=True):
         if not one.records:
             own[:] = [result.detach() for result in own]
-        _record_use(one, own, _first_streams(brought))
+        _record_use(one, own, first)
     return results
 
 
 def _hooks_passed_by() -> AbstractContextManager[object]:
+    """Saved-tensor hooks are those of a replica. The nodes here save nothing that matters to them."""
     if _torch.top_saved_tensors_hooks(True) is None:
         return nullcontext()
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # torch calls the innermost pair only
 
 
-def _first_streams(brought: Sequence[_Brought]) -> dict[torch.device, torch.Stream]:
-    """For each accelerator the stream that is current in its first replica."""
-    return {one.device: one.stream for one in reversed(brought) if one.stream is not None}
-
-
 @contextmanager
-def _in_order(brought: Sequence[_Brought]) -> Iterator[None]:
+def _in_order(brought: Sequence[_Brought], first: dict[torch.device, torch.Stream]) -> Iterator[None]:
     """Makes the first replica's stream of each device current, in order with those of the device's other replicas.
 
     A replica launches what follows on its own stream. If that is the device's first one, it comes after the collective
     there anyway. Otherwise an event at the beginning orders the collective after what the replica has launched, and one
     at the end orders what the replica launches next after the collective.
     """
-    first = _first_streams(brought)
-    others = [one for one in brought if one.stream is not None and one.stream != first[one.device]]
-    for one in others:
-        assert one.stream is not None
-        Event(one.stream).make_wait(first[one.device])
+    others = [(one, one.stream) for one in brought if one.stream is not None and one.stream != first[one.device]]
+    for one, stream in others:
+        Event(stream).make_wait(first[one.device])
         for tensor in one.tensors:
             for memory in memory_of(tensor):
                 memory.record_stream(first[one.device])
     with streams_set(first):
         yield
-    for one in others:
-        assert one.stream is not None
-        Event(first[one.device]).make_wait(one.stream)
+    for one, stream in others:
+        Event(first[one.device]).make_wait(stream)
 
 
 def _record_use(one: _Brought, results: Sequence[Tensor], first: dict[torch.device, torch.Stream]) -> None:

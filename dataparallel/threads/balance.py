@@ -1,11 +1,8 @@
-"""``chunk_sizes="balanced"``: the split of a batch is chosen by timing the replicas of a wrapper's calls.
+"""``chunk_sizes="balanced"``: the split of a batch is chosen by timing the replicas of a form's calls.
 
-The calls of each *situation* (modes, size of the inputs) measure rounds of a few calls. After each round the slots'
-costs are computed from all rounds (``threads.split_search``), and the next round tries the split that they ask for.
-When nothing more is to be gained, that split and the one before the search are measured in turns, and the better one
-stays. It is checked later, after more and more calls. A slot gets no more samples than its device has memory for.
-
-The forms ask their `Balancer` before each call, and tell it how the call ended; ``parallel_apply`` measures.
+The calls of each *situation* are measured in rounds. After each round the slots' costs are computed from all rounds,
+and the next one tries the split that they ask for. When nothing more is to be gained, that split and the one before the
+search are measured in turns, and the better one stays. A slot gets no more samples than its device has memory for.
 """
 
 from __future__ import annotations
@@ -20,9 +17,17 @@ import torch
 from dataparallel.batches.chunk_sizes import split_by_shares
 from dataparallel.comm.checks import near_equal_sizes
 from dataparallel.devices import CPU
-from dataparallel.threads.situations import LAST_CHECK, UNMEASURED, Chooser, lower_third
-from dataparallel.threads.slot_times import SlotTimes, samples_that_fit, shares_by_memory
-from dataparallel.threads.split_search import Cost, fit, predicted, search, within
+from dataparallel.threads.situations import Chooser, ChoosingCall, Situation, lower_third
+from dataparallel.threads.slot_costs import (
+    Cost,
+    SlotTimes,
+    fit,
+    predicted,
+    samples_that_fit,
+    search,
+    shares_by_memory,
+    within,
+)
 
 log = logging.getLogger("dataparallel")
 
@@ -50,7 +55,7 @@ class _Round:
         return lower_third(span / sum(sizes) for sizes, _, span in self.calls)
 
 
-class BalancedCall:
+class BalancedCall(ChoosingCall):
     """One call: the split that it has, and what is measured in it.
 
     Attributes:
@@ -60,8 +65,9 @@ class BalancedCall:
     """
 
     def __init__(self, balancer: Balancer, situation: _Situation, size: Hashable) -> None:
+        super().__init__()
         self._balancer, self._situation = balancer, situation
-        self.size, self.alone = size, True
+        self.size = size
         self.chunks: list[int] = []
         self.times: SlotTimes | None = None
         self.groups: Sequence[Hashable | None] | None = None
@@ -87,14 +93,14 @@ class BalancedCall:
 
 
 class Balancer(Chooser["_Situation", "_Choice"]):
-    """Chooses the split for one wrapper. Calls with fewer samples than slots are not measured."""
+    """Chooses the split for one form. Calls with fewer samples than slots are not measured."""
 
     def __init__(self) -> None:
         super().__init__()
         self._last: _Situation | None = None
 
-    def begin(self, name: str, kind: Hashable, size: Hashable, slots: Sequence[torch.device]) -> BalancedCall:
-        """The next call, of the module with this ``name``. `end` has to follow."""
+    def begin_call(self, name: str, kind: Hashable, size: Hashable, slots: Sequence[torch.device]) -> BalancedCall:
+        """The next call, of the module with this ``name``. `end_call` has to follow."""
         with self._lock:
             kind = (kind, tuple(slots))
             situation = self._situation(kind, size, lambda start: _Situation(name, kind, slots, start))
@@ -103,7 +109,7 @@ class Balancer(Chooser["_Situation", "_Choice"]):
             self._note_begin(call)
             return call
 
-    def end(self, call: BalancedCall, failed: bool) -> None:
+    def end_call(self, call: BalancedCall, failed: bool) -> None:
         """Notes that the call has ended, or failed."""
         with self._lock:
             self._running.discard(call)
@@ -137,17 +143,16 @@ class _Choice:
     most: tuple[float, ...]
 
 
-class _Situation:
+class _Situation(Situation):
     """The measurements of calls that are alike, and the choice that follows from them."""
 
     def __init__(self, name: str, kind: Hashable, slots: Sequence[torch.device], start: _Choice | None) -> None:
+        super().__init__(FIRST_CHECK)
         self.name, self.kind, self.slots = name, kind, tuple(slots)
-        self.calls = 0
         self.choice = start or _Choice(shares_by_memory(slots), (math.inf,) * len(slots))
         self._rounds: list[_Round] = []
         self._current: _Round | None = None  # the round of the next measured call
         self._is_compared = False
-        self._check_after, self._check_at = FIRST_CHECK, UNMEASURED + 1
 
     def sizes(self, total: int, alone: bool) -> list[int]:
         """The split that is being measured. Calls that overlap are not measured, and have that of the last choice."""
@@ -161,7 +166,7 @@ class _Situation:
     def times(self, slots: Sequence[torch.device]) -> SlotTimes | None:
         """What measures a call that begins now, if it is measured."""
         if self._current is None:
-            if self.calls < self._check_at:
+            if not self._is_time_to_measure:
                 return None
             self._current = _Round(self.choice.shares)
             self._rounds, self._is_compared = [self._current], False
@@ -217,8 +222,7 @@ class _Situation:
         self.choice = _Choice(winner.shares, self.choice.most)
         self._log(sum(call.chunks), before, winner)
         self._rounds, self._current = [], None
-        self._check_at = self.calls + self._check_after
-        self._check_after = min(2 * self._check_after, LAST_CHECK)
+        self._note_decision()
         return True
 
     def _log(self, total: int, before: _Round, winner: _Round) -> None:

@@ -1,18 +1,7 @@
-"""Gangs: the tasks of one call, run by kept threads (``pool``). ``parallel_apply`` gives the tasks their meaning.
+"""A *gang*: the tasks of one call, run by kept threads (``pool``). Nested and concurrent calls have gangs of their own.
 
 At most ``permits`` tasks of a gang run Python at a time, and they start in slot order. Tasks of one *group* never run
-at the same time. Nested and concurrent calls have gangs of their own. Who waits for whom, and what wakes whom:
-
-- The thread that runs the gang waits until no task is left. The worker that ends the last task wakes it.
-- A task waits for a permit, and for the tasks of its group. The worker that ends a task starts the next ones.
-- A task that runs a nested gang waits for it, without a permit meanwhile but still in its group, and takes a permit
-  again before it goes on.
-- A task that waits for others of its gang (``meetings``) steps aside: it has no permit, and its group is free. When the
-  others have come, all go on in slot order, one of each group at a time.
-- So no worker waits for a worker that waits for it. Only tasks that wait for each other by their own means can need
-  more permits than there are. If no task ends during ``stall_timeout``, the gang goes on without permits.
-
-A worker that ends a task runs the next one itself, for another device too: a handover to another thread costs a switch.
+at the same time.
 """
 
 from __future__ import annotations
@@ -27,8 +16,8 @@ from typing import Any
 from dataparallel.forks import in_forked_child
 from dataparallel.profiling import Replicas
 from dataparallel.replicas.compiled.gate import gate
-from dataparallel.threads import pool, waits
-from dataparallel.threads.waits import Outcome, Polls, Skipped, Turn
+from dataparallel.threads import pool
+from dataparallel.threads.pool import Outcome, Polls, Skipped, Turn
 
 
 class _CurrentTask(threading.local):
@@ -47,13 +36,20 @@ def current_gang() -> Gang | None:
 
 
 class Gang:
-    """The tasks of one call and the state of running them. `run` is called once.
+    """The tasks of one call and the state of running them. They are run once. Who waits for whom:
+
+    - A task waits for a permit, and for the tasks of its group. The worker that ends a task starts the next ones.
+    - A task that runs a nested gang waits for it, without a permit meanwhile but still in its group.
+    - A task that waits for others of its gang (``meetings``) steps aside: it has no permit, and its group is free. When
+      the others have come, all go on in slot order, one of each group at a time.
+    - So no worker waits for a worker that waits for it. Only tasks that wait for each other by their own means can need
+      more permits than there are. If no task ends during ``stall_timeout``, the gang goes on without permits.
 
     Args:
         tasks: one callable without arguments for each slot.
         permits: how many tasks may run Python at a time, at least 1.
         groups: for each slot its group's key; a task with ``None`` has no group.
-        stall_timeout: after so many seconds without a task ending, waiting tasks need no permit. ``None``: never.
+        stall_timeout: in seconds; ``None``: never.
         devices: for each slot the device, or another key, whose threads run the task.
         outer: the gang whose task the waiting thread runs. Default: that of the thread that makes this gang.
         watch: is told when a task gets its permit, if anybody records that.
@@ -108,7 +104,7 @@ class Gang:
         """True if no further task starts, because Ctrl-C ends this call or a call around it."""
         return self._stopped or (self._outer is not None and self._outer.is_stopped)
 
-    def run(self) -> list[Outcome]:
+    def run_tasks(self) -> list[Outcome]:
         """Runs the tasks and returns when all have ended.
 
         Once a task has failed, tasks of higher slots that have not started are skipped. After an exception in the
@@ -118,17 +114,17 @@ class Gang:
         """
         return self._run([self._send_worker, self._wait])
 
-    def begin(self) -> None:
-        """The first half of `run`, in any thread. Raises ``RuntimeError`` if the system has no thread for it."""
+    def begin_tasks(self) -> None:
+        """The first half of `run_tasks`, in any thread. Raises ``RuntimeError`` if the system has no thread for it."""
         if self._tasks:
             self._send_worker()
 
-    def finish(self) -> list[Outcome]:
-        """The second half of `run`, in the thread that waits."""
+    def finish_tasks(self) -> list[Outcome]:
+        """The second half of `run_tasks`, in the thread that waits."""
         return self._run([self._wait])
 
-    def cancel(self) -> list[Outcome]:
-        """`finish` as after a Ctrl-C in `run`: the first waits for running tasks, the second does not."""
+    def cancel_tasks(self) -> list[Outcome]:
+        """`finish_tasks` as after a Ctrl-C: the first waits for running tasks, the second does not."""
         return [] if self._stopped else self._run([self._stop, self._wait])
 
     def _run(self, steps: Sequence[Callable[[], None]]) -> list[Outcome]:
@@ -168,7 +164,7 @@ class Gang:
         polls = Polls(self._steps)
         while not self._is_over:
             # Python handles a signal that arrives just before this wait only after it, so the wait is short.
-            self._over.wait(waits.POLL_SECONDS)
+            self._over.wait(pool.POLL_SECONDS)
             if self._stall_timeout is None or self.stalled:
                 continue
             is_anyone_waiting = bool(self._waiting or self._resuming or self._returning)
@@ -184,7 +180,10 @@ class Gang:
             self._wake_if_over()
 
     def _work(self, slot: int | None, worker: pool.Worker) -> None:
-        """In a worker: runs the task of ``slot``, or else any that may start, then others as long as some may start."""
+        """In a worker: runs the task of ``slot``, or else any that may start, then others as long as some may start.
+
+        Also those of other devices: a handover to another thread costs a switch.
+        """
         slots = self._next(None, worker) if slot is None else [slot]
         while slots:
             self._start(slots[1:])
@@ -251,7 +250,7 @@ class Gang:
         _current.gang = None
 
     def _note_ended(self, slot: int) -> None:
-        """Notes that a task has ended, and skips higher ones if it failed. Needs the lock."""
+        """Needs the lock."""
         self._steps += 1
         for state in (self._aside, self._returning):  # Ctrl-C has ended its wait
             state.pop(slot, None)
@@ -267,7 +266,7 @@ class Gang:
             self._outcomes[slot].error = Skipped()
 
     def _wake_if_over(self) -> None:
-        """Wakes the waiting thread once no task is left. Needs the lock."""
+        """Needs the lock."""
         states = (self._waiting, self._running, self._paused, self._resuming, self._aside, self._returning)
         if not (self._is_over or self._is_joined or any(states)):
             self._is_over = True
@@ -323,7 +322,7 @@ class Gang:
                 self._returning[slot] = self._aside.pop(slot)
 
     def join(self, waiting: Sequence[int], running: Sequence[int]) -> None:
-        """Before `begin`: the calling thread runs ``running`` itself. The gang is not over before it calls `leave`."""
+        """The calling thread runs ``running`` itself. The gang is not over before it calls `leave`."""
         self._waiting, self._is_joined = [*waiting], True
         self._running.update(running)
 

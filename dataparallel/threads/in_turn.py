@@ -1,11 +1,7 @@
-"""The tasks of one call, one after the other in the calling thread. ``parallel_apply`` gives the tasks their meaning.
+"""The tasks of one call, one after the other in the calling thread.
 
 If one replica runs at a time, a worker thread costs a handover and a second set of intra-op threads, which slows the
-caller's down even after the call. If a task comes to a meeting, all that have not started are handed to a `Gang` of
-workers with one permit: the calling thread's task is one of its tasks, and they still take turns.
-
-Tasks that wait for each other by their own means would hang. So with ``stall_timeout`` a *watcher*, one thread for the
-process, looks at these calls now and then, and hands over all tasks that have not started. Then all may run at a time.
+caller's down even after the call.
 """
 
 from __future__ import annotations
@@ -20,23 +16,25 @@ from typing import Any
 
 from dataparallel.forks import in_forked_child
 from dataparallel.profiling import Replicas
-from dataparallel.threads import gang, pool, waits
+from dataparallel.threads import gang, pool
 from dataparallel.threads.gang import Gang
-from dataparallel.threads.waits import Outcome, Polls, Skipped, Turn
+from dataparallel.threads.pool import Outcome, Polls, Skipped, Turn
 
 _IDLE_POLLS = 25  # after so many polls without a call the watcher sleeps until it is woken
 
 
 class SerialTasks:
-    """The tasks of one call. `run` is called once.
+    """The tasks of one call. They are run once.
+
+    If a task comes to a meeting, all that have not started are handed to a `Gang` of workers with one permit: the
+    calling thread's task is one of its tasks, and they still take turns. Tasks that wait for each other by their own
+    means would hang. So with ``stall_timeout`` a *watcher*, one thread for the process, looks at the call now and then,
+    and hands over all that have not started. Then all may run at a time.
 
     Args:
         tasks: one callable without arguments for each slot, for the calling thread.
         for_workers: the same tasks for worker threads. Needed if tasks meet, or with ``stall_timeout``.
-        stall_timeout: after so many seconds without a task ending, workers run those that have not started. ``None``:
-            never.
-        devices: the devices of the tasks, as in `Gang`.
-        watch: as in `Gang`. A task whose turn has not come has no permit.
+        stall_timeout, devices, watch: as in `Gang`.
 
     Attributes:
         stalled: true once ``stall_timeout`` has run out.
@@ -66,7 +64,7 @@ class SerialTasks:
         self._slot: int | None = None  # of the last task that the calling thread has begun
         self._polls = Polls(-1)  # of the watcher, which has not seen this call yet
 
-    def run(self) -> list[Outcome]:
+    def run_tasks(self) -> list[Outcome]:
         """Runs the tasks and returns when all have ended.
 
         Once a task has failed, those that have not started are skipped. ``KeyboardInterrupt`` is the outcome of the
@@ -85,7 +83,7 @@ class SerialTasks:
             handed_over = self._close()
             if handed_over is not None:
                 handed_over[1].leave(self._slot, failed=True)
-                for outcome in handed_over[1].cancel():
+                for outcome in handed_over[1].cancel_tasks():
                     outcome.clear()
             raise
         finally:
@@ -131,7 +129,7 @@ class SerialTasks:
             done.give()
 
         pool.start(job, self._devices[0])
-        while not done.wait(waits.POLL_SECONDS):
+        while not done.wait(pool.POLL_SECONDS):
             pass
         try:
             if outcome.error is not None:
@@ -141,7 +139,7 @@ class SerialTasks:
             outcome.clear()
 
     def _take_waiting(self) -> Iterator[int]:
-        """Takes slots that have not started, one by one. Each slot is taken by one thread only."""
+        """Slots that have not started. Each is taken by one thread only."""
         while True:
             try:
                 yield self._waiting.popleft()
@@ -149,7 +147,6 @@ class SerialTasks:
                 return
 
     def _collect(self) -> None:
-        """Waits for the tasks that were handed over."""
         handed_over = self._close()
         if handed_over is None:
             return
@@ -161,7 +158,7 @@ class SerialTasks:
             self._in_worker(partial(gang.leave, own, failed))
         except RuntimeError:  # no worker for it
             gang.leave(own, failed)
-        outcomes = gang.cancel() if interrupted else gang.finish()
+        outcomes = gang.cancel_tasks() if interrupted else gang.finish_tasks()
         for slot in slots:
             self._outcomes[slot] = outcomes[slot]
 
@@ -172,7 +169,7 @@ class SerialTasks:
         return self._handed_over
 
     def poll(self) -> None:
-        """Called by the watcher every `dataparallel.threads.waits.POLL_SECONDS` seconds."""
+        """The watcher does this every `pool.POLL_SECONDS` seconds."""
         left = len(self._waiting)
         idle = self._polls.seconds(left, waits=left > 0)
         if self._stall_timeout is not None and idle >= self._stall_timeout:
@@ -198,7 +195,7 @@ class SerialTasks:
         gang.join(slots, running)
         self._handed_over = slots, gang  # before a worker may start, because Ctrl-C may come right after that
         try:
-            gang.begin()
+            gang.begin_tasks()
         except RuntimeError:  # the system has no more threads
             self._handed_over = None
             raise
@@ -235,7 +232,7 @@ class _Watcher:
                     if call is not None:
                         call.poll()
                     del call  # otherwise the last one would live until the next poll
-                time.sleep(waits.POLL_SECONDS)
+                time.sleep(pool.POLL_SECONDS)
             self._is_asleep = True
             if not self._calls:  # read only after `add` can see that the watcher sleeps
                 self._wake.wait()

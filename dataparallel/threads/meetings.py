@@ -1,17 +1,4 @@
-"""Meetings: where the replicas of one call wait for each other inside ``forward``.
-
-A call has one `Meeting`, and runs each replica at its `Place` there. No tensors move here. Who waits for whom, and what
-wakes whom:
-
-- A replica that comes to a meeting waits until all replicas have come. The last one does what they came for, without a
-  lock, and wakes the others.
-- Who waits has no permit, and other replicas of its group may run. So replicas that take turns meet too. After the
-  meeting all go on in slot order, as permits and groups allow: see `gang.Gang.step_aside`.
-- A replica that raises an error wakes those that wait. They raise `WokenUp`, which is never reported in place of that
-  error. So does a replica that comes afterwards. Ctrl-C wakes those that wait too.
-- Once every replica has come or has returned, it is certain whether they agree. If they do not, or if one has returned,
-  or after a time limit, all that wait raise an error that says what each one waits for, and who has not come.
-"""
+"""A *meeting*: where the replicas of one call wait for each other inside ``forward``. No tensors move here."""
 
 from __future__ import annotations
 
@@ -25,8 +12,8 @@ import torch
 
 from dataparallel import _torch
 from dataparallel.replicas.compiled.gate import gate
-from dataparallel.threads.slot_times import waiting
-from dataparallel.threads.waits import POLL_SECONDS, Turn
+from dataparallel.threads.pool import POLL_SECONDS, Turn
+from dataparallel.threads.slot_costs import waiting
 
 T = TypeVar("T")
 
@@ -131,7 +118,15 @@ class _Visit:
 
 
 class Meeting:
-    """The meetings of one call with a replica on each of ``devices``.
+    """The meeting of one call with a replica on each of ``devices``. Who waits for whom, and what wakes whom:
+
+    - A replica that comes waits until all replicas have come. The last one does what they came for, without a lock, and
+      wakes the others.
+    - Who waits has no permit, and other replicas of its group may run. So replicas that take turns meet too.
+    - A replica that raises an error wakes those that wait. They raise `WokenUp`, which is never reported in place of
+      that error. So does a replica that comes afterwards. Ctrl-C wakes those that wait too.
+    - Once every replica has come or has returned, it is certain whether they agree. If they do not, or if one has
+      returned, or after a time limit, all that wait raise an error that says who waits for what, and who has not come.
 
     Attributes:
         machines: a ``machines.peer_rounds.PeerCall`` if the form of the call spans machines.
@@ -160,7 +155,7 @@ class Meeting:
         self._returned: set[int] = set()
         self._failed: str | None = None
 
-    def run(self, index: int, task: Callable[[], T]) -> T:
+    def run_replica(self, index: int, task: Callable[[], T]) -> T:
         """Runs the replica's ``task`` at its place."""
         token = _here.set(Place(index, self))
         try:

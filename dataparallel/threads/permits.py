@@ -1,13 +1,8 @@
-"""How many replicas run Python at a time: chosen by timing a wrapper's calls.
+"""How many replicas run Python at a time: chosen by timing a form's calls.
 
 Launch-bound models are fastest with one or two permits, compute-bound models with as many as there are cores or device
-queues. A model that waits inside ``forward`` needs one permit for each slot. So the first calls of each *situation*
-(modes, size of the inputs) try the numbers 1, 2, 4, ..., and later calls use the best one. Results do not depend on it.
-
-``parallel_apply`` asks a `PermitChooser` before each call, and tells it afterwards how long the call took. On
-accelerators a call returns before its kernels have run. So a call that is measured is enclosed by marks on its streams,
-whose times are read in a later call, when the devices have come to them. Until then nothing else of its situation is
-measured. Time begins when the devices have done what came before: a host that is ahead of them costs nothing.
+queues. A model that waits inside ``forward`` needs one permit for each slot. So the first calls of each *situation* try
+the numbers 1, 2, 4, ..., and later calls use the best one. Results do not depend on it.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from dataparallel import _torch
 from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.streams.current import DeviceClock, Marks
 from dataparallel.devices import CPU
-from dataparallel.threads.situations import LAST_CHECK, UNMEASURED, Chooser, lower_third
+from dataparallel.threads.situations import Chooser, ChoosingCall, Situation, lower_third
 
 TENSORS, VALUES = 8, 64  # how many of a replica's inputs tell the size
 
@@ -42,23 +37,29 @@ STALL_TIMEOUT = 1.0  # seconds without a replica ending until waiting replicas n
 STALL_CALLS = 5.0  # the same in durations of a whole call
 
 
-class CallPermits:
+class CallPermits(ChoosingCall):
     """The number of ``permits`` of one call. Its time has to be measured if ``measured`` is true.
 
     ``stall_timeout``: after so many seconds without a replica ending, waiting replicas need no permit; ``None`` if no
     replica has to wait for one. Otherwise replicas that wait for each other would hang.
     """
 
-    __slots__ = ("__weakref__", "alone", "kind", "measured", "permits", "situation", "stall_timeout")
+    __slots__ = ("kind", "measured", "permits", "situation", "stall_timeout")
 
     def __init__(self, kind: Hashable, situation: _Situation) -> None:
-        self.kind, self.situation, self.alone = kind, situation, True
+        super().__init__()
+        self.kind, self.situation = kind, situation
         self.permits, self.measured = situation.number, False
         self.stall_timeout: float | None = None
 
 
 class PermitChooser(Chooser["_Situation", int]):
-    """Chooses how many replicas run at a time, for one wrapper."""
+    """Chooses how many replicas run at a time, for one form.
+
+    On accelerators a call returns before its kernels have run. So a call that is measured is enclosed by marks on its
+    streams, whose times are read in a later call, when the devices have come to them. Until then nothing else of its
+    situation is measured. Time begins when the devices have done what came before: a host that is ahead costs nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,10 +68,10 @@ class PermitChooser(Chooser["_Situation", int]):
         self._late: deque[tuple[CallPermits, Marks, Marks]] = deque()  # measured calls whose times have to be read
         self._clock = DeviceClock()
 
-    def begin(
+    def begin_call(
         self, kind: Hashable, size: Hashable, at_once: int, first_in_turn: bool = False, fixed: bool = False
     ) -> CallPermits:
-        """The permits of the next call. `end` has to follow.
+        """The permits of the next call. `end_call` has to follow.
 
         Args:
             kind: modes and similar things. A choice for one kind says nothing about another.
@@ -100,7 +101,7 @@ class PermitChooser(Chooser["_Situation", int]):
         """Marks on the streams of a call, if it is measured. There are two: before the replicas run, and after."""
         return self._clock.marks({stream: stream for stream in streams}) if call.measured else {}
 
-    def end(
+    def end_call(
         self,
         call: CallPermits,
         seconds: float | None,
@@ -139,19 +140,17 @@ class PermitChooser(Chooser["_Situation", int]):
             self._note_choice(call.kind, call.situation.number)
 
 
-class _Situation:
+class _Situation(Situation):
     """The times of calls that are alike, and the choice that follows from them."""
 
     def __init__(self, ladder: tuple[int, ...], start: int | None) -> None:
+        super().__init__(FIRST_CHECK)
         self.ladder = ladder
-        self.calls = 0
         self.shortest = math.inf  # seconds of the host in the shortest call with any number
         self.is_late = False  # a call has been measured, and its time has not been read
         self._start = start  # the choice for a similar situation, later the last one for this
         self._times: dict[int, list[float]] = {}
         self._is_decided = False
-        self._check_after = FIRST_CHECK
-        self._check_at = 0
 
     @property
     def number(self) -> int:
@@ -167,7 +166,7 @@ class _Situation:
 
     def next_to_measure(self) -> int | None:
         """The number that this call measures, if any."""
-        if self.calls <= UNMEASURED or self.is_late or (self._is_decided and self.calls < self._check_at):
+        if self.is_late or not self._is_time_to_measure:
             return None
         if self._is_decided:
             # The machine may have been busy, or the model may have changed: measure again, around the choice.
@@ -183,8 +182,7 @@ class _Situation:
         limit = TIE * self._time(self._best())
         self._start = min(number for number in self._times if self._time(number) <= limit)
         self._is_decided = True
-        self._check_at = self.calls + self._check_after
-        self._check_after = min(2 * self._check_after, LAST_CHECK)
+        self._note_decision()
         return True
 
     def _missing(self) -> int | None:

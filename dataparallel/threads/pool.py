@@ -1,8 +1,8 @@
-"""Threads that are kept between calls, by device or any other key.
+"""Threads that are kept between calls, by device or any other key; and how the tasks of a call wait and end.
 
 A job takes an idle thread of its device, and if there is none a new one is made, so no job waits for another. cuBLAS
 and cuDNN keep handles and memory for each pair of thread and device until the thread ends, so a job never gets a thread
-of another device, as long as the system has threads. A job itself calls `release` when its thread is idle again.
+of another device, as long as the system has threads.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
 from dataparallel import _torch
 from dataparallel.forks import in_forked_child
+from dataparallel.replicas.compiled.gate import gate
+
+POLL_SECONDS = 0.2
+"""A thread that waits for a gang wakes up this often, to see signals and stalls."""
 
 
 class Worker(threading.Thread):
@@ -101,3 +106,66 @@ def _start_afresh_after_fork() -> None:
         torch.set_num_threads(1)
     _idle.clear()
     _used, _engine_is_stale = False, True
+
+
+class Skipped(Exception):
+    """The error of a task that was not started, because an earlier slot had failed or Ctrl-C was pressed."""
+
+
+class Outcome:
+    """The result of one task: ``error`` if it is not ``None``, else ``value``."""
+
+    __slots__ = ("error", "value")
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def fill(self, task: Callable[[], Any]) -> None:
+        """Runs the task. The traceback of its error begins in the task."""
+        try:
+            self.value = task()
+        except BaseException as error:
+            self.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+
+    def clear(self) -> None:
+        """Called when the call raises. It breaks the cycle of the error, its frames, and the outcome that they hold."""
+        self.value = self.error = None
+
+
+class Turn:
+    """What a task waits for until it may go on. It is given once."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        # A lock, not an event: Ctrl-C inside ``Event.wait`` can turn into a RuntimeError of Python's own.
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def give(self) -> None:
+        """Lets the task go on."""
+        self._lock.release()
+
+    def wait(self, seconds: float = -1) -> bool:
+        """Waits for so many seconds at most, or without end. Returns true once the task may go on."""
+        return self._lock.acquire(timeout=seconds)
+
+
+class Polls:
+    """For how long nothing has happened, by polls of `POLL_SECONDS`.
+
+    Polls are counted, not seconds, because time in which the whole process was stopped does not count. Nor does time in
+    which somebody compiles.
+    """
+
+    __slots__ = ("_count", "_seen")
+
+    def __init__(self, seen: int) -> None:
+        self._count, self._seen = 0, seen
+
+    def seconds(self, seen: int, waits: bool) -> float:
+        """Called at each poll. ``seen`` changes when something happens; ``waits``: somebody waits for that."""
+        self._count = self._count + 1 if waits and seen == self._seen and not gate.is_taken else 0
+        self._seen = seen
+        return self._count * POLL_SECONDS

@@ -1,22 +1,24 @@
-"""The table of the caller's settings that replicas see.
+"""The caller's settings that replicas see. Much of what torch calls a setting belongs to a thread.
 
-Much of what torch calls a setting belongs to a thread, and a replica that runs in another one should not notice:
-*carried* settings are the same in replicas, *translated* ones depend on the slot, *refused* ones cannot be extended to
-other threads. Settings of the process need no row. ``caller_state`` reads the table and holds its values.
+*Carried* settings are the same in replicas, *translated* ones depend on the slot, *refused* ones cannot be extended to
+other threads. Settings of the process need no row in these tables. `CallerState` reads them once for each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from dataparallel import _torch
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.devices import current_device_set
+
+T = TypeVar("T")
 
 INTRA_OP_THREADS = "intra-op threads"
 
@@ -62,7 +64,6 @@ def _switch(name: str, get: Callable[[], Any], set_: Callable[[Any], Any]) -> Se
 
 
 def _entered(context: AbstractContextManager[Any]) -> End:
-    """Enters ``context``; the result leaves it."""
     context.__enter__()
     return lambda: context.__exit__(None, None, None)
 
@@ -71,7 +72,7 @@ def _hold_inference_mode(value: bool, slots: Slots, device: torch.device) -> End
     return None if value == torch.is_inference_mode_enabled() else _entered(torch.inference_mode(value))
 
 
-# The cache's _switch, and for each type of device the name, the switch and the dtype.
+# The cache's switch, and for each type of device the name, the switch and the dtype.
 _Autocast: TypeAlias = tuple[bool, list[tuple[str, bool, torch.dtype]]]
 
 
@@ -119,14 +120,6 @@ def _hold_function_modes(modes: Sequence[Any], slots: Slots, device: torch.devic
     for mode in modes:
         _torch.push_function_mode(mode)
     return lambda: [_torch.pop_function_mode() for _ in modes]
-
-
-def _read_dispatch_modes(slots: Slots) -> list[Any]:
-    return _torch.dispatch_modes()
-
-
-def _hold_dispatch_modes(modes: Sequence[Any], slots: Slots, device: torch.device) -> End:
-    return _torch.push_dispatch_modes(modes)
 
 
 def _read_torch_function(slots: Slots) -> str:
@@ -202,14 +195,16 @@ CARRIED: tuple[Setting, ...] = (
     Setting("autocast", _read_autocast, _hold_autocast, _restore_autocast),
     Setting("torch function", _read_torch_function, _hold_torch_function),
     Setting("torch function modes", _read_function_modes, _hold_function_modes, one_at_a_time=True),
-    Setting("torch dispatch modes", _read_dispatch_modes, _hold_dispatch_modes, one_at_a_time=True),
+    Setting(
+        "torch dispatch modes",
+        lambda slots: _torch.dispatch_modes(),
+        lambda modes, slots, device: _torch.push_dispatch_modes(modes),
+        one_at_a_time=True,
+    ),
     Setting("saved-tensor hooks", _read_saved_tensor_hooks, _hold_saved_tensor_hooks, one_at_a_time=True),
     Setting(INTRA_OP_THREADS, lambda slots: torch.get_num_threads(), _hold_threads, _set_threads),
 )
-"""Settings of the calling thread that are the same in replicas. `CallerState` carries context variables too.
-
-Replicas on CPU slots that run at the same time divide the intra-op threads: `CallerState.intra_op_threads_divided`.
-"""
+"""Settings of the calling thread that are the same in replicas. `CallerState` carries context variables too."""
 
 
 def carry(setting: Setting) -> None:
@@ -263,3 +258,86 @@ def refuse_what_cannot_be_shared() -> None:
     for _, is_true, sentence in REFUSED:
         if is_true():
             raise RuntimeError(f"replicas cannot run here: {sentence}")
+
+
+class CallerState:
+    """The settings of the thread that makes this object, for replicas on ``slots``. The first slot is the root."""
+
+    def __init__(self, slots: Sequence[torch.device]) -> None:
+        refuse_what_cannot_be_shared()
+        self.slots = slots
+        self._carried = [(setting, setting.read(slots)) for setting in CARRIED]
+        self._translated = [(setting, setting.read(slots)) for setting in TRANSLATED]
+        # Two threads cannot enter one context, so each replica has a copy. Values that it sets there are dropped.
+        self._contexts = [contextvars.copy_context() for _ in slots]
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """True if a carried object has a state, which replicas must change one at a time and in slot order."""
+        return any(setting.one_at_a_time and value not in ([], (None, None)) for setting, value in self._carried)
+
+    @property
+    def streams(self) -> list[torch.Stream]:
+        """The caller's current streams on the slots' accelerators."""
+        return [*current_streams(self.slots).values()]
+
+    @contextmanager
+    def intra_op_threads_divided(self, workers: int, here: bool = False) -> Iterator[None]:
+        """Divides the caller's intra-op threads among replicas on CPU slots, of which ``workers`` run at a time.
+
+        torch keeps this number for each thread, and gives new threads the number that was set last. Workers set their
+        own number. With ``here`` the calling thread gets it too, because it runs replicas. At the end of the block the
+        calling thread and new threads get the caller's number again.
+        """
+        whole = torch.get_num_threads()
+        each = max(1, whole // workers)
+        if each == whole or self.slots[0].type != "cpu":
+            yield
+            return
+        self._carried = [(s, each if s.name == INTRA_OP_THREADS else value) for s, value in self._carried]
+        try:
+            if here:
+                torch.set_num_threads(each)
+            yield
+        finally:
+            torch.set_num_threads(whole)
+
+    def run_in_worker(self, slot: int, task: Callable[[], T]) -> T:
+        """Runs ``task`` in a worker thread, with the caller's settings."""
+        try:
+            return self._run(slot, task, [*self._translated, *self._carried])
+        finally:
+            # Modes that the task has left in this thread (``torch.set_default_device``) must not meet its next task.
+            for _ in _torch.function_modes():
+                _torch.pop_function_mode()
+            _torch.forget_default_device_context()
+
+    def run_here(self, slot: int, task: Callable[[], T]) -> T:
+        """Runs ``task`` in the calling thread, where only the translated settings have to be held.
+
+        Settings that the task leaves changed are restored, so that the next replica sees the caller's.
+        """
+        default = _torch.default_device_context()
+        try:
+            return self._run(slot, task, self._translated)
+        finally:
+            if _torch.default_device_context() is not default:
+                torch.set_default_device(None if default is None else default.device)
+            for setting, value in self._carried:
+                if setting.restore is not None:
+                    setting.restore(value)
+            if _torch.is_any_autocast_enabled():
+                # Otherwise casts of the replica's weights would be cached until the caller's autocast ends.
+                torch.clear_autocast_cache()
+
+    def _run(self, slot: int, task: Callable[[], T], held: list[tuple[Setting, Any]]) -> T:
+        ends: list[Callable[[], object]] = []
+        try:
+            for setting, value in held:
+                end = setting.hold(value, self.slots, self.slots[slot])
+                if end is not None:
+                    ends.append(end)
+            return self._contexts[slot].run(task)
+        finally:
+            for end in reversed(ends):
+                end()

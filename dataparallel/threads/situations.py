@@ -1,4 +1,4 @@
-"""What a wrapper's calls teach, by situation: calls of the same modes and the same size of inputs.
+"""What a form's calls teach, by situation: calls of the same modes and the same size of inputs.
 
 ``permits`` chooses so how many replicas run at a time, and ``balance`` how a batch is split. Both measure the first
 calls of each situation, choose, and check that later, after more and more calls. Nothing here runs or waits.
@@ -10,31 +10,48 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from dataparallel.forks import in_forked_child
 
-SITUATIONS = 64  # how many situations a wrapper remembers, the most recently used ones
+SITUATIONS = 64  # how many situations a form remembers, the most recently used ones
 UNMEASURED = 2  # first calls of a situation, which allocate workspaces and choose kernels
 LAST_CHECK = 10_000  # calls until a choice is checked, at most; the number doubles from check to check
 
 
-class _Call(Protocol):
-    alone: bool
+class ChoosingCall:
+    """A call that is told what was chosen. It is ``alone`` until another call of its form runs at the same time."""
+
+    __slots__ = ("__weakref__", "alone")
+
+    def __init__(self) -> None:
+        self.alone = True
 
 
-class _Situation(Protocol):
-    calls: int
+class Situation:
+    """The ``calls`` of one situation, and when they are measured. ``first_check``: calls until the first check."""
+
+    def __init__(self, first_check: int) -> None:
+        self.calls = 0
+        self._check_after, self._check_at = first_check, UNMEASURED + 1
+
+    @property
+    def _is_time_to_measure(self) -> bool:
+        return self.calls >= self._check_at
+
+    def _note_decision(self) -> None:
+        self._check_at = self.calls + self._check_after
+        self._check_after = min(2 * self._check_after, LAST_CHECK)
 
 
-S = TypeVar("S", bound=_Situation)
+S = TypeVar("S", bound=Situation)
 C = TypeVar("C")
 
 _all: weakref.WeakSet[Chooser[Any, Any]] = weakref.WeakSet()
 
 
 class Chooser(Generic[S, C]):
-    """Situations of type ``S`` and choices of type ``C`` of one wrapper, whose calls may come from several threads.
+    """Situations of type ``S`` and choices of type ``C`` of one form, whose calls may come from several threads.
 
     Calls that overlap and calls that fail are not measured: their times say nothing. A copy, also an unpickled one,
     remembers nothing. ``_lock`` is held around all that is protected here, for a few operations.
@@ -46,7 +63,7 @@ class Chooser(Generic[S, C]):
         self._situations: OrderedDict[Hashable, S] = OrderedDict()
         self._choices: OrderedDict[Hashable, C] = OrderedDict()  # the last choice for each kind
         # Weak, so that a call counts as running no longer than it exists, also if Ctrl-C keeps it from being ended.
-        self._running: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._running: weakref.WeakSet[ChoosingCall] = weakref.WeakSet()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -60,8 +77,7 @@ class Chooser(Generic[S, C]):
         self._situations[key].calls += 1
         return self._situations[key]
 
-    def _note_begin(self, call: _Call) -> None:
-        """Notes that a call runs. It is ``alone`` until another one does."""
+    def _note_begin(self, call: ChoosingCall) -> None:
         call.alone = not self._running
         for other in self._running:
             other.alone = False

@@ -1,23 +1,30 @@
-"""`trace`: a block over a few steps, which then says where the time went. Only users call it."""
+"""`trace`: a block over a few steps, which then says where the time went.
+
+torch has no hooks around a backward pass. So in the block ``torch.autograd.backward`` (which ``Tensor.backward`` calls)
+and ``grad`` are functions of this file. Code that has imported them by name before is not seen.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, wraps
 from types import TracebackType
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dataparallel import _torch, profiling
 from dataparallel.devices import all_devices
 from dataparallel.tracing import timeline
 from dataparallel.tracing.recorder import Recorder, ThreadClocks, start, stop
 from dataparallel.tracing.results import DeviceMemory, Results, results
 from dataparallel.tracing.table import advice, text_of
-from dataparallel.tracing.torch_calls import recorded
 
 _TRIES, _RANGES = 20, 10
 """So many times so many ranges are recorded to see how long one takes; the shortest time counts."""
@@ -48,7 +55,7 @@ class Trace:
         with ExitStack() as stack:  # ends what has begun if the rest fails
             start(recorder)
             stack.callback(stop, recorder)
-            stack.enter_context(recorded(recorder))
+            stack.enter_context(torch_calls_recorded(recorder))
             memory = MemoryBefore()
             stack.callback(self._note_end, recorder, memory)
             self._stack = stack.pop_all()
@@ -185,3 +192,53 @@ class MemoryBefore:
             for device in dict.fromkeys(slots)
             if device in self._before
         ]
+
+
+@contextmanager
+def torch_calls_recorded(recorder: Recorder) -> Iterator[None]:
+    """Inside, backward passes and optimizers' steps of all threads are recorded."""
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        recorder.optimizer_begins(optimizer)
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        recorder.optimizer_ends(optimizer)
+
+    with ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(_not_compiled(before)).remove)
+        stack.callback(register_optimizer_step_post_hook(_not_compiled(after)).remove)
+        for name in ("backward", "grad"):
+            stack.enter_context(_replaced(name, recorder))
+        yield
+
+
+@contextmanager
+def _replaced(name: str, recorder: Recorder) -> Iterator[None]:
+    """Inside, this function of ``torch.autograd``, which runs the engine, is recorded."""
+    original: Callable[..., Any] = getattr(torch.autograd, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if profiling.recorder is not recorder:  # somebody has kept this function
+            return original(*args, **kwargs)
+        with recorder.backward():
+            return original(*args, **kwargs)
+
+    replacement = wraps(original)(_not_compiled(call))
+    setattr(torch.autograd, name, replacement)
+    try:
+        yield
+    finally:
+        # Other code may have wrapped it meanwhile, and will put its own former one back.
+        if getattr(torch.autograd, name) is replacement:
+            setattr(torch.autograd, name, original)
+
+
+def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which ``torch.compile`` around a step calls between its graphs instead of tracing it."""
+    not_traced = _torch.not_traced(function)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # To call what is not traced imports the compiler, so only if that is loaded.
+        return (not_traced if _torch.is_compiler_loaded() else function)(*args, **kwargs)
+
+    return call

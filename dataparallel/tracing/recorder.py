@@ -187,7 +187,7 @@ class Recorder:
         """A bucket of gradients is complete on a slot."""
         self.marks.append(Gradients(slot, self._of_thread.thread, time.perf_counter_ns()))
 
-    # ---- what `torch_calls` sees -------------------------------------------------------------------------------------
+    # ---- what `block` sees -------------------------------------------------------------------------------------------
 
     def backward(self) -> AbstractContextManager[Any]:
         """The range of a call of the autograd engine, timed on the devices of all slots too."""
@@ -276,7 +276,7 @@ class _Replicas(profiling.Replicas):
         self._streams = current_streams(devices)  # the caller's, which become the replicas'
         self._waiting = dict.fromkeys(range(len(devices)), time.perf_counter_ns())
 
-    def run(self, slot: int, task: Callable[[], T]) -> T:
+    def run_replica(self, slot: int, task: Callable[[], T]) -> T:
         """See `profiling.Replicas`."""
         recorder = self._recorder
         device, profiled = self._devices[slot], profiling.profiled(f"replica {slot}")

@@ -1,4 +1,4 @@
-"""A description of this machine for a person to read: the text behind ``python -m dataparallel``.
+"""A description of this machine: the text behind ``python -m dataparallel``.
 
 A context on a device costs hundreds of MB, so none is made here and CUDA stays uninitialised: names, memory and peer
 access of NVIDIA GPUs come from NVML, and CuPy is looked up but not imported.
@@ -11,8 +11,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from dataparallel._version import __version__
 from dataparallel.comm import choose_transport
 from dataparallel.comm.choice import Collective
 from dataparallel.comm.settings import current
-from dataparallel.devices import all_devices
+from dataparallel.devices import CPU, all_devices
 
 _CUPY_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 
@@ -35,46 +34,37 @@ _OPERATIONS: tuple[Collective, ...] = ("scatter", "broadcast", "reduce_add", "ga
 _P2P_READ, _P2P_WRITE, _P2P_OK = 0, 1, 0
 
 
-@dataclass(frozen=True)
-class Report:
-    """Everything that `format_report` prints.
-
-    ``nvml`` has a line about NVML, and one for each GPU of the machine. ``stand_in`` is True if the devices are those
-    of `dataparallel.testing.cuda`. ``transports`` has for each operation of ``comm`` the transport and the reason; only
-    for "broadcast" if the user asks for no transport and no route.
-    """
-
-    versions: str
-    cpu: str
-    devices: tuple[torch.device, ...]
-    nvml: Sequence[str]
-    nccl: str
-    cupy: str
-    transports: Mapping[str, str]
-    reuse: str
-    stand_in: bool = False
-
-
-def collect() -> Report:
-    """Looks at this machine. It makes no context on any device and does not initialise CUDA."""
+def report() -> str:
+    """Looks at this machine, and returns lines of text. The last ones say what to do next."""
     devices = all_devices()
-    return Report(
-        versions=f"{torch.__version__} ({torch_build()}), Python {platform.python_version()}",
-        cpu=look_at_cpu(),
-        devices=tuple(devices),
-        nvml=look_at_nvml(),
-        nccl=look_for_nccl(),
-        cupy=look_for_cupy(),
-        transports=look_at_transports(devices or [torch.device("cpu")] * 2),
-        reuse=look_at_reuse(),
-        stand_in=is_stand_in(),
+    about_nvml, *gpus = look_at_nvml()
+    lines = (
+        f"dataparallel  {__version__}",
+        f"torch         {torch.__version__} ({torch_build()}), Python {platform.python_version()}",
+        f"CPU           {look_at_cpu()}",
+        f"accelerator   {in_words(devices)}",
+        f"NVML          {about_nvml}",
+        *(f"  GPU {number:<8}{gpu}" for number, gpu in enumerate(gpus)),
+        f"NCCL          {look_for_nccl()}",
+        f"CuPy          {look_for_cupy()}",
+        *transport_lines(devices or [CPU] * 2),
+        f"reuse         {look_at_reuse()}",
+        *next_lines(devices),
     )
+    return "\n".join(lines)
 
 
-def is_stand_in() -> bool:
-    """True if this process has started a stand-in for CUDA."""
+def in_words(devices: Sequence[torch.device]) -> str:
+    """How many accelerators there are, and whether a stand-in for CUDA answers for them."""
+    if not devices:
+        return "none"
+    text = f"{devices[0].type}, {len(devices)} device{'s' * (len(devices) > 1)}"
     started = sys.modules.get("dataparallel.testing.cuda")
-    return started is not None and started.is_stand_in()
+    if started is None or not started.is_stand_in():
+        return text
+    return text + (
+        " of a stand-in: CUDA's and NCCL's functions are answered by it, kernels are computed on the CPU; no GPU"
+    )
 
 
 def torch_build() -> str:
@@ -123,8 +113,8 @@ def look_at_reuse() -> str:
     return f"each call makes its own replicas and copies, because reference counts are not trusted: {why_not}"
 
 
-def look_at_transports(devices: Sequence[torch.device]) -> dict[str, str]:
-    """The transports and reasons that `Report` has."""
+def transport_lines(devices: Sequence[torch.device]) -> list[str]:
+    """The transport of each operation of ``comm``, and why. One line if the user asks for no transport and no route."""
 
     def describe(operation: Collective) -> str:
         try:
@@ -137,9 +127,12 @@ def look_at_transports(devices: Sequence[torch.device]) -> dict[str, str]:
     try:
         asked = current()
     except ValueError as error:
-        return {"broadcast": f"refused: {error}"}
+        return [f"transport     refused: {error}"]
     operations = _OPERATIONS if asked.transport or asked.route else _OPERATIONS[1:2]
-    return {operation: describe(operation) for operation in operations}
+    found = {operation: describe(operation) for operation in operations}
+    if len({*found.values()}) == 1:
+        return [f"transport     {found['broadcast']}"]
+    return ["transport     as asked for", *(f"  {name:<12}{text}" for name, text in found.items())]
 
 
 def look_at_nvml() -> list[str]:
@@ -186,38 +179,8 @@ def _peers(nvml: Any, handle: Any, handles: Sequence[Any]) -> str:
     return f"peers {' '.join(peers) or 'none'}"
 
 
-def format_report(report: Report) -> str:
-    """The report as lines of text. The last lines say what to do next."""
-    count = len(report.devices)
-    accelerators = f"{report.devices[0].type}, {count} device{'s' * (count > 1)}" if count else "none"
-    if report.stand_in:
-        accelerators += (
-            " of a stand-in: CUDA's and NCCL's functions are answered by it, kernels are computed on the CPU; no GPU"
-        )
-    about_nvml, *gpus = report.nvml
-    lines = (
-        f"dataparallel  {__version__}",
-        f"torch         {report.versions}",
-        f"CPU           {report.cpu}",
-        f"accelerator   {accelerators}",
-        f"NVML          {about_nvml}",
-        *(f"  GPU {number:<8}{gpu}" for number, gpu in enumerate(gpus)),
-        f"NCCL          {report.nccl}",
-        f"CuPy          {report.cupy}",
-        *_transport_lines(report.transports),
-        f"reuse         {report.reuse}",
-        *_next_lines(report.devices),
-    )
-    return "\n".join(lines)
-
-
-def _transport_lines(transports: Mapping[str, str]) -> list[str]:
-    if len({*transports.values()}) == 1:
-        return [f"transport     {next(iter(transports.values()))}"]
-    return ["transport     as asked for", *(f"  {name:<12}{text}" for name, text in transports.items())]
-
-
-def _next_lines(devices: tuple[torch.device, ...]) -> list[str]:
+def next_lines(devices: Sequence[torch.device]) -> list[str]:
+    """What to do next."""
     if len(devices) > 1:
         script = f'model = DataParallel(model.to("{devices[0].type}"))  # one replica on each of {len(devices)} devices'
     else:

@@ -16,7 +16,7 @@ from dataparallel import DataParallel, prefetch
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.threads import balance
 from dataparallel.threads.meetings import here
-from dataparallel.threads.slot_times import SlotTimes
+from dataparallel.threads.slot_costs import SlotTimes
 from each_form import FORMS
 
 
@@ -110,8 +110,8 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> list[Costs]:
     costs: list[Costs] = [lambda slot, samples: samples * 1e-3]
 
     class Counted(SlotTimes):
-        def end(self) -> None:
-            super().end()
+        def end_call(self) -> None:
+            super().end_call()
             assert {*self.seconds} == {*range(len(self.slots))}, "every replica has been timed"
             self.seconds = {slot: costs[0](slot, samples) for slot, samples in seen.items()}
             self.span = max(self.seconds.values())
@@ -221,8 +221,8 @@ def test_waiting_for_a_slow_replica_is_not_a_slots_own_time(
     measured: list[dict[int, float]] = []
 
     class Kept(SlotTimes):
-        def end(self) -> None:
-            super().end()
+        def end_call(self) -> None:
+            super().end_call()
             measured.append(self.seconds)
 
     monkeypatch.setattr(balance, "SlotTimes", Kept)

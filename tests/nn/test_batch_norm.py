@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from batch_norm_kernels import Kernels
+from batch_norms import SHAPES, Kernels, batch_of, made, same
 from dataparallel import DataParallel, peers
 from dataparallel.composable import replicate
 from dataparallel.nn import SyncBatchNorm, batch_norm
 
-SHAPES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (3, 2), nn.BatchNorm3d: (2, 1, 2)}
 HALF = [torch.bfloat16, torch.float16]
 
 
@@ -31,26 +30,6 @@ def way(request, monkeypatch):
     else:
         monkeypatch.setattr(batch_norm, "VALUES", 1)
         yield request.param
-
-
-def made(kind: type, **options) -> nn.Module:
-    """A BatchNorm of 4 channels in float64. One weight is zero, as many models begin."""
-    torch.manual_seed(0)
-    module = kind(4, **options).double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.uniform_(0.5, 1.5)[1] = 0
-    return module
-
-
-def batch_of(rows: int, kind: type = nn.BatchNorm2d) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return 3 + torch.randn(rows, 4, *SHAPES[kind], dtype=torch.float64, generator=generator)
-
-
-def same(found: list[Tensor], wanted: list[Tensor]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 def results(model: nn.Module, module: nn.Module, batch: Tensor) -> list[Tensor]:

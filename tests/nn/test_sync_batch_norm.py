@@ -12,28 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
+from batch_norms import SHAPES, batch_of, made, same
 from clocked import counted
 from dataparallel import DataParallel, peers
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.nn import BatchNorm, SyncBatchNorm
 from sharded_models import ResNet
 
-SHAPES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (3, 2), nn.BatchNorm3d: (2, 1, 2)}
 OPTIONS = [{}, {"momentum": None}, {"momentum": 0.3, "eps": 1e-2}, {"affine": False}, {"track_running_stats": False}]
-
-
-def made(kind: type, seed: int = 0, **options) -> nn.Module:
-    """A BatchNorm of 4 channels in float64, with weights that differ."""
-    torch.manual_seed(seed)
-    module = kind(4, **options).double()
-    for parameter in module.parameters():
-        nn.init.uniform_(parameter, 0.5, 1.5)
-    return module
-
-
-def batch_of(rows: int, kind: type = nn.BatchNorm2d, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return 3 + torch.randn(rows, 4, *SHAPES[kind], dtype=torch.float64, generator=generator)
 
 
 def results(model: nn.Module, module: nn.Module, batch: Tensor, steps: int = 3) -> list[Tensor]:
@@ -46,11 +32,6 @@ def results(model: nn.Module, module: nn.Module, batch: Tensor, steps: int = 3) 
         (output * output.detach().cos() + output**2 * own.detach()).sum().backward()
         found += [output.detach(), own.grad, *(parameter.grad.clone() for parameter in module.parameters())]
     return [*found, *(buffer.clone() for buffer in module.buffers())]
-
-
-def same(found: list[Tensor], wanted: list[Tensor]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, check_device=False)
 
 
 class TestParity:

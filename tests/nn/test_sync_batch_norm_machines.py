@@ -95,10 +95,6 @@ class TestArgument:
                 wrap(module, slots, sync_batch_norm="across_machines")
             assert type(module[1]) is nn.BatchNorm2d
 
-    def test_another_word_is_refused(self, slots):
-        with pytest.raises(TypeError, match="expected True, False or 'across_machines'"):
-            DataParallel(nn.BatchNorm1d(3).to(slots[0]), slots, sync_batch_norm="everywhere")
-
     def test_convert_and_revert(self):
         model = nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3))
         SyncBatchNorm.convert(model, across_machines=True)

@@ -11,35 +11,33 @@ from torch import Tensor, distributed, nn
 from dataparallel import DataParallel, peers
 from dataparallel.nn import SyncBatchNorm
 from machine_ranks import on_machines
+from peer_calls import Calls
 from peer_machines import FUNCTIONS, Across, as_one_call, grad_of, samples, spanning
 
 ALL = [*FUNCTIONS]
 
 
-class TestAsOneMachine:
-    @pytest.mark.parametrize("form", ["replicate", "fully_shard"])
-    def test_two_machines_with_uneven_chunks(self, form):
-        assert on_machines(as_one_call, ALL, form, [[2, 3], [1, 4]]) == [len(ALL)] * 2
+# The form, and for each machine the chunks of its batch: a machine may have fewer chunks than slots.
+@pytest.mark.parametrize(
+    ("form", "chunks", "slots"),
+    [
+        ("replicate", [[2, 3], [1, 4]], 2),
+        ("fully_shard", [[2, 3], [1, 4]], 2),
+        ("replicate", [[2, 3], [1]], 2),
+        ("replicate", [[2], [3]], 1),
+        ("replicate", [[1, 3], [2, 2], [4, 1]], 2),
+        ("fully_shard", [[1, 3], [2, 2], [4, 1]], 2),
+    ],
+    ids=str,
+)
+def test_as_one_machine(form, chunks, slots):
+    ranks = len(chunks)
+    assert on_machines(as_one_call, ALL, form, chunks, ranks=ranks, slots=slots) == [len(ALL)] * ranks
 
-    def test_machines_with_other_numbers_of_replicas(self):
-        """The batch of the second machine has a chunk less than slots."""
-        assert on_machines(as_one_call, ALL, "replicate", [[2, 3], [1]]) == [len(ALL)] * 2
 
-    def test_one_slot_on_each_machine(self):
-        assert on_machines(as_one_call, ALL, "replicate", [[2], [3]], slots=1) == [len(ALL)] * 2
-
-    @pytest.mark.long
-    @pytest.mark.parametrize("form", ["replicate", "fully_shard"])
-    def test_three_machines(self, form):
-        assert on_machines(as_one_call, ALL, form, [[1, 3], [2, 2], [4, 1]], ranks=3) == [len(ALL)] * 3
-
-    def test_three_machines_add_up_parts(self):
-        names = ["all_reduce sum", "large", "all_to_all"]
-        assert on_machines(as_one_call, names, "replicate", [[1, 3], [2, 2], [4, 1]], ranks=3) == [3] * 3
-
-    def test_a_mesh_of_two_dimensions(self):
-        chunks, names = [[2], [3], [1], [2]], ["all_gather", "all_reduce mean"]
-        assert on_machines(as_one_call, names, "fully_shard", chunks, (2, 2), ranks=4, slots=1) == [2] * 4
+def test_a_mesh_of_two_dimensions():
+    chunks, names = [[2], [3], [1], [2]], ["all_gather", "all_reduce mean"]
+    assert on_machines(as_one_call, names, "fully_shard", chunks, (2, 2), ranks=4, slots=1) == [2] * 4
 
 
 def one_process(rank: int, devices: list[torch.device]) -> bool:
@@ -117,8 +115,6 @@ def differentiated_twice(rank: int, devices: list[torch.device]) -> bool:
         return first.detach().cpu(), second.cpu()
 
     model = spanning(Across("all_gather").requires_grad_(False), devices)
-    from peer_calls import Calls
-
     one = DataParallel(Calls(FUNCTIONS["all_gather"]).requires_grad_(False), ["cpu"] * 4)
     for ours, theirs in zip(penalty(model, batch[rows].to(devices[0])), penalty(one, batch), strict=True):
         torch.testing.assert_close(ours, theirs[rows], rtol=1e-9, atol=1e-9)

@@ -100,10 +100,14 @@ def test_dropout_and_autocast_are_repeated(slots, batch):
         torch.testing.assert_close(found, wanted)
 
 
-def test_outside_of_a_parallel_forward_it_is_torchs():
-    module = Calls(lambda whole, weight: peers.checkpoint(similar, whole, weight))
-    alone = Calls(similar)
-    batch = samples(4)
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_outside_of_a_parallel_forward_it_is_torchs_which_works_too(reentrant):
+    def checkpointed(whole: Tensor, weight: Tensor) -> Tensor:
+        if reentrant is None:
+            return peers.checkpoint(similar, whole, weight)
+        return torch_checkpoint(similar, whole, weight, use_reentrant=reentrant)
+
+    module, alone, batch = Calls(checkpointed), Calls(similar), samples(4)
     for one in (module, alone):
         one(batch).sum().backward()
     torch.testing.assert_close(module.weight.grad, alone.weight.grad)
@@ -138,15 +142,6 @@ def test_collectives_where_the_user_has_switched_gradients_off(slots, batch):
         return (chunk - mean) * weight
 
     parallel(partly, slots)(batch).sum().backward()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_torchs_checkpoint_works_unwrapped(reentrant):
-    module = Calls(lambda whole, weight: torch_checkpoint(similar, whole, weight, use_reentrant=reentrant))
-    alone, batch = Calls(similar), samples(4)
-    for one in (module, alone):
-        one(batch).sum().backward()
-    torch.testing.assert_close(module.weight.grad, alone.weight.grad)
 
 
 def test_a_recomputation_that_does_something_else_is_an_error(slots, batch):

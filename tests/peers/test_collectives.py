@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
-import dataparallel as dp
 from dataparallel import DataParallel, peers
 from peer_calls import Calls, parallel, samples
 
@@ -274,28 +273,6 @@ class TestModes:
             torch.testing.assert_close(found, wanted)
 
 
-class TestForms:
-    @pytest.mark.parametrize("form", ["replicate", "fully_shard"])
-    def test_forms(self, slots, form):
-        from dataparallel.composable import fully_shard, replicate
-
-        def similar(chunk: Tensor, weight: Tensor) -> Tensor:
-            own = (chunk * weight).tanh()
-            return own @ peers.all_gather(own).T + peers.all_reduce(own.sum())
-
-        module, alone, batch = Calls(similar).to(slots[0]), Calls(similar).to(slots[0]), samples(7).to(slots[0])
-        model = replicate(module, devices=slots) if form == "replicate" else fully_shard(module, devices=slots)
-        results = []
-        for one in (model, alone):
-            output = one(batch)
-            (output**2).sum().backward()
-            grad = one.weight.grad
-            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-            results.append((output.detach(), grad.to(slots[0])))
-        for found, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
-
-
 class TestAlone:
     """Outside of a parallel forward there is one replica."""
 
@@ -357,6 +334,3 @@ class TestErrors:
             "replica 2 on .* waits for all_reduce\\('sum'\\) of float64\\[1, 3\\]",
         ):
             assert caught.match(words)
-
-    def test_is_a_public_name(self):
-        assert dp.peers is peers

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dataparallel import peers
-from peer_calls import parallel, samples
+from peer_calls import on_a_side_stream, parallel, samples
 
 LIMIT = 60.0  # seconds for one call, which takes some milliseconds
 
@@ -48,15 +48,7 @@ class Sequence:
         return x
 
     def run_on_its_stream(self, x: Tensor, _: Tensor) -> Tensor:
-        side, outer = torch.Stream(x.device), torch.accelerator.current_stream(x.device)
-        side.wait_stream(outer)
-        try:
-            with side:
-                result = self.run(x * 1.0)
-        finally:
-            outer.wait_stream(side)
-        result.record_stream(outer)
-        return result
+        return on_a_side_stream(lambda own: self.run(own * 1.0))(x, _)
 
 
 # Each maps the rows of a replica to as many rows, so that any of them can follow any other.

@@ -13,7 +13,7 @@ from torch import Tensor
 from clocked import check_clocks
 from dataparallel import peers
 from dataparallel.peers import collectives
-from peer_calls import parallel, samples
+from peer_calls import on_a_side_stream, parallel, samples
 
 FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "all_reduce": lambda x: peers.all_reduce(x.sin()),
@@ -26,22 +26,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "reduce_scatter": lambda x: peers.reduce_scatter(x.sin()),
     "all_to_all": lambda x: torch.stack(peers.all_to_all([x.sin() * k for k in range(1, peers.count() + 1)])),
 }
-
-
-def on_a_side_stream(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Any], Tensor]:
-    """What each replica does, on a stream of its own, also where several are on one device."""
-
-    def run(x: Tensor, _: Any) -> Tensor:
-        side, outer = torch.Stream(x.device), torch.accelerator.current_stream(x.device)
-        side.wait_stream(outer)
-        x.record_stream(side)
-        with side:
-            result = function(x)
-        outer.wait_stream(side)
-        result.record_stream(outer)
-        return result
-
-    return run
 
 
 @pytest.mark.devices("sim", "stand-in")

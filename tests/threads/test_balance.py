@@ -13,7 +13,9 @@ import torch
 from dataparallel.devices import CPU
 from dataparallel.threads import balance
 from dataparallel.threads.balance import Balancer
-from dataparallel.threads.split_search import Cost, predicted
+from dataparallel.threads.slot_costs import Cost, predicted
+
+pytestmark = pytest.mark.devices("cpu")  # the clock is its own: once is enough
 
 SLOTS = [CPU] * 4
 ONE_SLOW = [Cost(0, 1e-3), Cost(0, 3e-3), Cost(0, 1e-3), Cost(0, 1e-3)]
@@ -27,7 +29,7 @@ def call(
     balancer: Balancer, costs: list[Cost], total: int = 32, size: Any = 0, permits: int = 4, noise: Noise = float
 ) -> tuple[list[int], float]:
     """One call, on a clock of our own: its split and the seconds of the longest replica."""
-    trial = balancer.begin("Net", "kind", size, SLOTS)
+    trial = balancer.begin_call("Net", "kind", size, SLOTS)
     sizes = trial.sizes(total, 4)
     assert sum(sizes) == total
     seconds = [noise(cost.of(n)) for cost, n in zip(costs, sizes, strict=False)]
@@ -36,7 +38,7 @@ def call(
     trial.runs_with(permits, None)
     if times is not None:
         times.seconds, times.span = dict(enumerate(seconds)), span
-    balancer.end(trial, failed=False)
+    balancer.end_call(trial, failed=False)
     return sizes, span
 
 
@@ -107,24 +109,24 @@ def test_calls_that_fail_or_overlap_or_leave_a_slot_out_are_not_measured() -> No
     balancer = Balancer()
     calls(2, balancer, ONE_SLOW)
     for _ in range(10):
-        outer = balancer.begin("Net", "kind", 0, SLOTS)
+        outer = balancer.begin_call("Net", "kind", 0, SLOTS)
         assert outer.sizes(32, 4) == [8, 8, 8, 8]
         times = outer.measures(SLOTS)
         assert times is not None
         times.seconds, times.span = {0: 9.0, 1: 1.0, 2: 1.0, 3: 1.0}, 9.0
         outer.runs_with(4, None)
-        inner = balancer.begin("Net", "kind", 0, SLOTS)
+        inner = balancer.begin_call("Net", "kind", 0, SLOTS)
         assert inner.sizes(32, 4) == [8, 8, 8, 8]
         assert inner.measures(SLOTS) is None
-        balancer.end(inner, failed=False)
-        balancer.end(outer, failed=False)
-        failing = balancer.begin("Net", "kind", 0, SLOTS)
+        balancer.end_call(inner, failed=False)
+        balancer.end_call(outer, failed=False)
+        failing = balancer.begin_call("Net", "kind", 0, SLOTS)
         failing.sizes(32, 4)
         times = failing.measures(SLOTS)
         assert times is not None
         times.seconds, times.span = {0: 9.0, 1: 1.0, 2: 1.0, 3: 1.0}, 9.0
         failing.runs_with(4, None)
-        balancer.end(failing, failed=True)
+        balancer.end_call(failing, failed=True)
     assert call(balancer, ONE_SLOW, total=3)[0] == [1, 1, 1]
     assert call(balancer, ONE_SLOW)[0] == [8, 8, 8, 8]
 
@@ -133,22 +135,22 @@ def test_calls_that_overlap_have_the_choice_and_not_the_split_that_is_tried() ->
     balancer = Balancer()
     calls(5, balancer, ONE_SLOW)
     assert balancer.next_sizes(32, 4) == [9, 3, 10, 10], "is tried next"
-    outer, inner = (balancer.begin("Net", "kind", 0, SLOTS) for _ in range(2))
+    outer, inner = (balancer.begin_call("Net", "kind", 0, SLOTS) for _ in range(2))
     assert inner.sizes(32, 4) == [8, 8, 8, 8]
     for each in (inner, outer):
-        balancer.end(each, failed=False)
+        balancer.end_call(each, failed=False)
 
 
 def test_what_one_call_scatters_in_several_steps_is_split_alike() -> None:
     balancer = Balancer()
     calls(30, balancer, ONE_SLOW)
     assert balancer.next_sizes(32, 4) == [9, 3, 10, 10]
-    trial = balancer.begin("Net", "kind", 0, SLOTS)
+    trial = balancer.begin_call("Net", "kind", 0, SLOTS)
     before = trial.sizes(32, 4)
     balancer._situations[("kind", tuple(SLOTS)), 0].choice = balance._Choice((1.0,) * 4, (32.0,) * 4)  # another thread
     assert trial.sizes(32, 4) == before != balancer.next_sizes(32, 4)
     assert trial.sizes(8, 2) == [4, 4], "other slots than those of the wrapper"
-    balancer.end(trial, failed=False)
+    balancer.end_call(trial, failed=False)
 
 
 def test_a_log_line_says_what_is_chosen_and_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -174,7 +176,7 @@ def test_memory_limits_a_slot_that_is_as_fast_as_the_others(monkeypatch: pytest.
     monkeypatch.setattr(balance, "shares_by_memory", lambda slots: (1.0,) * len(slots))
     balancer = Balancer()
     for number in range(20):
-        trial = balancer.begin("Net", "kind", 0, devices)
+        trial = balancer.begin_call("Net", "kind", 0, devices)
         sizes = trial.sizes(32, 4)
         times = trial.measures(devices)
         trial.runs_with(4, None)
@@ -183,7 +185,7 @@ def test_memory_limits_a_slot_that_is_as_fast_as_the_others(monkeypatch: pytest.
             times.span = max(times.seconds.values())
             times.taken = {device: 100 * size for device, size in zip(devices, sizes, strict=True)}
             times.free = {device: 1 << 20 for device in devices} | {devices[0]: 400}
-        balancer.end(trial, failed=False)
+        balancer.end_call(trial, failed=False)
         if number > 3:
             assert sizes[0] == 3, "three quarters of what is free"
             assert min(sizes[1:]) >= 9

@@ -1,4 +1,4 @@
-"""Gangs: permits, order, groups, nested and concurrent calls, failures."""
+"""Gangs: permits, order, groups, nested and concurrent calls, failures, and tasks that wait for each other."""
 
 import threading
 import time
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
-from dataparallel.threads.waits import Skipped
-from gangs import values, worker_threads
+from dataparallel.threads.pool import Skipped
+from gangs import forget_idle_threads, values, values_of, worker_threads
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -64,7 +65,7 @@ def test_results_are_in_slot_order_whatever_ends_first() -> None:
 
 
 def test_a_gang_without_tasks_ends_at_once() -> None:
-    assert Gang([], 1).run() == []
+    assert Gang([], 1).run_tasks() == []
 
 
 def test_without_a_permit_nothing_can_run() -> None:
@@ -127,14 +128,6 @@ def test_nested_gangs_do_not_wait_for_each_other(depth: int, width: int, permits
         assert tree(depth, width, permits) == width**depth
 
 
-def test_concurrent_gangs_do_not_wait_for_each_other() -> None:
-    def job() -> None:
-        for _ in range(100):
-            assert values([lambda slot=slot: slot for slot in range(4)], 2) == [0, 1, 2, 3]
-
-    in_user_threads(6, job)
-
-
 def test_concurrent_gangs_have_permits_of_their_own() -> None:
     together = threading.Barrier(6)
     in_user_threads(6, lambda: values([lambda: together.wait(TIMEOUT)], 1))
@@ -185,7 +178,7 @@ def fail() -> None:
 
 
 def test_a_failure_skips_higher_slots_that_have_not_started() -> None:
-    outcomes = Gang([int, fail, int, int], 1).run()
+    outcomes = Gang([int, fail, int, int], 1).run_tasks()
     assert [type(outcome.error) for outcome in outcomes] == [type(None), KeyError, Skipped, Skipped]
 
 
@@ -202,7 +195,7 @@ def test_a_failure_neither_stops_running_tasks_nor_skips_lower_ones() -> None:
 
     # Slot 1 waits for slot 0, and is lower than the one that fails; slot 4 waits for slot 3's.
     tasks = [running, lambda: ran.append(1), fails, running, lambda: ran.append(4)]
-    outcomes = Gang(tasks, 5, ["a", "a", "b", "c", "c"]).run()
+    outcomes = Gang(tasks, 5, ["a", "a", "b", "c", "c"]).run_tasks()
     assert ran == [1]
     kinds = [type(outcome.error) for outcome in outcomes]
     assert kinds == [type(None), type(None), KeyError, type(None), Skipped]
@@ -213,7 +206,7 @@ def test_any_exception_is_an_outcome(error: BaseException) -> None:
     def task() -> None:
         raise error
 
-    outcomes = Gang([int, task], 1).run()
+    outcomes = Gang([int, task], 1).run_tasks()
     assert outcomes[0].value == 0
     assert outcomes[1].error is error
     before = worker_threads()
@@ -222,7 +215,104 @@ def test_any_exception_is_an_outcome(error: BaseException) -> None:
 
 
 def test_the_traceback_of_an_outcome_begins_in_the_task() -> None:
-    error = Gang([fail], 1).run()[0].error
+    error = Gang([fail], 1).run_tasks()[0].error
     assert error is not None
     assert error.__traceback__ is not None
     assert error.__traceback__.tb_frame.f_code is fail.__code__
+
+
+# ---- tasks that wait for each other by their own means: after `stall_timeout` all of them run ------------------------
+
+
+@pytest.mark.parametrize("permits", [1, 3])
+def test_tasks_that_wait_for_each_other_end(permits: int) -> None:
+    barrier = threading.Barrier(4)
+    gang = Gang([lambda: barrier.wait(TIMEOUT)] * 4, permits, stall_timeout=0.2)
+    assert sorted(values_of(gang)) == [0, 1, 2, 3]
+    assert gang.stalled
+
+
+def test_without_a_timeout_the_limit_stays() -> None:
+    barrier = threading.Barrier(2)
+
+    def wait() -> bool:
+        try:
+            barrier.wait(0.5)
+        except threading.BrokenBarrierError:
+            return False
+        return True
+
+    gang = Gang([wait] * 2, 1)
+    assert values_of(gang) == [False, False]
+    assert not gang.stalled
+
+
+def test_tasks_that_end_one_after_the_other_are_no_stall() -> None:
+    gang = Gang([lambda: time.sleep(0.25)] * 5, 1, stall_timeout=0.8)
+    values_of(gang)
+    assert not gang.stalled
+
+
+def test_nor_is_a_long_task_for_which_none_waits() -> None:
+    gang = Gang([lambda: time.sleep(0.5)] * 2, 2, stall_timeout=0.2)
+    values_of(gang)
+    assert not gang.stalled
+
+
+def test_groups_hold_without_permits_too() -> None:
+    meet, inside, most = threading.Barrier(2), {"a": 0, "b": 0}, []
+
+    def task(key: str) -> None:
+        inside[key] += 1
+        most.append(inside[key])
+        meet.wait(TIMEOUT)  # one of each
+        inside[key] -= 1
+
+    groups = ["a", "a", "b", "b"]
+    gang = Gang([lambda key=key: task(key) for key in groups], 1, groups, stall_timeout=0.2)
+    values_of(gang)
+    assert gang.stalled
+    assert most == [1] * 4
+
+
+def test_a_nested_gang_may_wait_for_another_tasks_one() -> None:
+    barrier = threading.Barrier(4)
+
+    def nested() -> list[Any]:
+        return values_of(Gang([lambda: barrier.wait(TIMEOUT)] * 2, 1, stall_timeout=0.2))
+
+    found = values_of(Gang([nested] * 2, 1, stall_timeout=0.2))
+    assert sorted([*found[0], *found[1]]) == [0, 1, 2, 3]
+
+
+def test_workers_that_come_after_the_end_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gang = Gang([int], 1, stall_timeout=0.2)
+    values_of(gang)
+    forget_idle_threads(monkeypatch)
+    for number in range(2):
+        gang._work(None, pool.Worker(number, None))  # as a worker does that was started for a stall, and is late
+
+
+def test_a_task_that_fails_after_a_stall_is_reported() -> None:
+    entered = threading.Event()
+
+    def waits() -> None:
+        assert entered.wait(TIMEOUT)
+
+    def fails() -> None:
+        entered.set()
+        raise ValueError("as asked")
+
+    gang = Gang([waits, fails], 1, stall_timeout=0.2)
+    first, second = gang.run_tasks()
+    assert first.error is None
+    assert isinstance(second.error, ValueError)
+
+
+def test_gangs_whose_timeout_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataparallel.threads.pool.POLL_SECONDS", 0.002)
+    tasks: list[Callable[[], None]] = [lambda: time.sleep(0.002)] * 3
+    gangs = [Gang(tasks, 1, stall_timeout=0.001) for _ in range(150)]
+    for gang in gangs:
+        values_of(gang)
+    assert any(gang.stalled for gang in gangs)

@@ -17,7 +17,7 @@ import contextlib, gc, os, signal, threading, time, weakref
 from dataparallel.threads import pool
 from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.gang import Gang
-from dataparallel.threads.waits import Skipped
+from dataparallel.threads.pool import Skipped
 
 TIMEOUT = 20
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it
@@ -60,7 +60,7 @@ def interrupted():
 
 def idents(count):
     together = threading.Barrier(count)
-    outcomes = Gang([lambda: (together.wait(TIMEOUT), threading.get_ident())[1]] * count, count).run()
+    outcomes = Gang([lambda: (together.wait(TIMEOUT), threading.get_ident())[1]] * count, count).run_tasks()
     return {outcome.value for outcome in outcomes}
 
 
@@ -70,24 +70,20 @@ def threads():
 
 def gangs_work():
     for permits in (1, 4):
-        assert [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], permits).run()] == [0, 1, 2, 3]
+        tasks = [lambda i=i: i for i in range(4)]
+        assert [outcome.value for outcome in Gang(tasks, permits).run_tasks()] == [0, 1, 2, 3]
 """
 
 
-@pytest.fixture(scope="module")
-def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
-    with Ahead(request, tmp_path_factory.mktemp("ahead"), lambda script: Job(PRELUDE + script)) as ahead:
-        yield ahead
-
-
-@pytest.mark.ahead("""
+SCRIPTS = {
+    "the first waits for running tasks and starts none": """
 for permits in (1, 2, 4):
     tasks = [Task() for _ in range(4)]
     running, waiting = tasks[:permits], tasks[permits:]
     begun = [task.began.wait for task in running]
     afterwards(*begun, ctrl_c, *[task.may_end.set for task in running])
     with interrupted():
-        Gang(tasks, permits).run()
+        Gang(tasks, permits).run_tasks()
     assert all(task.has_ended for task in running)
     assert not any(task.began.is_set() for task in waiting)
     before = threads()
@@ -95,17 +91,13 @@ for permits in (1, 2, 4):
     assert threads() == before
     gangs_work()
     assert not any(task.began.is_set() for task in waiting)
-""")
-def test_the_first_waits_for_running_tasks_and_starts_none(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.ahead("""
+""",
+    "the second is raised at once and leaves the threads to themselves": """
 tasks = [Task() for _ in range(4)]
 running, waiting = tasks[:2], tasks[2:]
 afterwards(*[task.began.wait for task in running], ctrl_c, ctrl_c, *[task.may_end.set for task in running])
 with interrupted():
-    Gang(tasks, 2).run()
+    Gang(tasks, 2).run_tasks()
 assert not any(task.has_ended for task in running)
 assert not {task.thread.ident for task in running} & idents(4)
 gangs_work()
@@ -116,13 +108,8 @@ while not {task.thread.ident for task in running} <= idents(len(threads())):
     assert time.monotonic() < deadline, "a thread that was left to itself is not used again"
 assert all(task.has_ended for task in running)
 assert not any(task.began.is_set() for task in waiting)
-""")
-def test_the_second_is_raised_at_once_and_leaves_the_threads_to_themselves(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "it is raised where a task fails too": """
 def fails():
     task()
     raise ValueError("as asked")
@@ -131,114 +118,81 @@ def fails():
 task = Task()
 afterwards(task.began.wait, ctrl_c, task.may_end.set)
 with interrupted():
-    Gang([fails, int], 1).run()
+    Gang([fails, int], 1).run_tasks()
 assert task.has_ended
-""")
-def test_it_is_raised_where_a_task_fails_too(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.ahead("""
+""",
+    "nested gangs start none either": """
 inner = [[Task() for _ in range(3)] for _ in range(2)]
 outcomes = []
 first = [tasks[0] for tasks in inner]
 afterwards(*[task.began.wait for task in first], ctrl_c, *[task.may_end.set for task in first])
 with interrupted():
-    Gang([lambda tasks=tasks: outcomes.append(Gang(tasks, 1).run()) for tasks in inner], 2).run()
+    Gang([lambda tasks=tasks: outcomes.append(Gang(tasks, 1).run_tasks()) for tasks in inner], 2).run_tasks()
 assert [task.has_ended for tasks in inner for task in tasks] == [True, False, False] * 2
 assert [[type(outcome.error) for outcome in found] for found in outcomes] == [[type(None), Skipped, Skipped]] * 2
 gangs_work()
-""")
-def test_nested_gangs_start_none_either(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "nor do nested calls that begin after it": """
 def nests(make):
     task()
-    return [type(outcome.error) for outcome in make([Task(), Task()]).run()]
+    return [type(outcome.error) for outcome in make([Task(), Task()]).run_tasks()]
 
 
 for make in (lambda tasks: Gang(tasks, 2), SerialTasks, lambda tasks: SerialTasks(tasks, tasks, stall_timeout=0.2)):
     task, found = Task(), []
     afterwards(task.began.wait, ctrl_c, task.may_end.set)
     with interrupted():
-        Gang([lambda: found.append(nests(make))], 1).run()
+        Gang([lambda: found.append(nests(make))], 1).run_tasks()
     assert found == [[Skipped, Skipped]]
-""")
-def test_nor_do_nested_calls_that_begin_after_it(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "nor do nested calls in turn": """
 tasks, found = [Task(), Task()], []
 afterwards(tasks[0].began.wait, ctrl_c, tasks[0].may_end.set)
 with interrupted():
-    Gang([lambda: found.append([type(outcome.error) for outcome in SerialTasks(tasks).run()])], 1).run()
+    Gang([lambda: found.append([type(outcome.error) for outcome in SerialTasks(tasks).run_tasks()])], 1).run_tasks()
 assert found == [[type(None), Skipped]]
-""")
-def test_nor_do_nested_calls_in_turn(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "a task that waits for a permit ends its work too": """
 holds, goes_on = Task(), []
 
 
 def waits_for_a_permit():
-    Gang([holds.began.wait], 1).run()
+    Gang([holds.began.wait], 1).run_tasks()
     goes_on.append(True)
 
 
 afterwards(holds.began.wait, ctrl_c, holds.may_end.set)
 with interrupted():
-    Gang([waits_for_a_permit, holds], 1).run()
+    Gang([waits_for_a_permit, holds], 1).run_tasks()
 assert holds.has_ended and goes_on
 gangs_work()
-""")
-def test_a_task_that_waits_for_a_permit_ends_its_work_too(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "before and after a stall": """
 tasks = [Task() for _ in range(3)]
 afterwards(*[task.began.wait for task in tasks], ctrl_c, *[task.may_end.set for task in tasks])
 with interrupted():
-    Gang(tasks, 1, stall_timeout=0.2).run()
+    Gang(tasks, 1, stall_timeout=0.2).run_tasks()
 assert all(task.has_ended for task in tasks)
 
 tasks = [Task() for _ in range(3)]
 afterwards(tasks[0].began.wait, ctrl_c, lambda: time.sleep(1), tasks[0].may_end.set)
 with interrupted():
-    Gang(tasks, 1, stall_timeout=0.8).run()
+    Gang(tasks, 1, stall_timeout=0.8).run_tasks()
 assert [task.has_ended for task in tasks] == [True, False, False]
 gangs_work()
-""")
-def test_before_and_after_a_stall(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "gangs of other threads are left alone": """
 others, task, outcomes = Task(), Task(), []
-user = afterwards(lambda: outcomes.extend(Gang([others, int], 1).run()))
+user = afterwards(lambda: outcomes.extend(Gang([others, int], 1).run_tasks()))
 assert others.began.wait(TIMEOUT)
 afterwards(task.began.wait, ctrl_c, task.may_end.set)
 with interrupted():
-    Gang([task], 1).run()
+    Gang([task], 1).run_tasks()
 others.may_end.set()
 user.join(TIMEOUT)
 assert [outcome.error for outcome in outcomes] == [None, None]
-""")
-def test_gangs_of_other_threads_are_left_alone(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.ahead("""
+""",
+    "memory of the call is free afterwards": """
 class Activation:
     pass
 
@@ -255,15 +209,10 @@ gc.collect()
 gc.disable()
 afterwards(task.began.wait, ctrl_c, task.may_end.set)
 with interrupted():
-    Gang([fails] * 2, 1).run()
+    Gang([fails] * 2, 1).run_tasks()
 assert [reference() for reference in held] == [None]
-""")
-def test_memory_of_the_call_is_free_afterwards(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "while the first thread is being started": """
 begin = pool.Worker.start
 
 
@@ -285,16 +234,11 @@ for patch in (press_before, press_after):
     pool._idle = {}  # as gangs.forget_idle_threads
     pool.Worker.start = patch
     with interrupted():
-        Gang([int] * 3, 3).run()
+        Gang([int] * 3, 3).run_tasks()
     pool.Worker.start = begin
     gangs_work()
-""")
-def test_while_the_first_thread_is_being_started(printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+""",
+    "while a task starts a nested gang": """
 begin = pool.Worker.start
 
 
@@ -309,10 +253,20 @@ starting, may_start, found = threading.Event(), threading.Event(), []
 pool.Worker.start = waits
 afterwards(starting.wait, ctrl_c, may_start.set)
 with interrupted():
-    Gang([lambda: found.append([type(outcome.error) for outcome in Gang([int] * 2, 2).run()])], 1).run()
+    Gang([lambda: found.append([type(outcome.error) for outcome in Gang([int] * 2, 2).run_tasks()])], 1).run_tasks()
 assert found == [[Skipped, Skipped]]
 pool.Worker.start = begin
 gangs_work()
-""")
-def test_while_a_task_starts_a_nested_gang(printed: str) -> None:
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
+    with Ahead(request, tmp_path_factory.mktemp("ahead"), lambda name: Job(PRELUDE + SCRIPTS[name])) as ahead:
+        yield ahead
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.ahead(name)) for name in SCRIPTS])
+def test_ctrl_c(name: str, printed: str) -> None:
     assert printed == ""

@@ -10,19 +10,15 @@ from typing import Any
 
 import pytest
 
-from dataparallel.threads import in_turn, pool, waits
+from dataparallel.threads import in_turn, pool
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.in_turn import SerialTasks
-from dataparallel.threads.waits import Outcome, Skipped
+from dataparallel.threads.pool import Outcome, Skipped
+from gangs import values_of
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
 TIMEOUT = 20.0
-
-
-def values(outcomes: list[Outcome]) -> list[Any]:
-    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    return [outcome.value for outcome in outcomes]
 
 
 def waits_for_others(count: int) -> list[Callable[[], int]]:
@@ -40,21 +36,21 @@ def test_tasks_run_in_slot_order_in_the_calling_thread() -> None:
     tasks = [lambda slot=slot: task(slot) for slot in range(4)]
     for call in (SerialTasks(tasks), SerialTasks(tasks, tasks, stall_timeout=5.0)):
         order.clear()
-        assert values(call.run()) == [0, 10, 20, 30]
+        assert values_of(call) == [0, 10, 20, 30]
         assert order == [(slot, threading.get_ident()) for slot in range(4)]
         assert not call.stalled
 
 
 def test_without_tasks_nothing_happens() -> None:
-    assert SerialTasks([]).run() == []
-    assert SerialTasks([], [], stall_timeout=1.0).run() == []
+    assert SerialTasks([]).run_tasks() == []
+    assert SerialTasks([], [], stall_timeout=1.0).run_tasks() == []
 
 
 def test_after_a_failure_the_rest_is_skipped() -> None:
     def fail() -> None:
         raise ValueError("as asked")
 
-    first, second, third = SerialTasks([int, fail, int]).run()
+    first, second, third = SerialTasks([int, fail, int]).run_tasks()
     assert (first.value, first.error) == (0, None)
     assert isinstance(second.error, ValueError)
     assert second.error.__traceback__ is not None
@@ -67,7 +63,7 @@ def test_tasks_that_wait_for_each_other_end() -> None:
     threads: list[int] = []
     tasks = [lambda task=task: (threads.append(threading.get_ident()), task())[1] for task in waits_for_others(4)]
     call = SerialTasks(tasks, tasks, stall_timeout=0.2)
-    assert sorted(values(call.run())) == [0, 1, 2, 3]
+    assert sorted(values_of(call)) == [0, 1, 2, 3]
     assert call.stalled
     assert threads.count(here) == 1
     assert len({*threads}) == 4
@@ -81,20 +77,20 @@ def test_the_tasks_for_workers_are_handed_over() -> None:
         return where
 
     call = SerialTasks([lambda: task("here")] * 3, [lambda: task("in a worker")] * 3, stall_timeout=0.2)
-    assert values(call.run()) == ["here", "in a worker", "in a worker"]
+    assert values_of(call) == ["here", "in a worker", "in a worker"]
 
 
 def test_tasks_that_end_one_after_the_other_are_no_stall() -> None:
     tasks = [lambda: time.sleep(0.25)] * 5
     call = SerialTasks(tasks, tasks, stall_timeout=0.8)
-    values(call.run())
+    values_of(call)
     assert not call.stalled
 
 
 def test_nor_is_a_long_last_task() -> None:
     tasks = [int, lambda: time.sleep(0.6)]
     call = SerialTasks(tasks, tasks, stall_timeout=0.2)
-    values(call.run())
+    values_of(call)
     assert not call.stalled
 
 
@@ -108,7 +104,7 @@ def test_a_task_that_fails_after_a_stall_is_reported() -> None:
         entered.set()
         raise ValueError("as asked")
 
-    first, second = SerialTasks([waits, fails], [waits, fails], stall_timeout=0.2).run()
+    first, second = SerialTasks([waits, fails], [waits, fails], stall_timeout=0.2).run_tasks()
     assert first.error is None
     assert isinstance(second.error, ValueError)
 
@@ -125,7 +121,7 @@ def test_a_task_that_fails_here_waits_for_those_in_workers() -> None:
         time.sleep(0.3)
         ended.append(True)
 
-    first, second = SerialTasks([fails, goes_on], [fails, goes_on], stall_timeout=0.2).run()
+    first, second = SerialTasks([fails, goes_on], [fails, goes_on], stall_timeout=0.2).run_tasks()
     assert isinstance(first.error, ValueError)
     assert second.error is None
     assert ended == [True]
@@ -139,45 +135,45 @@ def test_too_few_threads_are_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatc
     threading.Timer(0.6, go_on.set).start()
     tasks = [lambda: go_on.wait(TIMEOUT)] * 3
     monkeypatch.setattr(pool, "start", no_threads)
-    first, *others = SerialTasks(tasks, tasks, stall_timeout=0.2).run()
+    first, *others = SerialTasks(tasks, tasks, stall_timeout=0.2).run_tasks()
     assert first.value is True
     assert [str(outcome.error) for outcome in others] == ["can't start new thread"] * 2
 
 
 def test_the_first_poll_only_notes_what_is_left() -> None:
-    call = SerialTasks([int] * 2, [int] * 2, stall_timeout=waits.POLL_SECONDS)
+    call = SerialTasks([int] * 2, [int] * 2, stall_timeout=pool.POLL_SECONDS)
     call.poll()
     assert not call.stalled
     call.poll()
     assert call.stalled
-    assert values(call.run()) == [0, 0]
+    assert values_of(call) == [0, 0]
 
 
 def test_a_task_may_end_while_the_others_are_being_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, handing_over = Gang.begin, threading.Event()
+    begin, handing_over = Gang.begin_tasks, threading.Event()
 
     def begin_slowly(rest: Gang) -> None:
         handing_over.set()
         time.sleep(0.3)
         begin(rest)
 
-    monkeypatch.setattr(Gang, "begin", begin_slowly)
+    monkeypatch.setattr(Gang, "begin_tasks", begin_slowly)
     tasks = [lambda: handing_over.wait(TIMEOUT)] * 3
-    assert values(SerialTasks(tasks, tasks, stall_timeout=0.2).run()) == [True] * 3
+    assert values_of(SerialTasks(tasks, tasks, stall_timeout=0.2)) == [True] * 3
 
 
 def test_nested_calls_may_wait_for_each_other() -> None:
     tasks = waits_for_others(4)
 
     def nested() -> list[Any]:
-        return values(SerialTasks(tasks[:2], tasks[:2], stall_timeout=0.2).run())
+        return values_of(SerialTasks(tasks[:2], tasks[:2], stall_timeout=0.2))
 
-    found = values(SerialTasks([nested] * 2, [nested] * 2, stall_timeout=0.2).run())
+    found = values_of(SerialTasks([nested] * 2, [nested] * 2, stall_timeout=0.2))
     assert sorted([*found[0], *found[1]]) == [0, 1, 2, 3]
 
 
 def test_calls_of_many_threads_whose_timeout_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "POLL_SECONDS", 0.002)
+    monkeypatch.setattr(pool, "POLL_SECONDS", 0.002)
     monkeypatch.setattr(in_turn, "_watcher", in_turn._Watcher())
     calls: list[SerialTasks] = []
 
@@ -185,7 +181,7 @@ def test_calls_of_many_threads_whose_timeout_ends_as_they_do(monkeypatch: pytest
         for _ in range(60):
             tasks = [lambda: time.sleep(0.002)] * 3
             calls.append(SerialTasks(tasks, tasks, stall_timeout=0.001))
-            values(calls[-1].run())
+            values_of(calls[-1])
 
     threads = [threading.Thread(target=several) for _ in range(4)]
     for thread in threads:
@@ -201,11 +197,11 @@ def test_the_watcher_sleeps_and_wakes_again(monkeypatch: pytest.MonkeyPatch) -> 
         return sum(thread.name == "dataparallel-watch" for thread in threading.enumerate())
 
     before, watcher = watchers(), in_turn._Watcher()
-    monkeypatch.setattr(waits, "POLL_SECONDS", 0.002)
+    monkeypatch.setattr(pool, "POLL_SECONDS", 0.002)
     monkeypatch.setattr(in_turn, "_watcher", watcher)
     for _ in range(3):
         tasks = waits_for_others(3)
-        assert SerialTasks(tasks, tasks, stall_timeout=0.02).run()
+        assert SerialTasks(tasks, tasks, stall_timeout=0.02).run_tasks()
         deadline = time.monotonic() + TIMEOUT
         while not watcher._is_asleep:
             assert time.monotonic() < deadline
@@ -228,7 +224,7 @@ def test_a_call_that_is_over_is_not_kept() -> None:
     gc.disable()
     try:
         call = SerialTasks([fail, int], [fail, int], stall_timeout=5.0)
-        outcomes = call.run()
+        outcomes = call.run_tasks()
         reference = weakref.ref(call)
         assert held[0]() is not None
         for outcome in outcomes:  # as the caller that raises it does
@@ -260,7 +256,7 @@ def test_ctrl_c_is_raised_where_it_comes_and_nothing_else_starts(press: Callable
             time.sleep(0.001)
 
     tasks = [lambda slot=slot: task(slot) for slot in range(3)]
-    first, *others = SerialTasks(tasks, tasks, stall_timeout=5.0).run()
+    first, *others = SerialTasks(tasks, tasks, stall_timeout=5.0).run_tasks()
     assert isinstance(first.error, KeyboardInterrupt)
     assert all(isinstance(outcome.error, Skipped) for outcome in others)
     assert started == [0]
@@ -298,7 +294,7 @@ class HandedOver:
         thread = threading.Thread(target=meanwhile)
         thread.start()
         try:
-            return call.run()
+            return call.run_tasks()
         finally:
             thread.join()
 

@@ -5,7 +5,7 @@ import random
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.meetings import Meeting, WokenUp, here
-from dataparallel.threads.waits import Outcome, Skipped
+from dataparallel.threads.pool import Skipped, Turn
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -158,6 +158,33 @@ def test_in_turn_a_nested_call_between_two_meetings_keeps_the_order() -> None:
     assert order == [(what, index) for index in range(3) for what in ("begins", "ends")]
 
 
+def test_the_next_wait_is_not_ended_by_the_last_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_aside, seen = Gang.step_aside, []
+
+    def slowly(gang: Gang, slot: int, go_on: Sequence[int] = ()) -> Turn:
+        if len(seen) < 2:
+            seen.append(slot)
+            # Slot 0 is about to wait when slot 1 comes. Then slot 1 needs longer to let it go on than slot 0 to come
+            # to the next meeting.
+            time.sleep(0.5 if go_on else 0.2)
+        return step_aside(gang, slot, go_on)
+
+    def replica() -> list[int]:
+        place = here()
+        assert place is not None
+        time.sleep(0.1 * place.index)
+        first = place.meet("first", place.index, lambda values: values[::-1])
+        time.sleep(0.3 * place.index)
+        return [first, place.meet("second", place.index, lambda values: values[::-1])]
+
+    monkeypatch.setattr(Gang, "step_aside", slowly)
+    meeting = Meeting([torch.device("cpu")] * 2)
+    gang = Gang([lambda slot=slot: meeting.run_replica(slot, replica) for slot in range(2)], permits=2)
+    meeting.turns = gang
+    assert [(outcome.value, outcome.error) for outcome in gang.run_tasks()] == [([1, 1], None), ([0, 0], None)]
+    assert seen == [0, 1]
+
+
 class Injected(Exception):
     """The error that a test injects."""
 
@@ -192,15 +219,11 @@ def random_call(draw: random.Random) -> None:
         return [number * count] * count
 
     meeting = Meeting([torch.device("cpu")] * count)
-    tasks = [lambda slot=slot: meeting.run(slot, lambda: forward(slot)) for slot in range(count)]
+    tasks = [lambda slot=slot: meeting.run_replica(slot, lambda: forward(slot)) for slot in range(count)]
     meeting.turns = SerialTasks(tasks, tasks) if serial else Gang(tasks, permits, groups)
-    check([type(outcome.error) for outcome in run(meeting.turns)], fault)
+    check([type(outcome.error) for outcome in meeting.turns.run_tasks()], fault)
     if fault is None and (serial or groups == ["a"] * count):
         assert order == [(number, slot) for number in range(rounds) for slot in range(count)]
-
-
-def run(tasks: SerialTasks | Gang) -> list[Outcome]:
-    return tasks.run()
 
 
 def check(kinds: list[type], fault: str | None) -> None:

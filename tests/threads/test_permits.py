@@ -16,7 +16,7 @@ from dataparallel.comm.streams.current import DeviceClock
 from dataparallel.threads import permits, situations
 from dataparallel.threads.permits import PermitChooser, size_of
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "two_cores")
+pytestmark = [pytest.mark.usefixtures("one_intra_op_thread", "two_cores"), pytest.mark.devices("cpu")]
 
 # Seconds of a call with 8 slots, by the number of permits.
 LAUNCH_BOUND = {1: 20.0, 2: 24.0, 4: 30.0, 8: 35.0}
@@ -35,9 +35,9 @@ def exactly(seconds: float) -> float:
 
 def call(chooser: PermitChooser, cost: dict[int, float], size: Any = 0, noise: Noise = exactly) -> tuple[int, float]:
     """One call: the number it ran with, and the seconds it took."""
-    trial = chooser.begin("kind", size, 8)
+    trial = chooser.begin_call("kind", size, 8)
     seconds = noise(cost[trial.permits])
-    chooser.end(trial, seconds)
+    chooser.end_call(trial, seconds)
     return trial.permits, seconds
 
 
@@ -110,19 +110,19 @@ def test_a_size_with_another_best_number_is_found_step_by_step() -> None:
 def test_a_kind_says_nothing_about_another() -> None:
     chooser = PermitChooser()
     calls(50, chooser, LAUNCH_BOUND)
-    trial = chooser.begin("another kind", 0, 8)
+    trial = chooser.begin_call("another kind", 0, 8)
     assert (trial.permits, trial.measured) == (8, False)
-    chooser.end(trial, 1.0)
-    assert chooser.begin("kind", 0, 3).permits == 3
+    chooser.end_call(trial, 1.0)
+    assert chooser.begin_call("kind", 0, 3).permits == 3
 
 
 def test_once_chosen_nothing_is_measured_until_a_check_that_costs_less_than_a_hundredth() -> None:
     chooser, measured, seconds = PermitChooser(), [], 0.0
     for number in range(5000):
-        trial = chooser.begin("kind", 0, 8)
+        trial = chooser.begin_call("kind", 0, 8)
         measured += [number] * trial.measured
         seconds += LAUNCH_BOUND[trial.permits] * (number >= 100)
-        chooser.end(trial, LAUNCH_BOUND[trial.permits])
+        chooser.end_call(trial, LAUNCH_BOUND[trial.permits])
     first = [number for number in measured if number < 100]
     assert first[-1] < 30
     assert [number for number in measured if first[-1] < number < first[-1] + permits.FIRST_CHECK] == []
@@ -159,12 +159,12 @@ def test_times_on_devices_are_read_in_a_later_call_and_nothing_is_measured_befor
     measured: list[int] = []
     for number in range(200):
         devices.have_come = number % 5 == 4
-        trial = chooser.begin("kind", number % 2, 8)
+        trial = chooser.begin_call("kind", number % 2, 8)
         numbers.append(trial.permits)
         measured += [number] * trial.measured
         seconds = COMPUTE_BOUND_ON_2_CORES[trial.permits]
         before, after = {0: 7.0, 1: 3.0}, {0: 7.0 + seconds, 1: 4.0}
-        chooser.end(trial, 1e-3, False, *((before, after) if trial.measured else ()))
+        chooser.end_call(trial, 1e-3, False, *((before, after) if trial.measured else ()))
     assert len(measured) > 10
     for size in (0, 1):
         own = [number for number in measured if number % 2 == size]
@@ -175,25 +175,25 @@ def test_times_on_devices_are_read_in_a_later_call_and_nothing_is_measured_befor
 def test_a_measured_call_without_marks_counts_by_the_host() -> None:
     chooser = PermitChooser()
     for _ in range(60):
-        trial = chooser.begin("kind", 0, 8)
-        chooser.end(trial, SLEEPING[trial.permits], False, {}, {})
-    assert chooser.begin("kind", 0, 8).permits == best(SLEEPING)
+        trial = chooser.begin_call("kind", 0, 8)
+        chooser.end_call(trial, SLEEPING[trial.permits], False, {}, {})
+    assert chooser.begin_call("kind", 0, 8).permits == best(SLEEPING)
 
 
 def is_at_the_beginning(chooser: PermitChooser, size: Any) -> bool:
     """True if the next call of this size measures the first of the numbers, so nothing has been measured yet."""
-    trial = chooser.begin("kind", size, 8)
-    chooser.end(trial, None)
+    trial = chooser.begin_call("kind", size, 8)
+    chooser.end_call(trial, None)
     return (trial.permits, trial.measured) == (8, True)
 
 
 def test_calls_that_overlap_are_not_counted() -> None:
     chooser = PermitChooser()
     for _ in range(50):
-        one, other = chooser.begin("kind", 0, 8), chooser.begin("kind", 1, 8)
+        one, other = chooser.begin_call("kind", 0, 8), chooser.begin_call("kind", 1, 8)
         assert not other.measured
-        chooser.end(one, 1.0)
-        chooser.end(other, 1.0)
+        chooser.end_call(one, 1.0)
+        chooser.end_call(other, 1.0)
     for size in (0, 1):
         assert is_at_the_beginning(chooser, size)
 
@@ -201,14 +201,14 @@ def test_calls_that_overlap_are_not_counted() -> None:
 def test_calls_that_fail_are_not_counted() -> None:
     chooser = PermitChooser()
     for _ in range(50):
-        chooser.end(chooser.begin("kind", 0, 8), None)
+        chooser.end_call(chooser.begin_call("kind", 0, 8), None)
     assert is_at_the_beginning(chooser, 0)
     assert calls(50, chooser, LAUNCH_BOUND)[0][-1] == 1
 
 
 def test_a_trial_that_was_lost_does_not_stop_measuring() -> None:
     chooser = PermitChooser()
-    chooser.begin("kind", 0, 8)  # interrupted before it could end
+    chooser.begin_call("kind", 0, 8)  # interrupted before it could end
     assert calls(50, chooser, LAUNCH_BOUND)[0][-1] == 1
 
 
@@ -217,8 +217,8 @@ def test_what_is_remembered_is_bounded() -> None:
     kinds = range(situations.SITUATIONS + 1)
     for kind in kinds:
         for _ in range(20):
-            chooser.end(chooser.begin(kind, 0, 2), 1.0)
-    chosen = [chooser.begin(kind, 0, 2).permits for kind in reversed(kinds)]
+            chooser.end_call(chooser.begin_call(kind, 0, 2), 1.0)
+    chosen = [chooser.begin_call(kind, 0, 2).permits for kind in reversed(kinds)]
     assert chosen == [1] * situations.SITUATIONS + [2], (
         "the first kind is forgotten, and begins with all replicas at once"
     )
@@ -255,13 +255,13 @@ def test_what_tells_the_size() -> None:
 def test_a_slow_first_call_of_another_size_is_no_stall() -> None:
     chooser = PermitChooser()
     calls(50, chooser, LAUNCH_BOUND)
-    trial = chooser.begin("kind", "much larger", 8)
+    trial = chooser.begin_call("kind", "much larger", 8)
     assert trial.stall_timeout == permits.STALL_TIMEOUT
-    chooser.end(trial, 60.0, stalled=True)
-    trial = chooser.begin("kind", "much larger", 8)
+    chooser.end_call(trial, 60.0, stalled=True)
+    trial = chooser.begin_call("kind", "much larger", 8)
     assert (trial.permits, trial.stall_timeout) == (1, 60.0 * permits.STALL_CALLS)
-    chooser.end(trial, 60.0, stalled=True)
-    assert chooser.begin("kind", "much larger", 8).permits == 8
+    chooser.end_call(trial, 60.0, stalled=True)
+    assert chooser.begin_call("kind", "much larger", 8).permits == 8
 
 
 @pytest.mark.parametrize(
@@ -275,5 +275,5 @@ def test_a_copy_starts_afresh(copied: Callable[[Any], Any], slots: list, root: t
     assert torch.equal(other(x), model(x))
     chooser = PermitChooser()
     calls(50, chooser, LAUNCH_BOUND)
-    assert chooser.begin("kind", 0, 8).permits == 1
-    assert copied(chooser).begin("kind", 0, 8).permits == 8
+    assert chooser.begin_call("kind", 0, 8).permits == 1
+    assert copied(chooser).begin_call("kind", 0, 8).permits == 8

@@ -72,14 +72,14 @@ def test_it_runs_as_many_as_were_chosen(slots: list, root: torch.device, monkeyp
 def test_nothing_is_measured_where_the_caller_has_chosen(
     options: dict, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(PermitChooser, "begin")
+    monkeypatch.delattr(PermitChooser, "begin_call")
     most_at_once(wrapper(slots, **options), torch.zeros(6, 2, device=root))
 
 
 def test_nothing_is_measured_where_one_replica_runs_at_a_time(
     slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(PermitChooser, "begin")
+    monkeypatch.delattr(PermitChooser, "begin_call")
     same = [slots[0]] * 3
     wrapper(same)(torch.zeros(6, 2, device=root, requires_grad=True))
 
@@ -221,4 +221,4 @@ def test_calls_from_several_threads(slots: list, root: torch.device) -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    assert chooser.begin("kind", 0, 8).alone, "every call has been ended"
+    assert chooser.begin_call("kind", 0, 8).alone, "every call has been ended"

@@ -1,10 +1,12 @@
-"""Kept threads: each for one device, as few as possible, and the case that the system has no more.
+"""Kept threads: each for one device, as few as possible, holding nothing; and the case that the system has no more.
 
 Libraries keep handles for each pair of thread and device until the thread ends, so these pairs are counted.
 """
 
+import gc
 import threading
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from dataparallel import DataParallel
 from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
-from gangs import forget_idle_threads, worker_threads
+from gangs import forget_idle_threads, values, worker_threads
 
 CALLS = 200
 TIMEOUT = 20.0
@@ -90,7 +92,7 @@ class Devices:
             wait()
 
         gang = Gang([lambda device=device: task(device) for device in devices], permits, devices=devices, **options)
-        assert [outcome.error for outcome in gang.run()] == [None] * len(devices)
+        assert [outcome.error for outcome in gang.run_tasks()] == [None] * len(devices)
 
 
 @pytest.fixture
@@ -134,7 +136,7 @@ class TestKeys:
         before = len(worker_threads())
         for devices in (None, ["here"] * 4):
             for _ in range(CALLS):
-                Gang([threading.Barrier(4).wait] * 4, 4, devices=devices).run()
+                Gang([threading.Barrier(4).wait] * 4, 4, devices=devices).run_tasks()
         assert len(worker_threads()) - before == 8
 
     def test_after_a_stall_each_task_starts_in_a_thread_of_its_device(self):
@@ -153,5 +155,74 @@ class TestKeys:
         monkeypatch.setattr(pool.Worker, "start", no_threads)
         Devices().run([3, 4, 5], 3, threading.Barrier(3).wait)
         assert worker_threads() == before
-        outcomes = Gang([threading.Barrier(3).wait] * 3 + [int], 4, devices=[6, 7, 8, 9]).run()
+        outcomes = Gang([threading.Barrier(3).wait] * 3 + [int], 4, devices=[6, 7, 8, 9]).run_tasks()
         assert [str(outcome.error) for outcome in outcomes] == ["None"] * 3 + ["can't start new thread"]
+
+
+@pytest.mark.devices("cpu")  # gangs know no slots: once is enough
+def test_a_thread_that_is_slow_to_go_idle_keeps_nothing_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Task:
+        def __call__(self) -> None:
+            pass
+
+    work = Gang._work
+
+    def leave_slowly(gang: Gang, slot: int | None, worker: pool.Worker) -> None:
+        work(gang, slot, worker)
+        time.sleep(0.2)
+
+    task = Task()
+    alive = weakref.ref(task)
+    gc.collect()
+    with monkeypatch.context() as patch:
+        patch.setattr(Gang, "_work", leave_slowly)
+        Gang([task], 1).run_tasks()
+        del task
+        assert alive() is None
+
+
+@pytest.mark.parametrize("possible", [0, 1, 2])
+@pytest.mark.parametrize("permits", [1, 2, 4])
+@pytest.mark.devices("cpu")  # gangs know no slots: once is enough
+def test_too_few_threads_are_an_error_and_no_hang(possible: int, permits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_idle_threads(monkeypatch)
+    start, left = pool.Worker.start, [None] * possible
+
+    def start_while_possible(worker: pool.Worker) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(worker)
+
+    together = threading.Barrier(min(permits, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.Worker, "start", start_while_possible)
+        gang = Gang([lambda: together.wait(TIMEOUT if possible >= permits else 0.1)] * 4, permits)
+        if not possible:
+            with pytest.raises(RuntimeError, match="new thread"):
+                gang.run_tasks()
+            return
+        outcomes = gang.run_tasks()
+    errors = [outcome.error for outcome in outcomes]
+    if possible >= permits:
+        assert errors == [None] * 4
+    else:
+        assert any(isinstance(error, RuntimeError) and "new thread" in str(error) for error in errors)
+    assert values([int] * 4, permits) == [0] * 4
+
+
+@pytest.mark.devices("cpu")  # gangs know no slots: once is enough
+def test_too_few_threads_for_a_nested_gang_are_an_error_of_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_idle_threads(monkeypatch)
+    start, running = pool.Worker.start, []
+
+    def start_one(worker: pool.Worker) -> None:
+        if running:
+            raise RuntimeError("can't start new thread")
+        running.append(worker)
+        start(worker)
+
+    monkeypatch.setattr(pool.Worker, "start", start_one)
+    outcome = Gang([lambda: values([int], 1)], 1).run_tasks()[0]
+    assert isinstance(outcome.error, RuntimeError)
+    assert values([int] * 3, 1) == [0] * 3

@@ -204,22 +204,6 @@ def test_saved_tensor_hooks_unpack_what_they_packed(serial: bool, slots: list, r
 
 
 @serial_or_not
-def test_disabled_saved_tensor_hooks_raise_their_message(serial: bool, slots: list, root: torch.device) -> None:
-    class Hooks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-                return x * x
-
-    model = DataParallel(Hooks(), slots, serial=serial)
-    with (
-        torch.autograd.graph.disable_saved_tensors_hooks("none of these, please"),
-        pytest.raises(RuntimeError, match="none of these, please"),
-    ):
-        model(batch(root))
-    assert model(batch(root)).shape == (7, 6)
-
-
-@serial_or_not
 def test_the_default_device_is_where_a_forward_makes_tensors(serial: bool, slots: list, root: torch.device) -> None:
     devices: list[torch.device] = []
 
@@ -236,22 +220,6 @@ def test_the_default_device_is_where_a_forward_makes_tensors(serial: bool, slots
         expected = [device] if device.type == "meta" else [torch.device(slot) for slot in slots]
         assert {*devices} == {*expected}
         assert len(devices) == len(slots)
-
-
-@serial_or_not
-def test_inference_mode_makes_inference_tensors(serial: bool, slots: list, root: torch.device) -> None:
-    inference: list[bool] = []
-
-    class Makes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            inference.append((x + 1).is_inference())
-            return x + 1
-
-    model = DataParallel(Makes(), slots, serial=serial)
-    with torch.inference_mode():
-        output = model(batch(root).detach())
-    assert inference == [True] * len(slots)
-    assert output.is_inference()
 
 
 @serial_or_not

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, parallel_apply
 from probe import Probe, intra_op_threads
 
+pytestmark = pytest.mark.devices("cpu")
+
 CPU = ["cpu"] * 3
 TIMEOUT = 20.0
 
@@ -76,9 +78,8 @@ def test_replicas_that_run_one_after_the_other_have_all() -> None:
         assert seen(CPU, serial=True) == {6}
 
 
+@pytest.mark.devices("sim", "cuda")
 def test_on_accelerators_each_has_the_callers_number(slots: list) -> None:
-    if slots[0] == "cpu":
-        pytest.skip("for accelerators")
     with intra_op_threads(6):
         assert seen(slots) == {6}
 

@@ -1,10 +1,13 @@
-"""What a recorder takes down of a process, and what it leaves alone."""
+"""What a recorder takes down of a process, what it leaves alone, and the clocks of threads."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel, profiling
-from dataparallel.tracing.recorder import ENGINE, Recorder, ThreadClocks, start, stop
+from dataparallel.tracing.recorder import ENGINE, Recorder, ThreadClocks
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -150,14 +153,6 @@ def test_an_optimizer_that_fails_has_no_range(recorder: Recorder) -> None:
     assert [span.call for span in recorder.spans] == [1, 0]
 
 
-def test_one_recorder_at_a_time(recorder: Recorder) -> None:
-    with pytest.raises(RuntimeError, match=r"a trace runs in this process already.*end its block"):
-        start(Recorder())
-    assert profiling.recorder is recorder
-    stop(Recorder())  # another one
-    assert profiling.recorder is recorder
-
-
 def test_without_a_recorder_no_range_is_made(slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(Recorder, "stage", lambda *args: made.append(args))
@@ -187,3 +182,110 @@ def test_short_ranges_of_one_slot_do_not_ask_for_cores(recorder: Recorder) -> No
     inner, outer = recorder.spans
     assert inner.core is None
     assert (outer.core is None) == (ThreadClocks().waited_for_core() is None)
+
+
+# ---- the clocks of a thread: what it ran, and how long it had no core ------------------------------------------------
+
+host_only = pytest.mark.devices("cpu")
+has_schedstat = pytest.mark.skipif(
+    not Path("/proc/thread-self/schedstat").exists(), reason="this system does not tell how long threads have no core"
+)
+
+
+def busy(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@host_only
+def test_a_thread_runs_while_it_computes_and_not_while_it_sleeps() -> None:
+    clocks = ThreadClocks()
+    before = clocks.ran()
+    time.sleep(0.05)
+    asleep = clocks.ran() - before
+    busy(0.05)
+    assert asleep < 0.02e9
+    assert clocks.ran() - before - asleep >= 0.05e9
+
+
+@host_only
+@has_schedstat
+def test_a_thread_that_shares_its_core_waits_for_it() -> None:
+    here = os.sched_getaffinity(0)
+    core = min(here)
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        os.sched_setaffinity(other.pid, {core})
+        os.sched_setaffinity(0, {core})  # of this thread
+        clocks, begin = ThreadClocks(), time.perf_counter_ns()
+        before, ran = clocks.waited_for_core(), clocks.ran()
+        assert before is not None
+        busy(0.1)
+        after, wall = clocks.waited_for_core(), time.perf_counter_ns() - begin
+        assert after is not None
+        assert after - before == pytest.approx(wall - (clocks.ran() - ran), abs=0.02e9)
+        assert after > before
+    finally:
+        os.sched_setaffinity(0, here)
+        other.kill()
+        other.wait()
+
+
+@host_only
+@has_schedstat
+def test_sleep_is_no_wait_for_a_core() -> None:
+    clocks = ThreadClocks()
+    before = clocks.waited_for_core()
+    time.sleep(0.3)
+    after = clocks.waited_for_core()
+    assert before is not None
+    assert after is not None
+    assert after - before < 0.25e9
+
+
+@host_only
+@pytest.mark.parametrize("content", [None, "", "nonsense", "1 x 2"])
+def test_a_system_that_does_not_tell(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "schedstat"
+    if content is not None:
+        path.write_text(content)
+    clocks = ThreadClocks(str(path))
+    assert clocks.waited_for_core() is None
+    assert clocks.ran() > 0
+
+
+@host_only
+def test_the_second_number_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "schedstat"
+    path.write_text("5 17 3\n")
+    assert ThreadClocks(str(path)).waited_for_core() == 17
+
+
+@host_only
+@has_schedstat
+def test_to_read_keeps_the_lock() -> None:
+    """Another thread that wants Python's lock gets it only after its switch interval, not at each read."""
+    clocks = ThreadClocks()
+    before, turns, stop = sys.getswitchinterval(), 0, threading.Event()
+
+    def wants_the_lock() -> None:
+        nonlocal turns
+        while not stop.is_set():
+            turns += 1
+            time.sleep(0)  # gives it away and wants it again
+
+    sys.setswitchinterval(10)
+    thread = threading.Thread(target=wants_the_lock)
+    try:
+        thread.start()
+        while turns == 0:
+            time.sleep(0.001)
+        seen = turns
+        for _ in range(2000):
+            clocks.waited_for_core()
+        assert turns == seen
+    finally:
+        sys.setswitchinterval(before)
+        stop.set()
+        thread.join()

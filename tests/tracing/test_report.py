@@ -1,4 +1,4 @@
-"""The report says what the machine has, touches no device, and ends with what to do next."""
+"""The report says what the machine has, touches no device, and ends with what to do next. NVML answers for GPUs."""
 
 import importlib.metadata
 import importlib.util
@@ -13,36 +13,32 @@ import torch
 from dataparallel import comm, ownership
 from dataparallel.comm import kernels, nccl
 from dataparallel.tracing import report
-from dataparallel.tracing.report import format_report, look_at_reuse
-from reports import make_report
 from selection import others_long
 
+pytestmark = pytest.mark.devices("cpu")  # no device takes part
 
-def test_no_accelerator():
-    text = format_report(make_report())
+
+def test_it_has_a_line_for_each_fact_and_ends_with_what_to_do_next(monkeypatch):
+    monkeypatch.setattr(report, "all_devices", lambda: [])
+    monkeypatch.setattr(report, "look_at_nvml", lambda: ["not asked", "an H100", "another"])
+    text = report.report()
+    for line in ("dataparallel ", "torch ", "CPU ", "NVML          not asked", "NCCL ", "CuPy ", "reuse "):
+        assert f"\n{line}" in "\n" + text
     assert "accelerator   none\n" in text
-    assert "CPU           8 cores, 4 for this process\n" in text
-    assert "transport     copy: it works everywhere" in text
-    assert "NVML          not asked" in text
+    assert "  GPU 0       an H100\n  GPU 1       another\n" in text
+    assert "\ntransport     copy: " in text
+    _, what_next = text.split("\nwhat to do next\n")
+    for words in ("dataparallel.trace()", "simulate(4)", "pytest bench", "README.rst"):
+        assert words in what_next
 
 
-def test_other_accelerators_are_counted():
-    assert "accelerator   xpu, 1 device\n" in format_report(make_report(["xpu:0"]))
-    assert "accelerator   xpu, 2 devices\n" in format_report(make_report(["xpu:0", "xpu:1"]))
-
-
-def test_a_stand_in_is_named_in_the_line_of_its_devices(monkeypatch):
-    text = format_report(make_report(["cuda:0", "cuda:1"], stand_in=True))
-    assert (
-        "accelerator   cuda, 2 devices of a stand-in: CUDA's and NCCL's functions are answered by it, kernels" in text
-    )
-    assert "stand-in" not in format_report(make_report(["cuda:0", "cuda:1"]))
-    for answer in (False, True):
-        with monkeypatch.context() as patch:  # what checks a test afterwards imports the module
-            patch.setitem(
-                sys.modules, "dataparallel.testing.cuda", SimpleNamespace(is_stand_in=lambda said=answer: said)
-            )
-            assert report.is_stand_in() is answer
+def test_accelerators_are_counted_and_a_stand_in_is_named(monkeypatch):
+    one, two = ([torch.device("xpu", index) for index in range(count)] for count in (1, 2))
+    monkeypatch.setitem(sys.modules, "dataparallel.testing.cuda", SimpleNamespace(is_stand_in=lambda: False))
+    assert [report.in_words(devices) for devices in (one, two)] == ["xpu, 1 device", "xpu, 2 devices"]
+    with monkeypatch.context() as patch:  # what checks a test afterwards asks the module
+        patch.setitem(sys.modules, "dataparallel.testing.cuda", SimpleNamespace(is_stand_in=lambda: True))
+        assert report.in_words(two).startswith("xpu, 2 devices of a stand-in: CUDA's and NCCL's functions are answered")
 
 
 @pytest.mark.parametrize(
@@ -53,11 +49,8 @@ def test_a_stand_in_is_named_in_the_line_of_its_devices(monkeypatch):
         (["xpu:0", "xpu:1"], 'DataParallel(model.to("xpu"))'),
     ],
 )
-def test_it_ends_with_what_to_do_next(devices, line):
-    _, what_next = format_report(make_report(devices)).split("\nwhat to do next\n")
-    assert line in what_next
-    for words in ("dataparallel.trace()", "simulate(4)", "pytest bench", "README.rst"):
-        assert words in what_next
+def test_what_to_do_next_depends_on_the_devices(devices, line):
+    assert line in "\n".join(report.next_lines([*map(torch.device, devices)]))
 
 
 def test_cpu_memory(tmp_path):
@@ -102,10 +95,7 @@ def installed(monkeypatch):
 
 
 def transport_lines():
-    """The report's lines from "transport" to the one before "reuse"."""
-    lines = format_report(make_report(transports=report.look_at_transports(GPUS))).split("\n")
-    first, end = (next(i for i, line in enumerate(lines) if line.startswith(word)) for word in ("transport", "reuse"))
-    return lines[first:end]
+    return report.transport_lines(GPUS)
 
 
 def test_where_nothing_is_asked_for_one_line_says_how_a_bucket_travels(installed):
@@ -184,10 +174,10 @@ import torch
 from dataparallel import comm
 from dataparallel.comm import select
 from dataparallel.comm import kernels
-from dataparallel.tracing.report import collect, format_report
+from dataparallel.tracing.report import report
 
 torch.cuda.is_available, torch.version.hip = lambda: True, None
-print(format_report(collect()))
+print(report())
 places = [torch.device("cpu"), torch.device("cpu", 0)]  # two names, so that a transport is chosen
 for said in ({"transport": "copy"}, {"transport": "host"}, {"transport": "nccl"}, *[{}] * (sys.argv[1] == "")):
     with comm.using(**said):
@@ -214,15 +204,13 @@ def test_cupy_is_imported_where_it_is_asked_for_and_not_by_a_report(asked, tmp_p
 
 @pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
 def test_python_dash_m():
-    text = run_python("-m", "dataparallel")
-    for line in ("dataparallel ", "torch ", "CPU ", "accelerator ", "NVML ", "NCCL ", "CuPy ", "transport ", "reuse "):
-        assert f"\n{line}" in "\n" + text
+    assert run_python("-m", "dataparallel").startswith("dataparallel  ")
 
 
 @pytest.mark.parametrize("why_not", [None, "a test says so"])
 def test_what_calls_use_again(why_not, monkeypatch):
     monkeypatch.setattr(ownership, "why_not_trusted", lambda: why_not)
-    text = format_report(make_report(reuse=look_at_reuse()))
+    text = report.look_at_reuse()
     assert ("used again" in text) == (why_not is None)
     assert ("a test says so" in text) == (why_not is not None)
 
@@ -233,8 +221,8 @@ def test_report_initialises_nothing():
     run_python(
         "-c",
         "import sys, torch\n"
-        "from dataparallel.tracing.report import collect, format_report\n"
-        "format_report(collect())\n"
+        "from dataparallel.tracing.report import report\n"
+        "report()\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert 'cupy' not in sys.modules",
     )
@@ -249,8 +237,103 @@ def test_names_are_those_of_torch():
     run_python(
         "-c",
         "import torch\n"
-        "from dataparallel.tracing.report import collect\n"
-        "seen = {gpu.split(', memory')[0] for gpu in collect().nvml[1:]}\n"
+        "from dataparallel.tracing.report import look_at_nvml\n"
+        "seen = {gpu.split(', memory')[0] for gpu in look_at_nvml()[1:]}\n"
         "names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}\n"
         "assert names <= seen, (seen, names)",
     )
+
+
+GIB = 2**30
+
+
+class FakeNvml:
+    """pynvml with invented GPUs; handles are UUIDs."""
+
+    class NVMLError(Exception):
+        pass
+
+    # As nvidia-ml-py has it: a stray comma makes a tuple, which NVML's functions refuse.
+    NVML_P2P_CAPS_INDEX_READ = (0,)
+
+    def __init__(self, names, p2p=0):
+        self.gpus = {f"GPU-{i}{i}-{name}": name for i, name in enumerate(names)}
+        self.p2p = p2p
+        self.users = 0
+
+    def nvmlInit(self):
+        self.users += 1
+
+    def nvmlShutdown(self):
+        self.users -= 1
+
+    def nvmlDeviceGetCount(self):
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return list(self.gpus)[index]
+
+    def nvmlDeviceGetName(self, handle):
+        return self.gpus[handle]
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        index = list(self.gpus).index(handle)
+        return SimpleNamespace(total=80 * GIB, used=(index + 1) * GIB, free=(79 - index) * GIB)
+
+    def nvmlDeviceGetP2PStatus(self, one, other, capability):
+        assert capability in (0, 1)
+        assert one != other
+        return self.p2p[capability] if isinstance(self.p2p, tuple) else self.p2p
+
+
+class Broken(FakeNvml):
+    """Raises NVML's error from one function."""
+
+    def __init__(self, function):
+        super().__init__(["A", "B"])
+
+        def fail(*args):
+            raise self.NVMLError("GPU is lost")
+
+        setattr(self, function, fail)
+
+
+@pytest.mark.parametrize(("visible", "shown"), [(None, "not set"), ("1,0", "'1,0'"), ("", "''")])
+def test_all_gpus_are_listed_whatever_cuda_shows(visible, shown):
+    fake = FakeNvml(["H", "L"])
+    head, *gpus = report.ask_nvml(fake, visible)
+    assert fake.users == 0
+    assert head.endswith(f"CUDA_VISIBLE_DEVICES is {shown}")
+    assert gpus == [
+        "H, memory 80.0 GiB, 1.0 GiB used, 79.0 GiB free, peers 1",
+        "L, memory 80.0 GiB, 2.0 GiB used, 78.0 GiB free, peers 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("p2p", "peers"),
+    [(0, "1 2"), (1, "none"), ((0, 4), "none"), ((4, 0), "none"), (99, "none")],
+)
+def test_peers_can_read_and_write(p2p, peers):
+    _, first, *_ = report.ask_nvml(FakeNvml(["H", "H", "H"], p2p), None)
+    assert first.endswith(f", peers {peers}")
+
+
+@pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetName"])
+def test_broken_nvml_is_a_line_of_the_report(function):
+    broken = Broken(function)
+    assert report.ask_nvml(broken, None) == ["failed: GPU is lost"]
+    assert broken.users == 0
+
+
+def test_unknown_memory_or_peer_hides_nothing_else():
+    _, first, second = report.ask_nvml(Broken("nvmlDeviceGetMemoryInfo"), None)
+    assert first == "A, memory not shown: NVML says GPU is lost, peers 1"
+    assert second == "B, memory not shown: NVML says GPU is lost, peers 0"
+    _, first, _ = report.ask_nvml(Broken("nvmlDeviceGetP2PStatus"), None)
+    assert first == "A, memory 80.0 GiB, 1.0 GiB used, 79.0 GiB free, peers not shown: NVML says GPU is lost"
+
+
+def test_binding_not_installed(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert report.look_at_nvml() == ["not asked: nvidia-ml-py is not installed"]

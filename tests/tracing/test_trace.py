@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import DataParallel, profiling
-from dataparallel.composable import fully_shard, replicate
+from dataparallel.composable import replicate
 from dataparallel.tracing import Trace
 from dataparallel.tracing.results import REST
+from each_form import Form, by_wrapper, replicated, sharded_whole
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -45,26 +46,8 @@ class Slow(Net):
         return super().forward(x)
 
 
-def wrapper(net: nn.Module, slots: list) -> nn.Module:
-    return DataParallel(net, slots)
-
-
 def serial(net: nn.Module, slots: list) -> nn.Module:
     return DataParallel(net, slots, serial=True)
-
-
-def replicated(net: nn.Module, slots: list) -> nn.Module:
-    return replicate(net, devices=slots)
-
-
-def sharded(net: nn.Module, slots: list) -> nn.Module:
-    for layer in net.layers:  # type: ignore[union-attr]
-        fully_shard(layer, devices=slots)
-    return fully_shard(net, devices=slots)
-
-
-each_form = pytest.mark.parametrize("form", [wrapper, serial, replicated, sharded])
-Form = Callable[[nn.Module, list], nn.Module]
 
 
 def steps_of(model: nn.Module, x: Tensor) -> Callable[[], None]:
@@ -79,7 +62,7 @@ def steps_of(model: nn.Module, x: Tensor) -> Callable[[], None]:
     return step
 
 
-@each_form
+@pytest.mark.parametrize("form", [by_wrapper, serial, replicated, sharded_whole])
 def test_every_form_has_its_stages_and_they_add_up(form: Form, slots: list, root: torch.device) -> None:
     step = steps_of(form(Net().to(root), slots), torch.ones(6, 8, device=root))
     step()
@@ -91,7 +74,7 @@ def test_every_form_has_its_stages_and_they_add_up(form: Form, slots: list, root
     found = trace.results
     stages = {stage.name: stage for stage in found.stages}
     expected = {"scatter", "replicate", "forward", "gather", "backward", "sums", "optimizer", REST}
-    assert {*stages} == expected | ({"unshard"} if form is sharded else set())
+    assert {*stages} == expected | ({"unshard"} if form is sharded_whole else set())
     assert all(
         stages[name].calls == 3 for name in ("scatter", "replicate", "forward", "gather", "backward", "optimizer")
     )
@@ -99,9 +82,7 @@ def test_every_form_has_its_stages_and_they_add_up(form: Form, slots: list, root
     assert sum(stage.seconds for stage in found.stages) == pytest.approx(found.seconds, rel=1e-6)
     assert found.steps == 3
     assert found.modules == {"Net": 3}
-    assert found.forms == [
-        {wrapper: "DataParallel", serial: "DataParallel", replicated: "replicate"}.get(form, "fully_shard")
-    ]
+    assert found.forms == [{replicated: "replicate", sharded_whole: "fully_shard"}.get(form, "DataParallel")]
     assert [slot.calls for slot in found.slots] == [3, 3, 3]
     assert [str(slot.device) for slot in found.slots] == [str(torch.device(slot)) for slot in slots]
     if root.type == "cpu":

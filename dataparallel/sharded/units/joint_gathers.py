@@ -22,7 +22,7 @@ from dataparallel.replicas.compiled.gate import gate
 from dataparallel.sharded.units.buffers import no_room_for
 from dataparallel.sharded.units.shards import OwnedShards, Source, wait_for
 from dataparallel.threads.meetings import Place, Turns, here
-from dataparallel.threads.slot_times import waiting
+from dataparallel.threads.slot_costs import waiting
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit

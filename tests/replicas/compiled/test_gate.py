@@ -167,7 +167,9 @@ def test_who_was_aside_is_inside_again_only_when_nobody_compiles() -> None:
 
 def test_a_gang_inside_compiled_code_may_compile() -> None:
     """Its tasks compile in other threads, while the thread that waits for them is in compiled code."""
-    outcomes = Thread(lambda: gate.run_inside(Gang([lambda: gate.run_inside(gate.run_alone, lambda: 1)] * 3, 2).run))
+    outcomes = Thread(
+        lambda: gate.run_inside(Gang([lambda: gate.run_inside(gate.run_alone, lambda: 1)] * 3, 2).run_tasks)
+    )
     outcomes.end()
 
 

@@ -1,4 +1,4 @@
-"""Backward passes and optimizers' steps are recorded inside the block, and torch is as before after it."""
+"""Calls of torch are recorded inside a block, after which torch is as before; and what devices have in memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.tracing.recorder import Recorder
-from dataparallel.tracing.torch_calls import recorded
+from dataparallel.tracing import block
+from dataparallel.tracing.block import MemoryBefore, torch_calls_recorded
+from dataparallel.tracing.recorder import Recorder, stop
 
-pytestmark = pytest.mark.devices("cpu")  # nothing here depends on devices
+pytestmark = pytest.mark.devices("cpu")  # most of them know no device
+
+MIB = 2**20
 
 BACKWARD, GRAD = torch.autograd.backward, torch.autograd.grad
 
@@ -34,7 +37,7 @@ def names(recorder: Recorder) -> list[str]:
 
 def test_each_way_to_run_the_engine(recorder: Recorder) -> None:
     x = torch.ones(2, requires_grad=True)
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         loss().backward()
         torch.autograd.backward(loss())
         (grad,) = torch.autograd.grad(x.square().sum(), [x])
@@ -50,7 +53,7 @@ def test_the_steps_of_all_optimizers(recorder: Recorder) -> None:
         parameter.grad = torch.ones(2)
     first, second = torch.optim.SGD(parameters[:1], lr=0.1), torch.optim.AdamW(parameters[1:])
     first.step()
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         first.step()
         second.step()
         first.step()
@@ -68,34 +71,21 @@ def test_a_closure_is_inside_of_its_step(recorder: Recorder) -> None:
         result.backward()
         return result
 
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         optimizer.step(closure)
     backward, step = recorder.spans
     assert (backward.name, step.name) == ("backward", "optimizer")
     assert step.start <= backward.start <= backward.end <= step.end
 
 
-def test_a_step_that_fails_is_not_recorded(recorder: Recorder) -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-
-    def fails() -> Any:
-        raise ValueError("as asked")
-
-    with recorded(recorder):
-        with pytest.raises(ValueError, match="as asked"):
-            optimizer.step(fails)
-        optimizer.step()
-    assert names(recorder) == ["optimizer"]
-
-
 def test_a_backward_that_fails_is_recorded(recorder: Recorder) -> None:
-    with recorded(recorder), pytest.raises(RuntimeError, match="does not require grad"):
+    with torch_calls_recorded(recorder), pytest.raises(RuntimeError, match="does not require grad"):
         torch.ones(1).backward()
     assert names(recorder) == ["backward"]
 
 
 def test_an_error_in_the_block_puts_torch_back(recorder: Recorder) -> None:
-    with pytest.raises(ValueError, match="as asked"), recorded(recorder):
+    with pytest.raises(ValueError, match="as asked"), torch_calls_recorded(recorder):
         raise ValueError("as asked")
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     optimizer.step()
@@ -103,7 +93,7 @@ def test_an_error_in_the_block_puts_torch_back(recorder: Recorder) -> None:
 
 
 def test_other_threads_are_recorded_as_themselves(recorder: Recorder) -> None:
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         thread = threading.Thread(target=lambda: loss().backward(), name="another")
         thread.start()
         thread.join()
@@ -111,10 +101,8 @@ def test_other_threads_are_recorded_as_themselves(recorder: Recorder) -> None:
 
 
 def test_a_function_that_somebody_has_kept_goes_on_to_torch(recorder: Recorder) -> None:
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         kept = torch.autograd.backward
-    from dataparallel.tracing.recorder import stop
-
     stop(recorder)
     kept(loss())
     assert names(recorder) == []
@@ -126,7 +114,7 @@ def test_what_others_have_put_there_stays(recorder: Recorder) -> None:
     def others(*args: Any, **kwargs: Any) -> Any:
         return inner(*args, **kwargs)
 
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         inner = torch.autograd.backward
         torch.autograd.backward = others
     try:
@@ -154,7 +142,7 @@ def test_a_compiled_step_is_recorded_and_not_compiled_again(recorder: Recorder) 
     for _ in range(2):
         step()
     graphs = dict(counters["stats"])
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         for _ in range(2):
             step()
     step()
@@ -163,6 +151,41 @@ def test_a_compiled_step_is_recorded_and_not_compiled_again(recorder: Recorder) 
 
 
 def test_the_functions_look_like_torchs(recorder: Recorder) -> None:
-    with recorded(recorder):
+    with torch_calls_recorded(recorder):
         assert torch.autograd.backward.__doc__ == BACKWARD.__doc__
         assert torch.autograd.grad.__name__ == "grad"
+
+
+@pytest.mark.devices("sim", "cuda")
+def test_bytes_of_each_device(slots: list) -> None:
+    devices = [torch.device(slot) for slot in slots]
+    kept = torch.empty(MIB, dtype=torch.uint8, device=devices[1])
+    larger = torch.empty(9 * MIB, dtype=torch.uint8, device=devices[1])
+    del larger  # a peak from before the block
+    before = MemoryBefore()
+    at_most = torch.empty(3 * MIB, dtype=torch.uint8, device=devices[1])
+    del at_most
+    stays = torch.empty(2 * MIB, dtype=torch.uint8, device=devices[1])
+    found = before.until_now([devices[0], devices[1], devices[1]])
+    assert [one.device for one in found] == devices[:2]
+    assert [one.slots for one in found] == [(0,), (1, 2)]
+    second = found[1]
+    assert second.after - second.before == 2 * MIB
+    assert second.peak - second.before == 3 * MIB
+    assert second.before >= MIB
+    assert found[0].before == found[0].after == found[0].peak
+    del kept, stays
+
+
+def test_there_is_no_figure_for_cpu_slots() -> None:
+    assert MemoryBefore().until_now([torch.device("cpu")] * 2) == []
+
+
+def test_a_backend_that_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: Any) -> Any:
+        raise RuntimeError("no allocator that counts")
+
+    device = torch.device("meta", 0)
+    monkeypatch.setattr(block, "all_devices", lambda: [device])
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", fails)
+    assert MemoryBefore().until_now([device]) == []

@@ -1,8 +1,4 @@
-"""A stand-in for the four kernels of torch's SyncBatchNorm, which exist on CUDA only.
-
-They compute what torch's sources say, and take what these take: one layout for all large tensors, vectors of the
-accumulating dtype. ``aten/src/ATen/native/cuda/Normalization.cuh`` is the source.
-"""
+"""What tests of BatchNorm share: modules, batches, and a stand-in for the kernels of torch's SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -10,13 +6,39 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dataparallel.nn import batch_norm
 
+SHAPES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (3, 2), nn.BatchNorm3d: (2, 1, 2)}
+
+
+def made(kind: type, seed: int = 0, **options: Any) -> nn.Module:
+    """A BatchNorm of 4 channels in float64. One weight is zero, as many models begin."""
+    torch.manual_seed(seed)
+    module = kind(4, **options).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.uniform_(0.5, 1.5)[1] = 0
+    return module
+
+
+def batch_of(rows: int, kind: type = nn.BatchNorm2d, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 + torch.randn(rows, 4, *SHAPES[kind], dtype=torch.float64, generator=generator)
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, check_device=False)
+
 
 class Kernels:
-    """``calls`` counts the calls of each kernel."""
+    """The kernels, which exist on CUDA only. ``calls`` counts the calls of each.
+
+    They compute what torch's sources say, and take what these take: one layout for all large tensors, vectors of the
+    accumulating dtype. ``aten/src/ATen/native/cuda/Normalization.cuh`` is the source.
+    """
 
     def __init__(self) -> None:
         self.calls = {"stats": 0, "elemt": 0, "reduce": 0, "backward_elemt": 0}

@@ -14,7 +14,10 @@ pytestmark = [
 
 STRESS = """
 import faulthandler, random, signal, sys, threading, time
+import torch
 from dataparallel.threads.gang import Gang
+from dataparallel.threads.in_turn import SerialTasks
+from dataparallel.threads.meetings import Meeting, here
 
 kind, rounds, rng, main = sys.argv[1], int(sys.argv[2]), random.Random(int(sys.argv[3])), threading.get_ident()
 armed = False
@@ -36,7 +39,23 @@ def fails():
 
 
 def nests():
-    Gang([short] * 3, 2).run()
+    Gang([short] * 3, 2).run_tasks()
+
+
+def meets(slot, count):
+    for number in range(4):
+        spin(rng.randrange(2000))
+        assert here().meet(number, slot, lambda values: [sum(values)] * count) == count * (count - 1) // 2
+
+
+def tasks_that_meet():
+    count = rng.choice([2, 3, 4, 8])
+    meeting = Meeting([torch.device("cpu")] * count)
+    each = [lambda slot=slot: meeting.run_replica(slot, lambda: meets(slot, count)) for slot in range(count)]
+    groups = rng.choice([None, ["a"] * count, [slot % 2 for slot in range(count)]])
+    in_turn = rng.random() < 0.5
+    meeting.turns = SerialTasks(each, each) if in_turn else Gang(each, rng.randrange(1, count + 1), groups)
+    return meeting.turns
 
 
 def press(go, delays):
@@ -51,20 +70,21 @@ def on_ctrl_c(*_):
         raise KeyboardInterrupt
 
 
-signal.signal(signal.SIGINT, on_ctrl_c)
-task = {"short": short, "fails": fails, "nests": nests}[kind]
-for _ in range(rounds):
-    faulthandler.dump_traceback_later(10, exit=True)
+def run_interrupted():
+    global armed
+    delays = [rng.randrange(50_000), rng.randrange(2_000)][: 1 if kind == "meets" else rng.choice([1, 2])]
+    call = tasks_that_meet() if kind == "meets" else Gang([globals()[kind]] * 4, rng.choice([1, 2, 4]))
     go = threading.Event()
-    delays = [rng.randrange(40_000), rng.randrange(2_000)][: rng.choice([1, 2])]
     presser = threading.Thread(target=press, args=(go, delays))
     presser.start()
-    gang = Gang([task] * 4, rng.choice([1, 2, 4]))
     try:
         try:
             armed = True
             go.set()
-            gang.run()
+            call.run_tasks()
+            if kind == "meets":  # the interrupt may be the outcome of a task
+                armed = False
+                return presser
             for _ in range(500):  # not join: an interrupt there can become a RuntimeError of Python's own
                 time.sleep(0.01)
             raise SystemExit("the interrupt got lost")
@@ -72,8 +92,15 @@ for _ in range(rounds):
             armed = False
     except KeyboardInterrupt:  # the second
         armed = False
-    presser.join()
-    assert [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], 4).run()] == [0, 1, 2, 3]
+    return presser
+
+
+signal.signal(signal.SIGINT, on_ctrl_c)
+for _ in range(rounds):
+    faulthandler.dump_traceback_later(20, exit=True)
+    run_interrupted().join()
+    assert [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], 4).run_tasks()] == [0, 1, 2, 3]
+    assert {outcome.error for outcome in tasks_that_meet().run_tasks()} == {None}
 threads = sum(thread.name.startswith("dataparallel") for thread in threading.enumerate())
 assert threads < 100, threads
 print(*sys.argv[1:], "ended well")
@@ -88,9 +115,9 @@ def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 # The kind of task, how often, the seed of the moments.
 RUNS = [("nests", "75", "0"), ("nests", "75", "1"), ("short", "150", "0"), ("fails", "150", "0")]
+RUNS += [("meets", "400", seed) for seed in "012"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("run", [pytest.param(run, marks=pytest.mark.ahead(*run), id=" ".join(run)) for run in RUNS])
 def test_ctrl_c_at_any_time(run: tuple[str, ...], printed: str) -> None:
     assert printed == " ".join([*run, "ended well\n"])
