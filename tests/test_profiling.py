@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from dataparallel.forms.policies import CPUOffloadPolicy
 from torch import Tensor, nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import profiler
@@ -19,7 +18,7 @@ from torch.autograd import profiler
 from clocked import timeline
 from dataparallel import DataParallel, _torch, comm, profiling
 from dataparallel.comm.settings import ROUTES
-from dataparallel.composable import fully_shard
+from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.profiling import bytes_of, note_copied_bytes, note_copy, stage
 from dataparallel.tracing.recorder import Recorder, start, stop
 from each_form import by_wrapper, replicated
