@@ -36,8 +36,8 @@ MOST = 20
 class Control:
     """The connections of one queue, which nothing else uses. All ranks make the same calls in the same order.
 
-    They are made beside torch's process groups. So they exist for a group that has only NCCL, need no device, and
-    answer while a collective of the group is under way. Making them blocks until all ranks have come.
+    They are no process group of torch. So they exist for a group that has only NCCL, need no device, and answer while a
+    collective of the group is under way. Making them blocks until all ranks have come.
     """
 
     def __init__(self, group: Group, name: str) -> None:
@@ -148,14 +148,9 @@ def as_text(description: Mapping[str, Any]) -> str:
 
 
 def differences(texts: Sequence[str], ranks: Sequence[int]) -> list[str]:
-    """What is not the same in all texts, the order of entries included; empty if they are equal.
+    """What is not the same in all texts, the order of entries included: at most `MOST` parts of a sentence.
 
-    Args:
-        texts: one for each rank, of `as_text`. Other lines are entries too: ``name: value``, or just a name.
-        ranks: the numbers of the ranks.
-
-    Returns:
-        At most `MOST` parts of a sentence. The last one says how many more there are.
+    The texts are those of `as_text`, one for each rank. Other lines are entries too: ``name: value``, or just a name.
     """
     if all(text == texts[0] for text in texts):
         return []

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.futures import Future
 
-from dataparallel.machines.collectives import Transfer, all_reduce
+from dataparallel.machines.collectives import Transfer
 from dataparallel.machines.errors import PeerGone
-from dataparallel.machines.group import Machines
-from machine_ranks import Ended, hooked, on_mortal_machines
+from machine_ranks import Ended, all_machines, hooked, on_mortal_machines, summed
 
 GROUP_TIMEOUT = 3.0
 PHASES = [
@@ -35,7 +34,7 @@ def die(rank: int, here: bool) -> None:
 
 def dies_in(rank: int, devices: list[torch.device], phase: str) -> None:
     """One round in peace, then one in which rank 1 is killed. The others wait from the last launched to the first."""
-    machines = Machines.of(None)
+    machines = all_machines()
     for is_last in (False, True):
 
         def at(here: str, is_last: bool = is_last) -> None:
@@ -43,7 +42,7 @@ def dies_in(rank: int, devices: list[torch.device], phase: str) -> None:
 
         def reduce(before: str = "") -> Transfer:
             at(before)
-            return all_reduce(machines, torch.ones(1000))
+            return summed(machines, torch.ones(1000))
 
         def hook() -> Future[torch.Tensor]:
             at("in a hook")
@@ -93,7 +92,7 @@ def test_a_rank_is_killed(phase: str, ranks: int) -> None:
 
 
 def hangs(rank: int, devices: list[torch.device]) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     if rank == 1:
         time.sleep(GROUP_TIMEOUT + 5)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -111,13 +110,13 @@ def test_a_rank_hangs() -> None:
 
 def waits_again(rank: int, devices: list[torch.device]) -> list[str]:
     """What is raised by the first wait, by another one of the round, by a later round, and how long those take."""
-    machines = Machines.of(None)
+    machines = all_machines()
     if rank == 1:
         machines.all_say(0)
         os.kill(os.getpid(), signal.SIGKILL)
     machines.all_say(0)
     round = machines.queue.begin_round("backward", "")
-    waits: list[Callable[[], object]] = [round.launch("bucket 0", lambda: all_reduce(machines, torch.ones(1))).wait]
+    waits: list[Callable[[], object]] = [round.launch("bucket 0", lambda: summed(machines, torch.ones(1))).wait]
     waits.append(round.end([True]).wait)
     waits.append(lambda: machines.queue.begin_round("backward", "").end([True]).wait())
     said = []
@@ -138,7 +137,7 @@ def test_later_waits_raise_the_same_sentence_at_once() -> None:
 
 
 def never_done(rank: int, devices: list[torch.device]) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     round = machines.queue.begin_round("backward", "")
     futures: list[Future[torch.Tensor]] = [Future()]
     launched = hooked(round, "bucket 0", futures.pop)

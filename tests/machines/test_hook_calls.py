@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from dataparallel.machines.errors import MachinesError, PeerFailed
 from dataparallel.machines.group import Machines
-from machine_ranks import on_machines, on_mortal_machines
+from machine_ranks import all_machines, on_machines, on_mortal_machines
 
 
 class Sums:
@@ -54,7 +54,7 @@ def in_a_round(machines: Machines, hooks: list[Sums]) -> list[Any]:
 
 def one_after_the_other(rank: int, devices: list[torch.device]) -> None:
     """The second call is made when the future of the first is done, which sends something in between."""
-    machines, order = Machines.of(None), []
+    machines, order = all_machines(), []
 
     def sends_twice(name: str) -> Any:
         def begin() -> Any:
@@ -84,7 +84,7 @@ def test_a_call_is_made_when_the_future_of_the_one_before_is_done() -> None:
 
 
 def failing(rank: int, devices: list[torch.device], fails: str) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     mine = [Sums(1.0), Sums(2.0, fails if rank == 1 else ""), Sums(3.0)]
     first, second, third = in_a_round(machines, mine)
     assert mine[0].tensor.item() == 2
@@ -107,7 +107,7 @@ def test_after_a_failure_on_one_rank_all_raise_and_the_next_round_works(fails: s
 
 
 def failing_everywhere(rank: int, devices: list[torch.device]) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     (found,) = in_a_round(machines, [Sums(1.0, "before")])
     assert isinstance(found, ValueError)
     again = [Sums(5.0)]
@@ -120,7 +120,7 @@ def test_after_a_failure_on_all_ranks_the_next_round_works() -> None:
 
 
 def unanswered(rank: int, devices: list[torch.device]) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     began = time.monotonic()
     (found,) = in_a_round(machines, [Sums(1.0, "before" if rank == 1 else "")])
     took = time.monotonic() - began

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import distributed
 
-from dataparallel.machines.collectives import Transfer, all_reduce
+from dataparallel.machines.collectives import Transfer
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
 from dataparallel.machines.launcher import Issuing, launcher
-from machine_ranks import on_machines
+from machine_ranks import all_machines, on_machines, summed
 
 
 @pytest.mark.devices("cpu")  # it knows no slots: once is enough
@@ -80,14 +80,14 @@ class TestIssuing:
 
 def agrees_while_a_launch_blocks(rank: int, devices: list[torch.device]) -> None:
     """As in a launch of NCCL to which another rank has not come."""
-    machines = Machines.of(None)
+    machines = all_machines()
     other = machines.another()
     is_blocked, may_go_on = threading.Event(), threading.Event()
 
     def blocks() -> Transfer:
         is_blocked.set()
         assert may_go_on.wait(30)
-        return all_reduce(machines, torch.ones(1))
+        return summed(machines, torch.ones(1))
 
     round = machines.queue.begin_round("a sum", "")
     launched = round.launch("what blocks", blocks)
@@ -109,14 +109,14 @@ def test_ranks_agree_while_a_launch_blocks() -> None:
 
 def a_sum(machines: Machines) -> float:
     round = machines.queue.begin_round("a sum", "")
-    launched = round.launch("the sum", lambda: all_reduce(machines, torch.ones(1)))
+    launched = round.launch("the sum", lambda: summed(machines, torch.ones(1)))
     round.close()
     return float(launched.wait())
 
 
 def breaks_where_it_has_a_number(rank: int, devices: list[torch.device]) -> None:
     """Rank 1 proposes no number before rank 0's group is broken, in the moment in which rank 0 waits for that."""
-    machines, other = Machines.of(None), Machines.of(distributed.new_group())
+    machines, other = all_machines(), Machines.of(distributed.new_group())
     queue, order, may_go_on = machines.queue, launcher().order, threading.Event()
     advance, propose = queue.advance, order.propose
 
@@ -134,7 +134,7 @@ def breaks_where_it_has_a_number(rank: int, devices: list[torch.device]) -> None
             patch.setattr(queue, "advance", advance_and_break)
         else:
             patch.setattr(order, "propose", propose_late)
-        launched = queue.begin_round("a sum", "").launch("the sum", lambda: all_reduce(machines, torch.ones(1)))
+        launched = queue.begin_round("a sum", "").launch("the sum", lambda: summed(machines, torch.ones(1)))
         if rank == 0:
             with pytest.raises(MachinesError, match="gone"):
                 launched.wait()
@@ -152,14 +152,14 @@ def breaks_while_a_launch_blocks(rank: int, devices: list[torch.device]) -> None
     class Held:
         pass
 
-    machines, other = Machines.of(None), Machines.of(distributed.new_group())
+    machines, other = all_machines(), Machines.of(distributed.new_group())
     held, is_blocked, may_go_on = Held(), threading.Event(), threading.Event()
     alive = weakref.ref(held)
 
     def blocks(held: Held = held) -> Transfer:
         is_blocked.set()
         assert may_go_on.wait(30)
-        return all_reduce(machines, torch.ones(1))
+        return summed(machines, torch.ones(1))
 
     round = machines.queue.begin_round("a sum", "")
     launched = round.launch("what blocks", blocks)
@@ -182,7 +182,7 @@ def test_what_was_issued_in_a_broken_group_is_dropped() -> None:
 
 
 def exits(rank: int, devices: list[torch.device]) -> None:
-    machines, other = Machines.of(None), Machines.of(distributed.new_group())
+    machines, other = all_machines(), Machines.of(distributed.new_group())
     launched = machines.queue.begin_round("a sum", "").launch("what exits", lambda: sys.exit(3))
     with pytest.raises((RuntimeError, MachinesError), match="SystemExit: 3"):
         launched.wait()

@@ -21,7 +21,7 @@ class Rounds:
     def __init__(self) -> None:
         self.machines = SimpleNamespace(rank=0, size=2)
         self.texts: list[str] = []
-        self.now = SimpleNamespace(is_over=False)
+        self.has_failed_backward = False
         self.fails = False
 
     def exchange(self, kind: str, text: str, parts: Sequence[Part]) -> list[Tensor]:
@@ -30,8 +30,11 @@ class Rounds:
         self.texts.append(text.replace(" [torch.float32]", ""))
         return [part.flat.clone() for part in parts]
 
-    def pass_now(self, first: Any = None) -> Any:
-        return self.now
+    def expect_in_backward(self) -> None:
+        pass
+
+    def note_failed_backward(self) -> None:
+        self.has_failed_backward = True
 
 
 def exchanged(call: PeerCall, text: str, tensor: Tensor) -> Tensor:
@@ -103,4 +106,4 @@ class TestFailures:
         rounds.fails = True
         with pytest.raises(PeerFailed):
             other.sum().backward()
-        assert rounds.now.is_over
+        assert rounds.has_failed_backward

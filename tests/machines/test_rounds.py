@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from dataparallel.machines.collectives import Transfer, all_reduce
+from dataparallel.machines.collectives import Transfer
 from dataparallel.machines.errors import MachinesDiffer, PeerFailed
 from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import Launched
-from machine_ranks import hooked, on_machines, on_mortal_machines
+from machine_ranks import all_machines, hooked, on_machines, on_mortal_machines, summed
 
 
 def reduce(machines: Machines) -> Callable[[], Transfer]:
-    return lambda: all_reduce(machines, torch.ones(3))
+    return lambda: summed(machines, torch.ones(3))
 
 
 def whole_round(machines: Machines, kind: str = "backward", contents: str = "", error: Any = None) -> list[Launched]:
@@ -48,7 +48,7 @@ def messages(launched: list[Launched], error: type[BaseException]) -> str:
 
 
 def differ(rank: int, devices: list[torch.device]) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     for _ in range(2):
         shape = [3, 4][rank == 2]
         text = messages(whole_round(machines, "backward", f"a: [2]\nb: [{shape}]\nc: [1]"), MachinesDiffer)
@@ -69,7 +69,7 @@ def test_ranks_that_differ_are_told_how_and_send_nothing() -> None:
 
 
 def fails_before(rank: int, devices: list[torch.device]) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     for _ in range(2):
         if rank == 1:
             machines.queue.signal_failure(ValueError("no such\ncolumn"))
@@ -87,7 +87,7 @@ def test_a_failure_before_a_round_is_the_others_next_round() -> None:
 
 
 def fails_within(rank: int, devices: list[torch.device]) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     for _ in range(2):
         *_, end = whole_round(machines, error=ValueError("no such column") if rank else None)
         text = messages([end], PeerFailed)
@@ -102,7 +102,7 @@ def test_a_failure_within_a_round_is_raised_at_its_end_on_every_rank() -> None:
 
 def raises(rank: int, devices: list[torch.device]) -> None:
     """Rank 1 fails in its second collective; the others have nobody to talk to then."""
-    machines = Machines.of(None)
+    machines = all_machines()
     round = machines.queue.begin_round("backward", "")
     launched = [round.launch("bucket 0", reduce(machines))]
 
@@ -134,7 +134,7 @@ def test_what_fails_on_one_rank_is_raised_there_and_the_others_do_not_hang() -> 
 
 
 def in_order(rank: int, devices: list[torch.device]) -> list[str]:
-    machines = Machines.of(None)
+    machines = all_machines()
     issued: list[str] = []
 
     def hook(name: str) -> Callable[[], Future[Tensor]]:
@@ -154,7 +154,7 @@ def in_order(rank: int, devices: list[torch.device]) -> list[str]:
     def collective(name: str) -> Callable[[], Transfer]:
         def call() -> Transfer:
             issued.append(name)
-            return all_reduce(machines, torch.ones(1))
+            return summed(machines, torch.ones(1))
 
         return call
 
@@ -173,11 +173,11 @@ def test_hooks_and_collectives_are_issued_one_after_the_other() -> None:
 
 def from_threads(rank: int, devices: list[torch.device]) -> None:
     """Results are waited for by other threads than the one that launches, before they are launched elsewhere."""
-    machines = Machines.of(None)
+    machines = all_machines()
     for step in range(20):
         round = machines.queue.begin_round("backward", str(step))
         flats = [torch.full((5,), float(bucket + rank)) for bucket in range(4)]
-        launched = [round.launch(str(i), lambda flat=flat: all_reduce(machines, flat)) for i, flat in enumerate(flats)]
+        launched = [round.launch(str(i), lambda flat=flat: summed(machines, flat)) for i, flat in enumerate(flats)]
         results: list[Any] = [None] * 4
 
         def wait(place: int, launched: list[Launched] = launched, results: list[Any] = results) -> None:
@@ -199,7 +199,7 @@ def test_any_thread_may_wait() -> None:
 
 
 def after_the_end(rank: int, devices: list[torch.device]) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     round = machines.queue.begin_round("backward", "")
     round.end([]).wait()
     with pytest.raises(RuntimeError, match="'backward' has ended"):

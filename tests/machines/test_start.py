@@ -12,7 +12,7 @@ from torch import nn
 from dataparallel.machines import start
 from dataparallel.machines.group import Machines
 from dataparallel.machines.start import compare, describe, failing_together, send_values
-from machine_ranks import on_machines, on_mortal_machines
+from machine_ranks import all_machines, on_machines, on_mortal_machines
 
 
 def said(function, *args):
@@ -76,7 +76,7 @@ def test_tensors_without_strides_are_described_too():
 
 def same(rank, devices):
     module = net()
-    return said(compare, Machines.of(None), "replicate", description_of(module, devices, bucket_cap_mb=25))
+    return said(compare, all_machines(), "replicate", description_of(module, devices, bucket_cap_mb=25))
 
 
 def test_ranks_that_agree_go_on():
@@ -96,7 +96,7 @@ def wrong_on_a_rank(rank):
 def different(rank, devices):
     module = wrong_on_a_rank(rank)
     before = copy.deepcopy(module.state_dict())
-    machines = Machines.of(None)
+    machines = all_machines()
     slots = devices if rank else devices[:1]
     words = said(compare, machines, "replicate", description_of(module, slots, bucket_cap_mb=25 - rank // 2))
     unchanged = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
@@ -119,7 +119,7 @@ def test_differences_are_named_on_every_rank_and_the_next_start_works():
 
 
 def differing_in_one(rank, devices, ranks, entries):
-    machines = Machines.of(None)
+    machines = all_machines()
     return [said(compare, machines, "a start", each) for each in entries[rank]]
 
 
@@ -144,11 +144,11 @@ def test_one_difference(entry, ours, theirs, words):
 
 
 def differing(rank, devices, ours, theirs):
-    return said(compare, Machines.of(None), "a start", theirs if rank else ours)
+    return said(compare, all_machines(), "a start", theirs if rank else ours)
 
 
 def error_before(rank, devices):
-    machines = Machines.of(None)
+    machines = all_machines()
 
     def begin():
         with failing_together(machines):
@@ -202,7 +202,7 @@ def received(rank, devices, cap_bytes):
     tensors = awkward_tensors(rank, devices[0])
     parts = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     versions = {name: tensor._version for name, tensor in tensors.items()}
-    send_values(Machines.of(None), tensors, cap_bytes)
+    send_values(all_machines(), tensors, cap_bytes)
     assert all(tensor.data_ptr() == parts[name] for name, tensor in tensors.items())
     moved = {name for name, tensor in tensors.items() if tensor._version != versions[name]}
     assert moved == ({*tensors} - {"empty"} if rank else set())
@@ -230,7 +230,7 @@ def test_rank_0_is_that_of_the_group():
 
 def values_on_two_devices(rank, devices):
     tensors = {str(i): torch.full((3,), float(10 * rank + i), device=devices[i % 2]) for i in range(6)}
-    send_values(Machines.of(None), tensors, 30)
+    send_values(all_machines(), tensors, 30)
     return [tensor.tolist() for tensor in tensors.values()]
 
 
@@ -240,7 +240,7 @@ def test_values_on_several_devices():
 
 
 def refused(rank, devices):
-    machines = Machines.of(None)
+    machines = all_machines()
     with torch.inference_mode():
         frozen = torch.ones(2)
     good = torch.full((2,), float(rank))
@@ -285,7 +285,7 @@ def test_what_cannot_be_sent():
 def graphs_recorded_before(rank, devices):
     weight = nn.Parameter(torch.full((2,), 1.0 + rank))
     loss = (weight * weight).sum()
-    send_values(Machines.of(None), {"w": weight})
+    send_values(all_machines(), {"w": weight})
     return said(loss.backward)
 
 
@@ -305,7 +305,7 @@ def sent_on_a_side_stream(rank, devices):
     stream = torch.Stream(device)
     with stream:
         weights = [torch.full((1000,), float(rank), device=device).mul_(i) for i in range(1, 4)]
-        send_values(Machines.of(None), {str(i): weight for i, weight in enumerate(weights)}, 4000)
+        send_values(all_machines(), {str(i): weight for i, weight in enumerate(weights)}, 4000)
         return [weight.mul_(2).sum().item() for weight in weights]
 
 
@@ -329,7 +329,7 @@ def failing_on_the_way(rank, devices):
 
     start._fill = fails
     began = time.monotonic()
-    words = said(send_values, Machines.of(None), tensors, 400)
+    words = said(send_values, all_machines(), tensors, 400)
     seconds = time.monotonic() - began
     time.sleep(0.5)  # an interpreter that ends lets the launcher say why; these processes just end
     return words, seconds
@@ -347,7 +347,7 @@ def test_an_error_on_the_way_is_an_error_on_all():
 
 
 def killed(rank, devices, where):
-    machines = Machines.of(None)
+    machines = all_machines()
     tensors = {str(i): torch.full((100,), float(rank)) for i in range(6)}
     send_values(machines, tensors)
     if rank == 1 and where == "between":
