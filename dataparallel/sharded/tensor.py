@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,12 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from dataparallel import _torch
 from dataparallel.devices import DeviceLike, resolve
-from dataparallel.sharded import host_reads, methods, operators
+from dataparallel.sharded import methods, operators
 from dataparallel.sharded.parts import copy_parts, empty_parts, join, move, split_into
-from dataparallel.sharded.placements import Division, Over, Rows, after_loading, over_of
+from dataparallel.sharded.placements import Division, Rows, after_loading, over_of
+
+if TYPE_CHECKING:
+    from dataparallel.machines.group import Machines
 
 _OWN = {"_shards", "_placement", "_devices", "_zeroed"}
 # torch's own, which the class overrides. Type checkers take them for the values.
@@ -87,7 +90,7 @@ class ShardedTensor(Tensor):
     @property
     def shards(self) -> tuple[Tensor, ...]:
         """For each owner its part, without a graph. Writing to a part writes to the tensor."""
-        host_reads.wait()
+        operators.wait_for_host_reads()
         return self._shards
 
     @property
@@ -96,7 +99,7 @@ class ShardedTensor(Tensor):
         return self._devices
 
     @property
-    def over(self) -> Over | None:
+    def over(self) -> Machines | None:
         """The machines over which it is sharded, or ``None``. The shards and devices are those of this machine."""
         return over_of(self._devices)
 
@@ -275,7 +278,7 @@ def _check_divided_alike(role: str, tensor: object, like: ShardedTensor) -> Shar
 
 
 def fill_parts(
-    parts: Sequence[Tensor], placement: Division, tensor: Tensor, over: Over | None, non_blocking: bool = False
+    parts: Sequence[Tensor], placement: Division, tensor: Tensor, over: Machines | None, non_blocking: bool = False
 ) -> None:
     """Copies the values of ``tensor``, plain or sharded in any way, into parts of its shape that are placed so."""
     if isinstance(tensor, ShardedTensor):

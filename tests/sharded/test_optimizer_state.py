@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.sharded import Replicate, Shard, ShardedTensor
-from dataparallel.sharded.optimizer_state import counters
+from dataparallel.sharded.distribute import counters
 from dataparallel.testing.steps import assert_equal
 from sharding import full, sharded
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dataparallel import _torch
 from dataparallel.comm.streams.current import GivenEvents, current_streams
-from dataparallel.sharded import host_reads
+from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.units.calls import ForwardCall
 from dataparallel.sharded.units.deliveries import SumsOfPass
 from dataparallel.sharded.units.in_tree import InTree, Room
@@ -268,4 +268,4 @@ class Tree:
         met = self.units[0].streams.meet("pulls", reads) if reads else None
         wait_for([] if met is None else [met], computing.values())
         if any(unit.is_offloaded for unit in self.units):
-            host_reads.note(copies)
+            note_host_reads(copies)

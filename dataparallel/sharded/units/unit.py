@@ -15,7 +15,7 @@ from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.devices import CPU
 from dataparallel.profiling import note_copy
-from dataparallel.sharded import host_reads
+from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.gradients import UnitGradients
 from dataparallel.sharded.units.in_tree import InTree
@@ -307,7 +307,7 @@ class Unit(Settings):
         if not async_op:
             handle.wait()
         elif self.is_offloaded:
-            host_reads.note(self.in_tree.copies.last())
+            note_host_reads(self.in_tree.copies.last())
         return handle
 
     def reshard(self) -> None:
@@ -331,7 +331,7 @@ class Unit(Settings):
         pulls = [event for event in found if event is not None]
         wait_for([*self.in_tree.copies.last(), *pulls], current_streams(self.slots).values())
         if self.is_offloaded:
-            host_reads.note(self.in_tree.copies.last())
+            note_host_reads(self.in_tree.copies.last())
 
 
 class _Unsharded:
