@@ -78,6 +78,15 @@ def summed(machines: Machines, tensor: torch.Tensor) -> Transfer:
     return all_reduce(machines, stage(machines, tensor))
 
 
+def said(function: Callable[..., Any], *args: Any) -> str:
+    """The type and the words of the error that a call raises."""
+    try:
+        function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
 def hooked(round: Round, what: str, call: Callable[[], Future[Any]]) -> Launched:
     """Adds a function to the round that sends something itself. The error of its future is that of the call."""
     made: list[Future[Any]] = []

@@ -72,14 +72,7 @@ class Control:
 
 
 def agree(group: Group, control: Control, kind: str, contents: str, failed: str | None) -> Steps:
-    """Returns if all ranks do the same next: the kind of round and the contents, which have to be equal.
-
-    ``failed``: why this rank cannot take part; the kind and the contents do not count then.
-
-    Raises:
-        PeerFailed: a rank cannot take part.
-        MachinesDiffer: ranks do different things.
-    """
+    """Returns if all ranks do the same next, else raises `MachinesDiffer`, or `PeerFailed` if a rank has ``failed``."""
     number = zlib.crc32(f"{kind}\n{contents}".encode())
     said = yield from control.maximum(torch.tensor([number, -number, failed is not None]))
     largest, smallest, has_failed = said.tolist()
@@ -90,11 +83,7 @@ def agree(group: Group, control: Control, kind: str, contents: str, failed: str 
 
 
 def exchange_used(group: Group, control: Control, used: Sequence[bool], failed: str | None) -> Steps:
-    """For each entry, whether any rank has used it. There are as many entries on every rank.
-
-    Raises:
-        PeerFailed: a rank has failed.
-    """
+    """For each entry, whether any rank has used it. Raises `PeerFailed` if a rank has ``failed``."""
     said = yield from control.maximum(torch.tensor([*used, failed is not None], dtype=torch.uint8))
     *anywhere, has_failed = said.tolist()
     if has_failed:

@@ -229,13 +229,9 @@ def reduce_scatter(group: Group, staged: Staged) -> Transfer:
 
 
 def all_to_all(group: Group, staged: Staged, send: Sequence[int], receive: Sequence[int]) -> Transfer:
-    """What each rank has for this one, in their order.
+    """What each rank has for this one, in their order: 1-D, of one dtype on all ranks.
 
-    Args:
-        group: the machines.
-        staged: 1-D, of one dtype on all ranks: what goes to each rank, one after the other.
-        send: how many elements go to each rank.
-        receive: how many elements come from each.
+    ``send`` and ``receive``: how many elements go to each rank and come from it, one after the other.
     """
     bytes_each = staged.host.element_size()
     with _launching(staged):
@@ -275,11 +271,7 @@ def _launching(staged: Staged) -> AbstractContextManager[object]:
 
 
 def _wait_for(work: distributed.Work, check: Check) -> None:
-    """Until the collective of a backend that works on the host is done, or ``check`` raises; torch's waits are longer.
-
-    Raises:
-        RuntimeError: torch's own, if the collective has failed.
-    """
+    """Until the collective of a backend that works on the host has ended, or ``check`` raises."""
     piece = timedelta(seconds=SLICE)
     while True:
         try:

@@ -30,16 +30,7 @@ _lock = threading.Lock()
 
 
 class Group:
-    """A process group of torch, asked once: its ranks, its timeout, and the devices whose tensors it sends.
-
-    Attributes:
-        group: torch's.
-        rank: of this process, in the group.
-        size: how many ranks there are.
-        ranks: their global ranks, which messages name.
-        backends: by type of device.
-        timeout: seconds, the group's own.
-    """
+    """A process group of torch, asked once: its ranks, its timeout, and the devices whose tensors it sends."""
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self.group = group
@@ -47,8 +38,8 @@ class Group:
         self.size = distributed.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is no rank of the process group: give a group to each of its ranks only")
-        self.ranks = distributed.get_process_group_ranks(group)
-        self.backends = _backends(group)
+        self.ranks = distributed.get_process_group_ranks(group)  # global ones, which messages name
+        self.backends = _backends(group)  # by type of device
         self.timeout = _torch.group_timeout(group, torch.device(next(iter(self.backends)))).total_seconds()
 
     def can_send(self, device: torch.device) -> bool:
@@ -94,16 +85,7 @@ class Group:
 
 
 class Machines(Group):
-    """The machines of a process group.
-
-    Args:
-        group: whose ranks they are, and which sends.
-        health: of the group; of its own if ``None``.
-        number: of the purpose, among those of the group.
-
-    Attributes:
-        queue: for the rounds of this purpose.
-    """
+    """The machines of a process group, for the purpose of this number, with a queue of rounds of its own."""
 
     def __init__(self, group: distributed.ProcessGroup, health: Health | None = None, number: int = 0) -> None:
         super().__init__(group)
@@ -118,11 +100,7 @@ class Machines(Group):
 
     @staticmethod
     def of(group: distributed.ProcessGroup) -> Machines:
-        """The machines of the group. The same object until the group is destroyed.
-
-        Raises:
-            ValueError: if this process is no rank of the group.
-        """
+        """The machines of the group. The same object until the group is destroyed."""
         with _lock:
             for machines in [*_given.values()]:
                 if not machines.exists:
@@ -157,11 +135,7 @@ class Machines(Group):
         return self._own[purpose]
 
     def product(self, other: Machines) -> Machines:
-        """All ranks of a mesh of which these are a row and ``other`` a column; the same object each time.
-
-        Raises:
-            RuntimeError, PeerGone: as `another`.
-        """
+        """All ranks of a mesh of which these are a row and ``other`` a column; the same object each time."""
         purpose = f"with {other.ranks}"
         if purpose not in self._own:
             rows = other.all_say(self.ranks)

@@ -81,12 +81,7 @@ def failing_together(machines: Machines | None) -> Iterator[None]:
 
 
 def compare(machines: Machines, what: str, description: Mapping[str, Any]) -> None:
-    """Checks that all ranks give the same description.
-
-    Args:
-        machines: all of its ranks call this.
-        what: what is about to begin, for the message: ``"replicate"``.
-        description: for each entry one value, or a mapping of properties. Their text and their order are compared.
+    """Checks that all ranks give the same description of what is about to begin: see `agreement.as_text`.
 
     Raises:
         MachinesDiffer: on every rank, with the same message: it lists what differs and on which ranks.

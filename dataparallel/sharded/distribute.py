@@ -22,7 +22,7 @@ from dataparallel import _torch
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.sharded.parts import empty_parts
 from dataparallel.sharded.placements import Owners, Placement, Shard, check_placement, over_of
-from dataparallel.sharded.tensor import ShardedTensor, distributed_as, divided_like, fill_parts, is_divided_alike
+from dataparallel.sharded.tensor import ShardedTensor, divided_beside, divided_like, fill_parts, is_divided_alike
 
 _ON_META = torch.device("meta")
 
@@ -103,7 +103,8 @@ def _distributing(distribute: Callable[..., None]) -> Callable[..., None]:
         }
         distribute({key: value for key, value in full.items() if key not in ours}, local, *args, **kwargs)
         for key, like in ours.items():
-            local[key] = distributed_as(full[key], like)
+            places = like._devices if like.is_meta else None  # meta has no memory
+            local[key] = divided_beside(full[key], like, like._placement, places)
 
     return distribute_state_dict
 
@@ -129,9 +130,6 @@ def counters(states: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> Collection[s
     """The names of numbers that an optimizer keeps plain, also for a 0-dim parameter, where they have its shape.
 
     A name is one if its value is 0-dim beside a parameter that is not.
-
-    Args:
-        states: each parameter with its state.
     """
     return _COUNTERS | {
         name

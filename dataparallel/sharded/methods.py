@@ -190,11 +190,7 @@ def _write_items(tensor: ShardedTensor, fqn: str, given: ShardedTensor) -> list[
 
 
 def _shard_at(tensor: ShardedTensor, index: MetadataIndex) -> Tensor:
-    """The part that is written or read. Parts of a replicated tensor begin at one place, and the index tells them.
-
-    Raises:
-        ValueError: no part here begins there.
-    """
+    """The part that is written or read. Parts of a replicated tensor begin at one place, and the index tells them."""
     if not tensor.numel():
         return tensor._shards[0].new_empty(tensor.shape)
     found = [part for part, start, _ in _places(tensor) if start == index.offset]

@@ -26,12 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rows:
-    """What views of a divided tensor have: a given number of rows along dimension ``dim`` for each device, in order.
-
-    Attributes:
-        dim: the dimension, not negative.
-        rows: for each part, over all machines.
-    """
+    """What views of a divided tensor have: a given number of rows for each part, over all machines."""
 
     dim: int
     rows: tuple[int, ...]

@@ -295,21 +295,14 @@ def divided_like(tensor: Tensor, like: ShardedTensor) -> ShardedTensor:
     return divided_beside(tensor, like, like._placement)
 
 
-def divided_beside(tensor: Tensor, like: ShardedTensor, placement: Division) -> ShardedTensor:
-    """The values of ``tensor``, plain or sharded in any way, divided so, with parts where those of ``like`` are."""
-    places = [shard.device for shard in like._shards]
+def divided_beside(
+    tensor: Tensor, like: ShardedTensor, placement: Division, places: Sequence[torch.device] | None = None
+) -> ShardedTensor:
+    """The values of ``tensor``, plain or sharded in any way, divided so. ``places``: those of the parts of ``like``."""
+    places = [shard.device for shard in like._shards] if places is None else places
     parts = empty_parts(tensor.shape, placement, places, tensor.dtype, like.over)
     fill_parts(parts, placement, tensor, like.over)
     return ShardedTensor(parts, placement, tensor.shape, like._devices)
-
-
-def distributed_as(tensor: Tensor, like: ShardedTensor) -> ShardedTensor:
-    """As `divided_like`, but with parts on the owners if those of ``like`` have no memory."""
-    if not like.is_meta:
-        return divided_like(tensor, like)
-    parts = empty_parts(like.shape, like._placement, like._devices, tensor.dtype, like.over)
-    fill_parts(parts, like._placement, tensor, like.over)
-    return ShardedTensor(parts, like._placement, like.shape, like._devices)
 
 
 def rebuild(

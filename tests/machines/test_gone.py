@@ -16,6 +16,8 @@ from dataparallel.machines.collectives import Transfer
 from dataparallel.machines.errors import PeerGone
 from machine_ranks import Ended, all_machines, hooked, on_mortal_machines, summed
 
+pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
+
 GROUP_TIMEOUT = 3.0
 PHASES = [
     "before the round",
@@ -85,7 +87,7 @@ def assert_others_raise(ended: list[Ended], error: str, *words: str) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_is_killed(phase: str, ranks: int) -> None:
-    ended = on_mortal_machines(dies_in, phase, ranks=ranks, kind="cpu", group_timeout=GROUP_TIMEOUT)
+    ended = on_mortal_machines(dies_in, phase, ranks=ranks, group_timeout=GROUP_TIMEOUT)
     assert_others_raise(
         ended, "PeerGone", "waited for .* of .backward.", r"ranks? .*\b1\b", "Start all processes again"
     )
@@ -100,7 +102,7 @@ def hangs(rank: int, devices: list[torch.device]) -> None:
 
 
 def test_a_rank_hangs() -> None:
-    ended = on_mortal_machines(hangs, ranks=3, kind="cpu", group_timeout=GROUP_TIMEOUT)
+    ended = on_mortal_machines(hangs, ranks=3, group_timeout=GROUP_TIMEOUT)
     assert_others_raise(ended, "PeerGone", "waited for the (end|beginning) of 'backward'", "No word from rank 1\\.")
     for rank, other in ((0, 2), (2, 0)):
         error = ended[rank].error
@@ -130,7 +132,7 @@ def waits_again(rank: int, devices: list[torch.device]) -> list[str]:
 
 
 def test_later_waits_raise_the_same_sentence_at_once() -> None:
-    ended = on_mortal_machines(waits_again, kind="cpu", group_timeout=GROUP_TIMEOUT)
+    ended = on_mortal_machines(waits_again, group_timeout=GROUP_TIMEOUT)
     assert ended[0].error is None
     assert len({*ended[0].result}) == 1
     assert ended[0].result[0].startswith("PeerGone: rank 0 has waited for ")
@@ -148,6 +150,6 @@ def never_done(rank: int, devices: list[torch.device]) -> None:
 
 
 def test_a_future_that_nobody_sets() -> None:
-    for ended in on_mortal_machines(never_done, kind="cpu", group_timeout=1):
+    for ended in on_mortal_machines(never_done, group_timeout=1):
         assert ended.error is None
         assert ended.seconds < 1 + 5

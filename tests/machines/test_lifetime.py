@@ -23,6 +23,8 @@ from dataparallel.machines.group import Machines
 from machine_ranks import all_machines, on_machines, on_mortal_machines, summed
 from processes import environment
 
+pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
+
 EXIT = """
 import sys, time, torch
 from datetime import timedelta
@@ -133,7 +135,7 @@ def forks(rank: int, devices: list[torch.device]) -> None:
 
 
 def test_a_forked_child_is_told_that_it_is_no_rank() -> None:
-    on_machines(forks, kind="cpu")
+    on_machines(forks)
 
 
 def threads() -> list[str]:
@@ -167,7 +169,7 @@ def drops(rank: int, devices: list[torch.device]) -> None:
 
 
 def test_a_launcher_that_has_nothing_to_do_ends_its_thread() -> None:
-    on_machines(drops, kind="cpu")
+    on_machines(drops)
 
 
 def destroys(rank: int, devices: list[torch.device]) -> None:
@@ -197,7 +199,7 @@ def test_a_failure_is_told_even_if_nobody_holds_the_launcher() -> None:
 
 
 def test_destroy_process_group_while_there_is_a_launcher() -> None:
-    for ended in on_mortal_machines(destroys, kind="cpu", group_timeout=30):
+    for ended in on_mortal_machines(destroys, group_timeout=30):
         assert ended.error is None
         assert ended.seconds < 5
 
@@ -245,7 +247,7 @@ def parts(rank: int, devices: list[torch.device]) -> None:
 
 
 def test_groups_of_some_ranks() -> None:
-    on_machines(parts, ranks=3, kind="cpu")
+    on_machines(parts, ranks=3)
 
 
 def not_dense(rank: int, devices: list[torch.device]) -> None:
@@ -256,4 +258,4 @@ def not_dense(rank: int, devices: list[torch.device]) -> None:
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
-    on_machines(not_dense, kind="cpu")
+    on_machines(not_dense)

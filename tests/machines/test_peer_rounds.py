@@ -14,6 +14,8 @@ from torch import Tensor
 from dataparallel.machines.errors import MachinesError, PeerFailed
 from dataparallel.machines.peer_rounds import Part, PeerCall
 
+pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
+
 
 class Rounds:
     """In the place of `PeerRounds`: two machines, of which the other one brings the same."""

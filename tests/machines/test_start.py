@@ -12,16 +12,9 @@ from torch import nn
 from dataparallel.machines import start
 from dataparallel.machines.group import Machines
 from dataparallel.machines.start import compare, describe, failing_together, send_values
-from machine_ranks import all_machines, on_machines, on_mortal_machines
+from machine_ranks import all_machines, on_machines, on_mortal_machines, said
 
-
-def said(function, *args):
-    """The type and the words of the error that a call raises."""
-    try:
-        function(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+IN_HOST_MEMORY = pytest.mark.devices("cpu")  # once is enough
 
 
 def net(width=8):
@@ -53,6 +46,7 @@ def test_a_description_has_all_that_ranks_need_to_share(slots):
     }
 
 
+@IN_HOST_MEMORY
 def test_strides_count_only_where_elements_lie_in_another_order():
     image = torch.empty(2, 3, 4, 4)
     for tensor, strides in (
@@ -64,6 +58,7 @@ def test_strides_count_only_where_elements_lie_in_another_order():
         assert describe({"w": tensor}, {}, [], {})["parameter w"]["strides"] == strides
 
 
+@IN_HOST_MEMORY
 def test_tensors_without_strides_are_described_too():
     lazy = nn.LazyLinear(3)
     assert describe({"w": lazy.weight}, {}, [], {})["parameter w"]["shape"] == "not initialised"
@@ -79,6 +74,7 @@ def same(rank, devices):
     return said(compare, all_machines(), "replicate", description_of(module, devices, bucket_cap_mb=25))
 
 
+@IN_HOST_MEMORY
 def test_ranks_that_agree_go_on():
     assert on_machines(same, ranks=3) == ["nothing was raised"] * 3
 
@@ -103,6 +99,7 @@ def different(rank, devices):
     return words, unchanged, said(compare, machines, "again", {"slots": 2})
 
 
+@IN_HOST_MEMORY
 def test_differences_are_named_on_every_rank_and_the_next_start_works():
     results = on_machines(different, ranks=3)
     words = results[0][0]
@@ -118,35 +115,6 @@ def test_differences_are_named_on_every_rank_and_the_next_start_works():
         assert part in words
 
 
-def differing_in_one(rank, devices, ranks, entries):
-    machines = all_machines()
-    return [said(compare, machines, "a start", each) for each in entries[rank]]
-
-
-@pytest.mark.parametrize(
-    ("entry", "ours", "theirs", "words"),
-    [
-        (
-            "type of slots",
-            {"slots": {"type": "cuda"}},
-            {"slots": {"type": "cpu"}},
-            "slots: type cuda on rank 0, cpu on r",
-        ),
-        ("order", {"a": 1, "b": 2}, {"b": 2, "a": 1}, "the order: number 0 is a on rank 0, b on rank 1"),
-        ("nothing", {"a": 1}, {}, "rank 1 lacks a"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_one_difference(entry, ours, theirs, words):
-    first, second = on_machines(differing, ours, theirs)
-    assert words in first
-    assert first == second
-
-
-def differing(rank, devices, ours, theirs):
-    return said(compare, all_machines(), "a start", theirs if rank else ours)
-
-
 def error_before(rank, devices):
     machines = all_machines()
 
@@ -159,6 +127,7 @@ def error_before(rank, devices):
     return said(begin), said(compare, machines, "again", {"slots": 2})
 
 
+@IN_HOST_MEMORY
 def test_an_error_on_one_rank_is_an_error_on_all():
     (zero, again), (one, again_too), (two, _) = on_machines(error_before, ranks=3)
     assert one == "ValueError: bucket_cap_mb=-1: a bucket holds more than 0 MiB"
@@ -224,6 +193,7 @@ def received_by_a_part(rank, devices):
     return value.tolist()
 
 
+@IN_HOST_MEMORY
 def test_rank_0_is_that_of_the_group():
     assert on_machines(received_by_a_part, ranks=3) == [[0.0] * 3, [1.0] * 3, [1.0] * 3]
 
@@ -261,6 +231,7 @@ def refused(rank, devices):
     return found, good.tolist()
 
 
+@IN_HOST_MEMORY
 def test_what_cannot_be_sent():
     (first, kept), (second, changed) = on_machines(refused)
     for name, words in {
@@ -289,6 +260,7 @@ def graphs_recorded_before(rank, devices):
     return said(loss.backward)
 
 
+@IN_HOST_MEMORY
 def test_a_graph_that_reads_the_former_values_raises():
     """As after any other change in place; rank 0 has changed nothing."""
     zero, one = on_machines(graphs_recorded_before)
@@ -335,6 +307,7 @@ def failing_on_the_way(rank, devices):
     return words, seconds
 
 
+@IN_HOST_MEMORY
 def test_an_error_on_the_way_is_an_error_on_all():
     """The other ranks wait for what rank 0 cannot send."""
     zero, *others = on_mortal_machines(failing_on_the_way, ranks=3, group_timeout=20.0)
@@ -358,6 +331,7 @@ def killed(rank, devices, where):
     send_values(machines, tensors, 400)
 
 
+@IN_HOST_MEMORY
 @pytest.mark.parametrize(
     ("where", "named"), [("between", "the start of replicate"), ("on the way", "values of rank 0")]
 )

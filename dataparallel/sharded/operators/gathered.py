@@ -71,11 +71,7 @@ def _cannot_be_written(view: ShardedTensor) -> GatheredView:
 
 @operators.register_on_wholes
 def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-    """The operator's result on gathered arguments.
-
-    Raises:
-        Exception: ``error``, if operators may not gather or this one cannot.
-    """
+    """The operator's result on gathered arguments. Raises ``error`` if operators may not gather or this one cannot."""
     if not _may_gather([*args, *kwargs.values()]) or not _can_gather(func):
         raise error
     if _is_on_lists(func) and (count := max(len(value) for value in args if isinstance(value, (list, tuple)))) > 1:

@@ -126,11 +126,7 @@ def on_each(tensor: Tensor, lead: ShardedTensor) -> Sequence[Tensor]:
 
 
 def whole(func: OpOverload, results: Sequence[Tensor], lead: ShardedTensor) -> ShardedTensor:
-    """The sharded tensor with these parts, divided as ``lead`` is. A 0-dim one's other parts are added, empty.
-
-    Raises:
-        NeedsWhole: parts have other shapes than those of ``lead``.
-    """
+    """The sharded tensor with these parts, divided as ``lead`` is. A 0-dim one's other parts are added, empty."""
     shards = lead._shards
     if lead.dim() == 0:
         results = _of_single(func, results, shards)

@@ -110,11 +110,7 @@ def _shapes(tensor: ShardedTensor) -> list[torch.Size]:
 
 
 def _places(func: OpOverload, tensor: ShardedTensor, kwargs: dict[str, Any]) -> list[torch.device]:
-    """Where the new parts go. Takes ``device`` and ``layout`` out of ``kwargs``.
-
-    Raises:
-        TypeError: a device that is neither the tensor's own nor the CPU or meta; a layout that is not dense.
-    """
+    """Where the new parts go. Takes ``device`` and ``layout`` out of ``kwargs``."""
     device, layout = kwargs.pop("device", None), kwargs.pop("layout", None)
     if layout not in (None, torch.strided):
         raise refusal(func, f" with layout={layout}")

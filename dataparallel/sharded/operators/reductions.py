@@ -74,11 +74,7 @@ def _dims(func: OpOverload, tensor: ShardedTensor, dim: Any, none_means_all: boo
 def _along(
     func: OpOverload, tensor: ShardedTensor, dims: list[int], keepdim: bool, reduce: Callable[[Tensor], Any]
 ) -> Any:
-    """The reduction of parts along dimensions that are not divided: a sharded result.
-
-    Raises:
-        NeedsWhole: the divided dimension is one of them.
-    """
+    """The reduction of parts along dimensions that are not divided: a sharded result."""
     placement: Any = tensor._placement
     if not isinstance(placement, Replicate):
         if placement.dim in dims or not tensor.dim():
