@@ -59,9 +59,9 @@ def state(optimizer: torch.optim.Optimizer) -> Any:
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_state_of_one_device_is_divided_at_the_first_step(
-    name: str, foreach: bool, slots: list, on_owners: Callable[[Callable[[Any], Any]], list[Any]]
+    name: str, foreach: bool, on_owners: Callable[[Callable[[Any], Any]], list[Any]]
 ) -> None:
-    one = on_one_device(name, slots[0], foreach=foreach)
+    one = on_one_device(name, "cpu", foreach=foreach)  # torch leaves steps where they are, and machines differ
     loaded, before = saved(one), [value.clone() for value in values(one)]
     train(one, range(2, 5))
 
