@@ -1,9 +1,8 @@
 """The sharded tensor: one ``torch.Tensor`` whose parts lie on several devices of this process.
 
 A `ShardedTensor` has the shape, dtype and gradient of the whole tensor and no memory of its own; the shards have. One
-controller runs every operator: it calls the operator once for each device, on the shards there. Which operators there
-are, and what each of them does, is in ``sharded.operators``; any other raises ``TypeError`` and names `full_tensor`.
-``composable.fully_shard`` makes a module's parameters sharded tensors, and users make them with `distribute_tensor`.
+controller runs every operator: it calls the operator once for each device, on the shards there. What each of them does
+is in ``sharded.operators``; any other raises ``TypeError`` and names `full_tensor`.
 """
 
 from __future__ import annotations
