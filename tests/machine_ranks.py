@@ -22,6 +22,8 @@ from torch import distributed
 from torch.futures import Future
 
 from clocked import check_clocks
+from dataparallel.machines.collectives import Transfer, all_reduce, stage
+from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import Launched, Round
 from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.ranks import Rank, comms, on_processes
@@ -64,6 +66,25 @@ def on_machines(
     __tracebackhide__ = True
     settings = Settings(find(function), slots, kind or kind_of_this_run(), group_timeout or timeout + 30)
     return on_processes(_machine, settings, args, kwargs, ranks=ranks, backend="gloo", timeout=timeout, comms=False)
+
+
+def all_machines() -> Machines:
+    """Those of the default group."""
+    return Machines.of(distributed.group.WORLD)
+
+
+def summed(machines: Machines, tensor: torch.Tensor) -> Transfer:
+    """The sum over ranks of a tensor that nothing computes any more, for a round to launch."""
+    return all_reduce(machines, stage(machines, tensor))
+
+
+def said(function: Callable[..., Any], *args: Any) -> str:
+    """The type and the words of the error that a call raises."""
+    try:
+        function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
 
 
 def hooked(round: Round, what: str, call: Callable[[], Future[Any]]) -> Launched:

@@ -63,3 +63,9 @@ def same(tensor: Tensor, expected: Tensor) -> bool:
 
 def owners(slots: Sequence[Any]) -> tuple[torch.device, ...]:
     return tuple(torch.device(slot) for slot in slots)
+
+
+def places(tensor: ShardedTensor) -> tuple[torch.device, ...]:
+    """Where the parts are; the tensor's own device is that of the first."""
+    assert tensor.device == tensor.shards[0].device
+    return tuple(shard.device for shard in tensor.shards)

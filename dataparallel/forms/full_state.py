@@ -28,7 +28,7 @@ from dataparallel.forms.full_state_machines import (
     states_of,
 )
 from dataparallel.replicas.replaced_parameters import check_optimizer
-from dataparallel.sharded.optimizer_state import counters, sharded_value
+from dataparallel.sharded.distribute import counters, sharded_value
 from dataparallel.sharded.tensor import ShardedTensor
 
 StateDict: TypeAlias = "dict[str, Any]"

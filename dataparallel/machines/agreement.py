@@ -36,8 +36,8 @@ MOST = 20
 class Control:
     """The connections of one queue, which nothing else uses. All ranks make the same calls in the same order.
 
-    They are made beside torch's process groups. So they exist for a group that has only NCCL, need no device, and
-    answer while a collective of the group is under way. Making them blocks until all ranks have come.
+    They are no process group of torch. So they exist for a group that has only NCCL, need no device, and answer while a
+    collective of the group is under way. Making them blocks until all ranks have come.
     """
 
     def __init__(self, group: Group, name: str) -> None:
@@ -72,14 +72,7 @@ class Control:
 
 
 def agree(group: Group, control: Control, kind: str, contents: str, failed: str | None) -> Steps:
-    """Returns if all ranks do the same next: the kind of round and the contents, which have to be equal.
-
-    ``failed``: why this rank cannot take part; the kind and the contents do not count then.
-
-    Raises:
-        PeerFailed: a rank cannot take part.
-        MachinesDiffer: ranks do different things.
-    """
+    """Returns if all ranks do the same next, else raises `MachinesDiffer`, or `PeerFailed` if a rank has ``failed``."""
     number = zlib.crc32(f"{kind}\n{contents}".encode())
     said = yield from control.maximum(torch.tensor([number, -number, failed is not None]))
     largest, smallest, has_failed = said.tolist()
@@ -90,11 +83,7 @@ def agree(group: Group, control: Control, kind: str, contents: str, failed: str 
 
 
 def exchange_used(group: Group, control: Control, used: Sequence[bool], failed: str | None) -> Steps:
-    """For each entry, whether any rank has used it. There are as many entries on every rank.
-
-    Raises:
-        PeerFailed: a rank has failed.
-    """
+    """For each entry, whether any rank has used it. Raises `PeerFailed` if a rank has ``failed``."""
     said = yield from control.maximum(torch.tensor([*used, failed is not None], dtype=torch.uint8))
     *anywhere, has_failed = said.tolist()
     if has_failed:
@@ -148,14 +137,9 @@ def as_text(description: Mapping[str, Any]) -> str:
 
 
 def differences(texts: Sequence[str], ranks: Sequence[int]) -> list[str]:
-    """What is not the same in all texts, the order of entries included; empty if they are equal.
+    """What is not the same in all texts, the order of entries included: at most `MOST` parts of a sentence.
 
-    Args:
-        texts: one for each rank, of `as_text`. Other lines are entries too: ``name: value``, or just a name.
-        ranks: the numbers of the ranks.
-
-    Returns:
-        At most `MOST` parts of a sentence. The last one says how many more there are.
+    The texts are those of `as_text`, one for each rank. Other lines are entries too: ``name: value``, or just a name.
     """
     if all(text == texts[0] for text in texts):
         return []

@@ -25,10 +25,7 @@ def machines_of(
 ) -> Machines | None:
     """The machines over which a module is replicated; ``None`` if neither a group nor a mesh is given.
 
-    Args:
-        process_group: a group of torch.distributed that this process is a member of; one process a machine.
-        mesh: a mesh of one dimension over such processes.
-        slots: the devices of this process.
+    A machine is a process that is a member of the group, or of the mesh of one dimension.
 
     Raises:
         TypeError: another type than a ``ProcessGroup`` or a ``DeviceMesh``.
@@ -56,15 +53,7 @@ def shard_and_replicate_groups(
 
     A group alone replicates: parameters are sharded over the devices of each machine. A mesh has the meaning that it
     has for ``torch.distributed.fsdp.fully_shard``, over processes: one dimension shards, and of two dimensions the
-    first one replicates and the second one shards.
-
-    Args:
-        process_group: a group of torch.distributed that this process is a member of; one process a machine.
-        mesh: a mesh of one or two dimensions over such processes.
-        slots: the devices of this process.
-
-    Returns:
-        Machines to shard over and machines to replicate over, ``None`` for what is not asked for.
+    first one replicates and the second one shards. What is not asked for is ``None``.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `machines_of`, where a mesh may have two dimensions.
@@ -85,12 +74,7 @@ def shard_and_replicate_groups(
 
 
 def one_device(devices: Sequence[DeviceLike] | None, device_id: DeviceLike | None) -> Sequence[DeviceLike] | None:
-    """The argument ``devices`` where ``device_id=x`` is another way to write ``devices=[x]``.
-
-    Raises:
-        TypeError: ``device_id`` is a list.
-        ValueError: both are given.
-    """
+    """The argument ``devices`` where ``device_id=x`` is another way to write ``devices=[x]``."""
     if device_id is None:
         return devices
     if isinstance(device_id, (list, tuple)):
@@ -130,11 +114,7 @@ def check_sendable(machines: Machines, devices: Iterable[torch.device]) -> Machi
 
 
 def refuse_tensor_parallel(module: nn.Module) -> None:
-    """Refuses modules over which tensor parallelism lies.
-
-    Raises:
-        TypeError: a parameter or a buffer is a ``DTensor``. The message names the first ones.
-    """
+    """Raises a ``TypeError`` if parameters or buffers are of the class ``DTensor``."""
     # Nobody can have made a DTensor before this module was imported, and importing it takes long.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is None:

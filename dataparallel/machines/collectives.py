@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed
@@ -25,16 +26,11 @@ from dataparallel.machines.health import SLICE, Check
 if TYPE_CHECKING:
     from dataparallel.machines.group import Group
 
-Operator = Literal["sum", "max", "min", "product"]
-
-OPERATORS = {
-    "sum": distributed.ReduceOp.SUM,
-    "max": distributed.ReduceOp.MAX,
-    "min": distributed.ReduceOp.MIN,
-    "product": distributed.ReduceOp.PRODUCT,
-}
+ALIGNED = 16
+"""Bytes, the largest element of any dtype: where tensors of several dtypes begin in one message."""
 
 
+@dataclass
 class Staged:
     """A tensor that another thread can send, and that is held until the result is taken.
 
@@ -42,28 +38,22 @@ class Staged:
         tensor: what was given.
         host: what is sent: the tensor itself, or its copy in host memory.
         event: behind the copy, or behind what has computed the tensor; `None` on the CPU.
-        is_copied: a copy in host memory is sent.
         room: what is received is written there, if it does not take the place of what is sent.
         is_free: behind the former uses of ``room``, if another stream than that of ``event`` has made them.
         stream: that of ``event``, to which the memory of ``tensor`` belongs.
     """
 
-    def __init__(
-        self,
-        tensor: Tensor,
-        host: Tensor,
-        event: Event | None,
-        is_copied: bool,
-        room: Tensor | None = None,
-        is_free: Event | None = None,
-        stream: torch.Stream | None = None,
-    ) -> None:
-        self.tensor, self.host, self.event, self.is_copied = tensor, host, event, is_copied
-        self.room, self.is_free, self.stream = room, is_free, stream
+    tensor: Tensor
+    host: Tensor
+    event: Event | None
+    room: Tensor | None = None
+    is_free: Event | None = None
+    stream: torch.Stream | None = None
 
-    def with_host(self, host: Tensor) -> Staged:
-        """The same with something else to send, which was received for it."""
-        return Staged(self.tensor, host, self.event, self.is_copied, stream=self.stream)
+    @property
+    def is_copied(self) -> bool:
+        """A copy in host memory is sent."""
+        return self.host.device != self.tensor.device
 
     def arrive(self, result: Tensor) -> Tensor:
         """``result`` in host memory, copied to the tensor's device on the current stream, whichever that is.
@@ -109,23 +99,23 @@ def stage(
             with streams_set(taken_on or {}):
                 room, is_free = tensor.new_empty(receives), Event(current_stream_at(device.index))
         stream = current_stream_at(device.index)
-        return Staged(tensor, tensor, Event(stream), False, room, is_free, stream)
-    host, is_pinned = tensor, device != CPU and can_pin(device.type)
-    if device != CPU:
-        host = torch.empty_like(tensor, device=CPU, pin_memory=is_pinned)
-        host.copy_(tensor, non_blocking=is_pinned)
+        return Staged(tensor, tensor, Event(stream), room, is_free, stream)
+    is_pinned = device != CPU and can_pin(device.type)
     room = None if receives is None else torch.empty(receives, dtype=tensor.dtype, pin_memory=is_pinned)
-    event = None if device == CPU else Event(current_stream_at(device.index))
-    return Staged(tensor, host, event, device != CPU, room)
+    if device == CPU:
+        return Staged(tensor, tensor, None, room)
+    host = torch.empty_like(tensor, device=CPU, pin_memory=is_pinned)
+    host.copy_(tensor, non_blocking=is_pinned)
+    return Staged(tensor, host, Event(current_stream_at(device.index)), room)
 
 
 class Transfer:
     """A collective that has been issued.
 
-    With NCCL it runs on a stream of NCCL's own, behind the stream that was current at the launch: that is one that is
-    kept for this, and has waited for the staging's event. So the streams that compute wait for nothing until the result
-    is taken. The result belongs to the stream that takes it, and what is sent to the stream that has staged it, which
-    waits then too. So ``record_stream`` is not needed, with which a host that is ahead would hold unused memory.
+    With NCCL it runs behind a stream that is kept for this and has waited for the staging's event. So the streams that
+    compute wait for nothing until the result is taken. The result belongs to the stream that takes it, and what is sent
+    to the stream that has staged it, which waits then too. So ``record_stream`` is not needed, with which a host that
+    is ahead would hold unused memory.
     """
 
     def __init__(self, group: Group, work: distributed.Work | None, staged: Staged, result: Tensor) -> None:
@@ -177,21 +167,19 @@ class Transfer:
                 self._work.wait()
         else:
             self._work.wait()  # it is done, or raises its error
-        return self._staged.with_host(self._result)
+        return Staged(self._staged.tensor, self._result, self._staged.event, stream=self._staged.stream)
 
 
-def all_reduce(group: Group, tensor: Tensor | Staged, op: Operator = "sum") -> Transfer:
-    """The sum, maximum, minimum or product over ranks. In place if the tensor can be sent directly.
+def all_reduce(group: Group, staged: Staged) -> Transfer:
+    """The sum over ranks. In place if the tensor can be sent directly.
 
-    With gloo, a sum of fractions adds them in the order of ranks. So the same numbers give the same bits in any run.
+    With gloo, fractions are added in the order of ranks. So the same numbers give the same bits in any run.
     """
-    staged = _staged(group, tensor)
-    operator = OPERATORS[op]
     is_exact = group.size <= 2 or not staged.host.is_floating_point()
-    if op == "sum" and not is_exact and group.backends.get(staged.host.device.type) == "gloo":
+    if not is_exact and group.backends.get(staged.host.device.type) == "gloo":
         return _sum_in_rank_order(group, staged)
     with _launching(staged):
-        work = distributed.all_reduce(staged.host, operator, group=group.group, async_op=True)
+        work = distributed.all_reduce(staged.host, group=group.group, async_op=True)
     return Transfer(group, work, staged, staged.host)
 
 
@@ -217,17 +205,15 @@ def _sum_in_rank_order(group: Group, staged: Staged) -> Transfer:
     return Transfer(group, work, staged, staged.host)
 
 
-def broadcast(group: Group, tensor: Tensor | Staged, source: int = 0) -> Transfer:
-    """The values of the rank ``source`` of the group. In place if the tensor can be sent directly."""
-    staged = _staged(group, tensor)
+def broadcast(group: Group, staged: Staged) -> Transfer:
+    """The values of the group's rank 0. In place if the tensor can be sent directly."""
     with _launching(staged):
-        work = distributed.broadcast(_bytes(staged.host), group=group.group, group_src=source, async_op=True)
+        work = distributed.broadcast(_bytes(staged.host), group=group.group, group_src=0, async_op=True)
     return Transfer(group, work, staged, staged.host)
 
 
-def all_gather(group: Group, tensor: Tensor | Staged) -> Transfer:
+def all_gather(group: Group, staged: Staged) -> Transfer:
     """The flat tensors of all ranks, one after the other: 1-D, of as many elements on every rank."""
-    staged = _staged(group, tensor, lambda numel: group.size * numel)
     with _launching(staged):
         work = distributed.all_gather_into_tensor(
             _bytes(_room(staged)), _bytes(staged.host), group=group.group, async_op=True
@@ -235,24 +221,18 @@ def all_gather(group: Group, tensor: Tensor | Staged) -> Transfer:
     return Transfer(group, work, staged, _room(staged))
 
 
-def reduce_scatter(group: Group, tensor: Tensor | Staged) -> Transfer:
+def reduce_scatter(group: Group, staged: Staged) -> Transfer:
     """This rank's part of the sum: 1-D, of ``size * n`` elements on every rank, to ``n``."""
-    staged = _staged(group, tensor, lambda numel: numel // group.size)
     with _launching(staged):
         work = distributed.reduce_scatter_tensor(_room(staged), staged.host, group=group.group, async_op=True)
     return Transfer(group, work, staged, _room(staged))
 
 
-def all_to_all(group: Group, tensor: Tensor | Staged, send: Sequence[int], receive: Sequence[int]) -> Transfer:
-    """What each rank has for this one, in their order.
+def all_to_all(group: Group, staged: Staged, send: Sequence[int], receive: Sequence[int]) -> Transfer:
+    """What each rank has for this one, in their order: 1-D, of one dtype on all ranks.
 
-    Args:
-        group: the machines.
-        tensor: 1-D, of one dtype on all ranks: what goes to each rank, one after the other.
-        send: how many elements go to each rank.
-        receive: how many elements come from each.
+    ``send`` and ``receive``: how many elements go to each rank and come from it, one after the other.
     """
-    staged = _staged(group, tensor, lambda _: sum(receive))
     bytes_each = staged.host.element_size()
     with _launching(staged):
         work = distributed.all_to_all_single(
@@ -264,12 +244,6 @@ def all_to_all(group: Group, tensor: Tensor | Staged, send: Sequence[int], recei
             async_op=True,
         )
     return Transfer(group, work, staged, _room(staged))
-
-
-def _staged(group: Group, tensor: Tensor | Staged, receives: Callable[[int], int] | None = None) -> Staged:
-    if isinstance(tensor, Staged):
-        return tensor
-    return stage(group, tensor, None if receives is None else receives(tensor.numel()))
 
 
 def _room(staged: Staged) -> Tensor:
@@ -297,11 +271,7 @@ def _launching(staged: Staged) -> AbstractContextManager[object]:
 
 
 def _wait_for(work: distributed.Work, check: Check) -> None:
-    """Until the collective of a backend that works on the host is done, or ``check`` raises; torch's waits are longer.
-
-    Raises:
-        RuntimeError: torch's own, if the collective has failed.
-    """
+    """Until the collective of a backend that works on the host has ended, or ``check`` raises."""
     piece = timedelta(seconds=SLICE)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`Machines`: the ranks of a process group, for one purpose. ``forms`` make it and pass it down.
+"""`Machines`: the ranks of a process group, for one purpose.
 
 A group that the user has given is sent nothing. Beside it there is one group of ours that sends tensors, whatever
 number of purposes there are: with NCCL that is one communicator for each device, made at the start.
@@ -18,6 +18,7 @@ from torch import Tensor, distributed
 from dataparallel import _torch
 from dataparallel.devices import CPU
 from dataparallel.forks import in_forked_child
+from dataparallel.machines.agreement import of_ranks
 from dataparallel.machines.collectives import all_gather, all_reduce, stage
 from dataparallel.machines.health import Health
 from dataparallel.machines.launcher import launcher
@@ -29,16 +30,7 @@ _lock = threading.Lock()
 
 
 class Group:
-    """A process group of torch, asked once: its ranks, its timeout, and the devices whose tensors it sends.
-
-    Attributes:
-        group: torch's.
-        rank: of this process, in the group.
-        size: how many ranks there are.
-        ranks: their global ranks, which messages name.
-        backends: by type of device.
-        timeout: seconds, the group's own.
-    """
+    """A process group of torch, asked once: its ranks, its timeout, and the devices whose tensors it sends."""
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self.group = group
@@ -46,8 +38,8 @@ class Group:
         self.size = distributed.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is no rank of the process group: give a group to each of its ranks only")
-        self.ranks = distributed.get_process_group_ranks(group)
-        self.backends = _backends(group)
+        self.ranks = distributed.get_process_group_ranks(group)  # global ones, which messages name
+        self.backends = _backends(group)  # by type of device
         self.timeout = _torch.group_timeout(group, torch.device(next(iter(self.backends)))).total_seconds()
 
     def can_send(self, device: torch.device) -> bool:
@@ -56,7 +48,7 @@ class Group:
         gloo takes tensors of accelerators too, by copies of its own that no event of ours orders, so it gets them in
         host memory.
         """
-        return device == CPU if CPU.type in self.backends and device == CPU else self.is_nccl(device)
+        return (device == CPU and CPU.type in self.backends) or self.is_nccl(device)
 
     def is_nccl(self, device: torch.device) -> bool:
         """True if tensors on the device go through NCCL, whose collectives run on streams."""
@@ -88,53 +80,27 @@ class Group:
         return world.get_group_store()
 
     def names(self, ranks: list[int]) -> str:
-        """Ranks of the group in words, by their global numbers: ``rank 3``, ``ranks 0 and 2``."""
-        numbers = [str(self.ranks[rank]) for rank in ranks]
-        if len(numbers) == 1:
-            return f"rank {numbers[0]}"
-        return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+        """Ranks of the group in words, by their global numbers."""
+        return of_ranks(self.ranks[rank] for rank in ranks)
 
 
 class Machines(Group):
-    """The machines of a process group. Tensors may be sharded over them: it is an ``Over`` of ``sharded.placements``.
-
-    Args:
-        group: whose ranks they are, and which sends.
-        health: of the group; of its own if ``None``.
-        number: of the purpose, among those of the group.
-
-    Attributes:
-        queue: for the rounds of this purpose.
-    """
+    """The machines of a process group, for the purpose of this number, with a queue of rounds of its own."""
 
     def __init__(self, group: distributed.ProcessGroup, health: Health | None = None, number: int = 0) -> None:
         super().__init__(group)
-        self._health = health or Health(Group(group), launcher())
-        self._health.include_group(self)
-        self.queue = RoundQueue(Group(group), self._health, f"{group.group_name}/{number}")
+        plain = Group(group)  # what outlives this object does not hold it
+        self._health = health or Health(plain, launcher())
+        self.queue = RoundQueue(plain, self._health, f"{group.group_name}/{number}")
+        self._health.include(self.queue, plain, self)
         self._sender: Machines | None = None  # the first one of the group of ours
         self._purposes = 1  # how many share that group
         self._has_communicators: set[torch.device] = set()
         self._own: dict[str, Machines] = {}
 
     @staticmethod
-    def of(group: distributed.ProcessGroup | None = None) -> Machines:
-        """The machines of the group, or of the default group. The same object until the group is destroyed.
-
-        Raises:
-            RuntimeError: without a group, if there is no default group.
-            ValueError: if this process is no rank of the group.
-        """
-        if not distributed.is_available():
-            raise RuntimeError("this build of torch has no torch.distributed, which machines need: install another one")
-        if not distributed.is_initialized():
-            raise RuntimeError(
-                "there is no process group: call torch.distributed.init_process_group first, in a process for each "
-                "machine (torchrun --nproc-per-node=1)"
-            )
-        if group is None:
-            group = distributed.group.WORLD
-            assert group is not None
+    def of(group: distributed.ProcessGroup) -> Machines:
+        """The machines of the group. The same object until the group is destroyed."""
         with _lock:
             for machines in [*_given.values()]:
                 if not machines.exists:
@@ -169,11 +135,7 @@ class Machines(Group):
         return self._own[purpose]
 
     def product(self, other: Machines) -> Machines:
-        """All ranks of a mesh of which these are a row and ``other`` a column; the same object each time.
-
-        Raises:
-            RuntimeError, PeerGone: as `another`.
-        """
+        """All ranks of a mesh of which these are a row and ``other`` a column; the same object each time."""
         purpose = f"with {other.ranks}"
         if purpose not in self._own:
             rows = other.all_say(self.ranks)

@@ -1,12 +1,14 @@
 """`Health`: whether the ranks of a group can still talk to each other, and the error if not. Every wait asks it.
 
 A wait ends with what it waits for, with a failure here or on another rank, which break the group for good, and three
-seconds after the group's timeout, whatever torch does.
+seconds after the group's timeout, whatever torch does. `Notices` are what ranks tell each other beside the collectives.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import threading
 import time
 import weakref
@@ -14,10 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
-from torch.futures import Future
 
 from dataparallel.machines.errors import MachinesError, PeerFailed, PeerGone, again, in_words
-from dataparallel.machines.notices import LATE, Notices
 
 if TYPE_CHECKING:
     from dataparallel.machines.group import Group
@@ -36,55 +36,42 @@ MARGIN = 3.0
 AT_EXIT = 1.0
 """Seconds that the end of the interpreter waits for a thread."""
 
+LATE = 0.5
+"""Seconds after which a wait is worth telling."""
+
+ANSWER = 1.5
+"""Seconds that somebody waits for the store. With monitored barriers another rank notices a failure a second later."""
+
+POLL = 0.5
+"""Seconds between two looks at the store, while somebody waits."""
+
 RESTART = "Start all processes again, from a checkpoint"
 
 Check = Callable[[], object]
 """Raises if there is no use in waiting on."""
 
 
-def wait_for_event(event: threading.Event, check: Check) -> None:
-    """Until another thread sets the event, or ``check`` raises."""
-    while not event.wait(SLICE):
-        check()
-
-
-def wait_for_future(future: Future[Any], check: Check) -> None:
-    """Until the future has a value or an error, or ``check`` raises."""
-    done = threading.Event()
-    future.add_done_callback(lambda _: done.set())
-    wait_for_event(done, check)
-
-
 class Health:
     """The state of the groups that send for the same ranks. Any thread may use it.
 
     All queues over them share one: after a collective that one rank has not issued, nothing can be paired any more.
-
-    Attributes:
-        process: the id of the process that is a rank.
-        broken: why the group cannot be used any more, if so.
-        notices: of the ranks.
-        launcher: of the process.
     """
 
     def __init__(self, group: Group, launcher: Launcher) -> None:
         self.launcher = launcher
         launcher.include(self)
-        self.process = os.getpid()
-        self.broken: MachinesError | None = None
+        self._process = os.getpid()  # that is a rank
+        self.broken: MachinesError | None = None  # why the group cannot be used any more
         self.notices = Notices(group)
         self.group = group
         self.name = group.names([group.rank])
         self._queues: weakref.WeakSet[RoundQueue] = weakref.WeakSet()
-        self._groups: weakref.WeakSet[Group] = weakref.WeakSet([group])
+        self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
-    def include_group(self, group: Group) -> None:
-        """``group`` refers to torch's group, and gives it up when the interpreter ends."""
-        self._groups.add(group)
-
-    def include(self, queue: RoundQueue) -> None:
-        """This queue ends, too, when the group is broken."""
+    def include(self, queue: RoundQueue, *groups: Group) -> None:
+        """The queue ends, too, when the group is broken. ``groups`` give torch's up when the interpreter ends."""
         self._queues.add(queue)
+        self._groups.update(groups)
 
     @property
     def is_closed(self) -> bool:
@@ -93,7 +80,7 @@ class Health:
 
     def check_process(self) -> None:
         """Raises in a forked child. Called before a lock is taken, which a thread of the parent may hold for ever."""
-        if self.process != os.getpid():
+        if self._process != os.getpid():
             raise MachinesError(
                 "this process was forked from one that is a rank of the process group, and is no rank itself: let the "
                 "children of a rank, a DataLoader's workers for example, call no module that spans machines"
@@ -101,14 +88,14 @@ class Health:
 
     def close(self) -> None:
         """The interpreter ends: what has not been issued is dropped, and what is to be told is told."""
-        if self.process == os.getpid():
+        if self._process == os.getpid():
             for each in [*self._queues]:
                 each.drop_all(MachinesError("the launcher was closed before the end of the round"))
             self.notices.close(AT_EXIT)
 
     def let_go(self) -> None:
         """Frees torch's groups, whose threads end then. A broken one stays: its threads might wait for its timeout."""
-        if self.process == os.getpid() and self.broken is None:
+        if self._process == os.getpid() and self.broken is None:
             for each in [*self._queues]:
                 each.disconnect()
             for group in [*self._groups]:
@@ -206,3 +193,151 @@ def _error_of(reason: dict[str, Any], before: str = "") -> MachinesError:
     if reason["kind"] == "failed":
         return PeerFailed(f"{before}{reason['text']}. What the others have sent gets no partner any more. {RESTART}")
     return PeerGone(f"{before}{reason['rank']} has told why nothing comes any more: {reason['text']}. {RESTART}")
+
+
+# ---- what ranks tell each other --------------------------------------------------------------------------------------
+
+
+class Notices:
+    """What ranks tell each other through the group's store: what they wait for, how they have failed.
+
+    A thread of its own talks to the store, because a store whose machine is gone may not answer. Nobody waits for it
+    for more than `ANSWER` seconds.
+
+    Attributes:
+        broken: the reason that another rank has given why the group is broken.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.broken: dict[str, Any] | None = None
+        self._rank, self._size = group.rank, group.size
+        try:
+            self._store: Any = distributed.distributed_c10d.PrefixStore("dataparallel", group.group.get_group_store())
+        except RuntimeError:  # a group that has none: nothing is told then
+            self._store = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._waits: dict[object, str] = {}  # by wait: what for
+        self._word = {"waits": "", "failed": ""}
+        self._told = dict(self._word)
+        self._is_over = False
+        self._asked = ""
+        self._heard: str | None = None
+
+    def note_wait(self, wait: object, what: str) -> None:
+        """``wait`` lasts. From now on the store is read now and then."""
+        if self._waits.get(wait) != what:
+            self._waits[wait] = what
+            self._put(self._tell_word)
+
+    def forget_wait(self, wait: object) -> None:
+        """This wait is over."""
+        if self._waits.pop(wait, None) is not None:
+            self._put(self._tell_word)
+
+    def tell_broken(self, reason: dict[str, Any]) -> None:
+        """Tells the others that the group is broken, unless another rank has done so."""
+        self._put(lambda: self._tell_broken(reason))
+
+    def tell_failure(self, text: str) -> None:
+        """Tells the others that this rank has failed; with an empty text, that this is over."""
+        self._word["failed"] = text
+        self._put(self._tell_word)
+
+    def say(self, key: str, text: str) -> None:
+        """Tells the others a text, for which they `ask`."""
+        self._put(lambda: self._store.set(key, json.dumps(text)))
+
+    def ask(self, key: str) -> None:
+        """From now on, whoever waits also looks for this text, and no longer for the one before."""
+        self._asked, self._heard = key, None
+
+    def heard(self, key: str) -> str | None:
+        """The text, if it was found."""
+        return self._heard if self._asked == key else None
+
+    def wait_until_told(self, seconds: float) -> None:
+        """Until all that was told so far is there for others."""
+        if self._store is not None:
+            told = threading.Event()
+            self._put(told.set)
+            told.wait(seconds)
+
+    def words_of_others(self) -> dict[int, dict[str, str]]:
+        """What they wait for and how they have failed, by rank. `broken` is up to date then.
+
+        A rank that fails at the same time may be about to say so: this waits until all have said something.
+        """
+        found: dict[int, dict[str, str]] = {}
+        until = time.monotonic() + ANSWER
+        while self._store is not None and len(found) < self._size - 1 and (left := until - time.monotonic()) > 0:
+            read = threading.Event()
+            self._put(lambda read=read: self._read_words(found, read))  # type: ignore[misc]
+            read.wait(left)
+            if len(found) < self._size - 1:
+                time.sleep(0.1)
+        return dict(found)
+
+    def close(self, seconds: float) -> None:
+        """Ends the thread after what it has to say."""
+        thread = self._thread
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join(seconds)
+
+    def _put(self, job: Callable[[], None]) -> None:
+        if self._store is None:
+            return
+        self._jobs.put(job)
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._talk, name="machines: notices", daemon=True)
+                self._thread.start()
+
+    def _talk(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=POLL if self._waits and not self._is_over else None)
+                if job is None:
+                    return
+            except queue.Empty:
+                job = self._look
+            try:
+                job()
+            except Exception:
+                time.sleep(0.01)  # the store is gone, which the collectives find out by themselves
+
+    def _look(self) -> None:
+        self.broken = self.broken or self._read("broken")
+        key = self._asked
+        if key and self._heard is None:
+            heard = self._read(key)
+            if self._asked == key:
+                self._heard = heard
+
+    def _tell_word(self) -> None:
+        if self._is_over:
+            return  # the last word stays, for others that compose their errors
+        self._word["waits"] = next(iter([*self._waits.values()]), "")
+        if self._word != self._told:
+            self._told = dict(self._word)
+            self._store.set(f"word/{self._rank}", json.dumps(self._word))
+        self._look()
+
+    def _tell_broken(self, reason: dict[str, Any]) -> None:
+        self._is_over = True
+        if not self._store.check(["broken"]):
+            self._store.set("broken", json.dumps(reason))
+
+    def _read_words(self, found: dict[int, dict[str, str]], read: threading.Event) -> None:
+        self._look()
+        for rank in range(self._size):
+            word = None if rank == self._rank else self._read(f"word/{rank}")
+            if word and any(word.values()):
+                found[rank] = word
+        read.set()
+
+    def _read(self, key: str) -> Any:
+        """The value, or `None`: asked for first, because a store waits for a key that is not there."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None

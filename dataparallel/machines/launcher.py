@@ -30,10 +30,9 @@ class Order:
     """In which order this process issues what its queues send, so that no two ranks differ.
 
     A process is in several sets of ranks: a row and a column of a mesh, for example. NCCL hangs if ranks that share two
-    of them issue their collectives in different orders, or if more than two do so in a circle. Which queue has
-    something to send first depends on time, and differs between ranks. So the ranks of a queue agree on a number for
-    each of its items, and every process issues by these numbers. That is Skeen's total order of multicasts, in Birman
-    and Joseph, "Reliable communication in the presence of failures" (1987):
+    of them issue their collectives in different orders, or if more than two do so in a circle. So the ranks of a queue
+    agree on a number for each of its items, and every process issues by these numbers. That is Skeen's total order of
+    multicasts, in Birman and Joseph, "Reliable communication in the presence of failures" (1987):
 
     - When all ranks of a queue have said that they have the item, each proposes a number larger than all that it knows.
     - The largest proposal is the item's number, on all ranks of the queue.
@@ -146,12 +145,10 @@ class Launcher:
     """The thread lets each queue go on until that waits for something, and sleeps when all of them wait.
 
     It never blocks: the issuing thread makes the calls that may. It holds a queue only while that has rounds, and ends
-    when there have been none for a while. It is a daemon, and is stopped before the interpreter ends.
+    when there have been none for a while.
 
     Attributes:
         changed: guards the rounds of all queues. It is told when something has come that a queue may wait for.
-        order: of items that are ready.
-        issuing: the thread that issues them.
         is_closed: the interpreter ends.
     """
 

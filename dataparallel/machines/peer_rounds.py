@@ -1,8 +1,7 @@
 """Collectives of replicas across machines: their rounds, and the node of the graph in which machines exchange values.
 
-``peers.across_machines`` makes collectives of this node and of torch's operators. Each form that spans machines has one
-`PeerRounds`, with a queue of its own: gradients may wait for a collective here while the pass of backward has a round
-open in the form's other queue.
+A form that spans machines has one `PeerRounds`. Its queue is another one than that of the gradients' sums: a backward
+may need a collective of replicas while the round of these sums is open.
 """
 
 from __future__ import annotations
@@ -21,22 +20,19 @@ from dataparallel import _torch
 from dataparallel.autograd.node import Node
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
 from dataparallel.batches.structures import tensors_in
-from dataparallel.machines.collectives import all_to_all, stage
+from dataparallel.machines.collectives import ALIGNED, all_to_all, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
 
 _FORWARD, _BACKWARD = "a collective across machines", "the backward of a collective across machines"
 
-_ALIGNED = 16  # bytes, the largest element of any dtype
-
 
 class PeerRounds:
-    """The rounds of one form. Its calls come one after the other; passes of backward may come in any thread.
+    """The rounds of one form: one or two for each collective, and one at the end of a forward or backward that has any.
 
-    A collective is one or two rounds. A forward or a pass with collectives ends with one more, on all machines. So if
-    one machine fails after its first collective, it signals that instead of its next round, and the others raise in
-    theirs. A machine that fails before its first collective, or comes to none, cannot know if the others come to one:
-    for a forward it assumes what the last one in the same mode did, and for a pass the graph says it.
+    A machine that fails signals that instead of its next round, in which the others raise. If it fails before its first
+    collective, it has to guess if the others come to one: a forward does what the last one in the same mode did, and of
+    a backward the graph says it.
     """
 
     def __init__(self, machines: Machines) -> None:
@@ -62,7 +58,7 @@ class PeerRounds:
             call.token = None  # it leads to the graph
         self._has_collectives[mode] = call.has_begun
         if call.has_begun or is_expected:
-            self._end("forward")
+            self._end_together("forward")
 
     def say(self, kind: str, text: str, value: Any) -> list[Any]:
         """What each machine says, in their order. ``text`` is equal on all; ``value`` can be pickled."""
@@ -80,27 +76,25 @@ class PeerRounds:
             found: Tensor = launched.wait()
         return _unpacked(parts, found)
 
-    def pass_now(self, first: Any = None) -> _Pass:
-        """The running pass of backward. ``first``: the first collective of a forward that the pass may lead to."""
-        found = running_pass().get(self, self._begin_pass)
-        if first is None or _torch.will_engine_execute_node(first):
-            found.has_collectives = True
-        return found
+    def expect_in_backward(self) -> None:
+        """The running pass of backward has a collective, on every machine: so all of them end it with a round."""
+        running = running_pass()
+        if running.is_first((self, "end")):
+            running.on_end(partial(self._end_backward, running))
 
-    def _begin_pass(self, running: PassOfBackward) -> _Pass:
-        found = _Pass()
-        running.on_end(partial(self._end_pass, found))
-        return found
+    def note_failed_backward(self) -> None:
+        """The running pass has failed on all machines, which know it."""
+        running_pass().contents[self, "failed"] = True
 
-    def _end_pass(self, this: _Pass, ok: bool) -> None:
-        if not this.has_collectives or this.is_over:
+    def _end_backward(self, running: PassOfBackward, ok: bool) -> None:
+        if (self, "failed") in running.contents:
             return
         if ok:
-            self._end("backward")
+            self._end_together("backward")
         else:
             self.machines.queue.signal_failure(error_of_failed_pass())
 
-    def _end(self, what: str) -> None:
+    def _end_together(self, what: str) -> None:
         """The machines learn if one has failed."""
         with _errors_of_peers():
             self.machines.queue.begin_round(f"the end of a {what} with collectives across machines", "").end([]).wait()
@@ -113,7 +107,7 @@ class PeerCall:
     machines run the backwards in one order, whatever comes first in their engines.
 
     Attributes:
-        counts: how many replicas each machine has, once `begin` has been called.
+        counts: how many replicas each machine has, once `exchange_counts` has been called.
         has_begun: the machines have begun a collective.
         is_over: the forward has failed on all machines.
         token: leads to the last collective in the graph.
@@ -128,13 +122,11 @@ class PeerCall:
         self._first: Any = None
         self._number = 0
 
-    def begin(self, count: int) -> list[int]:
-        """Exchanges how many replicas each machine has, once."""
-        if self.counts is None:
-            self.has_begun = True
-            with self._over_if_failed():
-                self.counts = self.rounds.say("the first collective across machines of a forward", "", count)
-        return self.counts
+    def exchange_counts(self, count: int) -> None:
+        """Begins the first collective: the machines say how many replicas each of them has."""
+        self.has_begun = True
+        with self._over_if_failed():
+            self.counts = self.rounds.say("the first collective across machines of a forward", "", count)
 
     def say(self, text: str, value: Any) -> list[Any]:
         """See `PeerRounds.say`."""
@@ -185,12 +177,13 @@ class PeerCall:
         rounds, first = self.rounds, self._first
 
         @_torch.not_traced
-        def begins(grad: Tensor) -> None:
-            rounds.pass_now(first)
+        def look_ahead(grad: Tensor) -> None:
+            if _torch.will_engine_execute_node(first):
+                rounds.expect_in_backward()
 
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(begins)
+                tensor.register_hook(look_ahead)
         self._first = None
 
     @contextmanager
@@ -200,13 +193,6 @@ class PeerCall:
         except MachinesError:
             self.is_over = True
             raise
-
-
-class _Pass:
-    """A pass of backward. It may lead to a collective, on every machine; it may be over, failed on all machines."""
-
-    def __init__(self) -> None:
-        self.has_collectives = self.is_over = False
 
 
 class _Exchange(Node):
@@ -241,7 +227,7 @@ class _Exchange(Node):
         """The exchange of the gradients, the other way. All are on one device, so the engine knows their stream."""
         rounds, text, which, count = ctx.rounds, f"of {ctx.text}", ctx.which, len(ctx.sends)
         sends, receives = [ctx.receives[i] for i in which], [ctx.sends[i] for i in which]
-        running = rounds.pass_now()
+        rounds.expect_in_backward()
         returned: list[Any] = [None] * 2 * count
         try:
             sent, found = [grads[i].contiguous() for i in which], [grads[count + i] for i in which]
@@ -250,7 +236,7 @@ class _Exchange(Node):
             else:
                 found = [*rounds.exchange(_BACKWARD, text, [*map(Part, sent, sends, receives)]), *found]
         except MachinesError:
-            running.is_over = True
+            rounds.note_failed_backward()
             raise
         for at, i in enumerate(which):
             returned[i], returned[count + i] = found[at], found[len(which) + at]
@@ -307,9 +293,9 @@ def _unpacked(parts: Sequence[Part], found: Tensor) -> list[Tensor]:
 
 def _room(part: Part) -> list[int]:
     """The bytes that come from each machine."""
-    return [-(-size * part.flat.element_size() // _ALIGNED) * _ALIGNED for size in part.receive]
+    return [-(-size * part.flat.element_size() // ALIGNED) * ALIGNED for size in part.receive]
 
 
 def _bytes(piece: Tensor) -> Tensor:
     found = piece.contiguous().view(torch.uint8)
-    return pad(found, (0, -found.numel() % _ALIGNED))
+    return pad(found, (0, -found.numel() % ALIGNED))

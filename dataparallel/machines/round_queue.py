@@ -32,7 +32,7 @@ _Pauses = Iterator[None]
 
 
 class RoundQueue:
-    """`Machines` makes it. ``name`` is equal on all ranks, and given once.
+    """The rounds of one purpose. ``name`` is equal on all ranks, and given once.
 
     Attributes:
         waits: the queue waits for something other than a caller of its own process.
@@ -43,17 +43,11 @@ class RoundQueue:
     def __init__(self, group: Group, health: Health, name: str) -> None:
         self.name, self.health, self.waits = name, health, False
         self.group, self._launcher = group, health.launcher
-        self.changed = self._launcher.changed
+        self.changed, self.wake = self._launcher.changed, self._launcher.wake
         self._rounds: deque[Round] = deque()
         self._control: Control | None = None  # once a round has begun on all ranks
         self._steps: Iterator[None] | None = None
         self.calls = 0
-        health.include(self)
-        health.include_group(group)
-
-    def wake(self) -> None:
-        """A round has got something."""
-        self._launcher.wake()
 
     # ---- what forms call
 
@@ -85,9 +79,8 @@ class RoundQueue:
 
         Args:
             error: why.
-            until_all: in every round that they begin until they all call this too. That is for rounds of which ranks
-                may have begun different numbers when one fails. Each rank calls it once for each failure, also where it
-                has failed because another one has.
+            until_all: in every round that they begin until they all call this too, each rank once for each failure.
+                That is for rounds of which ranks may have begun different numbers when one fails.
         """
         text = f"before a round: {in_words(error)}"
         self.health.notices.tell_failure(text)
@@ -126,7 +119,7 @@ class RoundQueue:
             rounds = [*self._rounds]
             if not self.health.is_closed:
                 self._rounds.clear()
-            self._launcher.wake()
+            self.wake()
         for round in rounds:
             self._drop(round, error)
 
@@ -213,7 +206,7 @@ class RoundQueue:
                 found.append(Control(self.group, self.name))
             except BaseException as error:
                 found.append(error)
-            self._launcher.wake()
+            self.wake()
 
         threading.Thread(target=connect, name="machines: connecting", daemon=True).start()
         yield from self._until(lambda: bool(found), what)
@@ -248,12 +241,12 @@ class RoundQueue:
             return
         proposed = control.maximum(torch.tensor([order.propose(self.name)]))
         order.settle(self.name, int((yield from self._driven(proposed, item.what))))
-        self._launcher.wake()
+        self.wake()
         yield from self._until(lambda: order.is_first(self.name), item.what)
         issued = self._launcher.issuing.put(partial(self._issue, round, item))
-        issued.add_done_callback(self._launcher.wake)
+        issued.add_done_callback(self.wake)
         order.leave(self.name)  # what has a larger number is put behind it
-        self._launcher.wake()
+        self.wake()
         while not issued.done():
             self._raise_if_broken()  # the call may block: nobody waits for it any more
             yield
@@ -266,7 +259,7 @@ class RoundQueue:
             try:
                 while True:
                     future = steps.send(value)
-                    future.add_done_callback(self._launcher.wake)
+                    future.add_done_callback(self.wake)
                     yield from self._until(future.done, what, watch)
                     try:
                         value = future.value()
@@ -299,7 +292,7 @@ class RoundQueue:
             for launched, call in zip(item.launched, item.calls, strict=True):
                 result = call()
                 if isinstance(result, Transfer):
-                    result.when_done(self._launcher.wake)
+                    result.when_done(self.wake)
                 launched.succeed(result)
 
     # ---- ends
@@ -322,4 +315,4 @@ class RoundQueue:
         for item in items:
             for launched in item.launched:
                 launched.fail(error)
-        self._launcher.wake()
+        self.wake()

@@ -18,7 +18,7 @@ from torch.futures import Future
 from dataparallel.machines.agreement import Steps, failures
 from dataparallel.machines.collectives import Staged, Transfer
 from dataparallel.machines.errors import MachinesError, again, in_words
-from dataparallel.machines.health import Check, Health, Watch, wait_for_event, wait_for_future
+from dataparallel.machines.health import SLICE, Check, Health, Watch
 
 if TYPE_CHECKING:
     from dataparallel.machines.round_queue import RoundQueue
@@ -28,7 +28,7 @@ GRACE = 2.0
 
 
 class Launched:
-    """Something of a round, ``what`` in words."""
+    """A future of something in a round, ``what`` in words."""
 
     def __init__(self, what: str, health: Health) -> None:
         self.what = what
@@ -50,7 +50,7 @@ class Launched:
         """
         self._health.check_process()
         with Watch(self._health, self.what) as watch:
-            wait_for_event(self._decided, watch)
+            _wait_for_event(self._decided, watch)
             if self._error is not None:
                 raise again(self._error)
             if isinstance(self._result, Transfer):
@@ -73,11 +73,7 @@ class Launched:
         return self.is_decided and (not isinstance(self._result, Transfer) or self._result.has_arrived())
 
     def received(self) -> Staged:
-        """What a collective has received, where it was received, for the issuing thread to send on.
-
-        Raises:
-            Exception: as `wait`.
-        """
+        """What a collective has received, where it was received, for the issuing thread to send on."""
         if self._error is not None:
             raise again(self._error)
         transfer: Transfer = self._result
@@ -123,11 +119,9 @@ class Item:
 
 
 class Round:
-    """What all ranks do together.
+    """What all ranks do together: see `RoundQueue.begin_round`.
 
     Attributes:
-        kind: a word for messages.
-        contents: what has to be equal on all ranks.
         failed: of a round that is here only to say that this rank has failed, the reason.
         until_all: of such a round: it says so until all ranks do.
         items: what is still to be done.
@@ -148,9 +142,8 @@ class Round:
     def launch(self, what: str, collective: Callable[[], Transfer], after: Sequence[Launched] = ()) -> Launched:
         """``collective`` is called by the issuing thread, when it is its turn: in the order of these calls.
 
-        ``collective`` has to issue the same on every rank, over the group of the queue or a part of it. Tensors of
-        accelerators have to be staged before this call. If it raises, its error is raised by this wait, and the group
-        is broken: what the other ranks have sent has no partner.
+        It has to issue the same on every rank, over the group of the queue or a part of it. If it raises, so does its
+        wait, and the group is broken: what the other ranks have sent has no partner.
 
         Args:
             what: in words, for messages.
@@ -183,10 +176,7 @@ class Round:
         return launched
 
     def say(self, what: str, value: Callable[[], Any]) -> Launched:
-        """The result: what each rank says, in their order. ``value`` is called by the launcher's thread.
-
-        What it returns can be pickled, and is small.
-        """
+        """The result: what each rank says, in their order; small. ``value`` is called by the launcher's thread."""
         launched = self._launched(what)
         self._add(Item("say", [launched], [value]))
         return launched
@@ -229,10 +219,9 @@ class Round:
 def make_call(queue: RoundQueue, round: Round, item: Item) -> None:
     """Makes a call that sends something itself, over a group that nobody here knows.
 
-    If it fails on one rank, the others may have what they wait for, or may wait for something that never comes. So the
-    ranks say after each call whether it has failed, and this one also at once, beside it. A rank that still waits
-    `GRACE` seconds after it has heard that will get no answer, and later collectives would be paired with what it has
-    sent: the group is broken.
+    If it fails on one rank, the others may wait for something that never comes. So this rank says that at once, beside
+    what all ranks say after each call. A rank that still waits `GRACE` seconds after it has heard it will get no
+    answer, and later collectives would be paired with what it has sent: the group is broken.
     """
     (launched,), (begin, check) = item.launched, item.calls
     if round.failed_call is None:
@@ -240,7 +229,7 @@ def make_call(queue: RoundQueue, round: Round, item: Item) -> None:
         key, failed = f"call {queue.calls} of {queue.name}", None
         with Watch(queue.health, item.what) as watch:
             try:
-                wait_for_future(begin(), _patience(watch, queue.health, key))
+                _wait_for_future(begin(), _patience(watch, queue.health, key))
                 check()
             except (MachinesError, _Unanswered):
                 raise
@@ -262,7 +251,7 @@ def _waited(steps: Steps, check: Check) -> Any:
     try:
         while True:
             future = steps.send(value)
-            wait_for_future(future, check)
+            _wait_for_future(future, check)
             value = future.value()
     except StopIteration as end:
         return end.value
@@ -288,3 +277,16 @@ def _patience(watch: Watch, health: Health, key: str) -> Check:
 
 class _Unanswered(RuntimeError):
     pass
+
+
+def _wait_for_event(event: threading.Event, check: Check) -> None:
+    """Until another thread sets the event, or ``check`` raises."""
+    while not event.wait(SLICE):
+        check()
+
+
+def _wait_for_future(future: Future[Any], check: Check) -> None:
+    """Until the future has a value or an error, or ``check`` raises."""
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    _wait_for_event(done, check)

@@ -1,4 +1,4 @@
-"""The start: all ranks check that they are about to do the same, and rank 0's values go to all. Nothing is kept here.
+"""The start: all ranks check that they are about to do the same, and rank 0's values go to all.
 
 Descriptions are compared before anything else is sent, so a difference is an error on every rank and changes nothing.
 """
@@ -21,7 +21,7 @@ from dataparallel.comm.buckets import layout_of
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.machines.agreement import as_text
 from dataparallel.machines.arguments import check_sendable
-from dataparallel.machines.collectives import broadcast, stage
+from dataparallel.machines.collectives import ALIGNED, broadcast, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import Launched
@@ -30,8 +30,6 @@ CAP_BYTES = 25 * 2**20
 """The size of the flat buffers in which values travel; a larger tensor has one of its own."""
 
 UNDER_WAY = 2  # buffers: one is filled while the other one travels
-
-ALIGNED = 16  # bytes, the largest element of any dtype
 
 
 def describe(
@@ -83,12 +81,7 @@ def failing_together(machines: Machines | None) -> Iterator[None]:
 
 
 def compare(machines: Machines, what: str, description: Mapping[str, Any]) -> None:
-    """Checks that all ranks give the same description.
-
-    Args:
-        machines: all of its ranks call this.
-        what: what is about to begin, for the message: ``"replicate"``.
-        description: for each entry one value, or a mapping of properties. Their text and their order are compared.
+    """Checks that all ranks give the same description of what is about to begin: see `agreement.as_text`.
 
     Raises:
         MachinesDiffer: on every rank, with the same message: it lists what differs and on which ranks.
@@ -103,16 +96,10 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
     those without elements are among them. A tensor that comes under several names travels once. The copies run on the
     current streams of the calling thread, and version counters move on the ranks that receive.
 
-    Args:
-        machines: all of its ranks call this.
-        named: parameters and buffers by name, the same ones on all ranks.
-        cap_bytes: the size of a flat buffer.
-
     Raises:
         MachinesDiffer: on every rank: names, shapes, dtypes or types of device differ.
-        ValueError: a tensor is on meta, lazy, or from inference mode, and cannot take values; or it is on a device that
-            the group cannot send.
-        TypeError: a tensor is sparse, quantised, nested, or stands for other tensors.
+        ValueError: a tensor cannot take values, or the group cannot send from its device.
+        TypeError: a tensor is not a plain strided one.
         MachinesError: a rank has failed, or is gone. Some tensors may have the values of rank 0 already if it went on
             the way, otherwise nothing is changed.
     """
@@ -159,8 +146,6 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Bucket:
-    """Tensors of one device that travel as one flat buffer."""
-
     device: torch.device
     parts: list[_Part]
     nbytes: int = 0

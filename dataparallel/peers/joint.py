@@ -62,7 +62,7 @@ def _across(place: Place, machines: Any) -> Span:
     if machines.counts is None:
 
         def begin(values: list[Any]) -> list[Any]:
-            machines.begin(place.count)
+            machines.exchange_counts(place.count)
             return values
 
         place.meet("the first collective across machines", None, begin)

@@ -3,10 +3,8 @@
 Importing it also fills the table of operators, and prepares optimizers for what they load.
 """
 
-from dataparallel.sharded import optimizer_state  # noqa: F401  divides what optimizers load
 from dataparallel.sharded.distribute import distribute_tensor
 from dataparallel.sharded.operators import (  # noqa: F401  each fills a part of the table
-    copies,
     lists,
     new,
     pointwise,

@@ -1,23 +1,28 @@
-"""Methods of sharded tensors in which torch's own would hide an error, or hand out memory that is not there.
-
-Python's operators (``+``, ``@``, ``==``, ``*=``): torch's methods turn a ``TypeError`` into ``NotImplemented``. Then
-Python says only that the operands are unsupported, and ``==`` compares the two objects and gives False. The methods
-here call torch's functions instead. Operands that are neither tensors nor numbers are ``NotImplemented``, as
-everywhere.
-
-Methods for the memory of a tensor: there is none. They raise ``TypeError``.
-"""
+"""Methods of sharded tensors: Python's operators, those for the memory of a tensor, and those that checkpoints call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from numbers import Number
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from dataparallel import _torch
+from dataparallel.sharded.parts import local_shapes, starts_of_parts
+from dataparallel.sharded.placements import Replicate
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+    from dataparallel.sharded.tensor import ShardedTensor
+
+# ---- Python's operators ----------------------------------------------------------------------------------------------
+
+# Of ``+``, ``@``, ``==`` and ``*=`` torch's methods turn a ``TypeError`` into ``NotImplemented``. Then Python says only
+# that the operands are unsupported, and ``==`` compares the two objects and gives False. These call torch's functions.
 
 Method = Callable[[Any, Any], Any]
 
@@ -92,6 +97,8 @@ def _method(name: str, function: Method) -> Method:
     return method
 
 
+# ---- memory, which a sharded tensor has not --------------------------------------------------------------------------
+
 REFUSED = (
     "numpy",
     "tolist",
@@ -139,10 +146,68 @@ def data_ptr(self: Tensor) -> int:
     return 0 if _torch.takes_address_0() else _refuse_data_ptr(self)
 
 
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+# ``torch.distributed.checkpoint`` has a chunk for each part, with its place in the whole, and computes from these what
+# to read. So a checkpoint is loaded with any number of devices and machines, into plain tensors and into a ``DTensor``.
+
+
+def _places(tensor: ShardedTensor) -> Iterator[tuple[Tensor, torch.Size, torch.Size]]:
+    """Each part here that has elements: the part, where in the whole it begins, and its shape."""
+    shapes = local_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
+    starts = starts_of_parts(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
+    for part, start, shape in zip(tensor._shards, starts, shapes, strict=True):
+        if len(shape) == tensor.dim() and shape.numel() and part.dim() == len(shape):
+            yield part, torch.Size(start), shape
+
+
+def _chunks(tensor: ShardedTensor) -> list[ChunkStorageMetadata]:
+    """What is read: every part, also of replicated tensors."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [ChunkStorageMetadata(offsets=start, sizes=shape) for _, start, shape in _places(tensor)]
+
+
+def _write_items(tensor: ShardedTensor, fqn: str, given: ShardedTensor) -> list[WriteItem]:
+    """What is written: every part, of a replicated tensor one, of an empty one nothing but its shape."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    chunks = _chunks(tensor)
+    if isinstance(tensor._placement, Replicate):
+        chunks = chunks[:1]
+    if not tensor.numel():
+        chunks = [ChunkStorageMetadata(offsets=torch.Size([0] * tensor.dim()), sizes=tensor.shape)]
+    properties = TensorProperties(dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.shape),
+        )
+        for chunk in chunks
+    ]
+
+
+def _shard_at(tensor: ShardedTensor, index: MetadataIndex) -> Tensor:
+    """The part that is written or read. Parts of a replicated tensor begin at one place, and the index tells them."""
+    if not tensor.numel():
+        return tensor._shards[0].new_empty(tensor.shape)
+    found = [part for part, start, _ in _places(tensor) if start == index.offset]
+    if not found:
+        raise ValueError(f"no part of {index.fqn!r}, {tensor!r}, begins at {index.offset}")
+    return found[min(index.index or 0, len(found) - 1)] if len(found) > 1 else found[0]
+
+
 METHODS: dict[str, Any] = {
     f"__{name}__": _method(f"__{name}__", function) for name, function in (FORWARD | REFLECTED | IN_PLACE).items()
 }
 """The methods by name."""
-METHODS.update({name: _refusing(name) for name in REFUSED})
-METHODS["data_ptr"] = data_ptr
-METHODS["__hash__"] = Tensor.__hash__  # a class that has __eq__ has no hash otherwise
+METHODS |= {
+    **{name: _refusing(name) for name in REFUSED},
+    "data_ptr": data_ptr,
+    "__hash__": Tensor.__hash__,  # a class that has __eq__ has no hash otherwise
+    "__create_write_items__": _write_items,
+    "__create_chunk_list__": _chunks,
+    "__get_tensor_shard__": _shard_at,
+}

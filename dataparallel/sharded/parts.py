@@ -1,22 +1,34 @@
 """The parts of a tensor: from the whole to parts and back, to other parts, and what other owners have.
 
-Parts that lie on other devices travel through ``comm``, on the current streams of their devices. What arrives on the
-CPU is complete when a function returns, unless the caller said ``non_blocking``. No graph is recorded. With ``over``,
-the machines over which a tensor is sharded, the parts are those of this one. What sends something to other machines is
-collective: all call it, in one order, with the same shapes and dtypes. To divide a whole, which every one has, is not.
+They travel through ``comm`` on the current streams of their devices. What arrives on the CPU is complete at the return,
+unless the caller said ``non_blocking``. With ``over``, the machines over which a tensor is sharded, the parts are those
+of this one, and what needs parts of others is collective: all call it, in one order, with the same shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dataparallel import comm
 from dataparallel.devices import CPU
-from dataparallel.sharded.placements import Division, Over, Replicate, Rows, part_shapes, rows_of
+from dataparallel.sharded.placements import (
+    Division,
+    Replicate,
+    Rows,
+    on_this_machine,
+    part_shapes,
+    parts_on_all,
+    rows_of,
+)
+
+if TYPE_CHECKING:
+    from dataparallel.machines.group import Machines
 
 AT_ONCE = 4 << 20
 """Bytes of a tensor that a device holds beside its own part while the tensor is joined, if its parts are smaller."""
@@ -27,7 +39,7 @@ def empty_parts(
     placement: Division,
     devices: Sequence[torch.device],
     dtype: torch.dtype,
-    over: Over | None = None,
+    over: Machines | None = None,
 ) -> list[Tensor]:
     """Contiguous parts without values, one on each of the devices."""
     shapes = local_shapes(shape, placement, len(devices), over)
@@ -51,7 +63,7 @@ def split_into(
     placement: Division,
     tensor: Tensor,
     non_blocking: bool = False,
-    over: Over | None = None,
+    over: Machines | None = None,
 ) -> None:
     """Copies each part of the whole ``tensor`` into one of ``parts``."""
     for part, piece in zip(parts, _views(tensor, placement, len(parts), over), strict=True):
@@ -65,7 +77,7 @@ def join(
     placement: Division,
     shape: Sequence[int],
     device: torch.device,
-    over: Over | None = None,
+    over: Machines | None = None,
 ) -> Tensor:
     """The whole on ``device``, in memory of its own."""
     whole = torch.empty(torch.Size(shape), dtype=parts[0].dtype, device=device)
@@ -86,7 +98,7 @@ def join(
     return whole
 
 
-def the_value(parts: Sequence[Tensor], over: Over | None) -> Tensor:
+def the_value(parts: Sequence[Tensor], over: Machines | None) -> Tensor:
     """The one element of a 0-dim tensor that is divided. The first owner has it, on the first machine."""
     if over is None:
         return parts[0]
@@ -102,8 +114,8 @@ def copy_parts(
     shape: Sequence[int],
     non_blocking: bool = False,
     *,
-    to_over: Over | None = None,
-    of_over: Over | None = None,
+    to_over: Machines | None = None,
+    of_over: Machines | None = None,
 ) -> None:
     """Copies parts of one tensor of this shape into parts that are placed in another way.
 
@@ -146,38 +158,36 @@ def _copy_common(
     move(target, source, non_blocking)
 
 
-def starts_of_parts(shape: Sequence[int], placement: Division, parts: int, over: Over | None = None) -> list[list[int]]:
+def starts_of_parts(
+    shape: Sequence[int], placement: Division, parts: int, over: Machines | None = None
+) -> list[list[int]]:
     """Where in the whole each part begins."""
     starts = [[0] * len(shape) for _ in range(parts)]
     if shape and not isinstance(placement, Replicate):
-        rank, size = (0, 1) if over is None else (over.rank, over.size)
-        rows = rows_of(placement, shape[placement.dim], parts * size)
-        for index, start in enumerate(starts):
-            start[placement.dim] = sum(rows[: index * size + rank])
+        rows = rows_of(placement, shape[placement.dim], parts_on_all(parts, over))
+        for start, first in zip(starts, on_this_machine([0, *accumulate(rows)][:-1], over), strict=True):
+            start[placement.dim] = first
     return starts
 
 
-def _views(tensor: Tensor, placement: Division, parts: int, over: Over | None) -> Sequence[Tensor]:
+def _views(tensor: Tensor, placement: Division, parts: int, over: Machines | None) -> Sequence[Tensor]:
     if isinstance(placement, Replicate):
         return [tensor] * parts
-    rank, size = (0, 1) if over is None else (over.rank, over.size)
+    count = parts_on_all(parts, over)
     if tensor.dim() == 0:
-        return [tensor if rank == 0 else tensor.new_empty(0), *[tensor.new_empty(0)] * (parts - 1)]
-    rows = rows_of(placement, tensor.shape[placement.dim], parts * size)
-    return torch.split(tensor, rows, placement.dim)[rank::size]
+        return on_this_machine([tensor, *[tensor.new_empty(0)] * (count - 1)], over)
+    return on_this_machine(tensor.split(rows_of(placement, tensor.shape[placement.dim], count), placement.dim), over)
 
 
 # ---- what other owners have ------------------------------------------------------------------------------------------
 
 
-def local_shapes(shape: Sequence[int], placement: Division, owners: int, over: Over | None) -> list[torch.Size]:
+def local_shapes(shape: Sequence[int], placement: Division, owners: int, over: Machines | None) -> list[torch.Size]:
     """The shape of the part of each owner on this machine. ``owners``: how many there are on it."""
-    if over is None:
-        return part_shapes(shape, placement, owners)
-    return part_shapes(shape, placement, owners * over.size)[over.rank :: over.size]
+    return [*on_this_machine(part_shapes(shape, placement, parts_on_all(owners, over)), over)]
 
 
-def from_all(tensor: Tensor, over: Over) -> Tensor:
+def from_all(tensor: Tensor, over: Machines) -> Tensor:
     """The tensors of all machines, ``[machines, *shape]``, on the device of ``tensor``.
 
     They travel as bytes, so any dtype does, and all machines get the same bits.
@@ -189,17 +199,19 @@ def from_all(tensor: Tensor, over: Over) -> Tensor:
     return gathered.reshape(-1).view(tensor.dtype).view(over.size, *tensor.shape)
 
 
-def from_first(tensor: Tensor, over: Over) -> Tensor:
+def from_first(tensor: Tensor, over: Machines) -> Tensor:
     """The tensor of machine 0. What the others pass has its shape and dtype."""
     return from_all(tensor, over)[0]
 
 
-def of_all_owners(of_owners: Tensor, over: Over) -> Tensor:
+def of_all_owners(of_owners: Tensor, over: Machines) -> Tensor:
     """From what each owner here has found, ``[owners, ...]``, to what all have, in the order of their parts."""
     return from_all(of_owners, over).transpose(0, 1).flatten(0, 1)
 
 
-def _rows_of_all(parts: Sequence[Tensor], placement: Division, shape: Sequence[int], over: Over) -> Iterator[Tensor]:
+def _rows_of_all(
+    parts: Sequence[Tensor], placement: Division, shape: Sequence[int], over: Machines
+) -> Iterator[Tensor]:
     """The whole tensor, cut along the placement's dimension into pieces that follow each other.
 
     A piece has the parts of one owner on all machines and is on that owner's device, or of several owners if they are

@@ -1,50 +1,32 @@
 """How a tensor is divided among devices, and who owns the parts.
 
-Placements are ``torch.distributed.tensor``'s own classes, so that they compare equal to those that users have; nothing
-else of that package is used. Owners are devices of this machine, and with `Owners` those of other machines too: a
-tensor over M machines with N owners on each has ``N * M`` parts, of which part ``j * M + m`` belongs to owner ``j`` of
-machine ``m``. This file knows no tensors' class and no process groups: the room of the machines implements `Over`.
+Placements are ``torch.distributed.tensor``'s own classes, so that they compare equal to those that users have. Owners
+are devices of this machine, and with `Owners` those of other machines too: a tensor over M machines with N owners on
+each has ``N * M`` parts, of which part ``j * M + m`` belongs to owner ``j`` of machine ``m``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate as Replicate
+from torch.distributed.tensor import Shard as Shard
 
 from dataparallel.devices import CPU, current_device, resolve_each
 
-__all__ = [
-    "Division",
-    "Over",
-    "Owners",
-    "Placement",
-    "Replicate",
-    "Rows",
-    "Shard",
-    "after_loading",
-    "check_placement",
-    "destinations",
-    "moved",
-    "over_of",
-    "part_shapes",
-    "rows_of",
-    "rows_of_parts",
-]
+if TYPE_CHECKING:
+    from dataparallel.machines.group import Machines
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What views of a divided tensor have: a given number of rows along dimension ``dim`` for each device, in order.
-
-    Attributes:
-        dim: the dimension, not negative.
-        rows: for each part, over all machines.
-    """
+    """What views of a divided tensor have: a given number of rows for each part, over all machines."""
 
     dim: int
     rows: tuple[int, ...]
@@ -106,28 +88,6 @@ def part_shapes(shape: Sequence[int], placement: Division, parts: int) -> list[t
 META = "meta"
 
 
-class Over(Protocol):
-    """The machines over which a tensor is sharded. Two are equal, and have one hash, if they mean the same machines."""
-
-    @property
-    def size(self) -> int:
-        """How many machines."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """The number of this one."""
-        ...
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all machines, of one shape and dtype, as one tensor ``[size, *shape]`` on its device."""
-        ...
-
-    def describe(self) -> str:
-        """For messages: "machine 0 of 2"."""
-        ...
-
-
 class Owners(tuple[torch.device, ...]):
     """The owners on this machine, and the machines whose owners have the other parts.
 
@@ -138,9 +98,9 @@ class Owners(tuple[torch.device, ...]):
         over: the machines. Default: none but this one.
     """
 
-    over: Over | None
+    over: Machines | None
 
-    def __new__(cls, devices: Iterable[torch.device], over: Over | None = None) -> Owners:
+    def __new__(cls, devices: Iterable[torch.device], over: Machines | None = None) -> Owners:
         """The class's own arguments: those of a tuple are fixed here."""
         made = super().__new__(cls, devices)
         made.over = over
@@ -168,25 +128,35 @@ class Owners(tuple[torch.device, ...]):
         return self
 
 
-def over_of(devices: Sequence[object]) -> Over | None:
+def over_of(devices: Sequence[object]) -> Machines | None:
     """The machines of these owners; none for those of one machine."""
     return devices.over if isinstance(devices, Owners) else None
 
 
-def destinations(owners: Sequence[torch.device], device: torch.device) -> tuple[torch.device, ...]:
-    """Where the parts go that are to be on ``device``.
+def parts_on_all(owners: int, over: Machines | None) -> int:
+    """How many parts there are on all machines, with as many owners on each."""
+    return owners if over is None else owners * over.size
 
-    That is each on its owner if ``device`` is the first of the owners, or the current device of a type that owners
-    have; ``"cuda"`` means the current device, as everywhere in torch. On the CPU and on meta all parts are on one
-    device.
+
+def on_this_machine(of_parts: Sequence[T], over: Machines | None) -> Sequence[T]:
+    """Of a list for the parts on all machines what belongs to those on this one."""
+    return of_parts if over is None else of_parts[over.rank :: over.size]
+
+
+def destinations(owners: Sequence[torch.device], device: torch.device) -> tuple[torch.device, ...]:
+    """Where the parts go that are to be on ``device``: all of them there, if it is the CPU or meta.
+
+    Each goes to its owner if ``device`` is the first of the owners, or the current device of a type that owners have;
+    ``"cuda"`` means the current device, as everywhere in torch.
 
     Raises:
         ValueError: another device, or owners that the machine lacks.
     """
     if device.type == META:
         return (device,) * len(owners)
-    is_of_owners = device.type in {owner.type for owner in owners}
-    if device == owners[0] or (is_of_owners and device.type != CPU.type and _is_current(device)):
+    is_current = device.index is None or device == current_device(device)
+    is_of_owners = device.type != CPU.type and device.type in {owner.type for owner in owners}
+    if device == owners[0] or (is_of_owners and is_current):
         return tuple(resolve_each(owners))
     if device.type == CPU.type:
         return (CPU,) * len(owners)
@@ -196,23 +166,16 @@ def destinations(owners: Sequence[torch.device], device: torch.device) -> tuple[
     )
 
 
-def _is_current(device: torch.device) -> bool:
-    return device.index is None or device == current_device(device)
-
-
 def after_loading(owners: Sequence[torch.device], places: Sequence[torch.device]) -> tuple[torch.device, ...]:
     """The owners of a tensor that has been loaded, with its parts in ``places``.
 
     With ``map_location`` parts may be loaded to other devices than those they were saved from. On the CPU and on meta,
     and if all of them are on one device, the owners are those that were saved. Else they are the places, which the
-    caller has chosen one by one. Owners that the machine lacks are replaced by the places too, unless those are the CPU
-    or meta.
+    caller has chosen one by one. So they are if the machine lacks a saved owner, unless the parts are on CPU or meta.
     """
     if all(place.type in (CPU.type, META) for place in places):
         return tuple(owners)
     if len({*places}) == 1 and places[0].type == owners[0].type:
-        try:
+        with suppress(ValueError):
             return tuple(resolve_each(owners))
-        except ValueError:
-            return tuple(places)
     return tuple(places)

@@ -1,16 +1,15 @@
 """The sharded tensor: one ``torch.Tensor`` whose parts lie on several devices of this process.
 
 A `ShardedTensor` has the shape, dtype and gradient of the whole tensor and no memory of its own; the shards have. One
-controller runs every operator: it calls the operator once for each device, on the shards there. Which operators there
-are, and what each of them does, is in ``sharded.operators``; any other raises ``TypeError`` and names `full_tensor`.
-``composable.fully_shard`` makes a module's parameters sharded tensors, and users make them with `distribute_tensor`.
+controller runs every operator: it calls the operator once for each device, on the shards there. What each of them does
+is in ``sharded.operators``; any other raises ``TypeError`` and names `full_tensor`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +18,12 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from dataparallel import _torch
 from dataparallel.devices import DeviceLike, resolve
-from dataparallel.sharded import host_reads, methods, operators
+from dataparallel.sharded import methods, operators
 from dataparallel.sharded.parts import copy_parts, empty_parts, join, move, split_into
-from dataparallel.sharded.placements import Division, Over, Rows, after_loading, over_of
+from dataparallel.sharded.placements import Division, Rows, after_loading, over_of
+
+if TYPE_CHECKING:
+    from dataparallel.machines.group import Machines
 
 _OWN = {"_shards", "_placement", "_devices", "_zeroed"}
 # torch's own, which the class overrides. Type checkers take them for the values.
@@ -87,7 +89,7 @@ class ShardedTensor(Tensor):
     @property
     def shards(self) -> tuple[Tensor, ...]:
         """For each owner its part, without a graph. Writing to a part writes to the tensor."""
-        host_reads.wait()
+        operators.wait_for_host_reads()
         return self._shards
 
     @property
@@ -96,7 +98,7 @@ class ShardedTensor(Tensor):
         return self._devices
 
     @property
-    def over(self) -> Over | None:
+    def over(self) -> Machines | None:
         """The machines over which it is sharded, or ``None``. The shards and devices are those of this machine."""
         return over_of(self._devices)
 
@@ -275,7 +277,7 @@ def _check_divided_alike(role: str, tensor: object, like: ShardedTensor) -> Shar
 
 
 def fill_parts(
-    parts: Sequence[Tensor], placement: Division, tensor: Tensor, over: Over | None, non_blocking: bool = False
+    parts: Sequence[Tensor], placement: Division, tensor: Tensor, over: Machines | None, non_blocking: bool = False
 ) -> None:
     """Copies the values of ``tensor``, plain or sharded in any way, into parts of its shape that are placed so."""
     if isinstance(tensor, ShardedTensor):
@@ -292,21 +294,14 @@ def divided_like(tensor: Tensor, like: ShardedTensor) -> ShardedTensor:
     return divided_beside(tensor, like, like._placement)
 
 
-def divided_beside(tensor: Tensor, like: ShardedTensor, placement: Division) -> ShardedTensor:
-    """The values of ``tensor``, plain or sharded in any way, divided so, with parts where those of ``like`` are."""
-    places = [shard.device for shard in like._shards]
+def divided_beside(
+    tensor: Tensor, like: ShardedTensor, placement: Division, places: Sequence[torch.device] | None = None
+) -> ShardedTensor:
+    """The values of ``tensor``, plain or sharded in any way, divided so. ``places``: those of the parts of ``like``."""
+    places = [shard.device for shard in like._shards] if places is None else places
     parts = empty_parts(tensor.shape, placement, places, tensor.dtype, like.over)
     fill_parts(parts, placement, tensor, like.over)
     return ShardedTensor(parts, placement, tensor.shape, like._devices)
-
-
-def distributed_as(tensor: Tensor, like: ShardedTensor) -> ShardedTensor:
-    """As `divided_like`, but with parts on the owners if those of ``like`` have no memory."""
-    if not like.is_meta:
-        return divided_like(tensor, like)
-    parts = empty_parts(like.shape, like._placement, like._devices, tensor.dtype, like.over)
-    fill_parts(parts, like._placement, tensor, like.over)
-    return ShardedTensor(parts, like._placement, like.shape, like._devices)
 
 
 def rebuild(

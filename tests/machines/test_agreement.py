@@ -2,8 +2,11 @@
 
 import hypothesis
 import hypothesis.strategies as st
+import pytest
 
 from dataparallel.machines.agreement import MOST, as_text, differences, of_ranks
+
+pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
 
 WEIGHT = {"shape": (4, 8), "dtype": "torch.float32"}
 

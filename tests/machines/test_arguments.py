@@ -12,18 +12,11 @@ from dataparallel.machines.arguments import (
     refuse_tensor_parallel,
     shard_and_replicate_groups,
 )
-from machine_ranks import on_machines
+from machine_ranks import on_machines, said
+
+pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
 
 CPU = torch.device("cpu")
-
-
-def said(function, *args):
-    """The type and the words of the error that a call raises."""
-    try:
-        function(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def test_nothing_given_is_no_machines():

@@ -1,11 +1,85 @@
-"""Sums over machines: the same numbers give the same bits, wherever they lie in a tensor."""
+"""Collectives over machines: their results on any stream, and sums that have the same bits wherever numbers lie."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
-from dataparallel.machines.collectives import all_reduce
-from dataparallel.machines.group import Machines
-from machine_ranks import on_machines
+from dataparallel.machines.collectives import all_gather, all_reduce, broadcast, reduce_scatter, stage
+from machine_ranks import all_machines, on_machines, summed
+
+
+def every_collective(rank: int, devices: list[torch.device]) -> None:
+    machines = all_machines()
+    device = devices[-1]
+    round = machines.queue.begin_round("backward", "one of each")
+    x = torch.arange(4.0, device=device) + rank
+    staged = [stage(machines, x.clone(), receives) for receives in (None, None, 8, 2)]
+    launched = [
+        round.launch("a sum", lambda: all_reduce(machines, staged[0])),
+        round.launch("a broadcast", lambda: broadcast(machines, staged[1])),
+        round.launch("a gather", lambda: all_gather(machines, staged[2])),
+        round.launch("a sum to all", lambda: reduce_scatter(machines, staged[3])),
+    ]
+    end = round.end([rank == 0, False, rank == 1])
+    results = [each.wait() for each in launched]
+    assert {result.device for result in results} == {device}
+    assert [result.tolist() for result in results] == [
+        [1, 3, 5, 7],
+        [0, 1, 2, 3],
+        [0, 1, 2, 3, 1, 2, 3, 4],
+        [[1, 3], [5, 7]][rank],
+    ]
+    assert end.wait() == [True, False, True]
+
+
+def test_every_collective() -> None:
+    on_machines(every_collective)
+
+
+def other_streams(rank: int, devices: list[torch.device]) -> None:
+    """One stream computes, another one takes the result and uses the memory again. The host sends what is ready."""
+    machines = all_machines()
+    device, marks = devices[1], []
+    all_reduce_ = distributed.all_reduce
+
+    def sends(*args: Any, **kwargs: Any) -> Any:
+        with torch.Stream(device):  # what the host has waited for, any stream may read
+            marks[-1] * 1
+        return all_reduce_(*args, **kwargs)
+
+    distributed.all_reduce = sends
+    for step in range(3):
+        round = machines.queue.begin_round("backward", str(step))
+        side = torch.Stream(device)
+        with side:
+            flat = torch.ones(4, device=device) * (step + rank)
+            marks.append(torch.ones(4, device=device))
+            staged = [stage(machines, flat), stage(machines, flat, 8)]
+        launched = [
+            round.launch("a sum", partial(all_reduce, machines, staged[0])),
+            round.launch("a gather", partial(all_gather, machines, staged[1])),
+        ]
+        end = round.end([])
+        total, whole = (each.wait() for each in launched)
+        flat.zero_()
+        assert total.tolist() == [2.0 * step + 1] * 4
+        assert whole.tolist() == [float(step)] * 4 + [step + 1.0] * 4
+        end.wait()
+    torch.accelerator.synchronize(device)
+
+
+@pytest.mark.devices("sim")
+def test_the_stream_that_takes_a_result_comes_after_the_one_that_has_computed() -> None:
+    on_machines(other_streams)
+
+
+# ---- sums in the order of ranks --------------------------------------------------------------------------------------
+
 
 RANKS = 3
 
@@ -15,20 +89,20 @@ def numbers_of(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def add(rank: int, devices: list[torch.device]) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for count in (0, 1, 2, 3, 1000, 4097):
             expected = numbers_of(0, count, dtype)
             for other in range(1, RANKS):
                 expected += numbers_of(other, count, dtype)
             given = numbers_of(rank, count, dtype).to(devices[0])
-            found = all_reduce(machines, given).wait()
+            found = summed(machines, given).wait()
             assert found.device == devices[0]
             assert torch.equal(found.cpu(), expected)
             if devices[0].type == "cpu":
                 assert torch.equal(given, expected)  # in place
     whole = torch.arange(5) * 10**rank
-    assert all_reduce(machines, whole).wait().tolist() == [0, 111, 222, 333, 444]
+    assert summed(machines, whole).wait().tolist() == [0, 111, 222, 333, 444]
 
 
 def test_three_ranks_are_added_in_their_order() -> None:
@@ -36,10 +110,10 @@ def test_three_ranks_are_added_in_their_order() -> None:
 
 
 def add_parts(rank: int, devices: list[torch.device]) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     given = numbers_of(rank, 4097, torch.float32).to(devices[0])
-    whole = all_reduce(machines, given.clone()).wait()
-    parts = [all_reduce(machines, part.clone()).wait() for part in given.split([1, 96, 1000, 3000])]
+    whole = summed(machines, given.clone()).wait()
+    parts = [summed(machines, part.clone()).wait() for part in given.split([1, 96, 1000, 3000])]
     assert torch.equal(torch.cat(parts), whole)
 
 
@@ -47,3 +121,34 @@ def add_parts(rank: int, devices: list[torch.device]) -> None:
 def test_parts_have_the_bits_of_the_whole(ranks: int) -> None:
     """So buckets may be of any size."""
     on_machines(add_parts, ranks=ranks)
+
+
+# ---- what tensors whose parts lie on several machines ask of the group -----------------------------------------------
+
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64),
+]
+
+
+def gathers(rank: int, devices: list[torch.device]) -> None:
+    over = all_machines()
+    assert (over.rank, over.size) == (rank, 2)
+    assert over == all_machines()
+    assert over != over.another()
+    assert over.own("tensors") == over.own("tensors")
+    for dtype in DTYPES:
+        ours = torch.tensor([[1, 0, 3], [0, 2, rank]]).to(dtype).to(devices[0])
+        theirs = torch.tensor([[1, 0, 3], [0, 2, 1 - rank]]).to(dtype).to(devices[0])
+        kept = ours.clone()
+        rows = [ours, theirs] if rank == 0 else [theirs, ours]
+        gathered = over.all_gather(ours)
+        assert torch.equal(gathered, torch.stack(rows)), dtype
+        assert gathered.device == devices[0]
+        assert torch.equal(ours, kept)
+    assert over.all_gather(torch.ones((), device=devices[0])).tolist() == [1, 1]
+
+
+def test_every_dtype() -> None:
+    on_machines(gathers)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch.futures import Future
 
-from dataparallel.machines.collectives import Transfer, all_reduce
+from dataparallel.machines.collectives import Transfer
 from dataparallel.machines.errors import PeerGone
-from dataparallel.machines.group import Machines
-from machine_ranks import Ended, hooked, on_mortal_machines
+from machine_ranks import Ended, all_machines, hooked, on_mortal_machines, summed
+
+pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
 
 GROUP_TIMEOUT = 3.0
 PHASES = [
@@ -35,7 +36,7 @@ def die(rank: int, here: bool) -> None:
 
 def dies_in(rank: int, devices: list[torch.device], phase: str) -> None:
     """One round in peace, then one in which rank 1 is killed. The others wait from the last launched to the first."""
-    machines = Machines.of(None)
+    machines = all_machines()
     for is_last in (False, True):
 
         def at(here: str, is_last: bool = is_last) -> None:
@@ -43,7 +44,7 @@ def dies_in(rank: int, devices: list[torch.device], phase: str) -> None:
 
         def reduce(before: str = "") -> Transfer:
             at(before)
-            return all_reduce(machines, torch.ones(1000))
+            return summed(machines, torch.ones(1000))
 
         def hook() -> Future[torch.Tensor]:
             at("in a hook")
@@ -86,14 +87,14 @@ def assert_others_raise(ended: list[Ended], error: str, *words: str) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_is_killed(phase: str, ranks: int) -> None:
-    ended = on_mortal_machines(dies_in, phase, ranks=ranks, kind="cpu", group_timeout=GROUP_TIMEOUT)
+    ended = on_mortal_machines(dies_in, phase, ranks=ranks, group_timeout=GROUP_TIMEOUT)
     assert_others_raise(
         ended, "PeerGone", "waited for .* of .backward.", r"ranks? .*\b1\b", "Start all processes again"
     )
 
 
 def hangs(rank: int, devices: list[torch.device]) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     if rank == 1:
         time.sleep(GROUP_TIMEOUT + 5)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -101,7 +102,7 @@ def hangs(rank: int, devices: list[torch.device]) -> None:
 
 
 def test_a_rank_hangs() -> None:
-    ended = on_mortal_machines(hangs, ranks=3, kind="cpu", group_timeout=GROUP_TIMEOUT)
+    ended = on_mortal_machines(hangs, ranks=3, group_timeout=GROUP_TIMEOUT)
     assert_others_raise(ended, "PeerGone", "waited for the (end|beginning) of 'backward'", "No word from rank 1\\.")
     for rank, other in ((0, 2), (2, 0)):
         error = ended[rank].error
@@ -111,13 +112,13 @@ def test_a_rank_hangs() -> None:
 
 def waits_again(rank: int, devices: list[torch.device]) -> list[str]:
     """What is raised by the first wait, by another one of the round, by a later round, and how long those take."""
-    machines = Machines.of(None)
+    machines = all_machines()
     if rank == 1:
         machines.all_say(0)
         os.kill(os.getpid(), signal.SIGKILL)
     machines.all_say(0)
     round = machines.queue.begin_round("backward", "")
-    waits: list[Callable[[], object]] = [round.launch("bucket 0", lambda: all_reduce(machines, torch.ones(1))).wait]
+    waits: list[Callable[[], object]] = [round.launch("bucket 0", lambda: summed(machines, torch.ones(1))).wait]
     waits.append(round.end([True]).wait)
     waits.append(lambda: machines.queue.begin_round("backward", "").end([True]).wait())
     said = []
@@ -131,14 +132,14 @@ def waits_again(rank: int, devices: list[torch.device]) -> list[str]:
 
 
 def test_later_waits_raise_the_same_sentence_at_once() -> None:
-    ended = on_mortal_machines(waits_again, kind="cpu", group_timeout=GROUP_TIMEOUT)
+    ended = on_mortal_machines(waits_again, group_timeout=GROUP_TIMEOUT)
     assert ended[0].error is None
     assert len({*ended[0].result}) == 1
     assert ended[0].result[0].startswith("PeerGone: rank 0 has waited for ")
 
 
 def never_done(rank: int, devices: list[torch.device]) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     round = machines.queue.begin_round("backward", "")
     futures: list[Future[torch.Tensor]] = [Future()]
     launched = hooked(round, "bucket 0", futures.pop)
@@ -149,6 +150,6 @@ def never_done(rank: int, devices: list[torch.device]) -> None:
 
 
 def test_a_future_that_nobody_sets() -> None:
-    for ended in on_mortal_machines(never_done, kind="cpu", group_timeout=1):
+    for ended in on_mortal_machines(never_done, group_timeout=1):
         assert ended.error is None
         assert ended.seconds < 1 + 5

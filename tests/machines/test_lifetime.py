@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -18,11 +17,13 @@ import pytest
 import torch
 from torch import distributed
 
-from dataparallel.machines.collectives import all_reduce, broadcast, stage
+from dataparallel.machines.collectives import broadcast, stage
 from dataparallel.machines.errors import MachinesError, PeerFailed
 from dataparallel.machines.group import Machines
-from machine_ranks import on_machines, on_mortal_machines
+from machine_ranks import all_machines, on_machines, on_mortal_machines, summed
 from processes import environment
+
+pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
 
 EXIT = """
 import sys, time, torch
@@ -32,13 +33,13 @@ rank, folder, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 distributed.init_process_group(
     "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=100)
 )
-from dataparallel.machines.collectives import all_reduce
+from dataparallel.machines.collectives import all_reduce, stage
 from dataparallel.machines.group import Machines
-machines = Machines.of(None)
+machines = Machines.of(distributed.group.WORLD)
 if what == "collective" or rank == 0:
     round = machines.queue.begin_round("backward", "")
 if rank == 0:
-    launched = round.launch("bucket 0", lambda: all_reduce(machines, torch.ones(3)))
+    launched = round.launch("bucket 0", lambda: all_reduce(machines, stage(machines, torch.ones(3))))
     if what == "failure":
         machines.queue.signal_failure(ValueError("no such column"))
     time.sleep(0.5)
@@ -113,9 +114,9 @@ def test_no_thread_of_gloo_is_left_at_the_end_of_the_interpreter(tmp_path: Path)
 
 
 def forks(rank: int, devices: list[torch.device]) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     round = machines.queue.begin_round("backward", "")
-    launched = round.launch("bucket 0", lambda: all_reduce(machines, torch.ones(1)))
+    launched = round.launch("bucket 0", lambda: summed(machines, torch.ones(1)))
     with machines.queue.changed:  # as another thread may hold it at a fork
         child = os.fork()
     if child == 0:
@@ -134,7 +135,7 @@ def forks(rank: int, devices: list[torch.device]) -> None:
 
 
 def test_a_forked_child_is_told_that_it_is_no_rank() -> None:
-    on_machines(forks, kind="cpu")
+    on_machines(forks)
 
 
 def threads() -> list[str]:
@@ -145,12 +146,12 @@ def drops(rank: int, devices: list[torch.device]) -> None:
     class Held:
         pass
 
-    machines = Machines.of(None)
-    assert Machines.of(None) is machines
+    machines = all_machines()
+    assert all_machines() is machines
     held = Held()
     alive = weakref.ref(held)
     round = machines.queue.begin_round("backward", "")
-    launched = round.launch("bucket 0", lambda held=held: all_reduce(machines, torch.ones(1)))
+    launched = round.launch("bucket 0", lambda held=held: summed(machines, torch.ones(1)))
     launched.wait()
     end = round.end([True])
     del held
@@ -168,30 +169,28 @@ def drops(rank: int, devices: list[torch.device]) -> None:
 
 
 def test_a_launcher_that_has_nothing_to_do_ends_its_thread() -> None:
-    on_machines(drops, kind="cpu")
+    on_machines(drops)
 
 
 def destroys(rank: int, devices: list[torch.device]) -> None:
     """Whether torch goes on with a group that is held, or refuses it, is up to torch."""
-    machines = Machines.of(None)
+    machines = all_machines()
     machines.queue.begin_round("backward", "").end([True]).wait()
     distributed.barrier()
     distributed.destroy_process_group()
     with contextlib.suppress(MachinesError):
         assert machines.queue.begin_round("backward", "").end([True]).wait() == [True]
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        Machines.of(None)
 
 
 def fails_and_forgets(rank: int, devices: list[torch.device]) -> None:
     if rank == 1:
-        Machines.of(None).queue.signal_failure(ValueError("no such thing"))
+        all_machines().queue.signal_failure(ValueError("no such thing"))
         gc.collect()
     else:
         time.sleep(0.5)
         with pytest.raises(PeerFailed, match="rank 1 failed before a round: ValueError: no such thing"):
-            Machines.of(None).queue.begin_round("a start", "").end([]).wait()
-    assert Machines.of(None).queue.begin_round("the next start", "").end([rank == 1]).wait() == [True]
+            all_machines().queue.begin_round("a start", "").end([]).wait()
+    assert all_machines().queue.begin_round("the next start", "").end([rank == 1]).wait() == [True]
 
 
 def test_a_failure_is_told_even_if_nobody_holds_the_launcher() -> None:
@@ -200,14 +199,14 @@ def test_a_failure_is_told_even_if_nobody_holds_the_launcher() -> None:
 
 
 def test_destroy_process_group_while_there_is_a_launcher() -> None:
-    for ended in on_mortal_machines(destroys, kind="cpu", group_timeout=30):
+    for ended in on_mortal_machines(destroys, group_timeout=30):
         assert ended.error is None
         assert ended.seconds < 5
 
 
 def two_groups(rank: int, devices: list[torch.device]) -> None:
     """Each rank uses them in another order, and waits in another order."""
-    machines = Machines.of(None)
+    machines = all_machines()
     other = machines.another()
     assert (other.ranks, other.timeout) == (machines.ranks, machines.timeout)
     assert other.group is not machines.group
@@ -216,7 +215,7 @@ def two_groups(rank: int, devices: list[torch.device]) -> None:
         flats = [torch.full((3,), float(place + step)) for place in range(2)]
         places = [0, 1] if rank == 0 else [1, 0]
         rounds = {place: both[place].queue.begin_round("backward", f"{place}") for place in places}
-        sums = [partial(all_reduce, *pair) for pair in zip(both, flats, strict=True)]
+        sums = [partial(summed, *pair) for pair in zip(both, flats, strict=True)]
         launched = {place: rounds[place].launch("a", sums[place]) for place in places}
         assert [launched[place].wait().tolist() for place in places] == [[2.0 * (place + step)] * 3 for place in places]
         ends = [rounds[place].end([True]) for place in places]
@@ -236,9 +235,9 @@ def parts(rank: int, devices: list[torch.device]) -> None:
             assert machines.names([0, 1]) == f"ranks {ranks[0]} and {ranks[1]}"
             flat = torch.ones(1) * rank
             round = machines.queue.begin_round("buffers", "")
-            launched = round.launch("a", partial(broadcast, machines, flat, 1))
+            launched = round.launch("a", partial(broadcast, machines, stage(machines, flat)))
             round.close()
-            assert launched.wait() == ranks[1]
+            assert launched.wait() == ranks[0]
             # Rank 1 is in more groups than the others. Some releases of torch give a new group two names then.
             with contextlib.suppress(RuntimeError):
                 assert machines.another().ranks == ranks
@@ -248,20 +247,15 @@ def parts(rank: int, devices: list[torch.device]) -> None:
 
 
 def test_groups_of_some_ranks() -> None:
-    on_machines(parts, ranks=3, kind="cpu")
-
-
-def test_without_a_group_there_is_a_sentence() -> None:
-    with pytest.raises(RuntimeError, match=re.escape("call torch.distributed.init_process_group first")):
-        Machines.of(None)
+    on_machines(parts, ranks=3)
 
 
 def not_dense(rank: int, devices: list[torch.device]) -> None:
-    machines = Machines.of(None)
+    machines = all_machines()
     for tensor in (torch.ones(3, 4).t(), torch.eye(3).to_sparse()):
         with pytest.raises(ValueError, match="flatten it first"):
             stage(machines, tensor)
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
-    on_machines(not_dense, kind="cpu")
+    on_machines(not_dense)

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard, replicate
 from dataparallel.machines.arguments import check_sendable
 from dataparallel.machines.collectives import all_gather, stage
-from dataparallel.machines.group import Group, Machines
-from machine_ranks import on_machines
+from dataparallel.machines.group import Group
+from machine_ranks import all_machines, on_machines
 from nccl_on_machines import has_circle, nccl_on_machines
 
 pytestmark = pytest.mark.devices("sim")
@@ -129,7 +129,7 @@ def takes(rank: int, devices: list[torch.device]) -> None:
 
     with nccl_on_machines() as nccl, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "record_stream", refuse)
-        machines = Machines.of(None)
+        machines = all_machines()
         here, side = torch.accelerator.current_stream(devices[1]), torch.Stream(devices[1])
         sums = []
         for step in range(3):  # in which the host waits for no device
@@ -202,7 +202,7 @@ def test_sums_may_be_dropped_that_a_machine_had_no_gradients_for() -> None:
 
 def says(rank: int, devices: list[torch.device]) -> None:
     with nccl_on_machines() as nccl:
-        machines = Machines.of(None)
+        machines = all_machines()
         assert not machines.can_send(torch.device("cpu"))
         assert machines.all_say(f"rank {rank}") == ["rank 0", "rank 1"]
         assert machines.queue.begin_round("a round", "").end([rank == 1]).wait() == [True]

@@ -12,6 +12,8 @@ from nccl_on_machines import has_circle
 
 MESH = {"rows": [(0, 1), (2, 3)], "columns": [(0, 2), (1, 3)], "all": [(0, 1, 2, 3)]}
 CIRCLE = {"ring": [(0, 1), (1, 2), (2, 3), (3, 0)]}
+pytestmark = pytest.mark.devices("cpu")  # nothing is sent: once is enough
+
 Lines = dict[str, tuple[int, ...]]
 
 

@@ -12,16 +12,9 @@ from torch import nn
 from dataparallel.machines import start
 from dataparallel.machines.group import Machines
 from dataparallel.machines.start import compare, describe, failing_together, send_values
-from machine_ranks import on_machines, on_mortal_machines
+from machine_ranks import all_machines, on_machines, on_mortal_machines, said
 
-
-def said(function, *args):
-    """The type and the words of the error that a call raises."""
-    try:
-        function(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+IN_HOST_MEMORY = pytest.mark.devices("cpu")  # once is enough
 
 
 def net(width=8):
@@ -53,6 +46,7 @@ def test_a_description_has_all_that_ranks_need_to_share(slots):
     }
 
 
+@IN_HOST_MEMORY
 def test_strides_count_only_where_elements_lie_in_another_order():
     image = torch.empty(2, 3, 4, 4)
     for tensor, strides in (
@@ -64,6 +58,7 @@ def test_strides_count_only_where_elements_lie_in_another_order():
         assert describe({"w": tensor}, {}, [], {})["parameter w"]["strides"] == strides
 
 
+@IN_HOST_MEMORY
 def test_tensors_without_strides_are_described_too():
     lazy = nn.LazyLinear(3)
     assert describe({"w": lazy.weight}, {}, [], {})["parameter w"]["shape"] == "not initialised"
@@ -76,9 +71,10 @@ def test_tensors_without_strides_are_described_too():
 
 def same(rank, devices):
     module = net()
-    return said(compare, Machines.of(None), "replicate", description_of(module, devices, bucket_cap_mb=25))
+    return said(compare, all_machines(), "replicate", description_of(module, devices, bucket_cap_mb=25))
 
 
+@IN_HOST_MEMORY
 def test_ranks_that_agree_go_on():
     assert on_machines(same, ranks=3) == ["nothing was raised"] * 3
 
@@ -96,13 +92,14 @@ def wrong_on_a_rank(rank):
 def different(rank, devices):
     module = wrong_on_a_rank(rank)
     before = copy.deepcopy(module.state_dict())
-    machines = Machines.of(None)
+    machines = all_machines()
     slots = devices if rank else devices[:1]
     words = said(compare, machines, "replicate", description_of(module, slots, bucket_cap_mb=25 - rank // 2))
     unchanged = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     return words, unchanged, said(compare, machines, "again", {"slots": 2})
 
 
+@IN_HOST_MEMORY
 def test_differences_are_named_on_every_rank_and_the_next_start_works():
     results = on_machines(different, ranks=3)
     words = results[0][0]
@@ -118,37 +115,8 @@ def test_differences_are_named_on_every_rank_and_the_next_start_works():
         assert part in words
 
 
-def differing_in_one(rank, devices, ranks, entries):
-    machines = Machines.of(None)
-    return [said(compare, machines, "a start", each) for each in entries[rank]]
-
-
-@pytest.mark.parametrize(
-    ("entry", "ours", "theirs", "words"),
-    [
-        (
-            "type of slots",
-            {"slots": {"type": "cuda"}},
-            {"slots": {"type": "cpu"}},
-            "slots: type cuda on rank 0, cpu on r",
-        ),
-        ("order", {"a": 1, "b": 2}, {"b": 2, "a": 1}, "the order: number 0 is a on rank 0, b on rank 1"),
-        ("nothing", {"a": 1}, {}, "rank 1 lacks a"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_one_difference(entry, ours, theirs, words):
-    first, second = on_machines(differing, ours, theirs)
-    assert words in first
-    assert first == second
-
-
-def differing(rank, devices, ours, theirs):
-    return said(compare, Machines.of(None), "a start", theirs if rank else ours)
-
-
 def error_before(rank, devices):
-    machines = Machines.of(None)
+    machines = all_machines()
 
     def begin():
         with failing_together(machines):
@@ -159,6 +127,7 @@ def error_before(rank, devices):
     return said(begin), said(compare, machines, "again", {"slots": 2})
 
 
+@IN_HOST_MEMORY
 def test_an_error_on_one_rank_is_an_error_on_all():
     (zero, again), (one, again_too), (two, _) = on_machines(error_before, ranks=3)
     assert one == "ValueError: bucket_cap_mb=-1: a bucket holds more than 0 MiB"
@@ -202,7 +171,7 @@ def received(rank, devices, cap_bytes):
     tensors = awkward_tensors(rank, devices[0])
     parts = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     versions = {name: tensor._version for name, tensor in tensors.items()}
-    send_values(Machines.of(None), tensors, cap_bytes)
+    send_values(all_machines(), tensors, cap_bytes)
     assert all(tensor.data_ptr() == parts[name] for name, tensor in tensors.items())
     moved = {name for name, tensor in tensors.items() if tensor._version != versions[name]}
     assert moved == ({*tensors} - {"empty"} if rank else set())
@@ -224,13 +193,14 @@ def received_by_a_part(rank, devices):
     return value.tolist()
 
 
+@IN_HOST_MEMORY
 def test_rank_0_is_that_of_the_group():
     assert on_machines(received_by_a_part, ranks=3) == [[0.0] * 3, [1.0] * 3, [1.0] * 3]
 
 
 def values_on_two_devices(rank, devices):
     tensors = {str(i): torch.full((3,), float(10 * rank + i), device=devices[i % 2]) for i in range(6)}
-    send_values(Machines.of(None), tensors, 30)
+    send_values(all_machines(), tensors, 30)
     return [tensor.tolist() for tensor in tensors.values()]
 
 
@@ -240,7 +210,7 @@ def test_values_on_several_devices():
 
 
 def refused(rank, devices):
-    machines = Machines.of(None)
+    machines = all_machines()
     with torch.inference_mode():
         frozen = torch.ones(2)
     good = torch.full((2,), float(rank))
@@ -261,6 +231,7 @@ def refused(rank, devices):
     return found, good.tolist()
 
 
+@IN_HOST_MEMORY
 def test_what_cannot_be_sent():
     (first, kept), (second, changed) = on_machines(refused)
     for name, words in {
@@ -285,10 +256,11 @@ def test_what_cannot_be_sent():
 def graphs_recorded_before(rank, devices):
     weight = nn.Parameter(torch.full((2,), 1.0 + rank))
     loss = (weight * weight).sum()
-    send_values(Machines.of(None), {"w": weight})
+    send_values(all_machines(), {"w": weight})
     return said(loss.backward)
 
 
+@IN_HOST_MEMORY
 def test_a_graph_that_reads_the_former_values_raises():
     """As after any other change in place; rank 0 has changed nothing."""
     zero, one = on_machines(graphs_recorded_before)
@@ -305,7 +277,7 @@ def sent_on_a_side_stream(rank, devices):
     stream = torch.Stream(device)
     with stream:
         weights = [torch.full((1000,), float(rank), device=device).mul_(i) for i in range(1, 4)]
-        send_values(Machines.of(None), {str(i): weight for i, weight in enumerate(weights)}, 4000)
+        send_values(all_machines(), {str(i): weight for i, weight in enumerate(weights)}, 4000)
         return [weight.mul_(2).sum().item() for weight in weights]
 
 
@@ -329,12 +301,13 @@ def failing_on_the_way(rank, devices):
 
     start._fill = fails
     began = time.monotonic()
-    words = said(send_values, Machines.of(None), tensors, 400)
+    words = said(send_values, all_machines(), tensors, 400)
     seconds = time.monotonic() - began
     time.sleep(0.5)  # an interpreter that ends lets the launcher say why; these processes just end
     return words, seconds
 
 
+@IN_HOST_MEMORY
 def test_an_error_on_the_way_is_an_error_on_all():
     """The other ranks wait for what rank 0 cannot send."""
     zero, *others = on_mortal_machines(failing_on_the_way, ranks=3, group_timeout=20.0)
@@ -347,7 +320,7 @@ def test_an_error_on_the_way_is_an_error_on_all():
 
 
 def killed(rank, devices, where):
-    machines = Machines.of(None)
+    machines = all_machines()
     tensors = {str(i): torch.full((100,), float(rank)) for i in range(6)}
     send_values(machines, tensors)
     if rank == 1 and where == "between":
@@ -358,6 +331,7 @@ def killed(rank, devices, where):
     send_values(machines, tensors, 400)
 
 
+@IN_HOST_MEMORY
 @pytest.mark.parametrize(
     ("where", "named"), [("between", "the start of replicate"), ("on the way", "values of rank 0")]
 )

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dataparallel.comm.streams.current import Event
-from dataparallel.sharded import host_reads
+from dataparallel.sharded import operators
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -27,12 +27,12 @@ class Copy(Event):
 
 def test_every_thread_waits_for_a_copy_that_another_one_waits_for_already() -> None:
     copy = Copy()
-    host_reads.note([copy])
+    operators.note_host_reads([copy])
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(host_reads.wait)
+        first = pool.submit(operators.wait_for_host_reads)
         assert copy.is_awaited.wait(30)
         copy.is_awaited.clear()
-        second = pool.submit(host_reads.wait)
+        second = pool.submit(operators.wait_for_host_reads)
         try:
             assert copy.is_awaited.wait(30)
             assert not first.done()
@@ -46,23 +46,23 @@ def test_every_thread_waits_for_a_copy_that_another_one_waits_for_already() -> N
 def test_a_copy_is_waited_for_once() -> None:
     copy = Copy()
     copy.has_ended.set()
-    host_reads.note([copy])
-    host_reads.wait()
+    operators.note_host_reads([copy])
+    operators.wait_for_host_reads()
     copy.is_awaited.clear()
-    host_reads.wait()
+    operators.wait_for_host_reads()
     assert not copy.is_awaited.is_set()
 
 
 def test_copies_that_have_ended_are_forgotten_if_nobody_writes() -> None:
     first = Copy()
-    host_reads.note([first])
-    for _ in range(10 * host_reads.MANY):
+    operators.note_host_reads([first])
+    for _ in range(10 * operators.MANY_HOST_READS):
         copy = Copy()
         copy.has_ended.set()
-        host_reads.note([copy])
-    assert len(host_reads._reading) <= host_reads.MANY + 1
+        operators.note_host_reads([copy])
+    assert len(operators._host_reads) <= operators.MANY_HOST_READS + 1
     assert not first.is_awaited.is_set()
     first.has_ended.set()
-    host_reads.wait()
+    operators.wait_for_host_reads()
     assert first.is_awaited.is_set()
-    assert not host_reads._reading
+    assert not operators._host_reads

@@ -1,73 +1,51 @@
 """State that one device has saved can be loaded into an optimizer over sharded parameters."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dataparallel.sharded import Replicate, Shard, ShardedTensor
-from dataparallel.sharded.optimizer_state import counters
+from dataparallel.sharded import ShardedTensor
+from dataparallel.sharded.distribute import counters
 from dataparallel.testing.steps import assert_equal
-from sharding import full, sharded
+from sharded_parameters import OPTIMIZERS, SHAPES, divided, set_gradients, whole_parameters
+from sharding import full
 
-# Uneven, with empty parts, of one row, 0-dim, and divided along the second dimension.
-PLACEMENTS = {(5, 4): Shard(0), (2, 3): Shard(0), (1,): Shard(0), (): Shard(0), (4, 7): Shard(1), (6, 2): Replicate()}
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "momentum": lambda p, **k: torch.optim.SGD(p, lr=0.1, momentum=0.9, **k),
-    "AdamW": lambda p, **k: torch.optim.AdamW(p, lr=0.1, amsgrad=True, **k),
-    "Adagrad": lambda p, **k: torch.optim.Adagrad(p, lr=0.1, **k),
-    "RMSprop": lambda p, **k: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.9, **k),
-    "NAdam": lambda p, **k: torch.optim.NAdam(p, lr=0.1, **k),
-    "RAdam": lambda p, **k: torch.optim.RAdam(p, lr=0.1, **k),
-    "Adadelta": lambda p, **k: torch.optim.Adadelta(p, lr=0.1, **k),
-    "Adamax": lambda p, **k: torch.optim.Adamax(p, lr=0.1, **k),
-    "ASGD": lambda p, **k: torch.optim.ASGD(p, lr=0.1, t0=2, **k),
-}
-
-
-def parameters(device: Any) -> list[nn.Parameter]:
-    torch.manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, dtype=torch.float64).to(device)) for shape in PLACEMENTS]
-
-
-def divided(plain: Sequence[Tensor], slots: list) -> list[nn.Parameter]:
-    return [nn.Parameter(sharded(p, slots, PLACEMENTS[tuple(p.shape)], requires_grad=False)) for p in plain]
+NAMES = ["momentum", "amsgrad", "Adagrad", "centered", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD"]
 
 
 def train(optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
-        torch.manual_seed(100 + step)
-        for parameter in optimizer.param_groups[0]["params"]:
-            gradient = torch.randn(parameter.shape, dtype=torch.float64)
-            if isinstance(parameter, ShardedTensor):
-                parameter.grad = sharded(gradient, parameter.devices, parameter.placement)
-            else:
-                parameter.grad = gradient.to(parameter.device)
+        set_gradients(optimizer.param_groups[0]["params"], step)
         optimizer.step()
-
-
-def pair(name: str, slots: list, **options: Any) -> list[torch.optim.Optimizer]:
-    """One over sharded parameters, and one over their twins on one device, which has made two steps."""
-    several, one = (OPTIMIZERS[name](p, **options) for p in (divided(parameters("cpu"), slots), parameters(slots[0])))
-    train(one, range(2))
-    one.load_state_dict(saved(one))  # which casts counters
-    give_values(several, one)
-    return [several, one]
-
-
-def give_values(several: torch.optim.Optimizer, one: torch.optim.Optimizer) -> None:
-    with torch.no_grad():
-        for parameter, value in zip(several.param_groups[0]["params"], values(one), strict=True):
-            parameter.copy_(value)
 
 
 def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """A copy, as from a file: torch's optimizers would share the counters that they load."""
     return copy.deepcopy(optimizer.state_dict())
+
+
+def on_one_device(name: str, device: Any, **options: Any) -> torch.optim.Optimizer:
+    """An optimizer that has made two steps."""
+    one = OPTIMIZERS[name](whole_parameters(device), **options)
+    train(one, range(2))
+    one.load_state_dict(saved(one))  # which casts counters
+    return one
+
+
+def values(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Of the parameters, on the CPU."""
+    return [full(parameter) for parameter in optimizer.param_groups[0]["params"]]
+
+
+def over(slots: Any, name: str, one: torch.optim.Optimizer, **options: Any) -> torch.optim.Optimizer:
+    """An optimizer over sharded parameters that have the values of ``one``."""
+    return OPTIMIZERS[name](divided(values(one), slots), **options)
 
 
 def state(optimizer: torch.optim.Optimizer) -> Any:
@@ -77,27 +55,34 @@ def state(optimizer: torch.optim.Optimizer) -> Any:
     ]
 
 
-def values(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Of the parameters, on the CPU."""
-    return [full(parameter) for parameter in optimizer.param_groups[0]["params"]]
-
-
+@pytest.mark.slots(4)
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_of_one_device_is_divided_at_the_first_step(name: str, foreach: bool, slots: list) -> None:
-    several, one = pair(name, slots, foreach=foreach)
-    several.load_state_dict(saved(one))
-    for optimizer in (several, one):
-        train(optimizer, range(2, 5))
-    assert_equal(values(several), values(one), "parameters", atol=1e-12)
-    assert_equal(state(several), state(one), "state", atol=1e-12)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_of_one_device_is_divided_at_the_first_step(
+    name: str, foreach: bool, on_owners: Callable[[Callable[[Any], Any]], list[Any]]
+) -> None:
+    one = on_one_device(name, "cpu", foreach=foreach)  # torch leaves steps where they are, and machines differ
+    loaded, before = saved(one), [value.clone() for value in values(one)]
+    train(one, range(2, 5))
+
+    def resume(owners: Any) -> None:
+        several = OPTIMIZERS[name](divided(before, owners), foreach=foreach)
+        several.load_state_dict(copy.deepcopy(loaded))  # machines share no memory
+        train(several, range(2, 5))
+        assert_equal(values(several), values(one), "parameters", atol=1e-12)
+        assert_equal(state(several), state(one), "state", atol=1e-12)
+
+    on_owners(resume)
 
 
-@pytest.mark.parametrize("name", ["momentum", "AdamW", "NAdam"])
+@pytest.mark.parametrize("name", ["momentum", "amsgrad", "NAdam"])
 def test_later_loads_are_divided_at_once(name: str, slots: list) -> None:
-    several, one = pair(name, slots)
+    one = on_one_device(name, slots[0])
+    several = over(slots, name, one)
     train(several, range(1))
-    give_values(several, one)
+    with torch.no_grad():
+        for parameter, value in zip(several.param_groups[0]["params"], values(one), strict=True):
+            parameter.copy_(value)
     several.load_state_dict(saved(one))
     alike = [
         value.devices == parameter.devices and value.placement == parameter.placement
@@ -106,7 +91,7 @@ def test_later_loads_are_divided_at_once(name: str, slots: list) -> None:
         if isinstance(value, ShardedTensor)
     ]
     assert all(alike)
-    assert len(alike) == len(PLACEMENTS) * (1 if name == "momentum" else 2 + (name == "AdamW"))
+    assert len(alike) == len(SHAPES) * {"momentum": 1, "amsgrad": 3, "NAdam": 2}[name]
     for optimizer in (several, one):
         train(optimizer, range(2, 4))
     assert_equal(values(several), values(one), "parameters", atol=1e-12)
@@ -114,22 +99,25 @@ def test_later_loads_are_divided_at_once(name: str, slots: list) -> None:
 
 def test_a_copy_of_an_optimizer_divides_too(slots: list) -> None:
     """A copy has no hooks of the original's."""
-    several, one = pair("AdamW", slots)
-    train(several, range(1))
+    one = on_one_device("AdamW", slots[0])
+    several = over(slots, "AdamW", one)
+    several.load_state_dict(saved(one))
+    train(several, range(2, 3))
+    train(one, range(2, 3))
     copied = copy.deepcopy(several)
     copied.load_state_dict(saved(one))
-    give_values(copied, one)
     for optimizer in (copied, one):
-        train(optimizer, range(2, 4))
+        train(optimizer, range(3, 5))
     assert_equal(values(copied), values(one), "parameters", atol=1e-12)
 
 
 def test_state_with_other_owners_is_divided_anew(make_slots: Callable[[int], list]) -> None:
     """Sharded state that was saved with another number of devices."""
-    several, one = pair("AdamW", make_slots(4))
+    one = on_one_device("AdamW", make_slots(4)[0])
+    several = over(make_slots(4), "AdamW", one)
     several.load_state_dict(saved(one))
     train(several, range(2, 3))
-    fewer = OPTIMIZERS["AdamW"](divided([full(p) for p in several.param_groups[0]["params"]], make_slots(2)))
+    fewer = over(make_slots(2), "AdamW", several)
     fewer.load_state_dict(saved(several))
     train(one, range(2, 4))
     train(fewer, range(3, 4))
@@ -138,13 +126,15 @@ def test_state_with_other_owners_is_divided_anew(make_slots: Callable[[int], lis
 
 def test_counters_stay_plain(slots: list) -> None:
     """Also those of a 0-dim parameter, which have its shape."""
-    several, one = pair("ASGD", slots)
+    one = on_one_device("ASGD", slots[0])
+    several = over(slots, "ASGD", one)
     several.load_state_dict(saved(one))
     train(several, range(2, 3))
     for of_one in several.state.values():
         assert {name for name, value in of_one.items() if isinstance(value, ShardedTensor)} == {"ax"}
 
 
+@pytest.mark.devices("cpu")  # they know no slots: once is enough
 def test_counters_of_other_optimizers_are_known_by_other_parameters() -> None:
     """A value is a counter if it is 0-dim beside a parameter that is not."""
     scalar, vector = torch.ones(()), torch.ones(3)
@@ -156,17 +146,16 @@ def test_counters_of_other_optimizers_are_known_by_other_parameters() -> None:
 
 
 def test_a_group_that_is_added_later_is_divided_too(slots: list) -> None:
-    sharded_ones = divided(parameters(slots[0]), slots)
-    several, one = OPTIMIZERS["momentum"](parameters(slots[0])), OPTIMIZERS["momentum"](parameters(slots[0]))
+    one = OPTIMIZERS["momentum"](whole_parameters(slots[0]))
+    several = OPTIMIZERS["momentum"](whole_parameters(slots[0]))
+    later = divided(whole_parameters(), slots)
     train(several, range(1))
-    several.add_param_group({"params": sharded_ones})
-    for parameter, twin in zip(sharded_ones, one.param_groups[0]["params"], strict=True):
+    several.add_param_group({"params": later})
+    for parameter, twin in zip(later, one.param_groups[0]["params"], strict=True):
         several.state[parameter]["momentum_buffer"] = torch.ones_like(twin)
         one.state[twin]["momentum_buffer"] = torch.ones_like(twin)
-    torch.manual_seed(7)
-    for parameter, twin in zip(sharded_ones, one.param_groups[0]["params"], strict=True):
-        twin.grad = torch.randn(twin.shape, dtype=torch.float64).to(slots[0])
-        parameter.grad = sharded(twin.grad, slots, parameter.placement)
+    set_gradients(later, 7)
+    set_gradients(one.param_groups[0]["params"], 7)
     for optimizer in (several, one):
         optimizer.step()
-    assert_equal([full(p) for p in sharded_ones], values(one), "parameters", atol=1e-12)
+    assert_equal([full(p) for p in later], values(one), "parameters", atol=1e-12)

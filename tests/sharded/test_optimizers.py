@@ -1,6 +1,6 @@
 """torch's optimizers, clipping, gradient scaling and averaging on sharded parameters: the same as on one device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataparallel.sharded import Shard, ShardedTensor
+from dataparallel.sharded.placements import over_of
+from fake_machines import FakeOver, on_fake_machines, owners_of
 from sharded_parameters import (
     FUSED,
     OF_WHOLE_MATRICES,
@@ -26,17 +28,37 @@ from sharded_parameters import (
 )
 from sharding import full, sharded
 
+pytestmark = [pytest.mark.slots(4), pytest.mark.usefixtures("one_intra_op_thread")]
 
-@pytest.mark.slots(3, long=[2, 8])
+OnOwners = Callable[[Callable[[Any], Any]], list[Any]]
+
+
+FUSED_OPTIMIZERS = pytest.mark.devices("cpu", "cuda")  # sim has none
+
+
+def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [full(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+@pytest.mark.slots(4, long=[2, 8])
 @pytest.mark.parametrize("foreach", [None, False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_equal_one_device(slots: list, root: torch.device, name: str, foreach: bool | None) -> None:
+def test_steps_equal_one_device_and_send_nothing(
+    on_owners: OnOwners, root: torch.device, name: str, foreach: bool | None
+) -> None:
     whole = whole_parameters(root)
     expected = trained(whole, OPTIMIZERS[name](whole, foreach=foreach))
-    parameters = divided(whole_parameters(), slots)
-    optimizer = OPTIMIZERS[name](parameters, foreach=foreach)
-    assert_same(trained(parameters, optimizer), expected, 0)
-    assert_state_is_divided(parameters, optimizer)
+
+    def steps(owners: Any) -> None:
+        parameters = divided(whole_parameters(), owners)
+        optimizer = OPTIMIZERS[name](parameters, foreach=foreach)
+        got = trained(parameters, optimizer)
+        if (over := over_of(owners)) is not None:
+            assert {*over.machines.calls} == {"objects"}  # type: ignore[attr-defined]  # of the comparison
+        assert_same(got, expected, 0)
+        assert_state_is_divided(parameters, optimizer)
+
+    on_owners(steps)
 
 
 class Operators(TorchDispatchMode):
@@ -62,19 +84,19 @@ def test_by_default_operators_work_on_lists(slots: list) -> None:
     assert "addcdiv_" not in operators.names
 
 
+@FUSED_OPTIMIZERS
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_steps_equal_one_device(slots: list, root: torch.device, name: str) -> None:
+def test_fused_steps_equal_one_device(on_owners: OnOwners, root: torch.device, name: str) -> None:
     whole = whole_parameters(root)
-    try:
-        expected = trained(whole, OPTIMIZERS[name](whole, fused=True))
-    except (NotImplementedError, RuntimeError):
-        if root.type == "cpu":
-            raise
-        pytest.skip(f"{root.type} has no fused optimizers")
-    parameters = divided(whole_parameters(), slots)
-    optimizer = OPTIMIZERS[name](parameters, fused=True)
-    assert_same(trained(parameters, optimizer), expected)
-    assert_state_is_divided(parameters, optimizer)
+    expected = trained(whole, OPTIMIZERS[name](whole, fused=True))
+
+    def steps(owners: Any) -> None:
+        parameters = divided(whole_parameters(), owners)
+        optimizer = OPTIMIZERS[name](parameters, fused=True)
+        assert_same(trained(parameters, optimizer), expected)
+        assert_state_is_divided(parameters, optimizer)
+
+    on_owners(steps)
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -93,70 +115,124 @@ def test_plain_gradients_of_whole_parameters_are_divided(slots: list, root: torc
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_one_optimizer_steps_sharded_and_plain_parameters(
-    make_slots: Callable[[int], list], root: torch.device, foreach: bool
-) -> None:
-    """Some over two devices, some over three, some on one."""
+def test_one_optimizer_steps_parameters_of_all_kinds(on_owners: OnOwners, root: torch.device, foreach: bool) -> None:
+    """Some over all owners, some over two devices of this machine, some on one device."""
     whole = whole_parameters(root)
     expected = trained(whole, torch.optim.AdamW(whole, lr=0.1, foreach=foreach))
-    plain = whole_parameters(root)
-    two, three = divided(plain, make_slots(2)), divided(plain, make_slots(3))
-    mixed = [(plain, two, three)[i % 3][i] for i in range(len(plain))]
-    assert_same(trained(mixed, torch.optim.AdamW(mixed, lr=0.1, foreach=foreach)), expected)
+
+    def steps(owners: Any) -> None:
+        plain = whole_parameters(owners[0])
+        kinds = plain, divided(plain, owners), divided(plain, owners[:2])  # a slice is of this machine
+        mixed = [kinds[i % 3][i] for i in range(len(plain))]
+        assert_same(trained(mixed, torch.optim.AdamW(mixed, lr=0.1, foreach=foreach)), expected)
+
+    on_owners(steps)
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, 0.0, float("inf")])
 def test_clipping_by_norm_equals_one_device(
-    slots: list, root: torch.device, order: float, foreach: bool | None
+    on_owners: OnOwners, root: torch.device, order: float, foreach: bool | None
 ) -> None:
     whole = whole_parameters(root)
-    parameters = divided(whole, slots)
-    norms = []
-    for these in (whole, parameters):
-        set_gradients(these, 0)
-        norms.append(nn.utils.clip_grad_norm_(these, 0.1, order, foreach=foreach))
-    assert type(norms[1]) is Tensor
-    assert norms[1].device == root
-    assert_same([norms[1]], [norms[0]])
-    assert_same([full(p.grad) for p in parameters], [p.grad for p in whole])  # type: ignore[arg-type, misc]
+    set_gradients(whole, 0)
+    total = nn.utils.get_total_norm([p.grad for p in whole if p.grad is not None], order, foreach=foreach)
+    norm = nn.utils.clip_grad_norm_(whole, 0.1, order, foreach=foreach)
+
+    def clip(owners: Any) -> Tensor:
+        parameters = divided(whole_parameters(), owners)
+        set_gradients(parameters, 0)
+        given = [p.grad for p in parameters if p.grad is not None]
+        assert_same([nn.utils.get_total_norm(given, order, foreach=foreach)], [total])
+        got = nn.utils.clip_grad_norm_(parameters, 0.1, order, foreach=foreach)
+        assert type(got) is Tensor
+        assert got.device == torch.device(owners[0])
+        assert_same([got], [norm])
+        assert_same(gradients_of(parameters), [p.grad for p in whole])  # type: ignore[misc]
+        return got.cpu()
+
+    first, *others = on_owners(clip)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_clipping_over_machines_sends_one_message_and_has_the_bits_of_one_machine(slots: list) -> None:
+    parameters = divided(whole_parameters(), slots)
+    set_gradients(parameters, 0)
+    expected = nn.utils.clip_grad_norm_(parameters, 0.1)
+
+    def clip(over: FakeOver) -> None:
+        over_machines = divided(whole_parameters(), owners_of(slots, over))
+        set_gradients(over_machines, 0)
+        assert torch.equal(nn.utils.clip_grad_norm_(over_machines, 0.1, foreach=True).cpu(), expected.cpu())
+        assert len(over.machines.calls) == 1
+
+    on_fake_machines(clip)
+
+
+def test_a_norm_that_is_not_finite_is_an_error_on_every_machine(slots: list) -> None:
+    """The gradient is wrong on the last machine only."""
+
+    def clip(over: FakeOver) -> str:
+        parameters = divided(whole_parameters(), owners_of(slots, over))
+        set_gradients(parameters, 0)
+        gradient = gradients(0)[0]
+        gradient[7, 1] = float("nan")
+        parameters[0].grad = sharded(gradient, owners_of(slots, over))
+        with pytest.raises(RuntimeError, match="non-finite") as raised:
+            nn.utils.clip_grad_norm_(parameters, 0.1, error_if_nonfinite=True)
+        return str(raised.value)
+
+    first, second = on_fake_machines(clip)
+    assert first == second
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])
-def test_clipping_by_value_equals_one_device(slots: list, root: torch.device, foreach: bool | None) -> None:
+def test_clipping_by_value_equals_one_device(on_owners: OnOwners, root: torch.device, foreach: bool | None) -> None:
     whole = whole_parameters(root)
-    parameters = divided(whole, slots)
-    for these in (whole, parameters):
-        set_gradients(these, 0)
-        nn.utils.clip_grad_value_(these, 0.5, foreach=foreach)
-    assert_same([full(p.grad) for p in parameters], [p.grad for p in whole], 0)  # type: ignore[arg-type, misc]
+    set_gradients(whole, 0)
+    nn.utils.clip_grad_value_(whole, 0.5, foreach=foreach)
+
+    def clip(owners: Any) -> None:
+        parameters = divided(whole_parameters(), owners)
+        set_gradients(parameters, 0)
+        nn.utils.clip_grad_value_(parameters, 0.5, foreach=foreach)
+        assert_same(gradients_of(parameters), [p.grad for p in whole], 0)  # type: ignore[misc]
+
+    on_owners(clip)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+def scaled_steps(parameters: list[nn.Parameter], optimizer: Any, root: Any, where: int) -> float:
+    """Steps of which one has an infinity in this row. Returns the scale afterwards."""
+    scaler = torch.amp.GradScaler(torch.device(root).type, init_scale=4.0, growth_interval=2)
+    for step in range(STEPS):
+        scaler.scale(torch.zeros((), device=root))
+        set_gradients(parameters, step)
+        if step == 2:
+            gradient, first = gradients(step)[0], parameters[0]
+            gradient[where, 1] = float("inf")
+            is_divided = isinstance(first, ShardedTensor)
+            first.grad = sharded(gradient, first.devices, Shard(0)) if is_divided else gradient.to(root)  # type: ignore[attr-defined]
+        scaler.step(optimizer)
+        scaler.update()
+    return float(scaler.get_scale())
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=FUSED_OPTIMIZERS)])
 @pytest.mark.parametrize("where", [0, 7])
 def test_gradient_scaling_skips_a_step_with_an_infinity(
-    slots: list, root: torch.device, where: int, fused: bool
+    on_owners: OnOwners, root: torch.device, where: int, fused: bool
 ) -> None:
-    """In the first row, on the first owner; in the last, on the last one."""
-    found = []
-    for these in (whole := whole_parameters(root), parameters := divided(whole, slots)):
-        optimizer = torch.optim.AdamW(these, lr=0.1, fused=fused)
-        scaler = torch.amp.GradScaler(root.type, init_scale=4.0, growth_interval=2)
-        for step in range(STEPS):
-            scaler.scale(torch.zeros((), device=root))
-            set_gradients(these, step)
-            if step == 2:
-                gradient = gradients(step)[0]
-                gradient[where, 1] = float("inf")
-                first = these[0]
-                first.grad = (
-                    sharded(gradient, slots, Shard(0)) if isinstance(first, ShardedTensor) else gradient.to(root)
-                )
-            scaler.step(optimizer)
-            scaler.update()
-        found.append(scaler.get_scale())
-    assert found[0] == found[1]
-    assert_same([full(parameter) for parameter in parameters], whole)
+    """In the first row, on the first owner; in the last, on the last one, of the last machine."""
+    whole = whole_parameters(root)
+    scale = scaled_steps(whole, torch.optim.AdamW(whole, lr=0.1, fused=fused), root, where)
+
+    def steps(owners: Any) -> None:
+        parameters = divided(whole_parameters(), owners)
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=fused)
+        assert scaled_steps(parameters, optimizer, owners[0], where) == scale
+        assert_same([full(parameter) for parameter in parameters], whole)
+
+    on_owners(steps)
 
 
 class Model(nn.Module):
@@ -182,20 +258,30 @@ def test_averages_equal_one_device(slots: list, root: torch.device, multi: Any) 
     assert_same(averages[1], averages[0])
 
 
-@pytest.mark.slots(3, long=[2, 8])
+# ---- optimizers that need whole matrices -----------------------------------------------------------------------------
+
+
+@pytest.mark.slots(4, long=[2, 8])
 @pytest.mark.usefixtures("gathers")
 @pytest.mark.parametrize("name", OF_WHOLE_MATRICES)
-def test_those_that_need_whole_matrices_equal_one_device(slots: list, root: torch.device, name: str) -> None:
-    parameters = divided(whole_parameters(), slots)
-    assert_same(trained_by_closure(parameters, name), trained_by_closure(whole_parameters(root), name), 1e-9)
-    assert all(isinstance(parameter, ShardedTensor) for parameter in parameters)
+def test_those_that_need_whole_matrices_equal_one_device(on_owners: OnOwners, root: torch.device, name: str) -> None:
+    expected = trained_by_closure(whole_parameters(root), name)
+
+    def steps(owners: Any) -> None:
+        parameters = divided(whole_parameters(), owners)
+        assert_same(trained_by_closure(parameters, name), expected, 1e-9)
+        assert all(isinstance(parameter, ShardedTensor) for parameter in parameters)
+
+    on_owners(steps)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Adafactor, foreach", "Muon", "LBFGS"])
-def test_they_are_refused_without_gathers_and_change_nothing(slots: list, name: str) -> None:
-    parameters = divided(whole_parameters(), slots)
-    with pytest.raises((TypeError, RuntimeError), match=r"full_tensor\(\)"):
-        trained_by_closure(parameters, name)
+def test_without_gathers_they_are_refused(on_owners: OnOwners, name: str) -> None:
+    def steps(owners: Any) -> None:
+        with pytest.raises((TypeError, RuntimeError), match=r"full_tensor\(\)"):
+            trained_by_closure(divided(whole_parameters(), owners), name)
+
+    on_owners(steps)
 
 
 @pytest.mark.usefixtures("gathers")

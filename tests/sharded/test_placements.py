@@ -9,6 +9,8 @@ from torch.distributed import tensor as torch_placements
 from dataparallel.sharded import Replicate, Shard
 from dataparallel.sharded.placements import check_placement, part_shapes, rows_of_parts
 
+pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
+
 shapes = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 
 

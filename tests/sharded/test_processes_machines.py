@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.machines.errors import MachinesDiffer
-from dataparallel.machines.group import Machines
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
 from dataparallel.sharded.placements import Owners
-from machine_ranks import on_machines, on_mortal_machines
+from machine_ranks import all_machines, on_machines, on_mortal_machines
 from sharded_parameters import PLACEMENTS, SHAPES, STEPS, assert_same, gradients, whole_parameters
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -20,7 +19,7 @@ DTYPES = [torch.float64, torch.bfloat16, torch.bool, torch.int16, torch.complex6
 
 
 def owners_here(devices: list) -> Owners:
-    return Owners(devices, Machines.of(None).own("tensors"))
+    return Owners(devices, all_machines().own("tensors"))
 
 
 def divided(tensors: list, owners: Owners) -> list[ShardedTensor]:

@@ -10,16 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
-from sharding import owners, same
+from sharding import owners, places, same
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def whole() -> Tensor:
-    return torch.arange(21.0).reshape(7, 3)
 
 
 def through_a_file(value: Any, **how: Any) -> Any:
@@ -27,10 +22,6 @@ def through_a_file(value: Any, **how: Any) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=True, **how)
-
-
-def places(tensor: ShardedTensor) -> tuple[torch.device, ...]:
-    return tuple(shard.device for shard in tensor.shards)
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])

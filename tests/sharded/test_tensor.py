@@ -3,6 +3,7 @@
 import copy
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,28 +11,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
+from dataparallel.sharded.placements import over_of
+from sharding import same
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 @pytest.fixture
-def whole() -> Tensor:
-    return torch.arange(21.0).reshape(7, 3)
-
-
-@pytest.fixture
-def sharded(whole: Tensor, slots: list) -> ShardedTensor:
-    return distribute_tensor(whole, slots)
-
-
-@pytest.fixture
 def parameter(sharded: ShardedTensor) -> nn.Parameter:
     return nn.Parameter(sharded)
-
-
-def same(tensor: ShardedTensor, expected: Tensor) -> bool:
-    assert type(tensor) is ShardedTensor
-    return torch.equal(tensor.full_tensor("cpu"), expected)
 
 
 # What it is
@@ -132,14 +120,6 @@ def test_the_gradient_of_a_sum_is_divided(parameter: nn.Parameter, whole: Tensor
     assert parameter.grad.devices == parameter.devices
 
 
-@pytest.mark.parametrize("foreach", [False, True, None])
-def test_an_optimizer_takes_the_gradient_of_a_sum(foreach: bool | None, parameter: nn.Parameter, whole: Tensor) -> None:
-    optimizer = torch.optim.SGD([parameter], lr=0.5, foreach=foreach)
-    (parameter * 2).sum().backward()
-    optimizer.step()
-    assert same(parameter.detach(), whole - 1)
-
-
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_a_plain_gradient_with_a_graph_is_not_divided(parameter: nn.Parameter, root: torch.device) -> None:
     """Its graph would be lost."""
@@ -203,25 +183,32 @@ def test_other_data_is_refused(parameter: nn.Parameter, whole: Tensor, slots: li
 # Copies
 
 
-def test_a_deep_copy_has_memory_of_its_own(parameter: nn.Parameter, whole: Tensor, slots: list) -> None:
-    parameter.grad = distribute_tensor(whole * 2, slots)
-    parameter.note = ["a"]
-    copied = copy.deepcopy(parameter)
-    for shard in (*parameter.shards, *parameter.grad.shards):
-        shard.zero_()
-    parameter.note.append("b")
-    assert isinstance(copied, nn.Parameter)
-    assert copied.requires_grad
-    assert copied.devices == parameter.devices
-    assert same(copied, whole)
-    assert same(copied.grad, whole * 2)
-    assert copied.note == ["a"]
+@pytest.mark.slots(4)
+def test_a_deep_copy_has_memory_of_its_own(whole: Tensor, on_owners: Callable[[Callable], list]) -> None:
+    """Also as a part of a module, where it is tied, and over machines."""
 
+    def check(owners: Any) -> None:
+        module = nn.Module()
+        module.weight = module.tied = parameter = nn.Parameter(distribute_tensor(whole, owners))
+        parameter.grad = distribute_tensor(whole * 2, owners)
+        parameter.note = ["a"]
+        copied = copy.deepcopy(module).weight
+        if (over := over_of(owners)) is not None:
+            assert over.machines.calls == []
+        for shard in (*parameter.shards, *parameter.grad.shards):
+            shard.zero_()
+        parameter.note.append("b")
+        assert isinstance(copied, nn.Parameter)
+        assert copied is not parameter
+        assert copied.requires_grad
+        assert (copied.devices, copied.over) == (parameter.devices, over)
+        assert same(copied, whole)
+        assert same(copied.grad, whole * 2)
+        assert copied.note == ["a"]
+        again = copy.deepcopy(module)
+        assert again.weight is again.tied
 
-def test_a_deep_copy_of_two_references_is_one(parameter: nn.Parameter) -> None:
-    first, second = copy.deepcopy([parameter, parameter])
-    assert first is second
-    assert first is not parameter
+    on_owners(check)
 
 
 def test_results_of_operators_have_no_deep_copy(parameter: nn.Parameter) -> None:
@@ -229,24 +216,7 @@ def test_results_of_operators_have_no_deep_copy(parameter: nn.Parameter) -> None
         copy.deepcopy(parameter.clone())
 
 
-def test_a_deep_copy_of_a_module(parameter: nn.Parameter, whole: Tensor) -> None:
-    module = nn.Module()
-    module.weight = module.tied = parameter
-    copied = copy.deepcopy(module)
-    assert copied.weight is copied.tied
-    assert copied.weight is not parameter
-    assert same(copied.weight, whole)
-
-
 # Refusals
-
-
-@pytest.mark.parametrize(
-    "compute", [lambda a: a @ a, lambda a: a.diagonal(), lambda a: a.sum(0), lambda a: torch.cat([a, a])]
-)
-def test_operators_that_it_does_not_have_are_named(compute: Callable, sharded: ShardedTensor) -> None:
-    with pytest.raises(TypeError, match=r"aten\.\w+.*full_tensor\(\)"):
-        compute(sharded)
 
 
 @pytest.mark.parametrize("name", ["__matmul__", "__rmatmul__", "__eq__", "__add__", "__radd__", "__rpow__", "__iadd__"])

@@ -1,12 +1,13 @@
 """What each ATen operator does on sharded tensors.
 
 `run` takes every operator that has one among its arguments, below autograd: by the table, by a rule that knows its kind
-(all pointwise ones, all on lists), or on whole tensors (``gathered``), which may be refused. The files of this room
-fill the table when ``sharded`` is imported. This one imports none of them, because the tensor's class imports it.
+(all pointwise ones, all on lists), or on whole tensors (``gathered``), which may be refused. The other files fill the
+table when ``sharded`` is imported. This one imports none of them, because the tensor's class imports it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.comm.streams.current import Event, current_streams, streams_joined
 from dataparallel.devices import current_device
-from dataparallel.sharded import host_reads
+from dataparallel.forks import in_forked_child
 
 Operator: TypeAlias = Callable[..., Any]
 """Takes the operator, then its arguments as its schema has them."""
@@ -70,7 +71,7 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if operator is None:
         operator = TABLE[func] = _of_kind(func)
     if func not in LAUNCH_NOTHING:
-        host_reads.wait()
+        wait_for_host_reads()
     if _torch.is_in_backward():
         with ordered_in_backward(_places([*args, *kwargs.values()])):
             return _result(operator, func, args, kwargs)
@@ -177,3 +178,45 @@ def ordered_in_backward(devices: Collection[torch.device]) -> Iterator[None]:
 
 def _streams(devices: Collection[torch.device]) -> dict[torch.device, torch.Stream]:
     return current_streams(device for device in devices if device.type != "meta")
+
+
+# ---- copies that still read shards in host memory --------------------------------------------------------------------
+
+# Units launch copies to devices, and note when they end. Before the host writes to a shard, it waits: before each
+# operator that launches something, and in `ShardedTensor.shards`. So neither a forward nor a backward has to wait.
+
+MANY_HOST_READS = 64
+"""So many copies are noted before those are forgotten that have ended, where nobody writes, as in evaluation."""
+
+_host_reads: list[Event] = []
+_lock = threading.Lock()
+
+
+def note_host_reads(events: Iterable[Event]) -> None:
+    """Copies that end at these events read shards in host memory."""
+    with _lock:
+        if len(_host_reads) >= MANY_HOST_READS:
+            _host_reads[:] = [event for event in _host_reads if not event.has_passed()]
+        _host_reads.extend(events)
+
+
+def wait_for_host_reads() -> None:
+    """Makes the host wait for the copies that were noted. Without any that is one question.
+
+    A copy is forgotten when it has ended: until then other threads that call this wait for it too.
+    """
+    while _host_reads:
+        with _lock:
+            events = [*_host_reads]
+        for event in events:
+            event.synchronize()
+        with _lock:
+            _host_reads[:] = [event for event in _host_reads if event not in events]
+
+
+@in_forked_child
+def _forget_host_reads() -> None:
+    """In a forked child a thread of the parent may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+    _host_reads.clear()

@@ -2,8 +2,7 @@
 
 They are gathered on the device of the first part, the operator runs once, and its result is divided by the same
 placement if it has the same shape, else along dimension 0; a 0-dim one is plain. What the operator writes to is divided
-again. Operators on lists take one position after the other, so that few whole tensors are in memory. Over machines all
-of them gather and compute the same. Random operators are refused, because machines would draw different numbers.
+again. Over machines all compute the same, so random operators are refused.
 """
 
 from __future__ import annotations
@@ -71,13 +70,10 @@ def _cannot_be_written(view: ShardedTensor) -> GatheredView:
 
 @operators.register_on_wholes
 def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-    """The operator's result on gathered arguments.
-
-    Raises:
-        Exception: ``error``, if operators may not gather or this one cannot.
-    """
+    """The operator's result on gathered arguments. Raises ``error`` if operators may not gather or this one cannot."""
     if not _may_gather([*args, *kwargs.values()]) or not _can_gather(func):
         raise error
+    # One position after the other, so that few whole tensors are in memory.
     if _is_on_lists(func) and (count := max(len(value) for value in args if isinstance(value, (list, tuple)))) > 1:
         found = [operators.run(func, _at(args, i, count), kwargs) for i in range(count)]
         return None if found[0] is None else [result for results in found for result in results]

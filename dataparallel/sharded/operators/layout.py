@@ -16,7 +16,7 @@ from dataparallel import comm
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.operators import NeedsWhole, refusal
 from dataparallel.sharded.parts import the_value
-from dataparallel.sharded.placements import Replicate, Rows, rows_of
+from dataparallel.sharded.placements import Replicate, Rows, on_this_machine, parts_on_all, rows_of
 from dataparallel.sharded.tensor import ShardedTensor
 
 
@@ -100,12 +100,13 @@ def _plain_parts(func: OpOverload, tensor: Tensor, lead: ShardedTensor) -> Seque
         return on_each(tensor, lead)
     devices = _places(lead)
     over, plain = lead.over, tensor.detach()
-    rank, size = (0, 1) if over is None else (over.rank, over.size)
-    rows = rows_of(lead._placement, tensor.shape[dim], len(devices) * size)
+    rows = rows_of(lead._placement, tensor.shape[dim], parts_on_all(len(devices), over))
     is_at_once = over is None and not tensor.is_meta and devices[0].type != "meta"
     if is_at_once and any(device != tensor.device for device in devices):
         return comm.scatter(plain, devices, rows, dim)
-    return [_on(device, part) for part, device in zip(plain.split(rows, dim)[rank::size], devices, strict=True)]
+    return [
+        _on(device, part) for part, device in zip(on_this_machine(plain.split(rows, dim), over), devices, strict=True)
+    ]
 
 
 def _on(device: torch.device, part: Tensor) -> Tensor:
@@ -125,11 +126,7 @@ def on_each(tensor: Tensor, lead: ShardedTensor) -> Sequence[Tensor]:
 
 
 def whole(func: OpOverload, results: Sequence[Tensor], lead: ShardedTensor) -> ShardedTensor:
-    """The sharded tensor with these parts, divided as ``lead`` is. A 0-dim one's other parts are added, empty.
-
-    Raises:
-        NeedsWhole: parts have other shapes than those of ``lead``.
-    """
+    """The sharded tensor with these parts, divided as ``lead`` is. A 0-dim one's other parts are added, empty."""
     shards = lead._shards
     if lead.dim() == 0:
         results = _of_single(func, results, shards)

@@ -1,10 +1,8 @@
-"""New tensors like a sharded one, filled or drawn, and draws into one.
+"""Operators that copy, fill or draw: into new tensors like a sharded one, into others, to the host.
 
-They are divided in the same way if they have its shape, else plain on the first owner. A draw is that of the whole
-tensor on one device: the first owner draws it with its generator (or the one that is passed), then each owner gets its
-part. So a seed gives the same values with any number of owners. If the whole does not fit there, torch's error is
-raised. Over machines each draws the whole from the state that machine 0's generator has, which is sent, so draws are
-collective. A machine whose generator was in another state has it advance as a draw of its own does.
+``tensor.to("cpu")`` takes every part to the CPU and keeps the owners, so that ``.to`` their type brings the parts back.
+A new tensor of another shape is plain, on the first owner. Over machines draws, ``item``, and `copy_` to a plain tensor
+or to one that is divided in another way are collective.
 """
 
 from __future__ import annotations
@@ -15,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataparallel import comm
+from dataparallel import _torch, comm
 from dataparallel._torch import OpOverload
 from dataparallel.devices import CPU
 from dataparallel.sharded.operators import refusal, register
 from dataparallel.sharded.operators.layout import sharded_in
-from dataparallel.sharded.parts import from_first, local_shapes, split_into
-from dataparallel.sharded.placements import Replicate
-from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.sharded.parts import from_first, join, local_shapes, move, split_into
+from dataparallel.sharded.placements import Replicate, destinations
+from dataparallel.sharded.tensor import ShardedTensor, fill_parts
 
 aten = torch.ops.aten
 
@@ -31,16 +29,88 @@ def _divided(tensor: ShardedTensor, parts: Sequence[Tensor]) -> ShardedTensor:
     return ShardedTensor(parts, tensor._placement, tensor.shape, tensor._devices)
 
 
+def _empty_parts(tensor: ShardedTensor, device: torch.device | None, options: dict[str, Any]) -> list[Tensor]:
+    places = [shard.device for shard in tensor._shards]
+    if device is not None:
+        places = [*destinations(tensor._devices, torch.device(device))]
+    return [
+        torch.empty_like(shard, device=place, **options) for shard, place in zip(tensor._shards, places, strict=True)
+    ]
+
+
+@register(aten.empty_like.default)
+def _empty_like(
+    func: OpOverload, tensor: ShardedTensor, *, device: torch.device | None = None, **options: Any
+) -> ShardedTensor:
+    return _divided(tensor, _empty_parts(tensor, device, options))
+
+
+@register(_torch.to_copy)
+def _to_copy(
+    func: OpOverload,
+    tensor: ShardedTensor,
+    *,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **options: Any,
+) -> ShardedTensor:
+    shards = _empty_parts(tensor, device, options)
+    for copied, shard in zip(shards, tensor._shards, strict=True):
+        move(copied, shard, non_blocking)
+    return _divided(tensor, shards)
+
+
+@register(aten.clone.default)
+def _clone(func: OpOverload, tensor: ShardedTensor, **options: Any) -> ShardedTensor:
+    return _divided(tensor, [func(shard, **options) for shard in tensor._shards])
+
+
+@register(_torch.pin_memory)
+def _pin_memory(func: OpOverload, tensor: ShardedTensor, device: torch.device | None = None) -> ShardedTensor:
+    return _divided(tensor, [shard.pin_memory() for shard in tensor._shards])
+
+
+@register(aten.copy_.default)
+def _copy_(func: OpOverload, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
+    if not isinstance(target, ShardedTensor):
+        # The whole, on the target's device; copy_ checks shapes.
+        full = join(source._shards, source._placement, source.shape, target.device, source.over)
+        target.copy_(full, non_blocking)
+        return target
+    if not isinstance(source, ShardedTensor):
+        source = source.expand(target.shape)
+    elif target.shape != source.shape:
+        raise ValueError(f"cannot copy {source!r} into {target!r}: the shapes differ")
+    if not target.is_meta:
+        fill_parts(target._shards, target._placement, source, target.over, non_blocking)
+    return target
+
+
+@register(aten.is_pinned.default)
+def _is_pinned(func: OpOverload, tensor: ShardedTensor, device: torch.device | None = None) -> bool:
+    # Empty tensors have no memory that could be pinned.
+    shards = [shard for shard in tensor._shards if shard.numel()]
+    return bool(shards) and all(shard.is_pinned() for shard in shards)
+
+
+@register(_torch.local_scalar_dense)
+def _item(func: OpOverload, tensor: ShardedTensor) -> Any:
+    if tensor.numel() != 1:
+        raise RuntimeError(f"only a tensor with one element has an item; got {tensor!r}")
+    if tensor.over is not None:
+        return tensor.full_tensor(CPU).item()
+    return next(shard for shard in tensor._shards if shard.numel()).to(CPU).item()
+
+
+# ---- filled ----------------------------------------------------------------------------------------------------------
+
+
 def _shapes(tensor: ShardedTensor) -> list[torch.Size]:
     return local_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
 
 
 def _places(func: OpOverload, tensor: ShardedTensor, kwargs: dict[str, Any]) -> list[torch.device]:
-    """Where the new parts go. Takes ``device`` and ``layout`` out of ``kwargs``.
-
-    Raises:
-        TypeError: a device that is neither the tensor's own nor the CPU or meta; a layout that is not dense.
-    """
+    """Where the new parts go. Takes ``device`` and ``layout`` out of ``kwargs``."""
     device, layout = kwargs.pop("device", None), kwargs.pop("layout", None)
     if layout not in (None, torch.strided):
         raise refusal(func, f" with layout={layout}")
@@ -80,6 +150,11 @@ def _new_strided(
 
 
 # ---- draws -----------------------------------------------------------------------------------------------------------
+
+# A draw is that of the whole tensor on one device: the first owner draws it with its generator (or the one that is
+# passed), then each owner gets its part. So a seed gives the same values with any number of owners. Over machines each
+# draws the whole from the state that machine 0's generator has. A machine whose generator was in another state has it
+# advance as a draw of its own does.
 
 
 @register(

@@ -1,9 +1,8 @@
 """Reductions: of whole sharded tensors to plain 0-dim tensors on the first owner, along dimensions, and of lists.
 
-Each owner reduces its part, the first owner reduces what they send; of replicated tensors it reduces its own copy. A
-reduction along dimensions that are not divided has a sharded result, without any copy. One along the divided dimension
-and not all others needs whole tensors. Over machines a reduction of a whole tensor is collective. Every machine gets
-what all owners have found and reduces it in their order, so results have the same bits everywhere.
+Each owner reduces its part, the first owner reduces what they send; of replicated tensors it reduces its own copy. Over
+machines every machine gets what all owners have found and reduces it in their order, so results have the same bits
+everywhere. A reduction along the divided dimension and not all others needs whole tensors.
 """
 
 from __future__ import annotations
@@ -74,11 +73,7 @@ def _dims(func: OpOverload, tensor: ShardedTensor, dim: Any, none_means_all: boo
 def _along(
     func: OpOverload, tensor: ShardedTensor, dims: list[int], keepdim: bool, reduce: Callable[[Tensor], Any]
 ) -> Any:
-    """The reduction of parts along dimensions that are not divided: a sharded result.
-
-    Raises:
-        NeedsWhole: the divided dimension is one of them.
-    """
+    """The reduction of parts along dimensions that are not divided: a sharded result."""
     placement: Any = tensor._placement
     if not isinstance(placement, Replicate):
         if placement.dim in dims or not tensor.dim():

@@ -17,7 +17,17 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.operators import NeedsWhole, refusal, register
-from dataparallel.sharded.placements import Division, Replicate, Rows, Shard, moved, rows_of, rows_of_parts
+from dataparallel.sharded.placements import (
+    Division,
+    Replicate,
+    Rows,
+    Shard,
+    moved,
+    on_this_machine,
+    parts_on_all,
+    rows_of,
+    rows_of_parts,
+)
 from dataparallel.sharded.tensor import ShardedTensor
 
 aten = torch.ops.aten
@@ -51,15 +61,10 @@ def _view(tensor: ShardedTensor, parts: Sequence[Tensor], placement: Division, l
 
 def _rows(tensor: ShardedTensor) -> list[tuple[int, int]]:
     """For each part, over all machines, the rows of the whole that it has: from and up to."""
-    placement, over = tensor._placement, tensor.over
+    placement = tensor._placement
     assert not isinstance(placement, Replicate)
-    counts = rows_of(placement, tensor.shape[placement.dim], len(tensor._shards) * (1 if over is None else over.size))
+    counts = rows_of(placement, tensor.shape[placement.dim], parts_on_all(len(tensor._shards), tensor.over))
     return [(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
-
-
-def _here(tensor: ShardedTensor, of_parts: Sequence[Any]) -> Sequence[Any]:
-    """Of a list for all parts what belongs to those of this machine."""
-    return of_parts if tensor.over is None else of_parts[tensor.over.rank :: tensor.over.size]
 
 
 def _each(tensor: ShardedTensor, view: Callable[[Tensor], Tensor], where: Callable[[int], int]) -> ShardedTensor:
@@ -93,7 +98,9 @@ def _slice(
     rows = tuple(len(range(low, high, step)) for low, high in cuts)
     parts = [
         func(part, dim, low if count else 0, high if count else 0, step)
-        for part, (low, high), count in zip(tensor._shards, _here(tensor, cuts), _here(tensor, rows), strict=True)
+        for part, (low, high), count in zip(
+            tensor._shards, on_this_machine(cuts, tensor.over), on_this_machine(rows, tensor.over), strict=True
+        )
     ]
     return _view(tensor, parts, Rows(dim, rows), like)
 
@@ -109,10 +116,9 @@ def _select(func: OpOverload, tensor: ShardedTensor, dim: int, index: int) -> Sh
     index %= tensor.shape[dim]
     ranges = _rows(tensor)
     owner = next(i for i, (begin, stop) in enumerate(ranges) if begin <= index < stop)
-    here = [i == owner for i in _here(tensor, range(len(ranges)))]
     rows = [
-        func(part, dim, index - ranges[owner][0]) if is_owner else part.new_empty((0, *like.shape[1:]))
-        for part, is_owner in zip(tensor._shards, here, strict=True)
+        func(part, dim, index - ranges[owner][0]) if i == owner else part.new_empty((0, *like.shape[1:]))
+        for part, i in zip(tensor._shards, on_this_machine(range(len(ranges)), tensor.over), strict=True)
     ]
     if like.dim():
         return _view(tensor, rows, Rows(0, tuple(like.shape[0] * (i == owner) for i in range(len(ranges)))), like)
@@ -169,7 +175,8 @@ def _reshape(func: OpOverload, tensor: ShardedTensor, size: Sequence[int]) -> Sh
         raise NeedsWhole(refusal(func, f"{change}, whose rows lie on several devices"))
     rows = [count // row for count in counts]
     parts = [
-        func(part, (count, *like.shape[1:])) for part, count in zip(tensor._shards, _here(tensor, rows), strict=True)
+        func(part, (count, *like.shape[1:]))
+        for part, count in zip(tensor._shards, on_this_machine(rows, tensor.over), strict=True)
     ]
     is_even = rows == rows_of_parts(like.shape[0], len(rows))
     return _view(tensor, parts, Shard(0) if is_even else Rows(0, tuple(rows)), like)

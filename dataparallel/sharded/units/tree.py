@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dataparallel import _torch
 from dataparallel.comm.streams.current import GivenEvents, current_streams
-from dataparallel.sharded import host_reads
+from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.units.bindings import TreeBinding
 from dataparallel.sharded.units.calls import ForwardCall
 from dataparallel.sharded.units.joint_gathers import Room
@@ -255,4 +255,4 @@ class Tree:
         met = self.units[0].streams.meet("pulls", reads) if reads else None
         wait_for([] if met is None else [met], computing.values())
         if any(unit.is_offloaded for unit in self.units):
-            host_reads.note(copies)
+            note_host_reads(copies)

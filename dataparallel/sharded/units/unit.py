@@ -14,7 +14,7 @@ from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.devices import CPU
 from dataparallel.profiling import note_copy
-from dataparallel.sharded import host_reads
+from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.bindings import Precision, Registered, Settings, TreeBinding
 from dataparallel.sharded.units.buffers import named_if_no_room
@@ -308,7 +308,7 @@ class Unit(Settings):
         if not async_op:
             handle.wait()
         elif self.is_offloaded:
-            host_reads.note(self.tree.copies.last())
+            note_host_reads(self.tree.copies.last())
         return handle
 
     def reshard(self) -> None:
@@ -331,7 +331,7 @@ class Unit(Settings):
         pulls = [event for each in self._pullers if (event := each.last_pull) is not None]
         wait_for([*self.tree.copies.last(), *pulls], current_streams(self.slots).values())
         if self.is_offloaded:
-            host_reads.note(self.tree.copies.last())
+            note_host_reads(self.tree.copies.last())
 
 
 class _Unsharded:

@@ -1,6 +1,7 @@
 """Copies of sharded tensors: to devices, to dtypes, into each other and into plain tensors, alone and in modules."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,26 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
-from sharding import owners, same
+from sharding import owners, places, same
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 PLACEMENTS = [Shard(0), Shard(1), Replicate()]
-
-
-@pytest.fixture
-def whole() -> Tensor:
-    return torch.arange(21.0).reshape(7, 3)
-
-
-@pytest.fixture
-def sharded(whole: Tensor, slots: list) -> ShardedTensor:
-    return distribute_tensor(whole, slots)
-
-
-def places(tensor: ShardedTensor) -> tuple[torch.device, ...]:
-    assert tensor.device == tensor.shards[0].device
-    return tuple(shard.device for shard in tensor.shards)
 
 
 # Second objects, clones
@@ -202,12 +188,17 @@ def test_an_in_place_copy_counts_as_a_change(sharded: ShardedTensor, whole: Tens
 # The host
 
 
+@pytest.mark.slots(4)
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_item(shape: tuple, placement: object, slots: list) -> None:
-    tensor = distribute_tensor(torch.full(shape, 3.5), slots, placement)
-    assert tensor.item() == float(tensor) == 3.5
-    assert bool(tensor)
+def test_item(shape: tuple, placement: object, on_owners: Callable[[Callable], list]) -> None:
+    def read(owners: Any) -> None:
+        tensor = distribute_tensor(torch.full(shape, 3.5), owners, placement)
+        assert tensor.item() == float(tensor) == 3.5
+        assert bool(tensor)
+        assert bool(tensor > 2)
+
+    on_owners(read)
 
 
 def test_several_elements_are_no_item(sharded: ShardedTensor) -> None:

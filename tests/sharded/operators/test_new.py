@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.sharded import Replicate, Shard, ShardedTensor
+from dataparallel.sharded.placements import over_of
 from sharding import full, sharded
 
 
@@ -100,11 +101,17 @@ def test_it_equals_one_device(slots: list, root: torch.device, name: str, placem
     assert torch.equal(full(after), expected)
 
 
-def test_it_takes_the_generator_that_is_passed(slots: list, root: torch.device) -> None:
-    generators = [torch.Generator(root).manual_seed(5) for _ in range(2)]
-    expected = torch.zeros(7, device=root).normal_(generator=generators[0])
-    got = sharded(torch.zeros(7), slots).normal_(generator=generators[1])
-    assert torch.equal(full(got), expected.cpu())
+@pytest.mark.slots(4)
+def test_it_takes_the_generator_that_is_passed(root: torch.device, on_owners: Callable[[Callable], list]) -> None:
+    """Over machines that of the first one counts."""
+    expected = torch.zeros(7, device=root).normal_(generator=torch.Generator(root).manual_seed(5)).cpu()
+
+    def draw(owners: Any) -> None:
+        rank = 0 if over_of(owners) is None else over_of(owners).rank
+        generator = torch.Generator(owners[0]).manual_seed(5 + rank)
+        assert torch.equal(full(sharded(torch.zeros(7), owners).normal_(generator=generator)), expected)
+
+    on_owners(draw)
 
 
 def test_a_single_element_is_drawn(slots: list, root: torch.device) -> None:

@@ -70,16 +70,6 @@ def test_under_inference_mode_operators_that_torch_makes_of_others_work(slots: l
             divided.diagonal()
 
 
-def test_gradients_are_divided_too(slots: list) -> None:
-    parameter = nn.Parameter(sharded(torch.rand(6, 3), slots))
-    for _ in range(2):
-        (parameter * parameter).sum().backward()
-    gradient = parameter.grad
-    assert isinstance(gradient, ShardedTensor)
-    assert gradient.devices == parameter.devices  # type: ignore[attr-defined]
-    torch.testing.assert_close(full(gradient), full(parameter) * 4)
-
-
 def test_a_plain_tensor_is_not_written_to(slots: list) -> None:
     plain: Tensor = torch.zeros(6, 3)
     other = sharded(torch.ones(6, 3), slots)

@@ -1,5 +1,6 @@
 """Pointwise operators on sharded tensors give what they give on plain ones, to the bit."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,23 +87,25 @@ def test_tensors_that_do_not_fit_are_refused_unchanged(
     assert torch.equal(full(tensor), before)
 
 
-def test_equal_looks_at_every_part(slots: list) -> None:
-    x = torch.rand(7, 2)
+@pytest.mark.slots(4)
+def test_comparisons_look_at_every_part(on_owners: Callable[[Callable], list]) -> None:
+    """So a difference in the part of one machine is seen on all."""
+    x, shorter = torch.rand(7, 2), torch.rand(6, 2)
     y = x.clone()
     y[6, 1] += 1
-    assert torch.equal(sharded(x, slots), sharded(x, slots))
-    assert torch.equal(sharded(x, slots), x.to(slots[0]))
-    assert not torch.equal(sharded(x, slots), sharded(y, slots))
-    assert not torch.equal(sharded(x, slots), sharded(torch.rand(6, 2), slots))
-    assert not torch.equal(sharded(torch.tensor(1.0), slots), sharded(torch.tensor(2.0), slots))
 
+    def compare(owners: Any) -> None:
+        divided = sharded(x, owners)
+        assert torch.allclose(divided, sharded(x + 1e-12, owners))
+        assert not torch.allclose(divided, sharded(y, owners))
+        assert torch.equal(divided, sharded(x, owners))
+        assert torch.equal(divided, x.to(owners[0]))
+        assert not torch.equal(divided, sharded(y, owners))
+        assert not torch.equal(divided, sharded(shorter, owners))
+        for value in (1.0, 2.0):
+            assert torch.equal(sharded(torch.tensor(1.0), owners), sharded(torch.tensor(value), owners)) == (value == 1)
 
-def test_allclose_looks_at_every_part(slots: list) -> None:
-    x = torch.rand(7, 2)
-    y = x.clone()
-    y[6, 1] += 1
-    assert torch.allclose(sharded(x, slots), sharded(x + 1e-12, slots))
-    assert not torch.allclose(sharded(x, slots), sharded(y, slots))
+    on_owners(compare)
 
 
 def test_sizes_are_those_of_the_whole(slots: list) -> None:
