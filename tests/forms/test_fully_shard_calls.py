@@ -210,14 +210,3 @@ class TestSeveralModels:
                 model.no_sync = model[1].no_sync
             both.append(train(model, batches_of(PLAIN, slots), loop=LOOPS[loop]))
         assert_same(*both)
-
-    @several_loops
-    def test_two_sharded_models_in_a_plain_one(self, loop, slots, root):
-        both = []
-        for is_sharded in (True, False):
-            model = on_device(seeded(lambda: nn.Sequential(PLAIN.build(), nn.Tanh(), PLAIN.build())), root)
-            if is_sharded:
-                for part in (model[0], model[2]):
-                    sharded(part, slots)
-            both.append(train(model, batches_of(PLAIN, slots), loop=LOOPS[loop]))
-        assert_same(*both)

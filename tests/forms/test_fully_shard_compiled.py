@@ -20,7 +20,6 @@ from memory import Growth, allocated, nbytes
 from sharded_chains import Chain, Layer
 from sharded_compiled import OF_THE_MODEL, OF_UNITS, WAYS, assert_same_compiled, shard
 from sharded_steps import (
-    LOOPS,
     MODELS,
     Model,
     assert_all_sharded,
@@ -75,12 +74,6 @@ class TestTraining:
     def test_each_way_trains_as_one_device_does(self, way, slots):
         """In batches that divide evenly among the slots, that do not, and that leave slots without samples."""
         assert assert_same_compiled(way, CHAIN, slots, "aot_eager").total > 0
-
-    @pytest.mark.long
-    @pytest.mark.slots(3)
-    @pytest.mark.parametrize("loop", ["the_last_summed", "unsharded_between", "last_forward_first"])
-    def test_loops(self, loop, slots):
-        assert_same_compiled("units_before", CHAIN, slots, "aot_eager", loop=LOOPS[loop], steps=2)
 
     @pytest.mark.slots(4)
     @pytest.mark.parametrize("reshard", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (True, False))])

@@ -40,9 +40,3 @@ def test_each_way_by_aot_eager(way, slots):
 @pytest.mark.parametrize("loop", LOOPS)
 def test_each_loop(loop, slots):
     assert_same_compiled("units_before", MODELS["gpt, units of several kinds"], slots, "aot_eager", loop=LOOPS[loop])
-
-
-@pytest.mark.slots(4)
-@pytest.mark.parametrize("reshard", [True, False, 2])
-def test_reshard_after_forward(reshard, slots):
-    assert_same_compiled("whole_before", MODELS["gpt"], slots, "aot_eager", reshard_after_forward=reshard)

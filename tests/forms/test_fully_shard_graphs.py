@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel.sharded import ShardedTensor
-from dataparallel.testing.cases import numbers, seeded
+from dataparallel.testing.cases import numbers
 from dataparallel.testing.steps import mean_square_loss
-from sharded_chains import PLAIN, Chain, Layer, assert_same_results, chain, forward_backward
+from sharded_chains import PLAIN, Layer, assert_same_results, chain, forward_backward
 from sharded_steps import (
     LOOPS,
     Model,
@@ -25,6 +25,13 @@ from sharded_steps import (
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 both_kinds = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+
+
+@pytest.fixture
+def full_pair(slots, root):
+    """A chain whose units stay full after forward, and its twin on one device."""
+    several = sharded(on_device(PLAIN.build, root), slots, reshard_after_forward=False)
+    return several, on_device(PLAIN.build, root)
 
 
 class Recomputed:
@@ -54,51 +61,6 @@ class TestCheckpoints:
             return (x.requires_grad_(),), {}
 
         assert_same_training(Model(PLAIN.build, batch), slots, loop=step)
-
-    @several_loops
-    @both_kinds
-    def test_around_several_units_at_once(self, use_reentrant, loop, slots):
-        class Around(Chain):
-            def forward(self, x: Tensor) -> Tensor:
-                first, *others, last = self.layers
-
-                def middle(y: Tensor) -> Tensor:
-                    for layer in others:
-                        y = layer(y)
-                    return y
-
-                return last(checkpoint(middle, first(x), use_reentrant=use_reentrant))
-
-        model = Model(seeded(lambda: Around(*(Layer() for _ in range(5)))), numbers(6))
-        assert_same_training(model, slots, loop=LOOPS[loop])
-
-    @several_loops
-    @both_kinds
-    def test_in_each_other(self, use_reentrant, loop, slots):
-        """A unit inside a checkpoint has a checkpoint of its own."""
-
-        class Inside(Layer):
-            def forward(self, x: Tensor) -> Tensor:
-                return x + checkpoint(super().forward, x, use_reentrant=use_reentrant)
-
-        class Around(Chain):
-            def forward(self, x: Tensor) -> Tensor:
-                x = self.layers[0](x)
-                for layer in [*self.layers][1:]:
-                    x = checkpoint(layer, x, use_reentrant=use_reentrant)
-                return x
-
-        model = Model(seeded(lambda: Around(Layer(), Inside(), Inside())), numbers(6))
-        assert_same_training(model, slots, loop=LOOPS[loop])
-
-    def test_of_a_unit_that_is_used_twice(self, slots):
-        class Around(Chain):
-            def forward(self, x: Tensor) -> Tensor:
-                first, second, third = self.layers
-                x = checkpoint(second, first(x), use_reentrant=False)
-                return third(checkpoint(second, x, use_reentrant=False))
-
-        assert_same_training(Model(seeded(lambda: Around(Layer(), Layer(), Layer())), numbers(6)), slots)
 
 
 class TestBackward:
@@ -149,13 +111,9 @@ class TestBackward:
 
     @pytest.mark.parametrize("name", ["weight", "bias"])
     @pytest.mark.parametrize("then", ["backward", "call", "backward of another call", "reshard", "unshard", "to"])
-    def test_full_weights_are_copies_and_a_change_of_them_raises(self, then, name, slots, root, x):
+    def test_full_weights_are_copies_and_a_change_of_them_raises(self, then, name, full_pair, x):
         """The change would be lost. Backward reads the weight and not the bias."""
-        pair = (
-            sharded(on_device(PLAIN.build, root), slots, reshard_after_forward=False),
-            on_device(PLAIN.build, root),
-        )
-        several = pair[0]
+        several = full_pair[0]
         other = mean_square_loss(several(x.cos())) if then == "backward of another call" else None
         loss = mean_square_loss(several(x))
         full = getattr(several.layers[1].linear, name)
@@ -173,41 +131,33 @@ class TestBackward:
         with pytest.raises(RuntimeError, match=rf"'{name}' in the unit 'layers\.1' was changed in place"):
             steps[then]()
         several.zero_grad()
-        assert_same_results(pair, lambda model: forward_backward(model, x))
+        assert_same_results(full_pair, lambda model: forward_backward(model, x))
 
     @pytest.mark.parametrize("set_to_none", [True, False])
-    def test_gradients_are_zeroed_between_forward_and_backward(self, set_to_none, slots, root, x):
+    def test_gradients_are_zeroed_between_forward_and_backward(self, set_to_none, full_pair, x):
         """Full parameters are registered then, and the gradients are those of the sharded ones."""
-        pair = (
-            sharded(on_device(PLAIN.build, root), slots, reshard_after_forward=False),
-            on_device(PLAIN.build, root),
-        )
 
         def use(model):
             forward_backward(model, x)
             loss = mean_square_loss(model(x.cos()))
-            assert model is not pair[0] or not isinstance(model.layers[0].linear.weight, ShardedTensor)
+            assert model is not full_pair[0] or not isinstance(model.layers[0].linear.weight, ShardedTensor)
             model.zero_grad(set_to_none=set_to_none)
             loss.backward()
 
-        assert_same_results(pair, use)
+        assert_same_results(full_pair, use)
 
-    def test_states_are_sharded_between_forward_and_backward(self, slots, root, x):
+    def test_states_are_sharded_between_forward_and_backward(self, full_pair, x):
         """They stay what they are when backward frees the full parameters."""
-        pair = (
-            sharded(on_device(PLAIN.build, root), slots, reshard_after_forward=False),
-            on_device(PLAIN.build, root),
-        )
 
         def use(model):
             loss = mean_square_loss(model(x))
             saved = model.state_dict()
-            assert model is not pair[0] or all(isinstance(value, ShardedTensor) for value in saved.values())
+            assert model is not full_pair[0] or all(isinstance(value, ShardedTensor) for value in saved.values())
             loss.backward()
-            assert_all_sharded(pair[0])
+            assert_all_sharded(full_pair[0])
             return saved
 
-        assert_same_results(pair, use)
+        assert_same_results(full_pair, use)
 
     def test_a_unit_that_changes_its_weights_in_forward_raises(self, slots, root, x):
         class Normalised(Layer):
