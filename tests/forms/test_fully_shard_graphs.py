@@ -64,23 +64,6 @@ class TestCheckpoints:
 
 
 class TestBackward:
-    def test_twice_through_one_graph(self, slots, pair, x):
-        def use(model):
-            loss = mean_square_loss(model(x))
-            loss.backward(retain_graph=True)
-            loss.backward()
-
-        assert_same_results(pair, use)
-
-    def test_twice_through_a_freed_graph_raises_torchs_error(self, slots, pair, x):
-        for model in pair:
-            loss = mean_square_loss(model(x))
-            loss.backward()
-            with pytest.raises(RuntimeError, match="second time"):
-                loss.backward()
-            model.zero_grad()
-        assert_same_results(pair, lambda model: forward_backward(model, x))
-
     @pytest.mark.parametrize("change", ["step", "step, foreach", "one weight", "load_state_dict"])
     @pytest.mark.parametrize("reshard_after_forward", [True, False])
     def test_weights_that_changed_since_the_forward(self, change, reshard_after_forward, slots, root, x):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from dataparallel.composable import replicate
 from dataparallel.testing.cases import seeded, sgd
-from dataparallel.testing.steps import assert_equal, mean_square_loss
+from dataparallel.testing.steps import mean_square_loss
 from sharded_chains import assert_same_results, forward_backward
 from sharded_models import GPT
 from sharded_steps import (
@@ -17,42 +17,12 @@ from sharded_steps import (
     on_device,
     sharded,
     train,
-    whole,
 )
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 class TestModes:
-    def test_without_a_graph_outputs_are_those_of_one_device(self, without_graph, slots, pair, x):
-        def use(model):
-            with without_graph():
-                output = model(x)
-            assert not output.requires_grad
-            return output.clone()
-
-        assert_same_results(pair, use)
-        assert_same_results(pair, lambda model: forward_backward(model, x))
-        assert_same_results(pair, use)
-
-    def test_a_first_call_without_a_graph_does_not_spoil_training(self, without_graph, slots, root):
-        several, one = (on_device(MODELS["gpt"].build, root) for _ in range(2))
-        sharded(several, slots)
-        both = []
-        for model in (several, one):
-            trained = []
-            for number in range(3):
-                (tokens,), _ = next(batches_of(MODELS["gpt"], slots, number))
-                with without_graph():
-                    trained.append(whole(model(tokens).clone()))
-                trained.append(train(model, batches_of(MODELS["gpt"], slots, number), sgd, 1))
-            both.append(trained)
-        for found, expected in zip(*both, strict=True):
-            if isinstance(found, Tensor):
-                assert_equal(found, expected, "output", atol=1e-9)
-            else:
-                assert_same(found, expected)
-
     def test_eval_then_train(self, slots, root):
         """Dropout and batch statistics follow the mode at each call."""
         several, one = (on_device(MODELS["resnet"].build, root) for _ in range(2))

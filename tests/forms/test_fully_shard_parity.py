@@ -248,18 +248,3 @@ def test_a_unit_whose_backward_needs_no_weights_is_not_gathered_for_it(slots):
         model.embedding.set_unshard_in_backward(False)
 
     assert_same_training(MODELS["gpt, units of several kinds"], slots, afterwards=afterwards)
-
-
-@pytest.mark.slots(3, long=[8])
-def test_gradients_are_clipped_as_on_one_device(slots):
-    class Clips(torch.optim.AdamW):
-        def step(self, closure=None):
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            norms.append(float(nn.utils.clip_grad_norm_(parameters, 1e-3)))
-            return super().step(closure)
-
-    norms: list[float] = []
-    assert_same_training(MODELS["gpt"], slots, optimizer=lambda parameters: Clips(parameters, lr=1e-2))
-    assert norms[:5] == pytest.approx(norms[5:], rel=0, abs=1e-9)
-    assert len(norms) == 10
-    assert min(norms) > 1e-3

@@ -111,18 +111,6 @@ def test_what_waited_before_the_error_is_thrown_away_with_it(net, twin, slots, r
     assert_same(gradients(net), gradients(twin))
 
 
-def test_backward_twice_raises_as_torch_does_and_the_next_step_is_right(net, twin, slots, root):
-    x = numbers_of_slots(root, slots)
-    for quietly in (False, True, False):
-        net.zero_grad()
-        with waits(net) if quietly else torch.enable_grad():
-            value = mean_square(net(x))
-            value.backward()
-            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-                value.backward()
-        assert_same(step(net, x, x), step(twin, x, x))
-
-
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.parametrize("settled", [True, False], ids=["later", "at the first forward"])
 def test_a_parameter_on_another_device(net, twin, slots, root, settled):
