@@ -1,4 +1,4 @@
-"""A process is killed, or has fewer batches: every other one raises in time and names who waits; a restart continues."""
+"""A process is killed or has fewer batches: all others raise in time and name who waits. A restart continues."""
 
 from __future__ import annotations
 
