@@ -15,8 +15,8 @@ from torch import nn
 
 from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_shard, replicate
 from dataparallel.forms.contract import Form, are_in_one_tree
-from dataparallel.forms.managed import KEY, ManagedModule, original_class, own_modules, own_parameters
-from dataparallel.replicas.plan import ModulePlan
+from dataparallel.forms.managed import KEY, ManagedModule, Twin, original_class, own_modules, own_parameters
+from dataparallel.replicas.plan import TWIN_INFO, ModulePlan, TwinInfo
 from each_form import composable_forms
 
 BOTH = pytest.mark.parametrize("apply", [replicate, fully_shard], ids=["replicate", "fully_shard"])
@@ -370,3 +370,33 @@ def test_two_modules_are_in_one_tree_once_a_managed_one_holds_both(net, slots):
     fully_shard(net, devices=slots)
     assert are_in_one_tree(net[0], net[2])
     assert are_in_one_tree(net[0], net)
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("mark", "not_set")
+
+
+def made() -> tuple[Slotted, Twin]:
+    module = Slotted(2, 3)
+    return module, Twin(Slotted, TwinInfo(id(module)))
+
+
+def test_has_current_attributes_and_tensors():
+    module, twin = made()
+    first = twin.update(module, "forward")
+    module.note, module.mark = "late", "in a slot"
+    assert twin.update(module, "forward") is first is twin.module
+    assert (first.note, first.mark) == ("late", "in a slot")
+    assert not hasattr(first, "not_set")
+    assert first.weight is module.weight
+    assert type(first) is Slotted
+    assert vars(first)[TWIN_INFO].source_id == id(module)
+    assert TWIN_INFO not in vars(module)
+
+
+def test_has_hooks_for_other_methods_than_forward():
+    module, twin = made()
+    module.register_forward_hook(lambda *_: torch.zeros(3))
+    assert not twin.update(module, "forward")._forward_hooks
+    assert twin.update(module, "encode")._forward_hooks is module._forward_hooks
+    assert len(module._forward_hooks) == 1

@@ -1,6 +1,7 @@
 """Compiled units: they train as on one device, are compiled once for each device, and need the memory that they needed.
 
-The short tests run small models by backends that generate no code. `test_fully_shard_compiled_models` has the others.
+The short tests run small models by backends that generate no code. The long ones at the end run others, by Inductor on
+CPU slots and by aot_eager on simulated devices.
 """
 
 from collections import Counter
@@ -20,6 +21,7 @@ from memory import Growth, allocated, nbytes
 from sharded_chains import Chain, Layer
 from sharded_compiled import OF_THE_MODEL, OF_UNITS, WAYS, assert_same_compiled, shard
 from sharded_steps import (
+    LOOPS,
     MODELS,
     Model,
     assert_all_sharded,
@@ -408,3 +410,40 @@ def test_replicas_are_compiled_and_the_module_is_not(slots, root):
     model.compile(backend="eager")
     one_backward(model, batches_of(CHAIN, slots).__next__, mean_square_loss)
     assert set((counts() - before).compilations) == {*map(torch.device, slots)}
+
+
+def backend_for(slots: list) -> tuple[str, float]:
+    """The backend, and how far results may be apart: Inductor adds up in another order."""
+    return ("inductor", 1e-7) if torch.device(slots[0]).type == "cpu" else ("aot_eager", 1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.watchdog(1200)
+@pytest.mark.slots(2, 3, 8)
+@pytest.mark.parametrize("model", MODELS)
+def test_each_model(model, slots):
+    backend, atol = backend_for(slots)
+    assert_same_compiled("units_before", MODELS[model], slots, backend, atol=atol)
+
+
+@pytest.mark.long
+@pytest.mark.watchdog(1200)
+@pytest.mark.slots(3)
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way(way, slots):
+    backend, atol = backend_for(slots)
+    assert_same_compiled(way, MODELS["gpt, units of several kinds"], slots, backend, atol=atol)
+
+
+@pytest.mark.long
+@pytest.mark.slots(2, 3, 8)
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_by_aot_eager(way, slots):
+    assert_same_compiled(way, MODELS["gpt"], slots, "aot_eager")
+
+
+@pytest.mark.long
+@pytest.mark.slots(3)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_each_loop(loop, slots):
+    assert_same_compiled("units_before", MODELS["gpt, units of several kinds"], slots, "aot_eager", loop=LOOPS[loop])

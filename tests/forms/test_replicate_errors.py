@@ -1,6 +1,6 @@
 """Errors of a replicated module are raised to the caller, and the step after an error is that of one device.
 
-Errors of the call of `replicate` are in test_composable_replicate, errors while other slots are at work in
+Errors of the call of `replicate` are in test_replicate, errors while other slots are at work in
 test_replicate_errors_meanwhile.
 """
 
