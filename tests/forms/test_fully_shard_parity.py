@@ -20,6 +20,7 @@ from dataparallel.sharded import Shard
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.models import CASES
 from dataparallel.testing.steps import mean_square_loss
+from selection import others_long
 from sharded_models import Scaled
 from sharded_steps import (
     LOOPS,
@@ -187,7 +188,8 @@ class TestTheFullMatrix:
 
 
 class TestOtherSlots:
-    @every_model
+    @pytest.mark.devices("sim", "cuda")  # CPU slots are on one device anyway
+    @pytest.mark.parametrize("model", others_long(MODELS, ["gpt", "resnet", "unused and repeated units"]))
     def test_slots_on_one_device(self, model, root):
         check(model, "none", "one_backward", [root] * 3)
 
@@ -196,7 +198,8 @@ class TestOtherSlots:
         slots = [make_slots(2)[place] for place in (0, 1, 0, 1)]
         check("gpt", "none", loop, slots)
 
-    @every_model
+    @pytest.mark.devices("sim", "cuda")  # else these are the slots of the other tests
+    @pytest.mark.parametrize("model", others_long(MODELS, ["gpt", "unused and repeated units"]))
     def test_cpu_slots(self, model):
         check(model, "none", "one_backward", ["cpu"] * 2)
 

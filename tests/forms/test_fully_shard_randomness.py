@@ -1,5 +1,7 @@
 """Dropout and sums of a sharded model have the same bits in each run, wherever sums are made."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -37,22 +39,12 @@ def assert_same_bits(runs: list[Trained]) -> None:
         assert_same(other, first, atol=0)
 
 
-@pytest.mark.slots(4)
-@pytest.mark.parametrize("loop", others_long(LOOPS, ["one_backward", "the_last_summed", "last_forward_first"]))
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.slots(4, long=[2, 3, 8])
+@pytest.mark.parametrize(
+    ("loop", "reshard_after_forward"),
+    others_long(itertools.product(LOOPS, [True, False]), [("one_backward", True), ("the_last_summed", False)]),
+)
 def test_gradients_repeat_from_run_to_run(reshard_after_forward, loop, slots):
-    assert_gradients_repeat(reshard_after_forward, loop, slots)
-
-
-@pytest.mark.long
-@pytest.mark.slots(2, 3, 8)
-@pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_gradients_repeat_on_other_numbers_of_slots(reshard_after_forward, loop, slots):
-    assert_gradients_repeat(reshard_after_forward, loop, slots)
-
-
-def assert_gradients_repeat(reshard_after_forward: bool, loop: str, slots: list) -> None:
     build = MODELS["gpt"].build
     assert_same_bits([trained(build, slots, loop, reshard_after_forward=reshard_after_forward) for _ in range(RUNS)])
 
@@ -65,8 +57,13 @@ def test_options_that_move_bytes_otherwise_change_no_bit(slots):
 
 
 @pytest.mark.slots(4, long=[8])
-@pytest.mark.parametrize("recomputed", ["nothing", "inside", "around"])
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize(
+    ("recomputed", "use_reentrant"),
+    others_long(
+        [("nothing", False), *itertools.product(["inside", "around"], [True, False])],
+        [("nothing", False), ("around", False)],
+    ),
+)
 def test_dropout_repeats_from_run_to_run(recomputed, use_reentrant, slots):
     build = seeded(GPT, recomputed, use_reentrant, 0.5)
     runs = [trained(build, slots) for _ in range(RUNS)]
