@@ -1,4 +1,4 @@
-"""Steps of `fully_shard` over machines, and the same steps of one device. Ranks are made by `machine_ranks`.
+"""Steps of both composable forms over machines, and the same steps of one device. Ranks are made by `machine_ranks`.
 
 Each machine computes with its part of a batch. The loss of a machine is a sum over its samples, and gradients are
 averaged over machines: so the loss of one device is the sum over all samples, divided by the number of machines.
@@ -16,6 +16,7 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
+from dataparallel.composable import replicate
 from dataparallel.testing.cases import Batch
 from machine_ranks import on_machines
 from selection import others_long
@@ -39,9 +40,31 @@ EACH_SPREAD = pytest.mark.parametrize("way", others_long(SPREADS, ["hybrid", "1-
 """Runs a test with each way; meshes of two dimensions only in long runs."""
 
 
-def spread(name: str) -> dict[str, Any]:
+REPLICATED = {"replicate": 2, "replicate on three": 3}
+"""For each way to replicate the number of machines."""
+
+
+def ranks_of(way: str) -> int:
+    """The number of machines of a way to spread or to replicate."""
+    return REPLICATED[way] if way in REPLICATED else SPREADS[way][0]
+
+
+def slots_of(way: str) -> int:
+    """How many devices each of these machines has, so that there are not too many."""
+    return 1 if ranks_of(way) > 2 else 2
+
+
+def over(way: str, model: Any, devices: Sequence[Any], **options: Any) -> Any:
+    """The model over machines, in a rank: replicated in small buckets, or spread in units."""
+    if way not in REPLICATED:
+        return sharded(model, devices, **spread(way), **options)
+    buckets = {"first_bucket_mb": 64 / 2**20, "bucket_cap_mb": 600 / 2**20}
+    return replicate(model, devices=devices, process_group=distributed.group.WORLD, **buckets, **options)
+
+
+def spread(way: str) -> dict[str, Any]:
     """The arguments of `fully_shard` for one of `SPREADS`, in a rank."""
-    _, shape = SPREADS[name]
+    _, shape = SPREADS[way]
     if shape is None:
         return {"process_group": distributed.group.WORLD}
     return {"mesh": init_device_mesh("cpu", shape)}
@@ -91,32 +114,33 @@ class Run:
     Attributes:
         model: of `MODELS`.
         loop: of `LOOPS`.
-        options: of `fully_shard`.
+        options: of the form.
+        way: another one than that of the test.
     """
 
     model: str = "gpt"
     loop: str = "one_backward"
     steps: int = 5
     options: dict[str, Any] = field(default_factory=dict)
+    way: str | None = None
 
 
 def trained_on_rank(rank: int, devices: list[Any], way: str, runs: Sequence[Run]) -> list[Trained]:
     """The steps of one machine. It returns the whole values."""
-    where = spread(way)
     ranks = distributed.get_world_size()
     found = []
     for run in runs:
-        module: Any = sharded(on_device(MODELS[run.model].build, devices[0]), devices, **where, **run.options)
+        module = over(run.way or way, on_device(MODELS[run.model].build, devices[0]), devices, **run.options)
         own = batches_of_rank(run.model, rank, ranks, devices[0])
         found.append(train(module, own, steps=run.steps, loop=LOOPS[run.loop], loss=sum_of_squares))
         found[-1].losses = []
     return found
 
 
-def assert_train_as_one(way: str, runs: Sequence[Run], slots: int = 2) -> None:
+def assert_train_as_one(way: str, runs: Sequence[Run], slots: int | None = None) -> None:
     """Asserts that each run over machines ends as on one device, and has the same gradients after each step."""
-    ranks, _ = SPREADS[way]
-    by_rank = on_machines(trained_on_rank, way, list(runs), ranks=ranks, slots=slots)
+    ranks = ranks_of(way)
+    by_rank = on_machines(trained_on_rank, way, list(runs), ranks=ranks, slots=slots or slots_of(way))
     for number, run in enumerate(runs):
         expected = trained_on_one(run.model, ranks, run.loop, run.steps)
         for found in by_rank:

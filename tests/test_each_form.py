@@ -117,6 +117,8 @@ class TestTheModuleAtTheCall:
     def test_may_have_been_materialised_since(self, form, slots, root):
         module = nn.Linear(4, 3, device="meta")
         model = form(module, slots)
+        with pytest.raises(RuntimeError, match="meta"):
+            model(torch.ones(7, 4, device=root))
         module.to_empty(device=root)
         with torch.no_grad():
             for parameter in module.parameters():
@@ -213,12 +215,21 @@ class TestErrors:
         torch.testing.assert_close(model(batch), twin(batch))
 
     @replicating_forms
-    def test_a_functorch_transform_around_the_call(self, affine, form, slots, batch):
+    @pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev"])
+    def test_a_functorch_transform_around_the_call(self, affine, form, slots, batch, transform):
         expected = affine(batch)
         model = form(affine, slots)
-        with pytest.raises(RuntimeError, match=r"torch\.func transform"):
-            torch.func.vmap(model)(batch.unsqueeze(1))
-        torch.testing.assert_close(model(batch), expected)
+        calls = {
+            "grad": lambda: torch.func.grad(lambda x: model(x).sum())(batch),
+            "vjp": lambda: torch.func.vjp(model, batch),
+            "vmap": lambda: torch.func.vmap(model)(batch.unsqueeze(1)),
+            "jacrev": lambda: torch.func.jacrev(model)(batch),
+        }
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"torch\.func transform"):
+                calls[transform]()
+            torch.testing.assert_close(model(batch), expected)
+        assert all(parameter.grad is None for parameter in affine.parameters())
 
     @replicating_forms
     def test_a_parameter_on_meta_is_named(self, affine, form, slots, batch, root):

@@ -41,6 +41,10 @@ class Branched(nn.Module):
         self.first, self.second, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
         self.branch = nn.Linear(4, 2)
 
+    def units(self) -> list[nn.Module]:
+        """For `fully_shard`. The last layer is the module's own."""
+        return [self.first, self.second, self.branch]
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
         (taken,) = torch.where(x[:, 0] < 0)

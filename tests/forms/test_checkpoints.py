@@ -234,17 +234,6 @@ def test_files_in_half_precision_have_the_same_bits(
     assert_equal(other.state(), several.state(), "state", atol=0)
 
 
-def test_those_of_a_wrapper_have_the_names_of_its_module(slots: list, one: Trained, tmp_path: Path) -> None:
-    wrapper: Any = DataParallel(module(slots[0], 1), slots)
-    several = Trained(wrapper, 2)
-    checkpoint.save(several.to_save(), checkpoint_id=tmp_path)
-    other = Trained(sharded(slots))
-    other.load(tmp_path)
-    for each in (one, other):
-        each.step(7)
-    assert_equal(other.state(), one.state(), "state", atol=1e-9)
-
-
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 @pytest.mark.parametrize("shape", [(7, 3), (2, 5), (0, 3), (3, 1)], ids=str)
 def test_each_part_is_saved_once_and_loaded_everywhere(

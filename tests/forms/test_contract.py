@@ -15,8 +15,8 @@ from torch import nn
 
 from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_shard, replicate
 from dataparallel.forms.contract import Form, are_in_one_tree
-from dataparallel.forms.managed import KEY, ManagedModule, original_class, own_modules, own_parameters
-from dataparallel.replicas.plan import ModulePlan
+from dataparallel.forms.managed import KEY, ManagedModule, Twin, original_class, own_modules, own_parameters
+from dataparallel.replicas.plan import TWIN_INFO, ModulePlan, TwinInfo
 from each_form import composable_forms
 
 BOTH = pytest.mark.parametrize("apply", [replicate, fully_shard], ids=["replicate", "fully_shard"])
@@ -152,15 +152,21 @@ class TestTheState:
 class TestRefused:
     @BOTH
     @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict])
-    def test_a_container_without_forward(self, container, apply, slots):
-        with pytest.raises(TypeError, match=f"a {container.__name__} has no forward of its own"):
-            apply(container(), devices=slots)
+    def test_a_container_without_forward(self, net, container, apply, slots):
+        for given in [container(), *([[net, container()]] if apply is fully_shard else [])]:
+            with pytest.raises(TypeError, match=f"a {container.__name__} has no forward of its own"):
+                apply(given, devices=slots)
+        assert managed(net) == []
 
     @BOTH
     @pytest.mark.filterwarnings("ignore:.*torch.jit")
     def test_a_script_module(self, net, apply, slots):
+        script = torch.jit.script(net)
         with pytest.raises(TypeError, match=r"ScriptModule belongs? to"):
-            apply(torch.jit.script(net), devices=slots)
+            apply(script, devices=slots)
+        if apply is fully_shard:  # `replicate` replicates those that lie below a module of Python
+            with pytest.raises(TypeError, match=r"cannot shard '0', a RecursiveScriptModule"):
+                apply(nn.Sequential(script), devices=slots)
 
     @BOTH
     def test_a_module_that_has_the_form(self, net, apply, slots):
@@ -293,31 +299,27 @@ class TestTiesBetweenUnits:
 
 
 class TestLists:
-    @pytest.mark.parametrize("empty", [[], ()])
-    def test_an_empty_one(self, empty):
-        with pytest.raises(ValueError, match="`fully_shard` got an empty list"):
-            fully_shard(empty)
-
-    def test_an_item_that_is_no_module(self, net):
-        with pytest.raises(TypeError, match=r"`fully_shard` takes a list of torch\.nn\.Module; item 1 is 3"):
-            fully_shard([net, 3])
+    @pytest.mark.parametrize(
+        ("made", "error", "message"),
+        [
+            (lambda net: [], ValueError, "`fully_shard` got an empty list"),
+            (lambda net: (), ValueError, "`fully_shard` got an empty list"),
+            (lambda net: [net, 3], TypeError, r"`fully_shard` takes a list of torch\.nn\.Module; item 1 is 3"),
+            (lambda net: [net, net[1][0]], ValueError, "item 1, a Linear, is '1.0' in item 0, so leave it out"),
+            (lambda net: [net[1][0], net], ValueError, "item 0, a Linear, is '1.0' in item 1, so leave it out"),
+            (lambda net: [net, net], ValueError, "item 1, a Sequential, is item 0 too"),
+        ],
+        ids=["empty", "empty tuple", "no module", "one in another", "one around another", "one twice"],
+    )
+    def test_refused(self, net, made, error, message):
+        with pytest.raises(error, match=message):
+            fully_shard(made(net))
 
     def test_a_form_that_takes_none(self):
         with pytest.raises(TypeError, match=r"`replicate` takes a torch\.nn\.Module; got list"):
             replicate([nn.Linear(1, 1)])
         assert "Sequence" in str(fully_shard.__signature__)
         assert "Sequence" not in str(replicate.__signature__).partition(",")[0]
-
-    @pytest.mark.parametrize("turn", [False, True])
-    def test_one_that_holds_another(self, net, turn):
-        both = [net, net[1][0]][:: -1 if turn else 1]
-        message = f"item {0 if turn else 1}, a Linear, is '1.0' in item {1 if turn else 0}, so leave it out"
-        with pytest.raises(ValueError, match=message):
-            fully_shard(both)
-
-    def test_one_twice(self, net):
-        with pytest.raises(ValueError, match="item 1, a Sequential, is item 0 too"):
-            fully_shard([net, net])
 
     def test_one_refused_module_leaves_all_as_they_were(self, net, slots):
         fully_shard(net[1], devices=slots)
@@ -368,3 +370,33 @@ def test_two_modules_are_in_one_tree_once_a_managed_one_holds_both(net, slots):
     fully_shard(net, devices=slots)
     assert are_in_one_tree(net[0], net[2])
     assert are_in_one_tree(net[0], net)
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("mark", "not_set")
+
+
+def made() -> tuple[Slotted, Twin]:
+    module = Slotted(2, 3)
+    return module, Twin(Slotted, TwinInfo(id(module)))
+
+
+def test_has_current_attributes_and_tensors():
+    module, twin = made()
+    first = twin.update(module, "forward")
+    module.note, module.mark = "late", "in a slot"
+    assert twin.update(module, "forward") is first is twin.module
+    assert (first.note, first.mark) == ("late", "in a slot")
+    assert not hasattr(first, "not_set")
+    assert first.weight is module.weight
+    assert type(first) is Slotted
+    assert vars(first)[TWIN_INFO].source_id == id(module)
+    assert TWIN_INFO not in vars(module)
+
+
+def test_has_hooks_for_other_methods_than_forward():
+    module, twin = made()
+    module.register_forward_hook(lambda *_: torch.zeros(3))
+    assert not twin.update(module, "forward")._forward_hooks
+    assert twin.update(module, "encode")._forward_hooks is module._forward_hooks
+    assert len(module._forward_hooks) == 1

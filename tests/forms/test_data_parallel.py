@@ -13,19 +13,7 @@ import torch
 from torch import nn
 
 import dataparallel as dp
-from affine import build_affine
 from dataparallel import DataParallel, data_parallel
-from nets import samples
-
-
-@pytest.fixture
-def affine(root):
-    return build_affine(root)
-
-
-@pytest.fixture
-def batch(root):
-    return samples(root)
 
 
 class TestDropIn:
@@ -97,18 +85,6 @@ class TestCall:
         for output_device in ("cpu", -1, torch.device("cpu")):
             assert DataParallel(affine, slots, output_device=output_device)(batch).device.type == "cpu"
 
-    def test_single_slot_calls_the_module_itself(self, affine, root, batch):
-        wrapped = DataParallel(affine, [root])
-        wrapped(batch)
-        assert affine.calls == 1
-        assert DataParallel(nn.Flatten(0), [root], output_device="cpu")(batch).device.type == "cpu"
-
-    def test_without_accelerator_the_module_is_just_called(self, affine, batch, monkeypatch):
-        monkeypatch.setattr("dataparallel.devices.all_devices", list)
-        wrapped = DataParallel(affine)
-        assert wrapped.device_ids == []
-        torch.testing.assert_close(wrapped(batch), affine(batch))
-
 
 class TestFunctional:
     def test_equals_the_module(self, affine, slots, batch):
@@ -130,10 +106,6 @@ class TestErrors:
         with pytest.raises(AttributeError, match="no attribute 'nothing'"):
             _ = wrapped.nothing
         assert not hasattr(wrapped, "width")
-
-    def test_a_number_of_workers(self, slots):
-        with pytest.raises(ValueError, match="workers=0"):
-            DataParallel(nn.Linear(1, 1), slots, workers=0)
 
     @pytest.mark.usefixtures("ctrl_c")
     def test_ctrl_c_waits_for_the_replicas_and_the_same_wrapper_works_again(self, slots, root):

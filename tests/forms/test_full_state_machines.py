@@ -3,7 +3,6 @@
 import contextlib
 import io
 import time
-import warnings
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -11,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, distributed, nn
 
-from dataparallel.composable import CPUOffloadPolicy, fully_shard, replicate
-from dataparallel.sharded import ShardedTensor
+from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.testing.cases import adamw
 from dataparallel.testing.steps import assert_equal
 from machine_ranks import on_machines
-from sharded_machines import EACH_SPREAD, SPREADS, batches, batches_of_rank, mean_of, spread, sum_of_squares
+from sharded_machines import EACH_SPREAD, SPREADS, batches, batches_of_rank, mean_of, slots_of, spread, sum_of_squares
 from sharded_models import on_meta
 from sharded_steps import MODELS, Trained, assert_all_sharded, assert_same, on_device, sharded, train
 
@@ -90,7 +87,7 @@ def test_training_moves_between_machines_and_devices(
 ) -> None:
     """From machines with two devices each to one with three, to one device, and to machines again."""
     ranks = SPREADS[way][0]
-    slots = 1 if ranks > 2 else 2
+    slots = slots_of(way)
     files = [tmp_path / f"{number}.pt" for number in range(4)]
     moving = [on_machines(steps_of_rank, way, 0, None, files[0], ranks=ranks, slots=slots)]
     moving += [[steps_here(make_slots(3), ranks, STEPS, files[0], files[1])]]
@@ -175,7 +172,7 @@ def saves(rank: int, devices: list, way: str) -> Any:
 @pytest.mark.parametrize("way", ["1-D", "2-D", "hybrid"])
 def test_every_rank_has_what_one_device_saves(way: str) -> None:
     ranks = SPREADS[way][0]
-    found = on_machines(saves, way, ranks=ranks, slots=1 if ranks > 2 else 2)
+    found = on_machines(saves, way, ranks=ranks, slots=slots_of(way))
     one = kept()
     optimizer = torch.optim.NAdam(one.parameters(), lr=1e-2)
     step(one, optimizer, "cpu")
@@ -283,7 +280,7 @@ def failing_load(model: nn.Module) -> Any:
 def test_an_error_on_one_rank_is_one_on_all(way: str) -> None:
     """Nobody waits for the timeout, and nothing is changed before all ranks can go on."""
     ranks = SPREADS[way][0]
-    *others, last = on_machines(fails, way, ranks=ranks, slots=1 if ranks > 2 else 2)
+    *others, last = on_machines(fails, way, ranks=ranks, slots=slots_of(way))
     assert last["lacking"].startswith("ValueError: this state dict does not fit the")
     assert last["no dict"].startswith("TypeError: expected the state dict of a model; got int")
     assert last["in the middle"] == "RuntimeError: no more memory"
@@ -305,39 +302,3 @@ def test_an_error_on_one_rank_is_one_on_all(way: str) -> None:
         for found in (others[-1], last):
             assert found["other states"].startswith("MachinesDiffer")
             assert "exp_avg" in found["other states"]
-
-
-# ---- torch.distributed.checkpoint ------------------------------------------------------------------------------------
-
-
-def checkpoints(rank: int, devices: list, form: str, directory: Path) -> None:
-    """All ranks save with torch's own function, and load into a model of other values."""
-    made = {
-        "fully_shard": lambda: fully_shard(on_device(kept, devices[0]), devices=devices, **spread("1-D")),
-        "replicate": lambda: replicate(on_device(kept, devices[0]), devices=devices),
-    }[form]
-    model = made()
-    state: Any = fully_shard.full_state_dict(model)  # the form's own, or a plain copy
-    dcp.save({"model": dict(state)}, checkpoint_id=directory)
-    other = made()
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(3)
-    into = {"model": {name: torch.zeros_like(value) for name, value in state.items()}}
-    dcp.load(into, checkpoint_id=directory)
-    fully_shard.load_full_state_dict(other, into["model"])
-    assert_equal(dict(fully_shard.full_state_dict(other)), dict(state), "state", atol=0)
-
-
-@pytest.mark.parametrize("form", ["fully_shard", "replicate"])
-def test_torchs_checkpoints_take_full_states(form: str, slots: list, tmp_path: Path) -> None:
-    """Written by two machines, read by them, and by one process without ranks."""
-    on_machines(checkpoints, form, tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that there is one process
-        into = {"model": {name: torch.zeros_like(value) for name, value in kept(5).state_dict().items()}}
-        dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
-    model = fully_shard(on_device(lambda: kept(5), slots[0]), devices=slots)
-    fully_shard.load_full_state_dict(model, into["model"])
-    assert all(isinstance(parameter, ShardedTensor) for parameter in model.parameters())
-    assert_equal(dict(fully_shard.full_state_dict(model)), dict(kept().state_dict()), "state", atol=0)

@@ -80,14 +80,6 @@ class TestWhatItTakes:
             ["0.weight", "0.bias", "2.weight", "2.bias"],
         ]
 
-    def test_a_list_is_one_unit(self, net, slots, given):
-        both = [net[0], net[2]]
-        assert fully_shard(both, devices=slots) is both
-        assert len(given) == 1
-        assert given[0]["modules"] == both
-        assert len(given[0]["parameters"]) == 4
-        assert fully_shard.state(net[0]) is fully_shard.state(net[2])
-
     def test_a_tied_parameter_of_one_unit_is_one(self, net, slots, given):
         net[2] = nn.Linear(8, 8).double().to(net[0].weight.device)
         net[2].weight = net[1][0].weight
@@ -95,26 +87,10 @@ class TestWhatItTakes:
         assert len(given[0]["parameters"]) == 5
         assert net[2].weight is net[1][0].weight
 
-    def test_parameters_on_meta(self, slots, given):
-        with torch.device("meta"):
-            late = nn.Linear(8, 8)
-        fully_shard(late, devices=slots)
-        assert late.weight.device.type == "meta"
-
     def test_some_parameters_on_meta(self, net, slots):
         net[1].to("meta")
         fully_shard(net, devices=slots)
         assert net[1][0].weight.device.type == "meta"
-
-    def test_more_slots_than_rows(self, root, make_slots, given):
-        fully_shard(nn.Linear(2, 1).to(root), devices=make_slots(8))
-        assert given[0]["placements"] == [Shard(0), Shard(0)]
-
-    def test_a_0_dim_parameter(self, root, slots, given):
-        net = nn.Linear(2, 2)
-        net.scale = nn.Parameter(torch.tensor(1.0))
-        fully_shard(net.to(root), devices=slots)
-        assert given[0]["placements"] == [Shard(0)] * 3
 
     @pytest.mark.parametrize("kind", [list, set, tuple, iter], ids=lambda kind: kind.__name__)
     def test_ignored_parameters_stay(self, net, slots, given, kind):
@@ -124,16 +100,6 @@ class TestWhatItTakes:
         assert [id(each) for each in given[0]["ignored_parameters"]] == [id(ignored)]
         assert len(given[0]["parameters"]) == 5
         assert not fully_shard.state(net).manages(ignored)
-
-    def test_a_unit_of_frozen_parameters(self, net, slots):
-        net.requires_grad_(False)
-        fully_shard(net, devices=slots)
-        assert not any(parameter.requires_grad for parameter in net.parameters())
-
-    def test_a_parent_without_parameters_of_its_own(self, root, slots, given):
-        net = nn.Sequential(fully_shard(nn.Linear(2, 2).to(root), devices=slots))
-        fully_shard(net, devices=slots)
-        assert given[1]["parameters"] == []
 
     def test_a_root_whose_container_is_skipped(self, root, slots, given):
         class Net(nn.Module):
@@ -164,16 +130,13 @@ class TestWhatItTakes:
 
 
 class TestPlacements:
-    def test_the_function_says_how_each_is_cut(self, net, slots, given):
-        fully_shard(
-            net,
-            devices=slots,
-            shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1) if parameter.dim() > 1 else None,
-        )
-        assert given[0]["placements"] == [Shard(1), Shard(0)] * 3
-
-    def test_a_negative_dimension_counts_from_the_end(self, net, slots, given):
-        fully_shard(net, devices=slots, shard_placement_fn=lambda parameter: Shard(-1))
+    @pytest.mark.parametrize(
+        "placed",
+        [lambda parameter: Shard(parameter.dim() - 1) if parameter.dim() > 1 else None, lambda parameter: Shard(-1)],
+        ids=["the last dimension or nothing", "a negative dimension"],
+    )
+    def test_the_function_says_how_each_is_cut(self, net, slots, given, placed):
+        fully_shard(net, devices=slots, shard_placement_fn=placed)
         assert given[0]["placements"] == [Shard(1), Shard(0)] * 3
 
     def test_it_gets_the_parameters_that_are_sharded(self, net, slots):
@@ -289,14 +252,6 @@ class TestRefused:
             fully_shard(net, devices=slots)
         assert KEY not in vars(net)
         fully_shard(net, devices=slots[:3])
-
-    @pytest.mark.filterwarnings("ignore:.*torch.jit")
-    @pytest.mark.parametrize("below", [False, True])
-    def test_a_script_module(self, net, slots, below):
-        module = torch.jit.script(net[1])
-        what = r"'0', a RecursiveScriptModule" if below else "a RecursiveScriptModule"
-        with pytest.raises(TypeError, match=f"cannot shard {what}: the parameters of a ScriptModule belong to"):
-            fully_shard(nn.Sequential(module) if below else module, devices=slots)
 
     @pytest.mark.filterwarnings("ignore:Lazy modules")
     def test_lazy_parameters(self, slots):

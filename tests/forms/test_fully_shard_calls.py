@@ -1,6 +1,5 @@
 """What goes into units and comes out of them, and calls of units and their layers from outside."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.composable import register_forward_method
 from dataparallel.testing.cases import numbers, seeded
-from dataparallel.testing.steps import assert_equal, mean_square_loss
+from dataparallel.testing.steps import assert_equal
 from sharded_chains import PLAIN, Chain, Layer, assert_same_results, chain, forward_backward
 from sharded_steps import (
     LOOPS,
@@ -19,11 +17,9 @@ from sharded_steps import (
     assert_same,
     assert_same_training,
     batches_of,
-    gradients,
     on_device,
     several_loops,
     sharded,
-    state,
     train,
     whole,
 )
@@ -111,19 +107,6 @@ class TestUnits:
         assert_same_training(Model(seeded(lambda: Deep(Outer(), Outer(), Outer())), numbers(6)), slots)
 
 
-class Scoring:
-    """A model that is called by its method `score`."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, x: Tensor) -> Any:
-        return self.model.score(x, sharp=2.0)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-
 class TestCallsFromOutside:
     def test_a_layer_of_a_unit_says_what_to_do(self, slots, pair, x):
         """Its weights are sharded, and nobody has gathered them."""
@@ -159,42 +142,8 @@ class TestCallsFromOutside:
         assert_same_results(pair, lambda model: forward_backward(model.layers[1], x))
         assert_same_results(pair, lambda model: forward_backward(model, x))
 
-    @several_loops
-    def test_a_registered_method_runs_on_the_slots(self, loop, slots, root):
-        class Scored(Chain):
-            def score(self, x: Tensor, *, sharp: float) -> dict[str, Tensor]:
-                output = self(x)
-                return {"output": output, "score": torch.sigmoid(sharp * self.layers[1](output)).sum(dim=1)}
-
-        def step(model, take, loss):
-            return LOOPS[loop](Scoring(model), take, lambda found: loss(found["score"]) + loss(found["output"]))
-
-        model = Model(seeded(lambda: Scored(Layer(), Layer(), Layer())), numbers(6))
-        assert_same_training(model, slots, loop=step, afterwards=lambda model: register_forward_method(model, "score"))
-
 
 class TestSeveralModels:
-    @pytest.mark.slots(3, long=[8])
-    def test_one_after_the_other_in_one_graph(self, slots, root):
-        """Like a generator and what judges it: each has its own optimizer, and one of them is frozen in turn."""
-
-        def run(wrap: Callable[[nn.Module], Any]) -> list[Any]:
-            makes, judges = (wrap(on_device(PLAIN.build, root)) for _ in range(2))
-            optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (makes, judges)]
-            found = []
-            for number in range(4):
-                (x,), _ = next(batches_of(PLAIN, slots, number))
-                judges.requires_grad_(number % 2 == 1)
-                loss = mean_square_loss(judges(makes(x) if number % 2 == 0 else makes(x).detach()))
-                loss.backward()
-                found.append([whole(loss), gradients(makes), gradients(judges)])
-                optimizers[number % 2].step()
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-            return [*found, state(makes), state(judges)]
-
-        assert_equal(run(lambda model: sharded(model, slots)), run(lambda model: model), "found", atol=1e-9)
-
     @several_loops
     def test_a_sharded_part_of_a_plain_model(self, loop, slots, root):
         """Its optimizer has plain parameters and sharded ones."""
@@ -208,16 +157,5 @@ class TestSeveralModels:
             if is_sharded:
                 sharded(model[1], slots)
                 model.no_sync = model[1].no_sync
-            both.append(train(model, batches_of(PLAIN, slots), loop=LOOPS[loop]))
-        assert_same(*both)
-
-    @several_loops
-    def test_two_sharded_models_in_a_plain_one(self, loop, slots, root):
-        both = []
-        for is_sharded in (True, False):
-            model = on_device(seeded(lambda: nn.Sequential(PLAIN.build(), nn.Tanh(), PLAIN.build())), root)
-            if is_sharded:
-                for part in (model[0], model[2]):
-                    sharded(part, slots)
             both.append(train(model, batches_of(PLAIN, slots), loop=LOOPS[loop]))
         assert_same(*both)

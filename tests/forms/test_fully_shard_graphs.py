@@ -1,4 +1,4 @@
-"""Checkpoints and backwards of a sharded model are those of one device, in float64 to 1e-9."""
+"""Checkpoints, backwards and modes of torch: a sharded model does what one device does, in float64 to 1e-9."""
 
 from typing import Any
 
@@ -7,24 +7,38 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dataparallel.composable import replicate
 from dataparallel.sharded import ShardedTensor
-from dataparallel.testing.cases import numbers, seeded
+from dataparallel.testing.cases import numbers, seeded, sgd
 from dataparallel.testing.steps import mean_square_loss
-from sharded_chains import PLAIN, Chain, Layer, assert_same_results, chain, forward_backward
+from sharded_chains import PLAIN, Layer, assert_same_results, chain, forward_backward
+from sharded_models import GPT
 from sharded_steps import (
     LOOPS,
+    MODELS,
     Model,
     assert_all_sharded,
+    assert_same,
     assert_same_training,
+    batches_of,
+    forward,
     gradients,
     on_device,
     several_loops,
     sharded,
+    train,
 )
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 both_kinds = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+
+
+@pytest.fixture
+def full_pair(slots, root):
+    """A chain whose units stay full after forward, and its twin on one device."""
+    several = sharded(on_device(PLAIN.build, root), slots, reshard_after_forward=False)
+    return several, on_device(PLAIN.build, root)
 
 
 class Recomputed:
@@ -55,70 +69,8 @@ class TestCheckpoints:
 
         assert_same_training(Model(PLAIN.build, batch), slots, loop=step)
 
-    @several_loops
-    @both_kinds
-    def test_around_several_units_at_once(self, use_reentrant, loop, slots):
-        class Around(Chain):
-            def forward(self, x: Tensor) -> Tensor:
-                first, *others, last = self.layers
-
-                def middle(y: Tensor) -> Tensor:
-                    for layer in others:
-                        y = layer(y)
-                    return y
-
-                return last(checkpoint(middle, first(x), use_reentrant=use_reentrant))
-
-        model = Model(seeded(lambda: Around(*(Layer() for _ in range(5)))), numbers(6))
-        assert_same_training(model, slots, loop=LOOPS[loop])
-
-    @several_loops
-    @both_kinds
-    def test_in_each_other(self, use_reentrant, loop, slots):
-        """A unit inside a checkpoint has a checkpoint of its own."""
-
-        class Inside(Layer):
-            def forward(self, x: Tensor) -> Tensor:
-                return x + checkpoint(super().forward, x, use_reentrant=use_reentrant)
-
-        class Around(Chain):
-            def forward(self, x: Tensor) -> Tensor:
-                x = self.layers[0](x)
-                for layer in [*self.layers][1:]:
-                    x = checkpoint(layer, x, use_reentrant=use_reentrant)
-                return x
-
-        model = Model(seeded(lambda: Around(Layer(), Inside(), Inside())), numbers(6))
-        assert_same_training(model, slots, loop=LOOPS[loop])
-
-    def test_of_a_unit_that_is_used_twice(self, slots):
-        class Around(Chain):
-            def forward(self, x: Tensor) -> Tensor:
-                first, second, third = self.layers
-                x = checkpoint(second, first(x), use_reentrant=False)
-                return third(checkpoint(second, x, use_reentrant=False))
-
-        assert_same_training(Model(seeded(lambda: Around(Layer(), Layer(), Layer())), numbers(6)), slots)
-
 
 class TestBackward:
-    def test_twice_through_one_graph(self, slots, pair, x):
-        def use(model):
-            loss = mean_square_loss(model(x))
-            loss.backward(retain_graph=True)
-            loss.backward()
-
-        assert_same_results(pair, use)
-
-    def test_twice_through_a_freed_graph_raises_torchs_error(self, slots, pair, x):
-        for model in pair:
-            loss = mean_square_loss(model(x))
-            loss.backward()
-            with pytest.raises(RuntimeError, match="second time"):
-                loss.backward()
-            model.zero_grad()
-        assert_same_results(pair, lambda model: forward_backward(model, x))
-
     @pytest.mark.parametrize("change", ["step", "step, foreach", "one weight", "load_state_dict"])
     @pytest.mark.parametrize("reshard_after_forward", [True, False])
     def test_weights_that_changed_since_the_forward(self, change, reshard_after_forward, slots, root, x):
@@ -149,13 +101,9 @@ class TestBackward:
 
     @pytest.mark.parametrize("name", ["weight", "bias"])
     @pytest.mark.parametrize("then", ["backward", "call", "backward of another call", "reshard", "unshard", "to"])
-    def test_full_weights_are_copies_and_a_change_of_them_raises(self, then, name, slots, root, x):
+    def test_full_weights_are_copies_and_a_change_of_them_raises(self, then, name, full_pair, x):
         """The change would be lost. Backward reads the weight and not the bias."""
-        pair = (
-            sharded(on_device(PLAIN.build, root), slots, reshard_after_forward=False),
-            on_device(PLAIN.build, root),
-        )
-        several = pair[0]
+        several = full_pair[0]
         other = mean_square_loss(several(x.cos())) if then == "backward of another call" else None
         loss = mean_square_loss(several(x))
         full = getattr(several.layers[1].linear, name)
@@ -173,41 +121,33 @@ class TestBackward:
         with pytest.raises(RuntimeError, match=rf"'{name}' in the unit 'layers\.1' was changed in place"):
             steps[then]()
         several.zero_grad()
-        assert_same_results(pair, lambda model: forward_backward(model, x))
+        assert_same_results(full_pair, lambda model: forward_backward(model, x))
 
     @pytest.mark.parametrize("set_to_none", [True, False])
-    def test_gradients_are_zeroed_between_forward_and_backward(self, set_to_none, slots, root, x):
+    def test_gradients_are_zeroed_between_forward_and_backward(self, set_to_none, full_pair, x):
         """Full parameters are registered then, and the gradients are those of the sharded ones."""
-        pair = (
-            sharded(on_device(PLAIN.build, root), slots, reshard_after_forward=False),
-            on_device(PLAIN.build, root),
-        )
 
         def use(model):
             forward_backward(model, x)
             loss = mean_square_loss(model(x.cos()))
-            assert model is not pair[0] or not isinstance(model.layers[0].linear.weight, ShardedTensor)
+            assert model is not full_pair[0] or not isinstance(model.layers[0].linear.weight, ShardedTensor)
             model.zero_grad(set_to_none=set_to_none)
             loss.backward()
 
-        assert_same_results(pair, use)
+        assert_same_results(full_pair, use)
 
-    def test_states_are_sharded_between_forward_and_backward(self, slots, root, x):
+    def test_states_are_sharded_between_forward_and_backward(self, full_pair, x):
         """They stay what they are when backward frees the full parameters."""
-        pair = (
-            sharded(on_device(PLAIN.build, root), slots, reshard_after_forward=False),
-            on_device(PLAIN.build, root),
-        )
 
         def use(model):
             loss = mean_square_loss(model(x))
             saved = model.state_dict()
-            assert model is not pair[0] or all(isinstance(value, ShardedTensor) for value in saved.values())
+            assert model is not full_pair[0] or all(isinstance(value, ShardedTensor) for value in saved.values())
             loss.backward()
-            assert_all_sharded(pair[0])
+            assert_all_sharded(full_pair[0])
             return saved
 
-        assert_same_results(pair, use)
+        assert_same_results(full_pair, use)
 
     def test_a_unit_that_changes_its_weights_in_forward_raises(self, slots, root, x):
         class Normalised(Layer):
@@ -253,3 +193,84 @@ class TestBackward:
             mean_square_loss(several(x)).backward(create_graph=True)
         several.zero_grad()
         assert_same_results(pair, lambda model: forward_backward(model, x))
+
+
+class TestModes:
+    def test_eval_then_train(self, slots, root):
+        """Dropout and batch statistics follow the mode at each call."""
+        several, one = (on_device(MODELS["resnet"].build, root) for _ in range(2))
+        sharded(several, slots)
+        replicate(one, devices=slots)
+        found = []
+        for model in (several, one):
+            for number, training in enumerate([True, False, True, True, False]):
+                model.train(training)
+                found.append(train(model, batches_of(MODELS["resnet"], slots, number), sgd, 1))
+        for ours, theirs in zip(found[:5], found[5:], strict=True):
+            assert_same(ours, theirs)
+
+    @pytest.mark.slots(3)
+    def test_autocast(self, slots, root):
+        """Slots compute in the lower dtype as those of `replicate` do, with the same chunks."""
+
+        def build() -> nn.Module:
+            return seeded(GPT, "around")().float()
+
+        def loss(output: Tensor) -> Tensor:
+            assert output.dtype is torch.bfloat16
+            return mean_square_loss(output)
+
+        several, other = on_device(build, root), on_device(build, root)
+        sharded(several, slots)
+        replicate(other, devices=slots)
+        found = []
+        for model in (several, other):
+
+            def step(model, take, loss):
+                with torch.autocast(root.type, dtype=torch.bfloat16):
+                    value = forward(model, take, loss)
+                value.backward()
+                return [value]
+
+            found.append(train(model, batches_of(MODELS["gpt"], slots), sgd, 2, loop=step, loss=loss))
+        assert_same(*found, atol=1e-5)
+        assert {*map(type, found[0].gradients[0].values())} == {Tensor}
+        assert {gradient.dtype for gradient in found[0].gradients[0].values()} == {torch.float32}
+
+    def test_a_gradient_penalty(self, slots, pair, x):
+        def use(model):
+            leaf = x.clone().requires_grad_()
+            loss = mean_square_loss(model(leaf))
+            (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+            (loss + gradient.square().sum()).backward()
+            return [loss, leaf.grad]
+
+        assert_same_results(pair, use)
+        assert_same_results(pair, lambda model: forward_backward(model, x))
+
+    def test_the_gradient_of_the_input_alone_leaves_none_on_parameters(self, slots, pair, x):
+        def use(model):
+            leaf = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(mean_square_loss(model(leaf)), leaf)
+            return gradient
+
+        assert_same_results(pair, use)
+        assert all(parameter.grad is None for model in pair for parameter in model.parameters())
+        assert_same_results(pair, lambda model: forward_backward(model, x))
+
+    def test_a_forward_whose_backward_never_comes(self, slots, pair, x):
+        def use(model):
+            abandoned = model(x)
+            found = forward_backward(model, x.cos())
+            del abandoned
+            return [found, forward_backward(model, x)]
+
+        assert_same_results(pair, use)
+
+    def test_part_of_the_output_is_used(self, slots, pair, x):
+        """Some slots have no backward at all."""
+
+        def use(model):
+            model(x)[:1].square().sum().backward()
+
+        assert_same_results(pair, use)

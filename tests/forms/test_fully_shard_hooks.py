@@ -75,15 +75,6 @@ class TestHooks:
             self.PLACES[place](model).register_forward_hook(after)
         assert_same_results(pair, lambda model: forward_backward(model, x))
 
-    def test_those_on_the_model_see_the_whole_batch_once(self, slots, pair, x):
-        several, _ = pair
-        seen = []
-        several.register_forward_pre_hook(lambda module, args: seen.append(("before", args[0].shape[0])))
-        several.register_forward_hook(lambda module, args, output: seen.append(("after", output.shape[0])))
-        several.register_full_backward_hook(lambda module, inputs, outputs: seen.append(("back", inputs[0].shape[0])))
-        forward_backward(several, x)
-        assert seen == [("before", len(x)), ("after", len(x)), ("back", len(x))]
-
     def test_those_on_a_unit_see_each_chunk_once(self, slots, pair, x):
         several, _ = pair
         seen: dict[str, list[int]] = {"before": [], "after": [], "back": []}

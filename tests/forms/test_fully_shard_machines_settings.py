@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, distributed, nn
 
 from dataparallel.comm.streams.current import streams_joined
-from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy
 from dataparallel.testing.steps import assert_equal
 from machine_ranks import on_machines
-from sharded_machines import EACH_SPREAD, SPREADS, spread
+from sharded_machines import EACH_SPREAD, over, ranks_of, slots_of
 from sharded_steps import gradients
 
 pytestmark = [pytest.mark.usefixtures("one_intra_op_thread")]
@@ -34,6 +34,9 @@ class Net(nn.Module):
 
     uses = (True, False)
 
+    def units(self) -> list[Any]:
+        return [self.first, [*self.branches]]
+
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
         for branch, used in zip(self.branches, Net.uses, strict=True):
@@ -45,12 +48,7 @@ class Net(nn.Module):
 def made(devices: list[Any], way: str | None = None, **options: Any) -> Any:
     """The model over machines, or on the first device."""
     net = Net().to(devices[0])
-    if way is None:
-        return net
-    where = spread(way)
-    for unit in (net.first, [*net.branches]):
-        fully_shard(unit, devices=devices, **where, **options)
-    return fully_shard(net, devices=devices, **where, **options)
+    return net if way is None else over(way, net, devices, **options)
 
 
 def batch(rank: int, seed: int, device: Any) -> Tensor:
@@ -75,13 +73,12 @@ def by_one(
     return net
 
 
+def run(function: Callable[..., Any], way: str) -> None:
+    on_machines(function, way, ranks=ranks_of(way), slots=slots_of(way), group_timeout=20)
+
+
 def assert_as_by_one(net: Any, one: Any, atol: float = 1e-9) -> None:
     assert_equal(gradients(net), gradients(one), "gradients", atol=atol)
-
-
-def run(function: Callable[..., Any], way: str, *args: Any) -> list[Any]:
-    ranks = SPREADS[way][0]
-    return on_machines(function, way, *args, ranks=ranks, slots=1 if ranks > 2 else 2, group_timeout=20)
 
 
 # ---- parameters that are not used everywhere ------------------------------------------------------------------------

@@ -95,11 +95,6 @@ class TestMeta:
             model.reset_parameters()
         assert_equal(state(several), state(one), "state", atol=0)
 
-    def test_a_full_state_dict_is_loaded(self, slots, root):
-        several, one = sharded(on_meta(), slots).to_empty(device=root.type), on_device(MODEL.build, root)
-        several.load_state_dict(one.state_dict())
-        assert_trains_as(several, one, slots)
-
     @pytest.mark.slots(3, long=[2, 8])
     def test_sharded_values_are_assigned_without_to_empty(self, slots, root):
         """As on one device, that unties weights: this model has none."""

@@ -1,4 +1,7 @@
-"""The methods of a fully sharded module set how its units behave, and its calls in a replica run inside the unit."""
+"""The methods of a fully sharded module set how its units behave, and its calls in a replica run inside the unit.
+
+What they change is in test_fully_shard_settings, gathers by hand are in test_fully_shard_calls.
+"""
 
 from types import SimpleNamespace
 
@@ -9,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel.composable import FullyShardedModule, fully_shard, register_forward_method
 from dataparallel.forms import fully_shard as form
-from dataparallel.forms.managed import KEY
 from dataparallel.replicas.build import build_replica
 from dataparallel.replicas.plan import TWIN_INFO, ModulePlan, TwinInfo
 from dataparallel.sharded import ShardedTensor
@@ -43,34 +45,25 @@ FLAGS = [
 
 
 class TestFlags:
-    @pytest.mark.parametrize(("method", "name", "value"), FLAGS)
-    def test_are_set_for_the_whole_tree(self, net, method, name, value):
-        getattr(net, method)(value)
-        assert [getattr(each, name) for each in units(net)] == [value] * 3
-
-    @pytest.mark.parametrize(("method", "name", "value"), FLAGS)
-    def test_or_for_one_unit(self, net, method, name, value):
-        before = [getattr(each, name) for each in units(net)]
-        getattr(net, method)(value, recurse=False)
-        assert [getattr(each, name) for each in units(net)] == [value, *before[1:]]
-
     @pytest.mark.parametrize(
         ("method", "name", "value"),
         [
+            *FLAGS,
             ("set_gradient_divide_factor", "gradient_divide_factor", 2.0),
             ("set_unshard_in_backward", "unshard_in_backward", False),
             ("set_all_reduce_hook", "all_reduce_hook", torch.relu_),
             ("set_post_optim_event", "post_optim_event", SimpleNamespace()),
         ],
     )
-    def test_of_one_unit(self, net, method, name, value):
+    def test_are_set_for_one_unit(self, net, method, name, value):
         before = [getattr(each, name) for each in units(net)]
-        getattr(net, method)(value)
+        getattr(net, method)(value, **({"recurse": False} if (method, name, value) in FLAGS else {}))
         assert [getattr(each, name) for each in units(net)] == [value, *before[1:]]
 
-    def test_the_last_backward_is_that_of_the_whole_tree(self, net):
-        net.set_is_last_backward(False)
-        assert [each.is_last_backward for each in units(net)] == [False] * 3
+    @pytest.mark.parametrize(("method", "name", "value"), [*FLAGS, ("set_is_last_backward", "is_last_backward", False)])
+    def test_or_for_the_whole_tree(self, net, method, name, value):
+        getattr(net, method)(value)
+        assert [getattr(each, name) for each in units(net)] == [value] * 3
 
     def test_a_module_of_a_list_sets_the_unit_of_the_list(self, net):
         net[3].set_requires_gradient_sync(False)
@@ -135,41 +128,6 @@ class TestPrefetch:
     def test_one_module_is_no_list(self, net, which):
         with pytest.raises(TypeError, match=r"expected a list of modules; got a Linear: write \[module\]"):
             getattr(net, f"set_modules_to_{which}_prefetch")(net[1])
-
-
-class TestUnshard:
-    @pytest.fixture
-    def log(self, net, monkeypatch):
-        """The gathers of each unit, in order."""
-        seen = []
-        for name, each in zip(("root", "one", "two"), units(net), strict=True):
-
-            def unshard(async_op, name=name):
-                seen.append((name, async_op))
-                return SimpleNamespace(wait=lambda: seen.append((name, "wait")))
-
-            monkeypatch.setattr(each, "unshard", unshard)
-            monkeypatch.setattr(each, "reshard", lambda name=name: seen.append((name, "reshard")))
-        return seen
-
-    def test_waits(self, net, log):
-        assert net.unshard() is None
-        assert log == [("root", False), ("root", "wait")]
-
-    def test_gives_a_handle_to_wait_with(self, net, log):
-        handle = net[2].unshard(async_op=True)
-        assert log == [("two", True)]
-        handle.wait()
-        assert log[1:] == [("two", "wait")]
-
-    def test_reshard_is_for_one_unit(self, net, log):
-        net[1].reshard()
-        assert log == [("one", "reshard")]
-
-    def test_conversions_are_for_sharded_parameters(self, net, log, monkeypatch):
-        monkeypatch.setattr(nn.Module, "_apply", lambda self, *args, **kwargs: log.append("apply") or self)
-        assert net.double() is net
-        assert log == [("root", "reshard"), ("one", "reshard"), ("two", "reshard"), "apply"]
 
 
 def test_without_devices_methods_do_nothing(monkeypatch):
@@ -295,11 +253,6 @@ class TestInAReplica:
         assert log["Net"] == self.ONCE
         assert outer.inner.generate.__doc__ == "Calls forward."
 
-    def test_keyword_arguments(self, outer, log, x):
-        outer.run[0] = lambda inner, x: inner(x=x)
-        assert torch.equal(outer(x), x * 15)
-        assert log["Net"] == self.ONCE
-
     def test_an_error_leaves_the_unit(self, outer, log, x):
         def wrong(inner, x):
             inner(x, nothing=1)
@@ -311,11 +264,6 @@ class TestInAReplica:
         assert not any(on_slot.is_full for each in (unit(outer), unit(outer.inner)) for on_slot in each.on_slots)
         outer.run[0] = right
         assert torch.equal(outer(x), x * 15)
-
-    def test_without_a_call_nothing_is_gathered(self, outer, log, x):
-        outer.run[0] = lambda inner, x: x
-        assert torch.equal(outer(x), x * 5)
-        assert log["Net"] == [[]] * 4
 
     def test_the_parameters_are_sharded_before_and_after(self, outer, x):
         def note_around(inner, x):
@@ -346,50 +294,6 @@ class TestInAReplica:
         outer.inner.ask.append(call)
         with pytest.raises(RuntimeError, match="this Net is a replica on one slot; call the methods of fully_shard on"):
             outer(x)
-
-
-class TestOnTheSource:
-    @pytest.fixture
-    def runs(self, net, monkeypatch):
-        """The calls that the states of the tree have run."""
-        seen = []
-
-        def run(method, inputs, kwargs):
-            seen.append((method.name, inputs, kwargs))
-            return "output"
-
-        for module in (net, net[1]):
-            monkeypatch.setattr(fully_shard.state(module), "run", run)
-        return seen
-
-    @pytest.mark.parametrize("at", [None, 1])
-    def test_a_call_is_run_by_the_state(self, net, runs, at):
-        module = net if at is None else net[at]
-        assert module(3) == "output"
-        assert module.forward(input=3) == "output"
-        assert runs == [("forward", (3,), {}), ("forward", (), {"input": 3})]
-
-    def test_hooks_see_the_whole_batch(self, net, runs):
-        net.register_forward_hook(lambda module, args, output: (args, output))
-        assert net(3) == ((3,), "output")
-
-    def test_a_registered_method_is(self, net, runs):
-        register_forward_method(net[1], "extra_repr")
-        assert net[1].extra_repr() == "output"
-        assert runs == [("extra_repr", (), {})]
-        assert net[2].extra_repr() == "in_features=8, out_features=8, bias=True"
-
-    def test_a_module_without_a_form_has_no_methods_to_register(self):
-        with pytest.raises(
-            TypeError, match=r"is not replicated; call replicate\(module\) before, or fully_shard\(module"
-        ):
-            register_forward_method(nn.Linear(1, 1), "forward")
-
-    def test_a_copy_of_its_attributes_is_no_managed_module(self, net):
-        bare = object.__new__(type(net))
-        object.__setattr__(bare, "__dict__", {key: value for key, value in vars(net).items() if key != KEY})
-        with pytest.raises(RuntimeError, match="was not made by a composable form, but copied"):
-            bare.set_is_last_backward(True)
 
 
 def test_a_tree_with_units_can_be_planned_for_its_own_form_alone(net):

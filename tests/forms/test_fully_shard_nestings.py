@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import HealthCheck, Phase, example, given, note, settings
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -165,13 +165,24 @@ def trains_as_on_one_device(part: Part, slots: list[Any], loop: str, policy: str
     settle()
 
 
-loops = st.sampled_from(
-    ["one_backward", "one_backward", "the_last_summed", "last_forward_first", "first_forward_first"]
-)
-
+loops = st.sampled_from(["one_backward", *LOOPS])
 policies = st.sampled_from(["plain", "plain", *POLICIES])
 
 
+def chained(*below: Part, **own: Any) -> Part:
+    """A root, or a part that is no unit, with these parts one after the other."""
+    plain = {"is_unit": False, "is_frozen": False, "reshard": None, "calls": 1, "recomputed": None}
+    return Part(**{**plain, "works_in_place": False, "ahead": (None, None), **own}, below=below)
+
+
+UNIT = chained(is_unit=True)
+
+
+@example(chained(UNIT, chained(UNIT, UNIT, recomputed=False)), 3, "last_forward_first", "plain")
+@example(chained(UNIT, chained(UNIT, UNIT, recomputed=True)), 3, "the_last_summed", "plain")
+@example(chained(chained(replace(UNIT, recomputed=False), is_unit=True, recomputed=False)), 3, "one_backward", "plain")
+@example(chained(chained(replace(UNIT, recomputed=True), is_unit=True, recomputed=True)), 3, "one_backward", "plain")
+@example(chained(UNIT, replace(UNIT, recomputed=False, calls=2)), 3, "one_backward", "plain")
 @given(roots, st.sampled_from([2, 3, 4]), loops, policies)
 @settings(phases=PHASES, suppress_health_check=[*HealthCheck])
 def test_random_nestings(make_slots, part, count, loop, policy):

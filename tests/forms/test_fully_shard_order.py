@@ -182,49 +182,41 @@ SUMS = ["3", "2", "1", "0", "root"]
 
 each_number_of_slots = pytest.mark.slots(1, 3, long=[8])
 
+ORDERS: dict[str, tuple[Callable[[list[Any]], Any], list[str], list[str]]] = {
+    "by default one unit ahead, as the last forward had them": (build, FORWARD, BACKWARD),
+    "nothing ahead with empty lists": (lambda slots: no_prefetch(build(slots)), FORWARD_WITHOUT, BACKWARD_WITHOUT),
+    "the lists of the user": (lambda slots: two_ahead(build(slots)), FORWARD_TWO_AHEAD, BACKWARD_TWO_AHEAD),
+    "checkpoints inside units change nothing": (lambda slots: build(slots, "inside"), FORWARD, BACKWARD),
+    # The recomputation finds the unit gathered: its backward has begun.
+    "checkpoints around units change nothing": (lambda slots: build(slots, "around"), FORWARD, BACKWARD),
+    "not freed after forward": (
+        lambda slots: build(slots, reshard_after_forward=False),
+        [line for line in FORWARD if "free" not in line],
+        [line for line in BACKWARD if "gather" not in line],
+    ),
+}
+
 
 @each_number_of_slots
-class TestPrefetch:
-    def test_by_default_is_one_unit_in_the_order_of_the_last_forward(self, slots, record):
-        forward, backward = run_steps(build(slots), slots, record)
-        assert forward == [FORWARD] * len(slots)
-        assert backward == [BACKWARD] * len(slots)
-        assert record.sums == SUMS
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_order_of_a_step(name, slots, record):
+    make, expected_forward, expected_backward = ORDERS[name]
+    forward, backward = run_steps(make(slots), slots, record)
+    assert forward == [expected_forward] * len(slots)
+    assert backward == [expected_backward] * len(slots)
+    assert record.sums == SUMS
 
-    def test_begins_in_backward_when_no_forward_is_known_yet(self, slots, record):
-        forward, backward = run_steps(build(slots), slots, record, steps=1)
-        assert forward == [FORWARD_WITHOUT] * len(slots)
-        assert backward == [BACKWARD] * len(slots)
-        assert record.sums == SUMS
 
-    def test_can_be_switched_off_by_empty_lists(self, slots, record):
-        forward, backward = run_steps(no_prefetch(build(slots)), slots, record)
-        assert forward == [FORWARD_WITHOUT] * len(slots)
-        assert backward == [BACKWARD_WITHOUT] * len(slots)
-        assert record.sums == SUMS
-
-    def test_follows_the_lists_of_the_user(self, slots, record):
-        forward, backward = run_steps(two_ahead(build(slots)), slots, record)
-        assert forward == [FORWARD_TWO_AHEAD] * len(slots)
-        assert backward == [BACKWARD_TWO_AHEAD] * len(slots)
-        assert record.sums == SUMS
+@each_number_of_slots
+def test_units_are_gathered_ahead_from_backward_on_when_no_forward_is_known_yet(slots, record):
+    forward, backward = run_steps(build(slots), slots, record, steps=1)
+    assert forward == [FORWARD_WITHOUT] * len(slots)
+    assert backward == [BACKWARD] * len(slots)
+    assert record.sums == SUMS
 
 
 @each_number_of_slots
 class TestCheckpoints:
-    def test_inside_units_change_nothing(self, slots, record):
-        forward, backward = run_steps(build(slots, "inside"), slots, record)
-        assert forward == [FORWARD] * len(slots)
-        assert backward == [BACKWARD] * len(slots)
-        assert record.sums == SUMS
-
-    def test_around_units_change_nothing(self, slots, record):
-        """The recomputation finds the unit gathered: its backward has begun."""
-        forward, backward = run_steps(build(slots, "around"), slots, record)
-        assert forward == [FORWARD] * len(slots)
-        assert backward == [BACKWARD] * len(slots)
-        assert record.sums == SUMS
-
     def test_that_are_reentrant_inside_units_deliver_twice(self, slots, record):
         """What is recomputed has a backward of its own inside that of the unit, which is freed after both."""
         forward, backward = run_steps(build(slots, "inside", True), slots, record)
@@ -250,12 +242,6 @@ class TestCheckpoints:
 
 @each_number_of_slots
 class TestReshard:
-    def test_not_after_forward_keeps_units_until_their_backward(self, slots, record):
-        forward, backward = run_steps(build(slots, reshard_after_forward=False), slots, record)
-        assert forward == [[line for line in FORWARD if "free" not in line]] * len(slots)
-        assert backward == [[line for line in BACKWARD if "gather" not in line]] * len(slots)
-        assert record.sums == SUMS
-
     def test_not_after_backward_keeps_units_until_the_optimizer_has_changed_them(self, slots, record):
         model = build(slots)
         model.set_reshard_after_backward(False)

@@ -14,20 +14,17 @@ from dataparallel.composable import fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import numbers, seeded, sgd
 from dataparallel.testing.steps import assert_equal, mean_square_loss
-from sharded_chains import PLAIN, Chain, Layer, assert_same_results, chain
-from sharded_models import GPT, Awkward
+from sharded_chains import Chain, Layer, assert_same_results, chain
+from sharded_models import GPT
 from sharded_steps import (
     LOOPS,
     MODELS,
     Model,
-    assert_same,
     assert_same_training,
-    batches_of,
     gradients,
     on_device,
     several_loops,
     sharded,
-    train,
     whole,
 )
 
@@ -50,24 +47,6 @@ class TestParameters:
         """That memory is gone when the unit is freed, and the next gather is seen."""
         assert_same_training(chain(Layer, Moving, Moving), slots, loop=LOOPS[loop], reshard_after_forward=not stay)
 
-    @pytest.mark.slots(3, long=[2, 8])
-    def test_requires_grad_changes_between_steps(self, slots, root):
-        def flip(model: nn.Module, number: int) -> None:
-            first, second, third = model.layers
-            first.requires_grad_(number % 3 != 1)
-            second.requires_grad_(number % 2 == 0)
-            third.linear.bias.requires_grad_(number % 4 < 2)
-
-        several, one = sharded(on_device(PLAIN.build, root), slots), on_device(PLAIN.build, root)
-        for model in (several, one):
-            model.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-        for number in range(8):
-            both = []
-            for model in (several, one):
-                flip(model, number)
-                both.append(train(model, batches_of(PLAIN, slots, number), model.optimizer, 1))
-            assert_same(*both)
-
     def test_nothing_takes_a_gradient_but_the_input(self, slots, pair, x):
         def use(model):
             model.requires_grad_(False)
@@ -76,13 +55,6 @@ class TestParameters:
             return leaf.grad
 
         assert_same_results(pair, use)
-
-    def test_tied_weights_stay_tied(self, slots, root):
-        model = sharded(on_device(MODELS["gpt"].build, root), slots)
-        assert model.head.weight is model.embedding.weight
-        train(model, batches_of(MODELS["gpt"], slots), steps=2)
-        assert model.head.weight is model.embedding.weight
-        assert len({*map(id, model.parameters())}) == len([*model.parameters()])
 
     @several_loops
     def test_tied_weights_in_a_unit_of_several_modules(self, loop, slots):
@@ -93,20 +65,6 @@ class TestParameters:
                 return [*self.blocks, [self.embedding, self.norm, self.head]]
 
         assert_same_training(Model(seeded(Ends), MODELS["gpt"].batch), slots, loop=LOOPS[loop])
-
-    @several_loops
-    def test_a_layer_in_two_places_of_a_unit(self, loop, slots):
-        class Shared(Layer):
-            def __init__(self) -> None:
-                super().__init__()
-                self.again = self.linear
-                self.other = nn.Linear(6, 6)
-                self.other.bias = self.linear.bias
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.other(torch.tanh(self.again(super().forward(x))))
-
-        assert_same_training(chain(Shared, Shared, Layer), slots, loop=LOOPS[loop])
 
     @pytest.mark.slots(3, long=[2, 8])
     @several_loops
@@ -123,20 +81,6 @@ class TestParameters:
         assert without == {"unused", "sometimes", "frozen", "strange", "choice"}
         assert found["choice.used.weight"] is not None
         assert found["strange.scale"] is not None
-
-    @pytest.mark.slots(3, long=[8])
-    @pytest.mark.parametrize("users", ["the first", "the last", "all but the first"])
-    def test_a_unit_that_only_some_slots_use(self, users, slots, root):
-        using = {"the first": [0], "the last": [len(slots) - 1], "all but the first": range(1, len(slots))}[users]
-
-        def batch(size: int, seed: int):
-            (x,), _ = numbers(6)(2 * len(slots), seed)
-            x[:, 0] = -1.0
-            for slot in using:
-                x[2 * slot, 0] = 2.0
-            return (x,), {}
-
-        assert_same_training(Model(seeded(Awkward), batch), slots)
 
     def test_complex_parameters(self, slots):
         class Turn(Layer):

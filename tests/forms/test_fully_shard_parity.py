@@ -5,10 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor, nn
 
 from dataparallel.composable import (
@@ -19,9 +17,10 @@ from dataparallel.composable import (
     replicate,
 )
 from dataparallel.sharded import Shard
-from dataparallel.testing.cases import adamw, numbers, seeded
+from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.models import CASES
 from dataparallel.testing.steps import mean_square_loss
+from selection import others_long
 from sharded_models import Scaled
 from sharded_steps import (
     LOOPS,
@@ -167,8 +166,6 @@ class TestACoverOfTheMatrix:
 
 
 NUMBERS = (2, 3, 4, 8)
-GPTS = [name for name in MODELS if name.startswith("gpt")]
-OTHERS = [name for name in MODELS if name not in GPTS]
 
 TOGETHER = [
     (option, loop, [*MODELS][(i + j) % len(MODELS)], NUMBERS[(i + j // 2) % len(NUMBERS)])
@@ -185,25 +182,14 @@ def test_any_two_choices_are_tested_together():
 
 @pytest.mark.long
 class TestTheFullMatrix:
-    @pytest.mark.parametrize("count", NUMBERS)
-    @pytest.mark.parametrize("model", OTHERS)
-    @every_option
-    def test_each_option_with_each_model(self, option, model, count, make_slots):
-        check(model, option, "one_backward", make_slots(count))
-
-    @pytest.mark.parametrize("count", NUMBERS)
-    @every_option
-    def test_each_option_with_a_gpt(self, option, count, make_slots):
-        kind = GPTS[([*OPTIONS].index(option) + NUMBERS.index(count)) % len(GPTS)]
-        check(kind, option, "one_backward", make_slots(count))
-
     @pytest.mark.parametrize(("option", "loop", "model", "count"), TOGETHER)
     def test_any_two_choices(self, option, loop, model, count, make_slots):
         check(model, option, loop, make_slots(count))
 
 
 class TestOtherSlots:
-    @every_model
+    @pytest.mark.devices("sim", "cuda")  # CPU slots are on one device anyway
+    @pytest.mark.parametrize("model", others_long(MODELS, ["gpt", "resnet", "unused and repeated units"]))
     def test_slots_on_one_device(self, model, root):
         check(model, "none", "one_backward", [root] * 3)
 
@@ -212,7 +198,8 @@ class TestOtherSlots:
         slots = [make_slots(2)[place] for place in (0, 1, 0, 1)]
         check("gpt", "none", loop, slots)
 
-    @every_model
+    @pytest.mark.devices("sim", "cuda")  # else these are the slots of the other tests
+    @pytest.mark.parametrize("model", others_long(MODELS, ["gpt", "unused and repeated units"]))
     def test_cpu_slots(self, model):
         check(model, "none", "one_backward", ["cpu"] * 2)
 
@@ -256,29 +243,6 @@ def test_ignored_parameters_stay_what_they_are(loop, slots):
     assert_same_training(Model(seeded(Scaled), numbers(6)), slots, loop=LOOPS[loop], ignored=True)
 
 
-@pytest.mark.slots(3, long=[8])
-@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD"])
-def test_each_optimizer(name, slots):
-    kind = getattr(torch.optim, name)
-    # Some gradients are zero but for their rounding. With Adagrad's own eps they move a weight by 1e-9.
-    more = {"eps": 1e-6} if name == "Adagrad" else {}
-    assert_same_training(MODELS["gpt"], slots, optimizer=lambda parameters: kind([*parameters], lr=1e-2, **more))
-
-
-@pytest.mark.slots(3)
-def test_the_batch_may_be_in_another_dimension(slots):
-    def batch(size: int, seed: int):
-        (x,), _ = numbers(5, 3)(size, seed)
-        return (x.transpose(0, 1).contiguous(),), {}
-
-    def build():
-        net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        net.units = lambda: [net[0]]
-        return net
-
-    assert_same_training(Model(seeded(build), batch), slots, dim=1)
-
-
 @pytest.mark.slots(4)
 def test_a_unit_whose_backward_needs_no_weights_is_not_gathered_for_it(slots):
     """An embedding's backward reads no weight."""
@@ -287,72 +251,3 @@ def test_a_unit_whose_backward_needs_no_weights_is_not_gathered_for_it(slots):
         model.embedding.set_unshard_in_backward(False)
 
     assert_same_training(MODELS["gpt, units of several kinds"], slots, afterwards=afterwards)
-
-
-@pytest.mark.slots(3, long=[8])
-def test_gradients_are_clipped_as_on_one_device(slots):
-    class Clips(torch.optim.AdamW):
-        def step(self, closure=None):
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            norms.append(float(nn.utils.clip_grad_norm_(parameters, 1e-3)))
-            return super().step(closure)
-
-    norms: list[float] = []
-    assert_same_training(MODELS["gpt"], slots, optimizer=lambda parameters: Clips(parameters, lr=1e-2))
-    assert norms[:5] == pytest.approx(norms[5:], rel=0, abs=1e-9)
-    assert len(norms) == 10
-    assert min(norms) > 1e-3
-
-
-class TestAnyTreeOfUnits:
-    """Whatever is sharded by itself, however deep and together with whatever, the results are the same."""
-
-    class Tree(nn.Module):
-        """Children run one after the other, between two layers of its own. ``shards`` says if it is a unit."""
-
-        def __init__(self, shards: bool, children: list) -> None:
-            super().__init__()
-            self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.inner = nn.ModuleList(TestAnyTreeOfUnits.Tree(*child) for child in children)
-            self.shards = shards
-
-        def units(self) -> list[nn.Module]:
-            below = itertools.chain.from_iterable(child.units() for child in self.inner)
-            return [*below, *(child for child in self.inner if child.shards)]
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.tanh(self.before(x))
-            for child in self.inner:
-                y = child(y)
-            return x + self.after(y)
-
-    trees = st.recursive(
-        st.tuples(st.booleans(), st.just([])),
-        lambda below: st.tuples(st.booleans(), st.lists(below, max_size=3)),
-        max_leaves=6,
-    )
-
-    def run(self, tree: tuple, option: str, loop: str, slots: list) -> None:
-        chosen = OPTIONS[option]
-        assert_same_training(
-            Model(seeded(self.Tree, *tree), numbers(4)),
-            slots,
-            loop=LOOPS[loop],
-            steps=2,
-            optimizer=adamw,
-            afterwards=chosen.afterwards,
-            loss_of_one=mean_square_loss if chosen.divisor == 1.0 else divided_loss,
-            **chosen.arguments(slots),
-        )
-
-    @given(trees, st.sampled_from(sorted(OPTIONS)), st.sampled_from(sorted(LOOPS)), st.sampled_from([2, 3, 4]))
-    @settings(max_examples=8)
-    def test_a_few(self, make_slots, tree, option, loop, count):
-        self.run(tree, option, loop, make_slots(count))
-
-    @pytest.mark.long
-    @pytest.mark.watchdog(1200)
-    @given(trees, st.sampled_from(sorted(OPTIONS)), st.sampled_from(sorted(LOOPS)), st.sampled_from([2, 3, 4, 8]))
-    @settings(max_examples=150)
-    def test_many(self, make_slots, tree, option, loop, count):
-        self.run(tree, option, loop, make_slots(count))

@@ -1,9 +1,13 @@
-"""Dropout and sums of a sharded model repeat from run to run, bit for bit, and checkpoints repeat their masks."""
+"""Dropout and sums of a sharded model have the same bits in each run, wherever sums are made."""
+
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
+from dataparallel.comm import matrices
+from dataparallel.composable import fully_shard
 from dataparallel.testing.cases import seeded
 from selection import others_long
 from sharded_models import GPT
@@ -35,22 +39,12 @@ def assert_same_bits(runs: list[Trained]) -> None:
         assert_same(other, first, atol=0)
 
 
-@pytest.mark.slots(4)
-@pytest.mark.parametrize("loop", others_long(LOOPS, ["one_backward", "the_last_summed", "last_forward_first"]))
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.slots(4, long=[2, 3, 8])
+@pytest.mark.parametrize(
+    ("loop", "reshard_after_forward"),
+    others_long(itertools.product(LOOPS, [True, False]), [("one_backward", True), ("the_last_summed", False)]),
+)
 def test_gradients_repeat_from_run_to_run(reshard_after_forward, loop, slots):
-    assert_gradients_repeat(reshard_after_forward, loop, slots)
-
-
-@pytest.mark.long
-@pytest.mark.slots(2, 3, 8)
-@pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_gradients_repeat_on_other_numbers_of_slots(reshard_after_forward, loop, slots):
-    assert_gradients_repeat(reshard_after_forward, loop, slots)
-
-
-def assert_gradients_repeat(reshard_after_forward: bool, loop: str, slots: list) -> None:
     build = MODELS["gpt"].build
     assert_same_bits([trained(build, slots, loop, reshard_after_forward=reshard_after_forward) for _ in range(RUNS)])
 
@@ -63,8 +57,13 @@ def test_options_that_move_bytes_otherwise_change_no_bit(slots):
 
 
 @pytest.mark.slots(4, long=[8])
-@pytest.mark.parametrize("recomputed", ["nothing", "inside", "around"])
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize(
+    ("recomputed", "use_reentrant"),
+    others_long(
+        [("nothing", False), *itertools.product(["inside", "around"], [True, False])],
+        [("nothing", False), ("around", False)],
+    ),
+)
 def test_dropout_repeats_from_run_to_run(recomputed, use_reentrant, slots):
     build = seeded(GPT, recomputed, use_reentrant, 0.5)
     runs = [trained(build, slots) for _ in range(RUNS)]
@@ -94,3 +93,27 @@ def test_sharding_draws_no_random_number(slots, root):
     sharded(model, slots)
     assert torch.equal(torch.get_rng_state(), before)
     assert isinstance(model, nn.Module)
+
+
+def _gradients(devices, batch_size=16, passes=2):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(13, 29), nn.Tanh(), nn.Linear(29, 13)) for _ in range(3)))
+    for block in model:
+        fully_shard(block, devices=devices)
+    fully_shard(model, devices=devices)
+    batch = torch.randn(batch_size, 13).to(devices[0])
+    for _ in range(passes):  # the second is added to the first
+        model(batch).square().sum().backward()
+    return [parameter.grad.full_tensor().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.slots(3, 4, long=[8])
+@pytest.mark.parametrize("batch_size", [16, 2])  # of 2 rows, not all slots get one
+@pytest.mark.parametrize("whole", [0, 2**18], ids=["in pieces", "whole"])
+def test_sums_have_the_same_bits_wherever_they_are_made(slots, monkeypatch, batch_size, whole):
+    monkeypatch.setattr(matrices, "_IN_PIECES_FROM", whole)
+    monkeypatch.setattr(matrices, "_LARGE", whole)  # on two streams
+    found = _gradients(slots, batch_size)
+    monkeypatch.setattr(matrices, "are_apart", lambda devices: False)
+    assert all(map(torch.equal, found, _gradients(slots, batch_size)))

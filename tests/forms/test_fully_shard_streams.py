@@ -1,21 +1,26 @@
-"""A sharded model may be called on any streams, and its backward on others than its forward."""
+"""A sharded model on any streams, its backward on others than its forward; launches and waits grow with the slots."""
 
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import clocked
 from clocked import check_clocks
+from dataparallel import _torch, comm
 from dataparallel.comm.streams.current import Event, streams_joined
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
+from dataparallel.sharded import ShardedTensor
 from dataparallel.sharded.units import passes
 from dataparallel.sharded.units.buffers import FullBuffer
 from dataparallel.sharded.units.calls import ForwardCall
 
+pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("one_intra_op_thread")]
 
-@pytest.mark.devices("sim", "stand-in")
+
 @pytest.mark.parametrize("steps_on_others", [1, 3])
 @pytest.mark.parametrize("samples", [6, 1])
 def test_steps_on_other_streams_than_the_first(slots, root, steps_on_others, samples):
@@ -41,7 +46,6 @@ def test_steps_on_other_streams_than_the_first(slots, root, steps_on_others, sam
     check_clocks()
 
 
-@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.parametrize("frees", [False, True])
 def test_a_step_may_follow_unshard(slots, root, frees):
     """The clocks raise if the optimizer writes to shards that other slots still read."""
@@ -59,7 +63,6 @@ def test_a_step_may_follow_unshard(slots, root, frees):
     check_clocks()
 
 
-@pytest.mark.devices("sim", "stand-in")
 def test_gradients_that_wait_on_the_slots_belong_to_the_streams_of_the_step(slots, root):
     """Operators on sharded tensors run on the streams that operators with a graph have used, here other ones."""
     model = fully_shard(nn.Linear(64, 64).to(root), devices=slots)
@@ -100,7 +103,6 @@ def gather_the_first_in_vain(model: nn.Module) -> None:
     model[1].set_modules_to_backward_prefetch([model[0]])
 
 
-@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.parametrize("width", [64, 256])
 def test_a_hook_on_one_gradient_may_write_all_parameters(slots, root, width):
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(3)]).to(root)
@@ -114,7 +116,6 @@ def test_a_hook_on_one_gradient_may_write_all_parameters(slots, root, width):
         check_clocks()
 
 
-@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(2)
 def test_after_a_call_that_failed_parameters_are_written_when_they_have_been_cast(slots, root, monkeypatch):
     """A device has no room for what it would receive: no pull says when the casts have read the shards."""
@@ -131,7 +132,6 @@ def test_after_a_call_that_failed_parameters_are_written_when_they_have_been_cas
     check_clocks()
 
 
-@pytest.mark.devices("sim", "stand-in")
 def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots, root, monkeypatch):
     """The next delivery waits for these sums, and links serve copies in the order of their launches."""
     monkeypatch.setattr(passes, "_MAY_WAIT_BYTES", 0)  # no slot is more than a unit ahead: sums have been launched
@@ -160,7 +160,6 @@ def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots,
     assert any(made)
 
 
-@pytest.mark.devices("sim", "stand-in")
 class TestBackwardOnOtherStreamsThanTheForward:
     """When it returns, the streams that were current where it was called are behind all that it has launched."""
 
@@ -240,3 +239,86 @@ class TestBackwardOnOtherStreamsThanTheForward:
                 torch.autograd.grad(loss, x)
                 halve(model)
             check_clocks()
+
+
+UNITS = 3
+
+
+def step_of(
+    slots: list[Any], width: int, policy: MixedPrecisionPolicy, monkeypatch: Any, ways: dict
+) -> tuple[int, int]:
+    """Launches and waits of a step, without its optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(UNITS))).to(slots[0])
+    for block in model:
+        fully_shard(block, devices=slots, mp_policy=policy)
+    fully_shard(model, devices=slots, mp_policy=policy)
+    batch = torch.randn(2 * len(slots), width, device=slots[0])
+    waits = 0
+
+    def step() -> None:
+        with comm.using(**ways):
+            loss = model(batch).square().mean()
+            loss.backward()
+        model.zero_grad()
+
+    step()
+    make_wait = Event.make_wait
+
+    def counted(event: Event, stream: torch.Stream) -> None:
+        nonlocal waits
+        waits += 1
+        make_wait(event, stream)
+
+    found: list[tuple[int, int]] = []
+    for _ in range(3):  # a slot that is held up has the others pull a unit by themselves
+        waits = 0
+        with monkeypatch.context() as patch, clocked.counted() as launched:
+            patch.setattr(Event, "make_wait", counted)
+            step()
+        found.append((sum(launched.launches), waits))
+    return min(found)
+
+
+@pytest.mark.slots(8)
+@pytest.mark.parametrize("width", [16, 520], ids=["small units", "units of a mebibyte"])
+@pytest.mark.parametrize(
+    "policy",
+    [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)],
+    ids=["fp32", "bf16"],
+)
+@pytest.mark.parametrize(
+    "ways",
+    [{}, {"route": "star"}, {"route": "tree"}, {"route": "chain"}, {"route": "shards"}, {"transport": "host"}],
+    ids=lambda ways: "-".join(ways.values()) or "default",
+)
+def test_of_a_slot_are_almost_as_few_with_eight_slots_as_with_two(width, policy, ways, slots, monkeypatch):
+    launches_of_two, waits_of_two = step_of(slots[:2], width, policy, monkeypatch, ways)
+    launches, waits = step_of(slots, width, policy, monkeypatch, ways)
+    assert launches / 8 <= 1.5 * launches_of_two / 2
+    assert waits / 8 <= 1.5 * waits_of_two / 2
+
+
+@pytest.mark.slots(4)
+def test_versions_are_read_once_for_a_call_and_a_pass_and_where_parameters_are_freed(slots, monkeypatch):
+    """Not by each slot for each unit that it uses, gathers ahead, or frees."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(UNITS))).to(slots[0])
+    for block in model:
+        fully_shard(block, devices=slots)
+    fully_shard(model, devices=slots)
+    batch = torch.randn(8, 16, device=slots[0])
+    model(batch).square().mean().backward()
+    read: Counter[bool] = Counter()
+    version_of = _torch.version_of
+
+    def counted(tensor: Tensor) -> int:
+        read[isinstance(tensor, ShardedTensor)] += 1
+        return version_of(tensor)
+
+    monkeypatch.setattr(_torch, "version_of", counted)
+    model(batch).square().mean().backward()
+    parameters = 2 * UNITS
+    assert read[True] <= 3 * parameters
+    # Each slot frees twice, each time after a look if somebody has written to them; freeing moves the versions.
+    assert read[False] <= 4 * parameters * len(slots)

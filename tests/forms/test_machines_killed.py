@@ -1,4 +1,4 @@
-"""A process is killed: every other one raises in time and says what it waited for; a restart continues."""
+"""A process is killed or has fewer batches: all others raise in time and name who waits. A restart continues."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from dataparallel.machines.errors import PeerGone
 from machine_ranks import Ended, on_machines, on_mortal_machines
-from machine_steps import FORMS, assert_equal_values, happens, train
+from machine_steps import FORMS, assert_equal_values, happens, train, trained
 
 GROUP_TIMEOUT = 6.0
 STEPS = 6
@@ -113,32 +114,17 @@ def check(form: str, place: str, ranks: int, folder: Path, *, victim: int = 1, s
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("place", ["in backward", pytest.param("at the start", marks=pytest.mark.long)])
-def test_one_of_two_is_killed(form: str, place: str, tmp_path: Path) -> None:
-    check(form, place, 2, tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("place", ["in forward", "between steps"])
-def test_one_of_two_is_killed_elsewhere(form: str, place: str, tmp_path: Path) -> None:
-    check(form, place, 2, tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("place", PLACES)
-def test_one_of_three_is_killed(form: str, place: str, tmp_path: Path) -> None:
-    check(form, place, 3, tmp_path)
+def test_one_of_them_is_killed(form: str, place: str, ranks: int, tmp_path: Path) -> None:
+    check(form, place, ranks, tmp_path)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_the_first_rank_is_killed(form: str, tmp_path: Path) -> None:
     check(form, "in backward", 3, tmp_path, victim=0)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_the_rank_with_the_store_is_killed(form: str, tmp_path: Path) -> None:
     """Nobody can tell the others what it waits for then."""
@@ -153,3 +139,47 @@ def test_the_rank_with_the_store_is_killed(form: str, tmp_path: Path) -> None:
         assert kind == "PeerGone", (kind, text)
         assert raised_at - killed_at < GROUP_TIMEOUT + 5
         assert re.search(f"rank {rank} has waited for .* of '", text), text
+
+
+# ---- fewer batches ---------------------------------------------------------------------------------------------------
+
+
+FEWER, MORE = 2, 4
+
+
+def train_unevenly(rank: int, devices: list[torch.device], form: str, idle: float) -> tuple[float, str] | None:
+    """Rank 1 ends after fewer steps, at once or after it has been idle. What the others raise, and after how long."""
+    if rank == 1:
+        trained(form, rank, devices, FEWER)
+        time.sleep(idle)
+        return None
+    began = time.monotonic()
+
+    def note(model: object) -> None:
+        nonlocal began
+        began = time.monotonic()
+
+    with pytest.raises(PeerGone) as raised:
+        trained(form, rank, devices, MORE, before=note)
+    return time.monotonic() - began, str(raised.value)
+
+
+def check_unevenly(form: str, idle: float, ranks: int) -> None:
+    ended = on_mortal_machines(train_unevenly, form, idle, ranks=ranks, slots=2, group_timeout=GROUP_TIMEOUT)
+    assert ended[1].error is None
+    for rank in {*range(ranks)} - {1}:
+        assert ended[rank].error is None, ended[rank].error
+        seconds, text = ended[rank].result
+        assert seconds < GROUP_TIMEOUT + 5 + 3, text  # three seconds for the steps before
+        assert re.search(f"rank {rank} has waited for .* of '", text), text
+        assert "do not run the same number of steps" in text
+        assert re.search(r"No word from ranks? 1\.", text), text
+        for other in {*range(ranks)} - {1, rank}:
+            assert re.search(f"rank {other} (for|has waited for) .* of '", text), text
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("idle", [0, GROUP_TIMEOUT + 8], ids=["ends", "is idle"])
+def test_a_rank_has_fewer_batches(form: str, ranks: int, idle: float) -> None:
+    check_unevenly(form, idle, ranks)

@@ -1,6 +1,6 @@
 """Errors of a replicated module are raised to the caller, and the step after an error is that of one device.
 
-Errors of the call of `replicate` are in test_composable_replicate, errors while other slots are at work in
+Errors of the call of `replicate` are in test_replicate, errors while other slots are at work in
 test_replicate_errors_meanwhile.
 """
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from loops import SMALL, left_behind, mean_square, wait_for_the_engine, waits
 from persistent import Branched, assert_same, gradients, kept_on_slots, numbers_of_slots
-from torch import Tensor, nn
+from torch import Tensor
 
 from dataparallel.composable import replicate
 from dataparallel.testing.cases import seeded
@@ -111,37 +111,6 @@ def test_what_waited_before_the_error_is_thrown_away_with_it(net, twin, slots, r
     assert_same(gradients(net), gradients(twin))
 
 
-def test_backward_twice_raises_as_torch_does_and_the_next_step_is_right(net, twin, slots, root):
-    x = numbers_of_slots(root, slots)
-    for quietly in (False, True, False):
-        net.zero_grad()
-        with waits(net) if quietly else torch.enable_grad():
-            value = mean_square(net(x))
-            value.backward()
-            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-                value.backward()
-        assert_same(step(net, x, x), step(twin, x, x))
-
-
-@pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev"])
-@pytest.mark.parametrize("settled", [True, False], ids=["later", "at the first forward"])
-def test_a_functorch_transform_is_refused(net, twin, slots, root, transform, settled):
-    x = numbers_of_slots(root, slots)
-    if settled:
-        step(net, x)
-    net.zero_grad()
-    calls = {
-        "grad": lambda: torch.func.grad(lambda x: mean_square(net(x)))(x),
-        "vjp": lambda: torch.func.vjp(net, x),
-        "vmap": lambda: torch.func.vmap(net)(x.unsqueeze(1)),
-        "jacrev": lambda: torch.func.jacrev(net)(x),
-    }
-    with pytest.raises(RuntimeError, match=r"torch\.func transform"):
-        calls[transform]()
-    assert all(parameter.grad is None for parameter in net.parameters())
-    assert_same(step(net, x), step(twin, x))
-
-
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.parametrize("settled", [True, False], ids=["later", "at the first forward"])
 def test_a_parameter_on_another_device(net, twin, slots, root, settled):
@@ -159,27 +128,3 @@ def test_a_parameter_on_another_device(net, twin, slots, root, settled):
             net(x)
         net.second.bias.data = there
         assert_same(step(net, x), step(twin, x))
-
-
-def test_a_whole_module_on_meta_at_the_first_forward(slots, root, twin):
-    x = numbers_of_slots(root, slots)
-    with torch.device("meta"):
-        late = replicate(Failing().double(), devices=slots, **SMALL)
-    with pytest.raises(RuntimeError, match=r"on device: meta\. It is parameter 'first\.weight'.*materialise it first"):
-        late(x)
-    late.to_empty(device=root)
-    late.load_state_dict(twin.state_dict())
-    assert_same(step(late, x), step(twin, x))
-
-
-@pytest.mark.parametrize("settled", [True, False], ids=["later", "at the first forward"])
-def test_a_tree_that_cannot_be_replicated(net, twin, slots, root, settled):
-    """It is named; without it the module works as before."""
-    x = numbers_of_slots(root, slots)
-    if settled:
-        step(net, x)
-    net.odd = replicate(nn.Linear(4, 4).double().to(root), devices=slots)
-    with pytest.raises(RuntimeError, match=r"^cannot replicate 'odd', a Linear: it is managed by `replicate` already"):
-        net(x)
-    del net.odd
-    assert_same(step(net, x), step(twin, x))

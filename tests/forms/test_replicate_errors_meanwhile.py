@@ -220,25 +220,3 @@ def test_in_backward(net, twin, slots, root, layer, which, settled, quietly) -> 
     if before and not quietly:
         assert bytes_of(slots, before) == before
     assert_next_steps(net, twin, x, slots, before)
-
-
-@pytest.mark.devices("sim", "cuda")
-@pytest.mark.usefixtures("together")
-@pytest.mark.slots(2, long=[8])
-@by_slots
-@at_layers
-def test_again_and_again_in_backward(net, twin, slots, root, layer, which) -> None:
-    """A failed pass leaves no gradients that a later one would add, and holds no memory."""
-    x = numbers_of_slots(root, slots)
-    settle(net, twin, x)
-    before = bytes_of(slots)
-    for _ in range(5):
-        for quietly in (True, False):
-            meeting = Meeting(slots, "backward", layer, which)
-            with pytest.raises(ArithmeticError), waits(net) if quietly else torch.enable_grad():
-                loss(net(x, meeting)).backward()
-            assert meeting.have_others_ended(TIMEOUT)
-            wait_for_the_engine(slots)
-            net.zero_grad()
-        assert_same(step(net, x), step(twin, x))
-    assert_next_steps(net, twin, x, slots, before)

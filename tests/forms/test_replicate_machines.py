@@ -1,11 +1,17 @@
-"""Replicated over machines, a model learns what it learns on one device and under DistributedDataParallel."""
+"""Replicated over machines, a model does what it does on one device, whatever a training loop makes of it.
+
+Loops are written once: `Here.loss` is that of a rank's own batch, or on one device the mean over all ranks.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from loops import waits
 from over_machines import (
     adamw,
     assert_close,
@@ -17,60 +23,448 @@ from over_machines import (
     over_machines,
     weights,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from dataparallel.composable import replicate
+from dataparallel.machines.errors import MachinesError
+from dataparallel.testing.steps import assert_equal
 from machine_ranks import on_machines
 
-STEPS = 20
+CPU = torch.device("cpu")
 
 
-def train(rank: int, devices: list[torch.device], average: bool = True) -> tuple[list[Any], list[Tensor]]:
-    model = over_machines(build(devices[0], seed=rank), devices, average=average)
-    optimizer = adamw(model)
-    seen = []
-    for step in range(STEPS):
+class Here:
+    """Where a loop runs: in one rank, or on one device for all of them."""
+
+    def __init__(self, model: nn.Module, device: torch.device, ranks: Sequence[int], average: bool = True) -> None:
+        self.model, self.device, self.ranks, self.average = model, device, ranks, average
+
+    def loss(self, number: int) -> Tensor:
+        """Of the batches with this number, one of each rank."""
+        losses = [loss_of(self.model(batch_of(rank, number).to(self.device))) for rank in self.ranks]
+        total = torch.stack(losses).sum()
+        return total / len(losses) if self.average else total
+
+    def is_rank(self, rank: int) -> bool:
+        return [*self.ranks] == [rank]
+
+
+def train(here: Here) -> list[Any]:
+    optimizer, seen = adamw(here.model), []
+    for step in range(20):
         optimizer.zero_grad()
-        loss_of(model(batch_of(rank, step).to(devices[0]))).backward()
-        seen.append(gradients(model))
+        here.loss(step).backward()
+        seen.append(gradients(here.model))
         optimizer.step()
-    return seen, weights(model)
+    return [seen, weights(here.model)]
 
 
-def on_one_device(ranks: int, average: bool = True) -> tuple[list[Any], list[Tensor]]:
-    model = build(torch.device("cpu"))
-    optimizer = adamw(model)
-    seen = []
-    for step in range(STEPS):
+def accumulate(here: Here) -> list[Any]:
+    """Some backwards are summed and some wait, in any order. What `zero_grad` leaves are zeros or nothing."""
+    optimizer, seen = adamw(here.model), []
+    for round, pattern in enumerate([(False, True, False, True), (True, False, True)] * 2):
+        optimizer.zero_grad(set_to_none=round % 2 == 0)
+        for micro, is_on in enumerate(pattern):
+            if hasattr(here.model, "set_requires_gradient_sync"):
+                here.model.set_requires_gradient_sync(is_on)
+            here.loss(7 * round + micro).backward()
+        seen.append(gradients(here.model))
+        optimizer.step()
+    return [seen, weights(here.model)]
+
+
+def throw_away(here: Here) -> list[Any]:
+    """Gradients that wait are dropped, and not sent."""
+    found = []
+    for set_to_none in (True, False):
+        with waits(here.model):
+            here.loss(0).backward()
+        here.model.zero_grad(set_to_none=set_to_none)
+        here.loss(0).backward()
+        found.append([grad for grad in gradients(here.model) if grad is not None and grad.any()])
+        here.model.zero_grad()
+    return found
+
+
+def change_copies(here: Here) -> list[Any]:
+    """Between a backward that keeps and one that sums, the copies are made anew."""
+    with waits(here.model):
+        here.loss(0).backward()
+    here.model.unused.weight.requires_grad_(False)
+    here.loss(0).backward()  # learns the order: the next forward has other buckets
+    with waits(here.model):
+        here.loss(0).backward()
+    here.loss(0).backward()
+    return gradients(here.model)
+
+
+def older_copies(here: Here) -> list[Any]:
+    """One backward goes over a forward from before the order was learnt, and over one from after it."""
+    older = here.loss(0)
+    here.loss(0).backward()
+    newer = here.loss(0)
+    (older + newer).backward()
+    after = gradients(here.model)
+    here.loss(0).backward()
+    return [after, gradients(here.model)]
+
+
+def evaluate_alone(here: Here) -> list[Any]:
+    """One rank may evaluate alone."""
+    optimizer = adamw(here.model)
+    for step in range(4):
         optimizer.zero_grad()
-        mean_over_ranks(model, [loss_of(model(batch_of(rank, step))) for rank in range(ranks)], average)
-        seen.append(gradients(model))
+        here.loss(step).backward()
         optimizer.step()
-    return seen, weights(model)
+        if here.is_rank(step % 2):
+            with torch.no_grad():
+                for number in range(3):
+                    here.loss(number)
+    return weights(here.model)
 
 
-@pytest.mark.parametrize(("ranks", "average"), [pytest.param(2, True, marks=pytest.mark.smoke), (3, True), (2, False)])
-def test_training_is_that_of_one_device(ranks: int, average: bool) -> None:
-    expected_gradients, expected = on_one_device(ranks, average)
-    for seen, found in on_machines(train, average, ranks=ranks):
-        for ours, theirs in zip(seen, expected_gradients, strict=True):
-            assert_close(ours, theirs)
-        assert_close(found, expected)
+def freeze(here: Here) -> list[Any]:
+    """``requires_grad`` may change between steps. In one of them a rank sees a tree that the others never see."""
+    seen = []
+    for step in range(9):
+        here.model.second.requires_grad_(step not in (3, 4, 5))
+        if step == 5 and here.is_rank(1):
+            here.model.first.weight.requires_grad_(False)
+            with torch.no_grad():
+                here.loss(0)
+            here.model.first.weight.requires_grad_(True)
+        here.model.zero_grad()
+        here.loss(step).backward()
+        seen.append(gradients(here.model))
+    return seen
 
 
-def train_with_ddp(rank: int, devices: list[torch.device]) -> list[Tensor]:
+def three_steps(here: Here) -> list[Any]:
+    for step in range(3):
+        here.model.zero_grad()
+        here.loss(step).backward()
+    return gradients(here.model)
+
+
+class Tied(nn.Module):
+    """One weight in two places, one module in two places, a complex parameter, one in another order of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        self.second.weight = self.first.weight
+        self.again = self.second
+        self.turn = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        self.conv = nn.Conv2d(1, 2, 2).double().to(memory_format=torch.channels_last)
+        self.single = nn.Parameter(torch.randn(3))
+        for name in ("first", "second", "conv"):
+            getattr(self, name).to(device)
+        self.second.weight = self.first.weight
+        self.turn, self.single = nn.Parameter(self.turn.to(device)), nn.Parameter(self.single.to(device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.again(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        y = (y * self.turn).abs()
+        return self.conv(y.view(-1, 1, 2, 2)).flatten(1) * self.single.double().sum()
+
+
+class Checkpointed(nn.Module):
+    """Its layers are checkpointed inside the replicas."""
+
+    def __init__(self, device: torch.device, use_reentrant: bool = False) -> None:
+        super().__init__()
+        self.net, self.use_reentrant = build(device), use_reentrant
+        self.head = nn.Linear(2, 2, dtype=torch.float64).to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.use_reentrant:
+            x = x.requires_grad_()
+        return self.head(checkpoint(self.net, x, use_reentrant=self.use_reentrant))
+
+
+LOOPS: dict[str, tuple[Callable[[Here], Any], Callable[..., Any]]] = {
+    "train": (train, build),
+    "accumulate": (accumulate, build),
+    "throw away": (throw_away, build),
+    "change copies": (change_copies, build),
+    "older copies": (older_copies, build),
+    "evaluate alone": (evaluate_alone, build),
+    "freeze": (freeze, build),
+    "tied weights and several dtypes": (three_steps, Tied),
+    "checkpoints inside": (three_steps, Checkpointed),
+}
+
+
+def run(rank: int, devices: list[torch.device], name: str, average: bool) -> Any:
+    loop, make = LOOPS[name]
+    torch.manual_seed(rank)
+    return loop(Here(over_machines(make(devices[0]), devices, average=average), devices[0], [rank]))
+
+
+@pytest.mark.parametrize(("name", "average"), [*((name, True) for name in LOOPS), ("train", False)])
+def test_loops_are_those_of_one_device(name: str, average: bool) -> None:
+    loop, make = LOOPS[name]
+    torch.manual_seed(0)
+    expected = loop(Here(make(CPU), CPU, range(2), average))
+    for found in on_machines(run, name, average):
+        assert_equal(found, expected, name, atol=1e-5 if make is Tied else 1e-9)  # it has a float32 parameter
+
+
+def train_with_ddp(rank: int, devices: list[torch.device]) -> Any:
     torch.set_num_threads(1)
-    model = DistributedDataParallel(build(torch.device("cpu"), seed=rank), find_unused_parameters=True)
-    optimizer = adamw(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model(batch_of(rank, step))).backward()
-        optimizer.step()
-    return weights(model.module)
+    return train(Here(DistributedDataParallel(build(CPU, seed=rank), find_unused_parameters=True), CPU, [rank]))[1]
 
 
 @pytest.mark.not_detail("torch's wrapper crashes on gloo with it, before it trains")
 def test_training_is_that_of_torchs_wrapper() -> None:
-    _, expected = on_one_device(2)
+    _, expected = train(Here(build(CPU), CPU, range(2)))
     for found in on_machines(train_with_ddp, slots=1, kind="cpu"):
         assert_close(found, expected)
+
+
+def keep(rank: int, devices: list[torch.device]) -> list[Any]:
+    model = over_machines(build(devices[0], seed=rank), devices)
+    x = batch_of(rank, 0).to(devices[0])
+    loss_of(model(x)).backward()
+    before = gradients(model)
+    with model.no_sync():
+        loss_of(model(x)).backward()
+        kept = gradients(model)
+    model.zero_grad()
+    with model.no_sync():
+        loss_of(model(x)).backward()
+    alone = gradients(model)
+    return [[a if b is None else a + b for a, b in zip(before, alone, strict=True) if a is not None], kept, alone]
+
+
+def test_until_they_are_summed_grad_has_what_it_had_and_those_of_slot_0() -> None:
+    for rank, (expected, kept, alone) in enumerate(on_machines(keep)):
+        assert_close([grad for grad in kept if grad is not None], expected)
+        model, x = build(torch.device("cpu")), batch_of(rank, 0)
+        first, *others = x.chunk(2)
+        loss_of(torch.cat([model(first), *(model(chunk).detach() for chunk in others)])).backward()
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        shown = [torch.zeros_like(zeros) if grad is None else grad for zeros, grad in zip(found, alone, strict=True)]
+        assert_close(shown, found)
+
+
+def ask_for_gradients(rank: int, devices: list[torch.device]) -> list[Any]:
+    model = over_machines(build(devices[0], seed=rank), devices)
+    x = batch_of(rank, 0).to(devices[0]).requires_grad_()
+    used = [*model.first.parameters(), *model.branch.parameters()]
+    found = torch.autograd.grad(loss_of(model(x)), used)
+    # A backward that does not lead to parameters is no business of other machines.
+    (of_input,) = torch.autograd.grad(loss_of(model(x)), [x]) if rank == 0 else (None,)
+    loss_of(model(x)).backward(inputs=used)
+    return [[grad.cpu() for grad in found], gradients(model), None if of_input is None else of_input.cpu()]
+
+
+def test_gradients_that_are_asked_for() -> None:
+    model = build(torch.device("cpu"))
+    used = [*model.first.parameters(), *model.branch.parameters()]
+    x = batch_of(0, 0).requires_grad_()
+    losses = [loss_of(model(x)), loss_of(model(batch_of(1, 0)))]
+    *expected, of_input = torch.autograd.grad(sum(losses) / 2, [*used, x])
+    for rank, (found, grads, of_x) in enumerate(on_machines(ask_for_gradients)):
+        assert_close(found, expected)
+        assert_close([grad for grad in grads if grad is not None], expected)
+        if rank == 0:
+            assert_close([of_x], [2 * of_input])
+
+
+class Norm(nn.Module):
+    """Layers with running statistics."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)
+        self.double().to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+def train_norm(rank: int, devices: list[torch.device], is_torchs: bool) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    model: Any = Norm(torch.device("cpu") if is_torchs else devices[0])
+    model = nn.parallel.DistributedDataParallel(model) if is_torchs else over_machines(model, devices)
+    optimizer = adamw(model)
+    for step in range(6):
+        optimizer.zero_grad()
+        if step == 4:  # a forward that waits while another one updates and sends the statistics
+            loss_of(model(batch_of(rank, 9).to(devices[0])))
+        loss_of(model(batch_of(rank, step).to(devices[0]))).backward()
+        optimizer.step()
+    own = weights(model.module if is_torchs else model)
+    model.eval()
+    with torch.no_grad():
+        return own, [model(batch_of(0, 0).to(devices[0])).cpu()]
+
+
+@pytest.mark.not_detail("torch's wrapper crashes on gloo with it, before it trains")
+def test_statistics_are_those_of_rank_0_as_under_torchs_wrapper() -> None:
+    """With one slot for each machine, each normalises its whole batch."""
+    (expected, _), _ = on_machines(train_norm, True, slots=1, kind="cpu")
+    (first, _), (second, _) = on_machines(train_norm, False, slots=1)
+    assert_close(first, expected)
+    parameters = len([*Norm(torch.device("cpu")).parameters()])
+    assert_close(second[:parameters], first[:parameters])
+
+
+def buffers_begin(rank: int, devices: list[torch.device]) -> list[Any]:
+    """Before a forward that is recorded rank 1 gets the buffers of rank 0; before another one it does not."""
+    model = over_machines(Norm(devices[0]), devices).eval()
+    x = batch_of(0, 0).to(devices[0])
+    model.norm.running_mean.fill_(rank + 1)
+    with torch.no_grad():
+        model(x)
+    without = model.norm.running_mean.cpu().clone()
+    older = model(x)
+    mean = model.norm.running_mean.cpu().clone()
+    loss_of(older + model(x)).backward()
+    return [without, mean]
+
+
+def test_buffers_of_rank_0() -> None:
+    for rank, (without, mean) in enumerate(on_machines(buffers_begin)):
+        assert without.tolist() == [rank + 1.0] * 3
+        assert mean.tolist() == [1.0] * 3
+
+
+def ignore(rank: int, devices: list[torch.device]) -> dict[str, Any]:
+    """What is ignored belongs to each rank alone. On slots of one device, all of them may share it."""
+    model = build(devices[0], seed=rank)
+    before = [each.detach().cpu().clone() for each in (*model.branch.parameters(), model.last.bias)]
+    over_machines(model, devices[:1], ignored_modules=[model.branch], ignored_params=[model.last.bias])
+    x = batch_of(0, 0).to(devices[0]) * (rank + 1)
+    loss_of(model(x)).backward()
+    after = [each.detach().cpu() for each in (*model.branch.parameters(), model.last.bias)]
+    assert_close(after, before)
+    return {name: parameter.grad.cpu() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_ignored_parameters_are_not_sent() -> None:
+    first, second = on_machines(ignore)
+    for name, grad in first.items():
+        is_ignored = name.startswith("branch") or name == "last.bias"
+        assert torch.equal(grad, second[name]) is not is_ignored, name
+
+
+def two_modules(rank: int, devices: list[torch.device]) -> list[Any]:
+    """Two towers in one backward. Where each device has a thread, another tower is ready first on each rank."""
+    nets = [build(device, seed=rank) for device in devices]
+    nets[rank].first.register_full_backward_hook(lambda *_: time.sleep(0.2))
+    one, two = (over_machines(net, [device]) for net, device in zip(nets, devices, strict=True))
+    for step in range(4):
+        for model in (one, two):
+            model.zero_grad()
+        outputs = [
+            model(batch_of(rank, step).to(at)).to(devices[0]) for model, at in zip((one, two), devices, strict=True)
+        ]
+        loss_of(outputs[0] + outputs[1]).backward()
+    return [gradients(one), gradients(two)]
+
+
+def test_two_modules_in_one_backward() -> None:
+    model = build(torch.device("cpu"))
+    mean_over_ranks(model, [loss_of(2 * model(batch_of(rank, 3))) for rank in range(2)])
+    expected = [None if grad is None else grad / 2 for grad in gradients(model)]
+    for one, two in on_machines(two_modules):
+        assert_close(one, expected)
+        assert_close(two, expected)
+
+
+def synchronised_norm(rank: int, devices: list[torch.device]) -> list[str]:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(Norm(devices[0]))
+    with pytest.raises(ValueError, match="SyncBatchNorm and 2 slots") as raised:
+        over_machines(model, devices)
+    over_machines(model, devices[:1]).eval()
+    loss_of(model(batch_of(rank, 0).to(devices[0]))).backward()
+    return [str(raised.value)]
+
+
+def test_synchronised_norms_need_one_slot_for_each_process() -> None:
+    on_machines(synchronised_norm)
+
+
+def arguments(rank: int, devices: list[torch.device]) -> list[str]:
+    group = torch.distributed.group.WORLD
+    sentences = []
+    # Rank 1 alone passes something wrong: both raise, and what comes next works.
+    with pytest.raises((TypeError, RuntimeError)) as raised:
+        replicate(build(devices[0]), devices=devices, process_group=group, dim=None if rank else 0)
+    sentences.append(str(raised.value))
+    with pytest.raises(RuntimeError) as raised:
+        over_machines(build(devices[0]), devices, average=rank == 0)
+    sentences.append(str(raised.value))
+    module = nn.Linear(2, 2 + rank).to(devices[0])
+    with pytest.raises(RuntimeError) as raised:
+        over_machines(module, devices)
+    sentences.append(str(raised.value))
+    assert type(module) is nn.Linear
+    with pytest.raises(ValueError, match="not both"):
+        replicate(build(devices[0]), devices=devices, device_id=devices[0], process_group=group)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    model = build(devices[0], seed=rank)
+    assert replicate(model, device_id=devices[0], mesh=mesh) is model
+    loss_of(model(batch_of(rank, 0).to(devices[0]))).backward()
+    return sentences
+
+
+def test_wrong_arguments_are_errors_of_all_ranks() -> None:
+    first, second = on_machines(arguments)
+    assert "dim=None" in second[0]
+    assert "rank 1" in first[0]
+    assert "average" in first[1]
+    assert first[1] == second[1]
+    assert "weight" in first[2]
+    assert first[2] == second[2]
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+
+
+def refuse(rank: int, devices: list[torch.device]) -> list[str]:
+    model = over_machines(build(devices[0]), devices)
+    x = batch_of(rank, 0).to(devices[0])
+    found = []
+    loss_of(model(x)).backward()
+    before = gradients(model)
+    with pytest.raises(RuntimeError, match="create_graph=True") as raised:
+        loss_of(model(x)).backward(create_graph=True)
+    found.append(str(raised.value))
+    assert_close(gradients(model), before)
+    model.zero_grad()
+    loss_of(model(x)).backward()
+    assert_close(gradients(model), before)
+    return found
+
+
+def test_a_backward_that_is_recorded_is_refused() -> None:
+    on_machines(refuse)
+
+
+def checkpoints_reentrantly(rank: int, devices: list[torch.device]) -> str:
+    model = over_machines(Checkpointed(devices[0], True), devices)
+    with pytest.raises(RuntimeError) as raised:
+        loss_of(model(batch_of(rank, 0).to(devices[0]))).backward()
+    return str(raised.value)
+
+
+def test_reentrant_checkpoints_inside_are_refused() -> None:
+    assert any("use_reentrant=False" in sentence for sentence in on_machines(checkpoints_reentrantly))
+
+
+def sparse(rank: int, devices: list[torch.device]) -> str:
+    model = over_machines(nn.Sequential(nn.Embedding(4, 3, sparse=True)).double().to(devices[0]), devices)
+    with pytest.raises((TypeError, MachinesError)) as raised:
+        model(torch.arange(4, device=devices[0])).sum().backward()
+    return str(raised.value)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    sentences = on_machines(sparse)
+    assert any("'0.weight'" in sentence and "sparse=False" in sentence for sentence in sentences), sentences

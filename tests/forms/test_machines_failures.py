@@ -1,7 +1,8 @@
-"""`fully_shard` over machines: what fails on one machine fails on all in the same step, and changes no gradient."""
+"""Over machines: what fails on one machine fails on all in the same step, and changes no gradient."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, distributed, nn
 from dataparallel.composable import fully_shard
 from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
 from machine_ranks import on_machines
-from sharded_machines import EACH_SPREAD, SPREADS, spread
+from sharded_machines import EACH_SPREAD, SPREADS, over, ranks_of, slots_of, spread
 from sharded_steps import gradients, whole
 
 pytestmark = [pytest.mark.usefixtures("one_intra_op_thread")]
@@ -38,6 +39,12 @@ class Failing(torch.autograd.Function):
         return grad
 
 
+def run(function: Callable[..., Any], way: str, *args: Any, **options: Any) -> list[Any]:
+    return on_machines(
+        function, way, *args, ranks=ranks_of(way), slots=slots_of(way), **{"group_timeout": 20, **options}
+    )
+
+
 class Net(nn.Module):
     """Three units. ``fails_in`` says where its next step fails; ``swapped`` runs units in another order."""
 
@@ -48,11 +55,14 @@ class Net(nn.Module):
         self.last = nn.Linear(5, 1)
         self.double()
 
+    def units(self) -> list[nn.Module]:
+        return [*self.layers]
+
     fails_in = ""
     swapped = False
     skipped = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, fails: str = "") -> Tensor:
         Failing.fails = Net.fails_in == "backward"
         layers = [self.layers[i] for i in ((1, 0, 2) if Net.swapped else (0, 1, 2))]
         for number, layer in enumerate(layers[: 2 if Net.skipped else 3]):
@@ -67,10 +77,7 @@ class Net(nn.Module):
 
 
 def made(devices: list[Any], way: str, **options: Any) -> Any:
-    net, where = Net().to(devices[0]), spread(way)
-    for layer in net.layers:
-        fully_shard(layer, devices=devices, **where, **options)
-    return fully_shard(net, devices=devices, **where, **options)
+    return over(way, Net().to(devices[0]), devices, **options)
 
 
 def batch(devices: list[Any], seed: int) -> Tensor:
@@ -97,15 +104,28 @@ def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     )
 
 
-def a_step_that_fails(rank: int, devices: list[Any], way: str, where: str, options: dict[str, Any]) -> Any:
-    """The errors of two bad steps. Gradients do not change in them, and in the next step they are right."""
+def a_step_that_fails(
+    rank: int, devices: list[Any], way: str, where: str, all_fail: bool = False, waits: bool = False, **options: Any
+) -> Any:
+    """The errors of two bad steps. Gradients do not change in them, and in the next step they are right.
+
+    Args:
+        waits: gradients of an earlier backward wait on the slots then.
+    """
     net, twin = made(devices, way, **options), made(devices, way, **options)
-    step(net, devices, 1)
-    step(twin, devices, 1)
+    for each in (net, twin):
+        step(each, devices, 1)
+        if waits:
+            with each.no_sync():
+                step(each, devices, 5)
     before, errors = gradients(net), []
     for seed in (2, 3):
-        Net.fails_in = where if rank == distributed.get_world_size() - 1 else ""
-        error = raised(lambda seed=seed: step(net, devices, seed))
+        fails = all_fail or rank == distributed.get_world_size() - 1
+        Net.fails_in = where if fails else ""
+        if fails and where == "before the call":
+            error = raised(lambda: net(batch(devices, 2), "what", "nobody", "expects"))
+        else:
+            error = raised(lambda seed=seed: step(net, devices, seed))
         Net.fails_in = ""
         errors.append((type(error), str(error)))
         assert same(gradients(net), before)
@@ -115,23 +135,43 @@ def a_step_that_fails(rank: int, devices: list[Any], way: str, where: str, optio
     return errors
 
 
-@EACH_SPREAD
-@pytest.mark.parametrize("where", ["forward 0", "forward 2", "the last of forward", "backward"])
+PLACES = ["forward 0", "forward 2", "the last of forward", "backward", "before the call"]
+SMOKE = ("replicate", "forward 0")
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.smoke] * (case == SMOKE))
+    for case in itertools.product(["replicate", *SPREADS], PLACES)
+]
+
+
+@pytest.mark.parametrize(("way", "where"), CASES)
 def test_a_step_that_fails_on_one_machine_fails_on_all_and_the_next_works(way, where):
-    ranks = SPREADS[way][0]
-    found = on_machines(a_step_that_fails, way, where, {}, ranks=ranks, slots=1 if ranks > 2 else 2, group_timeout=20)
-    *others, failed = found
+    *others, failed = run(a_step_that_fails, way, where)
     for kind, text in failed:
-        assert (kind, text) == (Fault, where.split()[0].replace("the", "forward"))
+        if where == "before the call":
+            assert kind is TypeError
+        else:
+            assert (kind, text) == (Fault, where.split()[0].replace("the", "forward"))
     for errors in others:
         for kind, text in errors:
             assert kind is PeerFailed
-            assert "Fault" in text or "has failed" in text
+            assert "Fault" in text or "has failed" in text or "TypeError" in text
+            assert f"rank {len(others)}" in text
+
+
+@pytest.mark.parametrize("where", ["forward 0", "backward"])
+def test_all_may_fail_at_once(where):
+    for errors in run(a_step_that_fails, "replicate", where, all_fail=True):
+        assert [kind for kind, _ in errors] == [Fault] * 2
+
+
+@pytest.mark.parametrize("where", ["forward 2", "backward", "before the call"])
+def test_gradients_that_wait_are_still_there(where):
+    run(a_step_that_fails, "replicate", where, waits=True)
 
 
 @pytest.mark.parametrize("where", ["forward 2", "backward"])
 def test_also_if_nothing_is_gathered_in_backward(where):
-    found = on_machines(a_step_that_fails, "1-D", where, {"reshard_after_forward": False}, group_timeout=20)
+    found = run(a_step_that_fails, "1-D", where, reshard_after_forward=False)
     assert [[kind for kind, _ in errors] for errors in found] == [[PeerFailed] * 2, [Fault] * 2]
 
 
@@ -224,3 +264,23 @@ def another_group_below(rank: int, devices: list[Any]) -> Any:
 def test_a_tree_is_over_the_same_machines():
     for text in on_machines(another_group_below, slots=1):
         assert "'0' is spread over one machine" in text
+
+
+def behind_the_module(rank: int, devices: list[Any], way: str) -> Any:
+    """The error is in what the input was computed from, when all sums have been launched."""
+    net = made(devices, way)
+    for seed in (1, 2):
+        step(net, devices, seed)
+    before, x = gradients(net), batch(devices, 3).requires_grad_()
+    x = Failing.apply(x)
+    loss = net(x).square().sum()
+    Failing.fails = rank == 1
+    Net.fails_in = ""
+    error = raised(loss.backward)
+    assert same(gradients(net), before)
+    return type(error)
+
+
+def test_an_error_behind_the_module_is_one_of_all_ranks_on_the_cpu():
+    found = on_machines(behind_the_module, "replicate", kind="cpu")
+    assert found == [PeerFailed, Fault]

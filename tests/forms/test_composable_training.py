@@ -1,0 +1,387 @@
+"""A training loop's uses of parameters and gradients work on both composable forms as on one device, in float64."""
+
+import itertools
+
+import pytest
+import torch
+from loops import FORMS, adamw, assert_same_loop, mean_square, waits
+from persistent import Branched, numbers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from dataparallel.composable import register_forward_method
+from dataparallel.testing.cases import seeded
+from each_form import whole
+from sharded_steps import LOOPS, train
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+STEPS = 4
+net = seeded(Branched)
+
+
+@pytest.fixture(params=FORMS)
+def form(request):
+    return request.param
+
+
+quietly_or_not = pytest.mark.parametrize("quietly", [True, False], ids=["no_sync", "each is summed"])
+
+
+@pytest.mark.slots(3, long=[2, 8])
+@pytest.mark.parametrize("name", LOOPS)
+def test_each_loop(slots, root, form, name):
+    """With micro-batches that are summed or wait, and several forwards. Some leave slots without samples."""
+
+    def batches():
+        for seed, size in zip(itertools.count(), itertools.cycle([2, 7, 1, 6]), strict=False):
+            yield (numbers(root, size, seed=seed),), {}
+
+    assert_same_loop(lambda net: vars(train(net, batches(), loop=LOOPS[name])), slots, net, form=form)
+
+
+@pytest.mark.slots(2, 3, 8)
+@pytest.mark.parametrize("users", ["none", "the first", "the last", "all but the first", "all"])
+def test_a_parameter_that_some_slots_use(slots, root, form, users):
+    """If only other slots use it, it has a gradient. If no slot does, it has ``None``, and no weight decay."""
+    using = {
+        "none": [],
+        "the first": [0],
+        "the last": [len(slots) - 1],
+        "all but the first": range(1, len(slots)),
+        "all": range(len(slots)),
+    }[users]
+
+    def loop(net):
+        optimizer = adamw(net)
+        found = []
+        for step in range(STEPS):
+            x = numbers(root, 2 * len(slots), seed=step, positive=True)
+            for slot in using if step % 2 == 0 else ():
+                x[2 * slot, 0] *= -1
+            optimizer.zero_grad()
+            mean_square(net(x)).backward()
+            found.append(net.branch.weight.grad)
+            optimizer.step()
+        return found
+
+    assert_same_loop(loop, slots, net, form=form)
+
+
+def test_layers_are_frozen_and_unfrozen_while_gradients_are_accumulated(slots, root, form):
+    def loop(net):
+        optimizer = adamw(net)
+        for step in range(9):
+            net.first.requires_grad_(step % 3 != 1)
+            net.last.bias.requires_grad_(step % 2 == 0)
+            mean_square(net(numbers(root, 2 * len(slots) + 1, seed=step))).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert_same_loop(loop, slots, net, form=form)
+
+
+class Tied(nn.Module):
+    """One weight is used for embeddings and for scores, and one layer is in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.layer = nn.Linear(4, 4)
+        self.again = self.layer
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.again(torch.tanh(self.layer(self.embed(tokens)))))
+
+
+@quietly_or_not
+def test_tied_weights_stay_tied_and_get_one_sum(slots, root, form, quietly):
+    def build():
+        tied = seeded(Tied)()
+        with torch.device(root):  # moving a module to a simulated device unties its weights
+            there = Tied().double()
+        there.load_state_dict(tied.state_dict())
+        return there
+
+    def loop(net):
+        optimizer = adamw(net)
+        for step in range(STEPS):
+            tokens = torch.randint(7, (2 * len(slots) + 1, 5), generator=torch.Generator().manual_seed(step)).to(root)
+            optimizer.zero_grad()
+            with waits(net) if quietly else torch.enable_grad():
+                mean_square(net(tokens)).backward()
+            mean_square(net(tokens.flip(0))).backward()
+            optimizer.step()
+        assert net.head.weight is net.embed.weight
+
+    assert_same_loop(loop, slots, build, form=form)
+
+
+@pytest.mark.slots(2, 8)
+def test_an_optimizer_in_backward(slots, root, form):
+    """Each parameter's step happens once in a backward, with the complete sum, and frees its gradient."""
+
+    def loop(net):
+        taken = []
+        for name, parameter in net.named_parameters():
+            optimizer = torch.optim.AdamW([parameter], lr=0.01)
+
+            def step(parameter, optimizer=optimizer, name=name):
+                if parameter.grad is None:  # torch calls this too where a node has none for one of its inputs
+                    return
+                taken.append(name)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        for k in range(STEPS):
+            x = numbers(root, 2 * len(slots) + 1, seed=k, positive=k == 2)
+            mean_square(net(x)).backward()
+            # Steps happen in the order in which sums arrive, which is not that of one device.
+            assert all(parameter.grad is None for parameter in net.parameters())
+        return sorted(taken)
+
+    assert_same_loop(loop, slots, net, form=form)
+
+
+@pytest.mark.parametrize("norm", [2.0, float("inf")])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_clip_grad_norm_(slots, root, form, norm, foreach):
+    if foreach and root.type not in ("cpu", "cuda"):
+        foreach = None  # torch knows such kernels for its own devices only
+
+    def loop(net):
+        optimizer = adamw(net)
+        norms = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            with waits(net):
+                mean_square(net(numbers(root, 2 * len(slots) + 1, seed=100 + step))).backward()
+            mean_square(net(numbers(root, 2 * len(slots) + 1, seed=step))).backward()
+            norms.append(nn.utils.clip_grad_norm_(net.parameters(), 1e-2, norm_type=norm, foreach=foreach))
+            optimizer.step()
+        return norms
+
+    assert_same_loop(loop, slots, net, form=form)
+
+
+@pytest.mark.parametrize("where", ["in the summed pass", "in the pass before"])
+def test_a_step_that_grad_scaler_skips_leaks_nothing(slots, root, form, where):
+    """The scale is halved, the weights stay, and the step after it is that of one device."""
+
+    def loop(net):
+        optimizer = adamw(net)
+        scaler = torch.amp.GradScaler(root.type, init_scale=1024.0, growth_interval=2)
+        scales = []
+        for step in range(6):
+            optimizer.zero_grad()
+            factor = float("inf") if step in (1, 4) else 1.0
+            early, late = (1.0, factor) if where == "in the summed pass" else (factor, 1.0)
+            before = whole(net.last.weight).detach().clone()
+            with waits(net):
+                scaler.scale(mean_square(net(numbers(root, 2 * len(slots), seed=step))) * early).backward()
+            scaler.scale(mean_square(net(numbers(root, 2 * len(slots) + 1, seed=9 + step))) * late).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            assert torch.equal(whole(net.last.weight), before) is (factor != 1.0)
+        assert min(scales) < 1024.0
+        return scales
+
+    assert_same_loop(loop, slots, net, form=form)
+
+
+def test_a_module_made_on_meta_is_filled_before_its_first_forward(slots, root, form):
+    values = {name: value.to(root) for name, value in net().state_dict().items()}
+    with torch.device("meta"):
+        late = Branched().double()
+    assert FORMS[form](late, slots) is late
+    late.to_empty(device=root)
+    late.load_state_dict(values)
+    early = net().to(root)
+    for module in (late, early):
+        optimizer = adamw(module)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            mean_square(module(numbers(root, 2 * len(slots) + 1, seed=step))).backward()
+            optimizer.step()
+    values = {name: whole(value) for name, value in late.state_dict().items()}
+    torch.testing.assert_close(values, dict(early.state_dict()), rtol=0, atol=1e-9)
+
+
+class Scored(Branched):
+    """Trains through another method, which calls ``forward``."""
+
+    def score(self, x: Tensor, *, sharp: float) -> dict[str, Tensor]:
+        output = self(x)
+        return {"output": output, "score": torch.sigmoid(sharp * output).sum(dim=1)}
+
+
+@pytest.mark.slots(2, 8)
+def test_a_registered_forward_method_trains(slots, root, form):
+    """It alternates with ``forward``, and a step has gradients of both."""
+
+    def loop(net):
+        if hasattr(net, "no_sync"):
+            register_forward_method(net, "score")
+        optimizer = adamw(net)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x = numbers(root, 2 * len(slots) + 1, seed=step)
+            scored = net.score(x, sharp=2.0)
+            assert scored["score"].shape == (len(x),)
+            (mean_square(scored["score"]) + mean_square(scored["output"])).backward()
+            mean_square(net(x)).backward()
+            optimizer.step()
+
+    assert_same_loop(loop, slots, seeded(Scored), form=form)
+
+
+def judge() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)))()
+
+
+@pytest.mark.slots(3, long=[2, 8])
+@quietly_or_not
+def test_a_gan_with_three_backwards_a_step(slots, root, form, quietly):
+    """The judge gets real and made samples; the maker's pass leads through both, and the judge drops its gradients."""
+
+    def verdict(judge, samples: Tensor, is_real: bool) -> Tensor:
+        scores = judge(samples)
+        return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, float(is_real)))
+
+    def loop(maker, judge):
+        of_maker, of_judge = adamw(maker), adamw(judge)
+        losses = []
+        for step in range(STEPS):
+            real = numbers(root, 2 * len(slots) + 1, seed=step)[:, :2]
+            made = maker(numbers(root, 2 * len(slots) + 1, seed=50 + step))
+            of_judge.zero_grad()
+            with waits(judge) if quietly else torch.enable_grad():
+                losses.append(verdict(judge, real, True))
+                losses[-1].backward()
+            losses.append(verdict(judge, made.detach(), False))
+            losses[-1].backward()
+            of_judge.step()
+            of_maker.zero_grad()
+            # The next step throws away the judge's gradients of this pass.
+            losses.append(verdict(judge, made, True))
+            losses[-1].backward()
+            of_maker.step()
+        return losses
+
+    assert_same_loop(loop, slots, net, judge, form=form)
+
+
+class Checkpointed(Branched):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class CheckpointedReentrantly(Checkpointed):
+    reentrant = True
+
+
+@pytest.mark.slots(3, long=[2, 8])
+@quietly_or_not
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize(
+    ("form", "where"), [("replicate", "inside"), ("replicate", "around"), ("fully_shard", "inside")]
+)
+def test_preferences_with_checkpoints(slots, root, form, where, reentrant, quietly):
+    """DPO: a module and a frozen one see chosen and rejected samples; one backward leads through both calls."""
+    policy = {True: CheckpointedReentrantly, False: Checkpointed}[reentrant] if where == "inside" else Branched
+
+    def call(policy, x: Tensor) -> Tensor:
+        return checkpoint(policy, x, use_reentrant=reentrant) if where == "around" else policy(x)
+
+    def preference(policy, reference, seed: int) -> Tensor:
+        chosen, rejected = (
+            numbers(root, 2 * len(slots) + 1, seed=2 * seed + k).requires_grad_(reentrant) for k in range(2)
+        )
+        with torch.no_grad():
+            known = reference(chosen) - reference(rejected)
+        found = call(policy, chosen) - call(policy, rejected)
+        return -F.logsigmoid((found - known).sum(dim=1)).mean()
+
+    def loop(policy, reference):
+        optimizer = adamw(policy)
+        losses = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            with waits(policy) if quietly else torch.enable_grad():
+                losses.append(preference(policy, reference, step))
+                losses[-1].backward()
+            losses.append(preference(policy, reference, 50 + step))
+            losses[-1].backward()
+            optimizer.step()
+        return losses
+
+    assert_same_loop(loop, slots, seeded(policy), net, form=form)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_modules_in_two_losses(slots, root, form, first):
+    """Each loss depends on both modules; each has a backward, in either order, through a retained graph."""
+
+    def loop(one, other):
+        optimizers = [adamw(one), adamw(other)]
+        for step in range(STEPS):
+            x = numbers(root, 2 * len(slots) + 1, seed=step)
+            a, b = one(x), other(one(x))
+            losses = [mean_square(a) + mean_square(b), (a * b).mean()]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses[first].backward(retain_graph=True)
+            losses[1 - first].backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    def other() -> nn.Module:
+        return seeded(nn.Linear, 2, 2)()
+
+    assert_same_loop(loop, slots, net, other, form=form)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_between_the_steps(slots, root, form, context):
+    """Also before the first one, between a forward and its backward, and in another mode."""
+
+    def loop(net):
+        optimizer = adamw(net)
+        with context():
+            found = [net(numbers(root, len(slots), seed=8)).clone()]
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            value = mean_square(net(numbers(root, 2 * len(slots) + 1, seed=step)))
+            with context():
+                found.append(net.eval()(numbers(root, len(slots) - 1, seed=9)).clone())
+            net.train()
+            value.backward()
+            optimizer.step()
+        return found
+
+    assert_same_loop(loop, slots, net, form=form)
+
+
+@quietly_or_not
+def test_a_graph_may_be_used_twice_if_it_is_retained(slots, root, form, quietly):
+    def loop(net):
+        for retain in (True, False, True):
+            with waits(net) if quietly else torch.enable_grad():
+                value = mean_square(net(numbers(root, 2 * len(slots) + 1)))
+                value.backward(retain_graph=retain)
+                if retain:
+                    value.backward()
+                else:
+                    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                        value.backward()
+        mean_square(net(numbers(root, 2 * len(slots)))).backward()
+
+    assert_same_loop(loop, slots, net, form=form)
