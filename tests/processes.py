@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -53,6 +54,27 @@ def run_script(script: str, *arguments: str, timeout: float = 60, **changes: str
     done = run(script, *arguments, timeout=timeout, **changes)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_ranks(folder: Path, count: int, script: str, **changes: str) -> list[subprocess.CompletedProcess]:
+    """Runs a Python script in as many processes at once. ``TEST_RANK`` tells each its number."""
+    started = []
+    for rank in range(count):
+        variables = environment(TEST_RANK=str(rank), TEST_WORLD=str(count), TEST_FOLDER=str(folder), **changes)
+        command = [sys.executable, "-c", script]
+        started.append(
+            subprocess.Popen(command, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        )
+    until = time.monotonic() + 55
+    try:
+        printed = [each.communicate(timeout=max(until - time.monotonic(), 0.1))[0] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+    return [
+        subprocess.CompletedProcess(each.args, each.returncode, text)
+        for each, text in zip(started, printed, strict=True)
+    ]
 
 
 class Job(NamedTuple):

@@ -1,16 +1,13 @@
 """The stand-in for NCCL between processes, called by ctypes: values, who waits for whom, and what it refuses."""
 
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from processes import environment, run
+from processes import run_ranks
 from stand_in import IN_OWN_PROCESSES
 
-pytestmark = IN_OWN_PROCESSES
+pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
 
 START = """
 import sys, time
@@ -23,29 +20,11 @@ receive = lambda b, peer: nccl("ncclRecv", b.pointer, N(b.count), b.dtype, peer,
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    done = run("from dataparallel.testing.cuda import libraries; libraries.open_libraries()", timeout=600)
-    assert done.returncode == 0, done.stderr
-
-
 def ranks(folder: Path, count: int, script: str, *, start: str = START, **changes: str) -> list[str]:
     """Runs a script in as many processes at once, and returns what they print. Fails if one of them fails."""
-    started = []
-    for rank in range(count):
-        variables = environment(TEST_RANK=str(rank), TEST_WORLD=str(count), TEST_FOLDER=str(folder), **changes)
-        command = [sys.executable, "-c", start + script]
-        started.append(
-            subprocess.Popen(command, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        )
-    until = time.monotonic() + 50
-    try:
-        printed = [each.communicate(timeout=max(until - time.monotonic(), 0.1))[0] for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    assert not any(each.returncode for each in started), "\n".join(printed)
-    return printed
+    done = run_ranks(folder, count, start + script, **changes)
+    assert not any(each.returncode for each in done), "\n".join(each.stdout for each in done)
+    return [each.stdout for each in done]
 
 
 @pytest.mark.parametrize("count", [2, 3])
