@@ -17,7 +17,7 @@ import pytest
 
 import dataparallel
 from dataparallel.testing.compiling import path_of
-from dataparallel.testing.simulated.build import EXTENSION
+from dataparallel.testing.simulated.extension import EXTENSION
 
 CACHE = str(path_of(EXTENSION).parents[1])  # read before a test changes HOME or TORCH_EXTENSIONS_DIR
 

@@ -22,7 +22,7 @@ from torch.utils import cpp_extension
 
 from dataparallel.testing import SimulationUnavailable, ToolsMissing, compiling
 from dataparallel.testing.compiling import Extension, Library, build_library, load_extension, path_of
-from dataparallel.testing.simulated.build import EXTENSION
+from dataparallel.testing.simulated.extension import EXTENSION
 from processes import environment
 
 # These tests start their own processes, so one kind of devices is enough.

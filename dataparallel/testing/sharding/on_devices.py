@@ -11,10 +11,8 @@ from dataparallel.devices import DeviceLike, resolve_each
 from dataparallel.sharded import Replicate, ShardedTensor, distribute_tensor
 from dataparallel.sharded.placements import Owners, over_of
 from dataparallel.sharded.tensor import divided_like
-from dataparallel.testing.sharding.choices import Placements
+from dataparallel.testing.sharding.converter import Placements
 from dataparallel.testing.sharding.differences import same_bits
-
-__all__ = ["OnDevices"]
 
 
 class OnDevices:
