@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -191,6 +192,15 @@ class Ahead:
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._process.wait()
+
+
+def ahead(table: str) -> pytest.MarkDecorator:
+    """Runs a test once for the process of each program of a table. A program begins with a line ``#: its name``."""
+    _, *parts = re.split(r"^#: (.*)\n", table, flags=re.MULTILINE)
+    rows = zip(parts[::2], parts[1::2], strict=True)
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=pytest.mark.ahead(program)) for name, program in rows]
+    )
 
 
 @functools.cache
