@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataparallel.testing.compiling import fingerprint
 from dataparallel.testing.cuda import is_stand_in
-from dataparallel.testing.simulated.build import EXTENSION
+from dataparallel.testing.simulated.extension import EXTENSION
 from places import Places, device_name
 
 

@@ -49,6 +49,20 @@ def assert_same_parameters(model: nn.Module, expected: nn.Module, atol: float = 
         torch.testing.assert_close(whole(ours.detach()), theirs.detach(), atol=atol, rtol=0)
 
 
+def assert_trains_alike(model: nn.Module, reference: nn.Module, root: Any, sizes: Sequence[int] = (7, 6, 6, 5)) -> None:
+    """Outputs and parameters of both are the same, step by step."""
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference))
+    for x in batches(root, sizes):
+        outputs = []
+        for each, optimizer in ((model, ours), (reference, theirs)):
+            optimizer.zero_grad()
+            outputs.append(each(x))
+            outputs[-1].square().sum().backward()
+            optimizer.step()
+        torch.testing.assert_close(*outputs, atol=1e-9, rtol=0)
+    assert_same_parameters(model, reference)
+
+
 def number_of_graphs() -> int:
     """How many graphs have been compiled since the counters were cleared."""
     return counters["stats"]["unique_graphs"]

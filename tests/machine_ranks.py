@@ -27,7 +27,7 @@ from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import Launched, Round
 from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.ranks import Rank, comms, on_processes
-from dataparallel.testing.ranks.found import Found, find
+from dataparallel.testing.ranks.child import Found, find
 
 TIMEOUT = 60.0
 

@@ -4,9 +4,11 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +18,7 @@ import pytest
 
 import dataparallel
 from dataparallel.testing.compiling import path_of
-from dataparallel.testing.simulated.build import EXTENSION
+from dataparallel.testing.simulated.extension import EXTENSION
 
 CACHE = str(path_of(EXTENSION).parents[1])  # read before a test changes HOME or TORCH_EXTENSIONS_DIR
 
@@ -53,6 +55,27 @@ def run_script(script: str, *arguments: str, timeout: float = 60, **changes: str
     done = run(script, *arguments, timeout=timeout, **changes)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_ranks(folder: Path, count: int, script: str, **changes: str) -> list[subprocess.CompletedProcess]:
+    """Runs a Python script in as many processes at once. ``TEST_RANK`` tells each its number."""
+    started = []
+    for rank in range(count):
+        variables = environment(TEST_RANK=str(rank), TEST_WORLD=str(count), TEST_FOLDER=str(folder), **changes)
+        command = [sys.executable, "-c", script]
+        started.append(
+            subprocess.Popen(command, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        )
+    until = time.monotonic() + 55
+    try:
+        printed = [each.communicate(timeout=max(until - time.monotonic(), 0.1))[0] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+    return [
+        subprocess.CompletedProcess(each.args, each.returncode, text)
+        for each, text in zip(started, printed, strict=True)
+    ]
 
 
 class Job(NamedTuple):
@@ -169,6 +192,15 @@ class Ahead:
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._process.wait()
+
+
+def ahead(table: str) -> pytest.MarkDecorator:
+    """Runs a test once for the process of each program of a table. A program begins with a line ``#: its name``."""
+    _, *parts = re.split(r"^#: (.*)\n", table, flags=re.MULTILINE)
+    rows = zip(parts[::2], parts[1::2], strict=True)
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=pytest.mark.ahead(program)) for name, program in rows]
+    )
 
 
 @functools.cache

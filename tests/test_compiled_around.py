@@ -96,22 +96,6 @@ class TestModule:
         (reason,) = explained.break_reasons
         assert "dataparallel sends tensors between devices and runs replicas in threads" in reason.reason
 
-    def test_the_library_itself_is_not_compiled(self, model, root):
-        compiled, optimizer = torch.compile(model, backend="eager"), sgd(model)
-        for x in batches(root, [6, 5, 6]):
-            train(compiled, optimizer, x)
-        assert compiled_files()
-        assert not [file for file in compiled_files() if file.startswith(PACKAGE)]
-
-    @pytest.mark.long
-    def test_inputs_that_take_gradients(self, model, reference, root):
-        compiled = torch.compile(model, backend="aot_eager")
-        for x in batches(root, [6, 5, 6]):
-            ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-            compiled(ours).square().sum().backward()
-            reference(theirs).square().sum().backward()
-            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-9, rtol=0)
-
     def test_fullgraph_is_refused_with_a_sentence(self, model, root):
         (x,) = batches(root, [6])
         with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out fullgraph=True"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from around import assert_same_parameters, batches
+from around import assert_trains_alike, batches
 from dataparallel import DataParallel, replicate
 from dataparallel.replicas.placement import forward_on
 from dataparallel.testing.parity import Perturbation, assert_same_step
@@ -74,19 +74,6 @@ def exported(adds, root, strict=False):
     net, (x,) = build(adds, root), batches(root, [6])
     program = torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=strict)
     return program.module()
-
-
-def assert_trains_alike(model, reference, root, sizes=(6, 6, 5, 6)):
-    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference))
-    for x in batches(root, sizes):
-        outputs = []
-        for each, optimizer in ((model, ours), (reference, theirs)):
-            optimizer.zero_grad()
-            outputs.append(each(x))
-            outputs[-1].square().sum().backward()
-            optimizer.step()
-        torch.testing.assert_close(*outputs, atol=1e-9, rtol=0)
-    assert_same_parameters(model, reference)
 
 
 @pytest.mark.parametrize("adds", KINDS, ids=lambda kind: kind.__name__)

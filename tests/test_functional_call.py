@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from around import assert_same_parameters, batches, inner
+from around import assert_same_parameters, assert_trains_alike, batches, inner
 from dataparallel import DataParallel
-from dataparallel.composable import fully_shard, replicate
+from dataparallel.composable import fully_shard
 from dataparallel.sharded import Shard, distribute_tensor
-from each_form import by_wrapper, replicated, whole
+from each_form import FORMS, by_wrapper, replicated, whole
 
 WAYS = {"DataParallel": (by_wrapper, "held.module."), "replicate": (replicated, "held.")}
 
@@ -164,23 +164,12 @@ class TestInsideForward:
 
     @pytest.mark.slots(2, 3)
     def test_training_equals_one_device(self, slots, root):
-        for wrap in (
-            lambda module: DataParallel(module, slots),
-            lambda module: replicate(module, devices=slots),
-            lambda module: fully_shard(module, devices=slots),
-        ):
+        for wrap in FORMS.values():
             modules = []
             for _ in range(2):
                 torch.manual_seed(0)
                 modules.append(self.Gives().double().to(root))
-            model, reference = wrap(modules[0]), modules[1]
-            ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference))
-            for x in batches(root, [7, 6, 5]):
-                for each, optimizer in ((model, ours), (reference, theirs)):
-                    optimizer.zero_grad()
-                    each(x).square().sum().backward()
-                    optimizer.step()
-            assert_same_parameters(model, reference)
+            assert_trains_alike(wrap(modules[0], slots), modules[1], root)
 
 
 class TestRefused:

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from around import assert_same_parameters, batches
+from around import assert_trains_alike, batches
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.replicas.placement import refuse_constants
+from each_form import FORMS as EACH_FORM
+from each_form import by_wrapper, replicated
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -58,8 +60,7 @@ def trace(module):
 
 def trace_method(module):
     parameter = next(module.parameters())
-    example = torch.ones(2, 4, dtype=parameter.dtype, device=parameter.device)
-    return torch.jit.trace_module(module, {"forward": example})
+    return torch.jit.trace_module(module, {"forward": torch.ones(2, 4, dtype=parameter.dtype, device=parameter.device)})
 
 
 FORMS = {"script": torch.jit.script, "trace": trace, "trace_module": trace_method, "loaded": loaded}
@@ -77,16 +78,6 @@ def above(child, root):
         return Above(child).double().to(root)
 
 
-def assert_trains_alike(model, reference, root):
-    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference))
-    for x in batches(root, [7, 6, 5]):
-        for each, optimizer in ((model, ours), (reference, theirs)):
-            optimizer.zero_grad()
-            each(x).square().sum().backward()
-            optimizer.step()
-    assert_same_parameters(model, reference)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.slots(2, 3)
 def test_in_a_wrapper_each_form_equals_one_device(form, slots, root):
@@ -95,11 +86,7 @@ def test_in_a_wrapper_each_form_equals_one_device(form, slots, root):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "wrap",
-    [lambda module, slots: DataParallel(module, slots), lambda module, slots: replicate(module, devices=slots)],
-    ids=["DataParallel", "replicate"],
-)
+@pytest.mark.parametrize("wrap", [by_wrapper, replicated])
 def test_below_a_python_module_each_form_equals_one_device(form, wrap, slots, root):
     model = wrap(above(FORMS[form](build(Net, root)), root), slots)
     assert_trains_alike(model, above(build(Net, root), root), root)
@@ -115,12 +102,8 @@ def test_scripted_functions_in_attributes(slots, root):
         net.function = torch.jit.trace(torch.sin, torch.ones(2, dtype=torch.float64))
         return net
 
-    for wrap in (
-        lambda module: DataParallel(module, slots),
-        lambda module: replicate(module, devices=slots),
-        lambda module: fully_shard(module, devices=slots),
-    ):
-        assert_trains_alike(wrap(made()), made(), root)
+    for wrap in EACH_FORM.values():
+        assert_trains_alike(wrap(made(), slots), made(), root)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -24,8 +24,6 @@ import torch
 
 from dataparallel.threads import settings
 
-__all__ = ["ROW", "carry_knowledge", "wait_at_exit"]
-
 ROW = "simulated host waits"
 
 

@@ -22,7 +22,7 @@ from torch.utils import cpp_extension
 
 from dataparallel.testing import SimulationUnavailable, ToolsMissing, compiling
 from dataparallel.testing.compiling import Extension, Library, build_library, load_extension, path_of
-from dataparallel.testing.simulated.build import EXTENSION
+from dataparallel.testing.simulated.extension import EXTENSION
 from processes import environment
 
 # These tests start their own processes, so one kind of devices is enough.
@@ -313,12 +313,6 @@ def test_what_the_compiler_refuses_of_a_library_is_told_with_the_command(cache, 
     with pytest.raises(SimulationUnavailable, match=r"compiling the answers failed: .*half\.cpp.* says: [\s\S]*ANSWER"):
         build_library(dataclasses.replace(library, flags=("-fmessage-length=0",)))
     assert left_behind(cache) == set()
-
-
-def test_a_library_without_a_compiler(cache, library, monkeypatch):
-    monkeypatch.setenv("CXX", "nonexistent-compiler")
-    with pytest.raises(ToolsMissing, match=r"^answers are compiled on first use.* lacks a C\+\+ compiler.*CXX"):
-        build_library(library)
 
 
 class Loading:

@@ -2,9 +2,9 @@
 
 `stand_in` starts it, or ``python -m dataparallel.testing.cuda``, which is ``__main__``. ``possible`` says where there
 can be one, ``machine`` what the devices are like. ``start`` opens the ``libraries`` that answer in the place of CUDA's,
-and loads the ``extension`` that computes operators. ``environment``, ``inherited`` and ``children`` bring it to the
-processes that this one starts. ``watching``, ``late`` and ``counts`` are what tests ask of it. Nothing in the library
-imports this package, and importing it does not import torch.
+and loads the ``extension`` that computes operators. ``start`` and ``inherited`` also bring it to the processes that
+this one starts. ``watching``, ``late`` and ``counts`` are what tests ask of it. Nothing in the library imports this
+package, and importing it does not import torch.
 """
 
 from __future__ import annotations

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dataparallel.testing import counts
+from dataparallel.testing import shared
 from dataparallel.testing.cuda import libraries
 from dataparallel.testing.cuda.watching import compiled, index_of
-
-__all__ = ["Counts", "HostWait", "counted"]
 
 ALLOCATING = ("cudaMalloc", "cudaMallocPitch", "cudaMallocAsync", "cuMemAlloc_v2", "cuMemCreate")
 FREEING = ("cudaFree", "cudaFreeAsync", "cuMemFree_v2", "cuMemRelease")
@@ -66,7 +64,7 @@ def counted() -> Iterator[Counts]:
     """
     compiled().keep_lines(True)
     try:
-        with counts.counting(Counts()) as result:
+        with shared.counting(Counts()) as result:
             yield result
     finally:
         compiled().keep_lines(False)
@@ -79,7 +77,7 @@ class _Reading:
     host_waits: list[HostWait]
 
 
-class Counts(counts.Counts):
+class Counts(shared.Counts):
     """What has been counted since `counted` was entered, until its end or, inside the block, until now.
 
     Besides what it has of `torch.sim.counted` (``launches``, ``copied``, ``sent``, ``received``):

@@ -11,8 +11,6 @@ from typing import Any
 from dataparallel.testing.compiling import Extension, load_extension
 from dataparallel.testing.cuda import libraries
 
-__all__ = ["load"]
-
 CSRC = Path(__file__).parents[1] / "csrc"
 
 C: Any = None

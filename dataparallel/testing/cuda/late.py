@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 from dataparallel.environment import says_no
 from dataparallel.testing.cuda import watching
-from dataparallel.testing.cuda.blocks import Blocks
-
-__all__ = ["VARIABLE", "LateCounts", "LateSchedule", "late_schedule", "start_if_told"]
+from dataparallel.testing.cuda.watching import Blocks
 
 VARIABLE = "DATAPARALLEL_LATE_SCHEDULE"
 

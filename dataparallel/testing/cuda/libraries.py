@@ -1,7 +1,7 @@
 """The shared libraries that answer in place of CUDA's: compiled on first use, and opened before torch is imported.
 
 The dynamic loader takes a library that is already open for any that needs one of its name (its soname), so torch's
-libraries find these. `start` calls `open_libraries`. This file does not import torch.
+libraries find these. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,20 +25,35 @@ from dataparallel.testing.compiling import (
     ToolsMissing,
     build_library,
 )
-from dataparallel.testing.cuda import cupy_imports, nvrtc, possible
+from dataparallel.testing.cuda import cupy_imports, possible
 from dataparallel.testing.cuda.machine import Machine
 from dataparallel.testing.cuda.possible import CUDA
 
-__all__ = [
-    "Counts",
-    "counts",
-    "forget_counts",
-    "include_paths",
-    "open_libraries",
-    "runtime",
-    "set_capacity",
-    "set_link",
-]
+SOURCES = Path(__file__).parents[1] / "csrc" / "nvrtc"
+SHIM = SOURCES / "shim"
+
+
+def open_nvrtc(name: str, what: str, include_paths: tuple[Path, ...]) -> None:
+    """Compiles the library if it is not in the cache, opens it for the whole process, and tells it of the compiler.
+
+    Args:
+        name: of the library's file, by which others look for it.
+        what: see `Library`.
+        include_paths: where CUDA's headers are.
+
+    Raises:
+        SimulationUnavailable: if it cannot be compiled; `ToolsMissing` if there is no compiler.
+    """
+    link_flags = (f"-Wl,-soname,{name}", "-Wl,--default-symver", "-Wl,-Bsymbolic-functions")
+    library = Library(name, what, (SOURCES,), ("-O2", "-Wall"), link_flags, (*include_paths, SHIM))
+    opened = ctypes.CDLL(str(build_library(library)), mode=ctypes.RTLD_GLOBAL)
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    opened.standin_nvrtc_tools(_lines(compiler), str(SHIM).encode(), _lines(map(str, include_paths)))
+
+
+def _lines(words: Iterable[str]) -> bytes:
+    return "".join(f"{word}\n" for word in words).encode()
+
 
 CSRC = Path(__file__).parents[1] / "csrc"
 WHAT = "libraries in place of CUDA's"
@@ -68,7 +85,7 @@ def open_libraries(machine: Machine | None = None) -> Path:
         forwards = (_forward("libcuda.so.1", path), _forward("libnvidia-ml.so.1", path))
         for library in (path, *forwards, *_nccl(path)):
             _opened[library.name] = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        nvrtc.open_nvrtc(f"libnvrtc.so.{CUDA}", WHAT, include_paths())
+        open_nvrtc(f"libnvrtc.so.{CUDA}", WHAT, include_paths())
         cupy_imports.prepare(path)
     if machine is not None:
         _set_machine(machine)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CEILING", "LIKE", "Machine", "machine_like"]
-
 CEILING = 64
 _GIB = 2**30
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from dataparallel.testing.compiling import SimulationTooLate, SimulationUnavailable, ToolsMissing
 
-__all__ = ["CUDA", "check_process", "file_of_torch", "gpus", "why_not_here"]
-
 CUDA = 13
 """The release of CUDA whose functions are answered: libraries and headers of others have other names."""
 

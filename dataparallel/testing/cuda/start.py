@@ -1,20 +1,47 @@
 """Starts the stand-in in this process, in two steps with the import of torch between them, and knows if it has.
 
-CUDA's libraries have to be replaced before torch is imported, and operators can be registered only afterwards.
-`stand_in` takes both steps, and `children` takes them around an import of torch. Importing this file does not import
-torch.
+CUDA's libraries have to be replaced before torch is imported, and operators can be registered only afterwards. In a
+child ``inherited/sitecustomize.py`` asks `spec_of_torch`, which takes both steps around its import of torch.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import threading
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from itertools import permutations
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from dataparallel.testing.compiling import SimulationUnavailable
-from dataparallel.testing.cuda import environment, libraries, possible
-from dataparallel.testing.cuda.machine import Machine
+from dataparallel.testing.cuda import libraries, possible
+from dataparallel.testing.cuda.machine import Machine, machine_like
 
-__all__ = ["begin", "finish", "machine"]
+VARIABLE = "DATAPARALLEL_STAND_IN"
+FOLDER = str(Path(__file__).with_name("inherited"))
+
+
+def tell_children(machine: Machine, hide_gpus: bool, torch_file: Path) -> None:
+    """Lets the processes that this one starts from now on have the same stand-in."""
+    os.environ[VARIABLE] = json.dumps(
+        {"devices": machine.devices, "like": machine.like, "hide_gpus": hide_gpus, "torch": str(torch_file)}
+    )
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([FOLDER, *(path for path in paths if path and path != FOLDER)])
+
+
+def told() -> dict[str, Any] | None:
+    """What the parent has told: ``devices``, ``like``, ``hide_gpus`` and ``torch``; ``None`` if nothing."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    found: dict[str, Any] = json.loads(text)
+    return found
+
 
 _lock = threading.RLock()
 _machine: Machine | None = None
@@ -47,7 +74,7 @@ def begin(wanted: Machine, hide_gpus: bool) -> None:
             for source, target in permutations(range(wanted.devices), 2):
                 libraries.set_link(source, target, "missing")
         _machine = wanted
-        environment.tell_children(wanted, hide_gpus, torch_file)
+        tell_children(wanted, hide_gpus, torch_file)
 
 
 def finish() -> None:
@@ -64,7 +91,7 @@ def finish() -> None:
             return
         import torch
 
-        from dataparallel.testing.cuda import extension, late, loading, watching
+        from dataparallel.testing.cuda import extension, late, watching
         from dataparallel.testing.host_threads import carry_knowledge, wait_at_exit
 
         try:
@@ -73,7 +100,7 @@ def finish() -> None:
             _failed = error
             raise
         compiled.register()
-        loading.watch(compiled)
+        watching.watch_libraries(compiled)
         compiled.watch_host()
         torch.cuda._lazy_call(compiled.watch_allocators)  # they have a part for each device from then on
         watching.pass_over_tools()
@@ -90,3 +117,38 @@ def _make_settings() -> None:
     import torch
 
     torch._C._jit_override_can_fuse_on_gpu(False)  # TorchScript would compile kernels for a GPU
+
+
+def spec_of_torch() -> ModuleSpec | None:
+    """What Python imports as torch. If the parent has told of a stand-in for this torch, the import starts it.
+
+    What the program itself has begun stays as it is. If the stand-in cannot be started, each import of torch raises
+    `SimulationUnavailable`.
+    """
+    spec = importlib.util.find_spec("torch")
+    parent = told()
+    if parent is None or spec is None or spec.loader is None or spec.origin is None:
+        return spec
+    if Path(spec.origin).resolve() == Path(parent["torch"]).resolve():
+        spec.loader = _Starting(spec.loader, machine_like(parent["like"], parent["devices"]), parent["hide_gpus"])
+    return spec
+
+
+class _Starting(Loader):
+    """Loads torch as its own loader does, after the first step of the start and before the second."""
+
+    def __init__(self, own: Loader, machine: Machine, hide_gpus: bool) -> None:
+        self._own, self._machine, self._hide_gpus = own, machine, hide_gpus
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        begin(self._machine, self._hide_gpus)  # not later: from here on the process counts as one with torch
+        return self._own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._own
+        self._own.exec_module(module)
+        finish()

@@ -5,33 +5,63 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import importlib.machinery
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dataparallel.testing.clocks import Switches
 from dataparallel.testing.compiling import SimulationUnavailable
 from dataparallel.testing.cuda import extension, libraries
-from dataparallel.testing.cuda.blocks import Blocks
-from dataparallel.testing.indices import Device, index_among
+from dataparallel.testing.shared import Device, Switches, index_among
 from dataparallel.testing.simulated.timeline.recording import Timeline, record
 
-__all__ = [
-    "check_clocks",
-    "clocks",
-    "compiled",
-    "host_reads",
-    "index_of",
-    "late_queries",
-    "pass_over_tools",
-    "set_capacity",
-    "set_link",
-    "timeline",
-]
+
+class Blocks:
+    """Switches something on while blocks of any thread are open.
+
+    Args:
+        switch: is called with true or false when a block begins and ends, by one thread at a time.
+    """
+
+    def __init__(self, switch: Callable[[bool], None]) -> None:
+        self._switch, self._lock, self._open = switch, threading.Lock(), 0
+
+    def begin(self) -> None:
+        """A block begins."""
+        self._count(1)
+
+    def end(self) -> None:
+        """A block ends."""
+        self._count(-1)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self._switch(self._open + more > 0)
+            self._open += more
+
+
+def watch_libraries(compiled: Any) -> None:
+    """Sees to the operators of every library that is opened from now on. ``start`` calls it once."""
+    for owner, name in ((importlib.machinery.ExtensionFileLoader, "create_module"), (ctypes.CDLL, "__init__")):
+        setattr(owner, name, _watched(getattr(owner, name), compiled))
+
+
+def _watched(opening: Callable[..., Any], compiled: Any) -> Callable[..., Any]:
+    @functools.wraps(opening)
+    def watched(*args: Any, **options: Any) -> Any:
+        before = compiled.operators_now()
+        result = opening(*args, **options)
+        compiled.compute_those_since(before)
+        return result
+
+    return watched
 
 
 def compiled() -> Any:

@@ -4,7 +4,7 @@
 `layers` and `transformer` have small models for tests of sharding, with the names that torch's own tests of it use.
 `tensor_parallel` divides the transformer among processes.
 
-The models for sharding draw their first weights from a generator of their own (`weights`): one seed gives the same
+The models for sharding draw their first weights from a generator of their own (``layers``): one seed gives the same
 weights on every slot, thread and process, and the global generator stays as it is.
 
 This file has the public names and nothing else. Importing it touches no device and no other process.

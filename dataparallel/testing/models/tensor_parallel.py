@@ -20,8 +20,6 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["apply_plan"]
-
 
 def apply_plan(model: Any, mesh: DeviceMesh, use_seq_parallel: bool) -> None:
     """Divides the model in place. `Transformer.parallelize` says what is passed and which errors there are."""

@@ -2,7 +2,7 @@
 
 One weight is used twice (tied embeddings), dropout draws random numbers, attention is causal, and blocks may be
 recomputed in backward. The names of its parts are those of the transformer in torch's own tests of sharding. By default
-its sizes divide by 2 and 4. The same seed gives the same weights everywhere: see `weights`.
+its sizes divide by 2 and 4. The same seed gives the same weights everywhere: see ``layers``.
 
 `tensor_parallel` has the plan that `Transformer.parallelize` applies.
 """
@@ -18,13 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dataparallel.testing.models.layers import draw_weights, undrawn
 from dataparallel.testing.models.tensor_parallel import apply_plan
-from dataparallel.testing.models.weights import draw_weights, undrawn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["ModelArgs", "Transformer"]
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The process group of a rank's process: `with_comms` and what the fixtures make one with.
+"""The process group of a rank's process: `with_comms` and what the fixtures make one with; and what a test needs.
 
 Nothing here imports `torch.distributed` before a group is made, or asked for.
 """
@@ -18,8 +18,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from dataparallel.testing.ranks.rank import Rank
-
-__all__ = ["Group", "choose_backend", "require", "why_not", "with_comms"]
+from dataparallel.testing.ranks.slots import count_devices
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -143,3 +142,58 @@ def with_comms(function: Any = None, /, *, eager_init: bool = False, backend: st
         return wrapper  # type: ignore[return-value]
 
     return decorate if function is None else decorate(function)
+
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def skip_unless_devices(n: int) -> Callable[[T], T]:
+    """Skips a test unless there are ``n`` accelerators where it runs: CUDA's, torch's others or simulated ones.
+
+    It decorates a function, a method, or a class of tests, for pytest and for unittest.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"skip_unless_devices takes the number of devices that a test needs, 1 or more; got {n!r}")
+
+    def reason() -> str:
+        there = _count()
+        return f"for {n} accelerators; there are {there}" if there < n else ""
+
+    return lambda test: _unless(reason, test)
+
+
+def skip_unless_distributed(test: T) -> T:
+    """Skips a test unless torch can make a process group here: it has torch.distributed, and gloo or NCCL.
+
+    It decorates a function, a method, or a class of tests, for pytest and for unittest.
+    """
+
+    def reason() -> str:
+        missing = why_not("gloo")
+        return missing if missing and (why_not("nccl") or not torch.cuda.is_available()) else ""
+
+    return _unless(reason, test)
+
+
+def _count() -> int:
+    if hasattr(torch, "sim"):
+        return count_devices("sim")
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def _unless(reason: Callable[[], str], test: T) -> T:
+    if isinstance(test, type):
+        for name in dir(test):
+            found = getattr(test, name)
+            if name.startswith("test") and callable(found):
+                setattr(test, name, _unless(reason, found))
+        return test
+
+    @functools.wraps(test)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        why = reason()
+        if why:
+            raise unittest.SkipTest(why)
+        return test(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]

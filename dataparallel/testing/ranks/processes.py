@@ -23,12 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from dataparallel.testing.ranks import comms
-from dataparallel.testing.ranks.child import Call
-from dataparallel.testing.ranks.found import find
+from dataparallel.testing.ranks.child import Call, find
 from dataparallel.testing.ranks.reports import TAIL, Ended, How, conclude
 from dataparallel.testing.ranks.start import server
-
-__all__ = ["on_processes"]
 
 GRACE = 1.0  # seconds that the other ranks have after one has failed, to say what they have seen of it
 FLOOD = 64 * 2**20  # bytes of output that a rank may write

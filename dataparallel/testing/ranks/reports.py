@@ -18,8 +18,6 @@ from typing import Any, Literal, NoReturn
 
 from dataparallel.testing.ranks.rank import Place
 
-__all__ = ["Ended", "How", "RanksFailed", "conclude", "describe", "trace"]
-
 How = Literal["returned", "raised", "skipped", "xfailed", "died", "stopped"]
 
 # The files that call a test in a rank.

@@ -31,8 +31,6 @@ from pathlib import Path
 
 from dataparallel.testing.ranks import child
 
-__all__ = ["serve"]
-
 PRELOADED = ("torch.distributed",)
 
 # A dead rank's own children may end by themselves, as Python's tracker of shared memory does, which then removes what

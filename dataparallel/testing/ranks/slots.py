@@ -10,8 +10,6 @@ import torch
 
 from dataparallel.testing.ranks.rank import Rank
 
-__all__ = ["choose_devices", "count_devices", "on_slots"]
-
 
 def on_slots(
     function: Callable[..., Any],

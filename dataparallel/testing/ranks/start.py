@@ -11,8 +11,6 @@ import sys
 import threading
 from pathlib import Path
 
-__all__ = ["server"]
-
 START = 120.0  # seconds for the fork server to import torch on a busy machine
 
 
@@ -62,6 +60,7 @@ class Server:
         self.owner = os.getpid()
 
     def close(self) -> None:
+        """Ends the server, and with it all ranks."""
         if self.owner != os.getpid() or self.control is None or self.process is None:
             return
         self.control.close()

@@ -22,8 +22,6 @@ import torch
 
 from dataparallel.testing.ranks import comms
 
-__all__ = ["GROUP", "installed", "is_released", "release", "threaded_group"]
-
 GROUP = "torch.testing._internal.distributed.multi_threaded_pg"
 NEEDED = ("_install_threaded_pg", "_uninstall_threaded_pg", "ProcessLocalGroup")
 

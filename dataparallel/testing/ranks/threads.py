@@ -22,8 +22,6 @@ from dataparallel.testing.ranks.rank import Rank
 from dataparallel.testing.ranks.reports import Ended, conclude, describe
 from dataparallel.testing.ranks.threaded_group import installed, is_released, release, threaded_group
 
-__all__ = ["on_threads"]
-
 GRACE = 2.0  # seconds that the other threads have after one has failed
 
 _one_run = threading.Lock()  # torch's threaded group is one for the process

@@ -1,7 +1,7 @@
 """Operators over all ways to shard their arguments: `ShardingConverter` makes the arguments, `check_op` compares.
 
 Both work on this library's sharded tensors and on torch's DTensors; ``targets`` has what differs between the two.
-``choices`` says which placements a tensor can have, ``calls`` runs an operator, ``differences`` compares two results.
+``converter`` says which placements a tensor can have, ``calls`` runs an operator, ``differences`` compares two results.
 The names are for users' tests and for the library's own; the library does not import this package.
 """
 

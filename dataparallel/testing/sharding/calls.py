@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.batches.structures import leaves
-from dataparallel.testing.sharding.choices import can_be_distributed, looks_like_a_tensor
-from dataparallel.testing.sharding.converter import flattened, replaced
+from dataparallel.testing.sharding.converter import can_be_distributed, flattened, looks_like_a_tensor, replaced
 from dataparallel.testing.sharding.differences import differences, same_bits
 from dataparallel.testing.sharding.targets import Target
-
-__all__ = ["Call", "Outcome"]
 
 
 @dataclass

@@ -16,15 +16,12 @@ from torch import Tensor
 
 from dataparallel.devices import DeviceLike
 from dataparallel.testing.sharding.calls import Call, Outcome
-from dataparallel.testing.sharding.choices import Placements
-from dataparallel.testing.sharding.converter import ShardingConverter
+from dataparallel.testing.sharding.converter import Placements, ShardingConverter
 from dataparallel.testing.sharding.differences import differences
 from dataparallel.testing.sharding.targets import Target
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["Checked", "OperatorDiffers", "check_op"]
 
 RIGHT, REFUSED, WRONG = range(3)
 

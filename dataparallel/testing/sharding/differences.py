@@ -10,8 +10,6 @@ from torch import Tensor
 
 from dataparallel.batches.structures import children_of
 
-__all__ = ["differences", "same_bits"]
-
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9}
 """Relative and absolute; for other dtypes it is that of `torch.testing.assert_close`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,10 +12,10 @@ from dataparallel.devices import DeviceLike, resolve_each
 from dataparallel.sharded import Replicate, ShardedTensor, distribute_tensor
 from dataparallel.sharded.placements import Owners, over_of
 from dataparallel.sharded.tensor import divided_like
-from dataparallel.testing.sharding.choices import Placements
 from dataparallel.testing.sharding.differences import same_bits
 
-__all__ = ["OnDevices"]
+if TYPE_CHECKING:
+    from dataparallel.testing.sharding.converter import Placements
 
 
 class OnDevices:

@@ -18,14 +18,12 @@ from torch import Tensor
 
 from dataparallel.devices import DeviceLike
 from dataparallel.testing.ranks.slots import choose_devices
-from dataparallel.testing.sharding.choices import Placements
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from dataparallel.testing.sharding.converter import Placements
     from dataparallel.testing.sharding.on_devices import OnDevices
-
-__all__ = ["OnMesh", "Target", "target_of"]
 
 
 class OnMesh:

@@ -1,8 +1,8 @@
 """Simulated accelerators: several devices on a machine that has none, real to torch, for tests of multi-device code.
 
-`simulate` makes them. ``csrc`` implements devices, streams, memory, operators and clocks; ``build`` compiles it and
-``extension`` holds it. ``device_module`` is ``torch.sim``, with ``counts``, ``clocks`` and ``timeline``. ``shapes``
-serves ``compute=False``. Nothing in the library imports this package.
+`simulate` makes them. ``csrc`` implements devices, streams, memory, operators and clocks; ``extension`` compiles and
+holds it. ``device_module`` is ``torch.sim``, with ``watching`` and ``timeline``. ``shapes`` serves
+``compute=False``. Nothing in the library imports this package.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils import backend_registration
 from dataparallel.testing.compiling import SimulationTooLate, SimulationUnavailable, ToolsMissing
 from dataparallel.testing.host_threads import carry_knowledge, wait_at_exit
 from dataparallel.testing.simulated import device_module, extension, shapes
-from dataparallel.testing.simulated.build import load_extension
+from dataparallel.testing.simulated.extension import load_extension
 
 __all__ = ["SimulationTooLate", "SimulationUnavailable", "ToolsMissing", "simulate"]
 

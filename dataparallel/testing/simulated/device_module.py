@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from dataparallel.testing.shared import Device
 from dataparallel.testing.simulated import extension
-from dataparallel.testing.simulated.clocks import check_clocks as check_clocks
-from dataparallel.testing.simulated.clocks import clocks as clocks
-from dataparallel.testing.simulated.counts import counted as counted
-from dataparallel.testing.simulated.extension import Device, index_of
+from dataparallel.testing.simulated.extension import index_of
 from dataparallel.testing.simulated.timeline import timeline as timeline
+from dataparallel.testing.simulated.watching import check_clocks as check_clocks
+from dataparallel.testing.simulated.watching import clocks as clocks
+from dataparallel.testing.simulated.watching import counted as counted
 
 Stream = torch.Stream
 Event = torch.Event

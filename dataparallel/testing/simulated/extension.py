@@ -1,4 +1,4 @@
-"""The compiled extension of this process, and the index of a device in it.
+"""The compiled extension of this process, what it is compiled from, and the index of a device in it.
 
 `simulate` sets ``C`` once, before torch knows of the devices. The other files of this package call it; users call
 ``torch.sim``.
@@ -6,11 +6,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from dataparallel.testing.indices import Device, index_among
+from dataparallel.testing import compiling
+from dataparallel.testing.shared import Device, index_among
 
-__all__ = ["Device", "index_of"]
+_FOLDERS = tuple(Path(__file__).parents[1] / "csrc" / name for name in ("shared", "simulated"))
+
+EXTENSION = compiling.Extension(
+    name="dataparallel_simulated",
+    what="simulated accelerators",
+    folders=_FOLDERS,
+    include_paths=_FOLDERS,
+)
+
+
+def load_extension() -> ModuleType:
+    """Returns the module with the devices, see `compiling.load_extension`."""
+    return compiling.load_extension(EXTENSION)
+
 
 C: Any = None
 

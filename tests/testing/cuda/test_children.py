@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import dataparallel
-from dataparallel.testing.cuda.environment import FOLDER
 from dataparallel.testing.cuda.inherited import sitecustomize
+from dataparallel.testing.cuda.start import FOLDER
 
 pytestmark = pytest.mark.devices("cpu")
 

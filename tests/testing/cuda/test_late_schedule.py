@@ -8,7 +8,7 @@ import json
 import pytest
 
 from processes import run_script
-from stand_in import IN_OWN_PROCESSES
+from stand_in import IN_OWN_PROCESSES, programs
 
 pytestmark = IN_OWN_PROCESSES
 
@@ -109,8 +109,8 @@ def passes(script: str, **changes: str) -> str:
     return run_script(START + script, timeout=300, **changes)
 
 
-def test_what_is_done_when():
-    passes("""
+PROGRAMS = """
+#: what is done when
 with cuda.late_schedule() as schedule:
     waiting = lambda: schedule.counts().waiting
     y = x + 1
@@ -136,11 +136,7 @@ with cuda.late_schedule() as schedule:
 assert h.sum() == 3000 and schedule.counts().waiting == 0
 h.copy_(x, non_blocking=True)
 assert h.sum() == 1000  # at once again
-""")
-
-
-def test_what_cannot_wait_is_done_at_once_after_its_stream():
-    passes("""
+#: what cannot wait is done at once after its stream
 with cuda.late_schedule() as schedule:
     torch.mul(x, 2, out=y)
     with on(side): late = x + 1
@@ -153,11 +149,7 @@ with cuda.late_schedule() as schedule:
     at_once = schedule.counts().at_once
     for name in ("nonzero", "_unique2", "quantize_per_tensor"):
         assert at_once["aten::" + name] == 1, at_once
-""")
-
-
-def test_the_host_may_change_what_it_has_passed():
-    passes("""
+#: the host may change what it has passed
 import numpy
 with cuda.late_schedule() as schedule:
     pageable, number, index = torch.full((1000,), 5.0), torch.tensor(3.0), torch.tensor([1, 2])
@@ -167,11 +159,7 @@ with cuda.late_schedule() as schedule:
     assert schedule.counts().waiting >= 3
     pageable.fill_(0), number.fill_(0), index.fill_(10 ** 9)
     assert y.sum().item() == 5000 and z.sum().item() == 3000 and row.tolist() == [2, 2]
-""")
-
-
-def test_numbers_are_drawn_as_where_work_is_done_at_once():
-    passes("""
+#: numbers are drawn as where work is done at once
 def draw():
     torch.manual_seed(3)
     first = torch.rand(1000, device=a)
@@ -186,11 +174,7 @@ with cuda.late_schedule() as schedule:
     found = draw()
     assert schedule.counts().postponed > 10
     for ours, theirs in zip(found, expected): torch.testing.assert_close(ours, theirs)
-""")
-
-
-def test_errors():
-    passes("""
+#: errors
 weight, indices = torch.ones(10, 2, device=a), torch.tensor([3, 10 ** 6], device=a)
 with cuda.late_schedule():
     said = message(lambda: torch.mm(x.view(10, 100), x.view(10, 100)))
@@ -210,11 +194,7 @@ assert "aten::index_select" in said and "out of range" in said, said
 said = message(torch.index_select, weight, 0, indices)
 assert "out of range" in said, said
 assert y.sum().item() == 4000
-""")
-
-
-def test_blocks_of_several_threads():
-    passes("""
+#: blocks of several threads
 barrier, sums = threading.Barrier(4), []
 def work(device):
     stream = torch.cuda.Stream(device)
@@ -233,11 +213,7 @@ assert len(sums) == 4 and max(sums) - min(sums) < 1e-3, sums
 with cuda.late_schedule() as schedule: pass
 assert schedule.counts().waiting == 0
 cuda.check_clocks()
-""")
-
-
-def test_memory_that_is_given_back_to_the_device_waits_for_all_streams():
-    passes("""
+#: memory that is given back to the device waits for all streams
 big = torch.full((1 << 22,), 2.0, device=a)
 on_b = torch.zeros(1 << 22, device=b)
 torch.cuda.synchronize(a); torch.cuda.synchronize(b)
@@ -249,7 +225,18 @@ with cuda.late_schedule() as schedule, cuda.clocks(False):
     torch.cuda.empty_cache()
     assert schedule.counts().waiting == 0
     assert on_b.mean().item() == 2 and found.mean().item() == 6
-""")
+#: the clocks say what they say without it
+with cuda.late_schedule():
+    torch.mul(x, 2, out=y)
+    with on(side): said = message(lambda: y + 1)
+assert "race: aten::add reads its argument 'self'" in said, said
+torch.cuda.synchronize(a)
+"""
+
+
+@programs(PROGRAMS)
+def test_program(program):
+    run_script(START + program, timeout=300)
 
 
 def test_the_environment_makes_a_process_late_from_its_start():
@@ -261,13 +248,3 @@ print(int(h.sum()))
 """
     assert passes(script, DATAPARALLEL_LATE_SCHEDULE="1").split() == ["0", "1000"]
     assert passes(script, DATAPARALLEL_LATE_SCHEDULE="0").split() == ["1000", "1000"]
-
-
-def test_the_clocks_say_what_they_say_without_it():
-    passes("""
-with cuda.late_schedule():
-    torch.mul(x, 2, out=y)
-    with on(side): said = message(lambda: y + 1)
-assert "race: aten::add reads its argument 'self'" in said, said
-torch.cuda.synchronize(a)
-""")

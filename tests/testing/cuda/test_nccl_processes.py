@@ -1,16 +1,13 @@
 """The stand-in for NCCL between processes, called by ctypes: values, who waits for whom, and what it refuses."""
 
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from processes import environment, run
-from stand_in import IN_OWN_PROCESSES
+from processes import run_ranks
+from stand_in import IN_OWN_PROCESSES, programs
 
-pytestmark = IN_OWN_PROCESSES
+pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
 
 START = """
 import sys, time
@@ -23,37 +20,15 @@ receive = lambda b, peer: nccl("ncclRecv", b.pointer, N(b.count), b.dtype, peer,
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    done = run("from dataparallel.testing.cuda import libraries; libraries.open_libraries()", timeout=600)
-    assert done.returncode == 0, done.stderr
-
-
 def ranks(folder: Path, count: int, script: str, *, start: str = START, **changes: str) -> list[str]:
     """Runs a script in as many processes at once, and returns what they print. Fails if one of them fails."""
-    started = []
-    for rank in range(count):
-        variables = environment(TEST_RANK=str(rank), TEST_WORLD=str(count), TEST_FOLDER=str(folder), **changes)
-        command = [sys.executable, "-c", start + script]
-        started.append(
-            subprocess.Popen(command, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        )
-    until = time.monotonic() + 50
-    try:
-        printed = [each.communicate(timeout=max(until - time.monotonic(), 0.1))[0] for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    assert not any(each.returncode for each in started), "\n".join(printed)
-    return printed
+    done = run_ranks(folder, count, start + script, **changes)
+    assert not any(each.returncode for each in done), "\n".join(each.stdout for each in done)
+    return [each.stdout for each in done]
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_values(tmp_path, count):
-    ranks(
-        tmp_path,
-        count,
-        """
+VALUES = """
+#: values
 total = sum(range(1, WORLD + 1))
 for _ in range(3):
     all_reduce(comm, x)
@@ -70,29 +45,9 @@ nccl("ncclBroadcast", one.pointer, one.pointer, N(2), 7, 1, other, all.stream)
 assert one.get(all.stream) == [WORLD, -WORLD]
 nccl("ncclCommDestroy", comm)
 nccl("ncclCommDestroy", other)
-""",
-    )
-
-
-def test_sends_around_a_ring_in_groups(tmp_path):
-    ranks(
-        tmp_path,
-        3,
-        """
-y = Buffer([0] * 4, RANK)
-y.stream = x.stream
-for _ in range(20):
-    group(lambda: send(x, (RANK + 1) % 3), lambda: receive(y, (RANK - 1) % 3))
-assert y.get() == [(RANK - 1) % 3 + 1] * 4
-""",
-    )
-
-
-def test_the_host_goes_on_while_a_collective_waits(tmp_path):
-    ranks(
-        tmp_path,
-        2,
-        """
+"""
+OF_TWO = """
+#: the host goes on while a collective waits
 import os
 from pathlib import Path
 from cudart import CUDA
@@ -108,37 +63,38 @@ else:
         time.sleep(0.01)
     all_reduce(comm, x)
 assert x.get() == [3] * 4
-""",
-    )
-
-
-def test_collectives_after_one_another_on_a_stream_use_its_values(tmp_path):
-    ranks(
-        tmp_path,
-        2,
-        """
+#: collectives after one another on a stream use its values
 if RANK == 1:
     time.sleep(0.3)  # rank 0 is ahead by four calls, on two communicators
 for turn in range(4):
     all_reduce(comm if turn % 2 else other, x)
 assert x.get() == [3 * 2**3] * 4
-""",
-    )
-
-
-def test_the_process_that_made_the_id_waits_for_the_others_at_its_end(tmp_path):
-    ranks(
-        tmp_path,
-        3,
-        """
+"""
+OF_THREE = """
+#: sends around a ring in groups
+y = Buffer([0] * 4, RANK)
+y.stream = x.stream
+for _ in range(20):
+    group(lambda: send(x, (RANK + 1) % 3), lambda: receive(y, (RANK - 1) % 3))
+assert y.get() == [(RANK - 1) % 3 + 1] * 4
+#: the process that made the id waits for the others at its end
 if RANK == 0:
     sys.exit()
 for _ in range(200):
     send(x, 3 - RANK) if RANK == 1 else receive(x, 3 - RANK)
     x.get()
 assert x.get() == [2] * 4
-""",
-    )
+"""
+
+
+@programs(VALUES + OF_TWO)
+def test_two_ranks(tmp_path, program):
+    ranks(tmp_path, 2, program)
+
+
+@programs(VALUES + OF_THREE)
+def test_three_ranks(tmp_path, program):
+    ranks(tmp_path, 3, program)
 
 
 def test_processes_that_stand_for_machines_may_have_the_same_device(tmp_path):

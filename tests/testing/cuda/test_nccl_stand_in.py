@@ -2,26 +2,16 @@
 
 import pytest
 
-from processes import run, run_script
-from stand_in import IN_OWN_PROCESSES
+from processes import run_script
+from stand_in import IN_OWN_PROCESSES, programs
 
-pytestmark = IN_OWN_PROCESSES
+pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
 
 START = "from nccl_calls import *\n"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    done = run("from dataparallel.testing.cuda import libraries; libraries.open_libraries()", timeout=600)
-    assert done.returncode == 0, done.stderr
-
-
-def script(text: str, **changes: str) -> str:
-    return run_script(START + text, **changes)
-
-
-def test_sums_products_extremes_and_averages_of_all_dtypes():
-    script("""
+PROGRAMS = """
+#: sums products extremes and averages of all dtypes
 import math
 comms = communicators(0, 2, 5)
 terms = [[1, 2, 3], [5, 1, 9], [4, 7, 0]]
@@ -35,11 +25,7 @@ for code in "bBiIqQfd":
     buffers = [Buffer([3 * v for v in t], d, code) for t, d in zip(terms, (0, 2, 5))]
     group(*[lambda c=c, b=b: all_reduce(c, b, 4) for c, b in zip(comms, buffers)])
     assert all(b.get() == expected[0] for b in buffers), code
-""")
-
-
-def test_small_floats_are_added_in_float32_and_rounded_once():
-    script("""
+#: small floats are added in float32 and rounded once
 import struct
 half = lambda value: struct.unpack("h", struct.pack("e", value))[0]  # of int16, as the array cannot hold halves
 comms = communicators(0, 1, 2)
@@ -56,11 +42,7 @@ for dtype, one, three in ((10, 0x38, 0x44), (11, 0x3C, 0x42)):
     group(*[lambda c=c, b=b: nccl("ncclAllReduce", b.pointer, b.pointer, N(1), dtype, 0, c, b.stream)
             for c, b in zip(comms, tiny)])
     assert tiny[0].get() == [three], (dtype, tiny[0].get())
-""")
-
-
-def test_every_collective():
-    script("""
+#: every collective
 comms = communicators(0, 1, 2)
 def each(values, function):
     buffers = [(Buffer(v, d), Buffer([0] * 6, d)) for d, v in enumerate(values)]
@@ -77,11 +59,7 @@ assert each(six, run("ncclAlltoAll")) == [[v for s in range(3) for v in (10 * s 
                                           for r in range(3)]
 assert each(two, run("ncclGather", 1)) == [[0] * 6, [1, 2, 3, 4, 5, 6], [0] * 6]
 assert each(six, run("ncclScatter", 2)) == [[20 + 2 * r, 21 + 2 * r, 0, 0, 0, 0] for r in range(3)]
-""")
-
-
-def test_in_place_where_nccl_allows_it_and_nowhere_else():
-    script("""
+#: in place where nccl allows it and nowhere else
 from cudart import after
 comms = communicators(0, 1)
 buffers = [Buffer([d + 1, 0, d + 1, 0], d) for d in range(2)]
@@ -94,11 +72,7 @@ assert buffers[0].get() == [2, 0, 2, 0] and buffers[1].get() == [1, 0, 4, 0]
 b = buffers[0]
 refused("ncclInvalidArgument", "overlap", nccl, "ncclAllReduce", b.pointer, after(b.pointer, 4), N(2), 7, 0, comms[0],
         b.stream)
-""")
-
-
-def test_sends_and_multiples():
-    script("""
+#: sends and multiples
 import ctypes
 comms = communicators(0, 1)
 a, b = Buffer([1, 2], 0), Buffer([0, 0], 1)
@@ -114,11 +88,7 @@ group(*[lambda c=c, x=x, o=o: all_reduce(c, x, o) for c, x, o in zip(comms, (a, 
 assert a.get() == b.get() == [12, 24]
 nccl("ncclRedOpDestroy", ops[0], comms[0])
 refused("ncclInvalidArgument", "destroyed", all_reduce, comms[0], a, ops[0])
-""")
-
-
-def test_ranks_in_threads_split_and_what_communicators_say():
-    script("""
+#: ranks in threads split and what communicators say
 import ctypes, threading
 unique, seen, failed = new_id(), {}, []
 def work(rank):
@@ -145,11 +115,7 @@ for thread in threads: thread.join()
 assert not failed, failed
 total = 6 * 3**4
 assert seen == {0: ([2 * total], [2, 1, 0]), 1: ([total], [1, 0, 1]), 2: ([2 * total], [2, 0, 2])}, seen
-""")
-
-
-def test_a_call_returns_before_the_others_come_and_queries_say_so():
-    script("""
+#: a call returns before the others come and queries say so
 import threading
 unique, comms = new_id(), {}
 threads = [threading.Thread(target=lambda r=r: comms.setdefault(r, join(unique, 2, r, r))) for r in range(2)]
@@ -165,57 +131,57 @@ assert a.get() == [3]  # it has waited
 assert CUDA.cudaStreamQuery(a.stream) == 0
 other.join()
 assert b.get() == [3]
-""")
+#: calls are counted
+comms = communicators(0, 1)
+libraries.forget_counts()
+group(lambda: all_reduce(comms[0], Buffer([1], 0)), lambda: all_reduce(comms[1], Buffer([1], 1)))
+calls = libraries.counts().calls
+assert calls["ncclAllReduce"] == 2 and calls["ncclGroupEnd"] == 1, calls
+"""
 
 
-REFUSED = {
-    "twice the same device": """
+@programs(PROGRAMS)
+def test_program(program):
+    run_script(START + program)
+
+
+REFUSED = """
+#: twice the same device
 refused("ncclInvalidUsage", "Duplicate GPU detected : rank 0 and rank 2 both on CUDA device 1", communicators, 1, 3, 1)
-""",
-    "one thread without a group": """
+#: one thread without a group
 all_reduce(comms[0], a)
 refused("ncclInvalidUsage", "outside of one group", all_reduce, comms[1], b)
 assert "comes after a collective that has failed" in said(a.get)
 abort(*comms)
 assert a.get() == [1, 2]  # the stream is of use again
-""",
-    "different collectives": """
+#: different collectives
 wrong = lambda: nccl("ncclBroadcast", b.pointer, b.pointer, N(2), 7, 0, comms[1], b.stream)
 refused("ncclInvalidUsage", "kinds: where rank 0", group, lambda: all_reduce(comms[0], a), wrong)
-""",
-    "different counts": """
+#: different counts
 longer = Buffer([1, 2, 3], 1)
 refused("ncclInvalidUsage", "counts: where rank 0", group, lambda: all_reduce(comms[0], a),
         lambda: all_reduce(comms[1], longer))
-""",
-    "different dtypes": """
+#: different dtypes
 other = Buffer([1, 2], 1, "i")
 refused("ncclInvalidUsage", "calls ncclAllReduce(sum of 2 int32)", group, lambda: all_reduce(comms[0], a),
         lambda: all_reduce(comms[1], other))
-""",
-    "different roots": """
+#: different roots
 one = lambda c, x, root: lambda: nccl("ncclBroadcast", x.pointer, x.pointer, N(2), 7, root, c, x.stream)
 refused("ncclInvalidUsage", "roots: where rank 0", group, one(comms[0], a, 0), one(comms[1], b, 1))
-""",
-    "memory of another device": """
+#: memory of another device
 refused("ncclInvalidArgument", "is memory of cuda:1, and the rank's device is cuda:0", all_reduce, comms[0], b)
-""",
-    "beyond an allocation": """
+#: beyond an allocation
 refused("ncclInvalidArgument", "its allocation ends after 8", nccl, "ncclAllReduce", a.pointer, a.pointer, N(3), 7, 0,
         comms[0], a.stream)
-""",
-    "a stream of another device": """
+#: a stream of another device
 refused("ncclInvalidArgument", "the stream belongs to cuda:1", all_reduce, comms[0], a, 0, b.stream)
-""",
-    "a communicator that was destroyed": """
+#: a communicator that was destroyed
 nccl("ncclCommDestroy", comms[0])
 refused("ncclInvalidArgument", "was destroyed", all_reduce, comms[0], a)
-""",
-    "memory that two calls of a group write": """
+#: memory that two calls of a group write
 refused("ncclInvalidUsage", "End the group", group, *[lambda c=c, x=x: all_reduce(c, x)
         for c, x in ((comms[0], a), (comms[1], b), (comms[0], a), (comms[1], b))])
-""",
-    "a second thread within a group": """
+#: a second thread within a group
 import threading
 told = []
 nccl("ncclGroupStart")
@@ -223,18 +189,18 @@ all_reduce(comms[0], a)
 thread = threading.Thread(target=lambda: told.append(said(all_reduce, comms[0], a)))
 thread.start(); thread.join()
 assert told[0].startswith("ncclInvalidUsage: ") and "one thread at a time" in told[0], told
-""",
-}
+"""
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-    script("comms, a, b = communicators(0, 1), Buffer([1, 2], 0), Buffer([3, 4], 1)\n" + REFUSED[name])
+@programs(REFUSED)
+def test_refused(program):
+    run_script(START + "comms, a, b = communicators(0, 1), Buffer([1, 2], 0), Buffer([3, 4], 1)\n" + program)
 
 
 def test_launches_of_two_threads_on_two_devices_at_once_are_refused():
-    script(
-        """
+    run_script(
+        START
+        + """
 import threading
 told = []
 def launch(comms):
@@ -256,8 +222,9 @@ assert len(told) == 1 and "two threads launch collectives on cuda:0 and cuda:1 a
 
 
 def test_a_rank_that_does_not_come_is_named():
-    script(
-        """
+    run_script(
+        START
+        + """
 refused("ncclRemoteError", "it misses rank 1; there were rank 0 (cuda:0 of process", join, new_id(), 2, 0, 0)
 comms = communicators(0, 1)
 a = Buffer([1], 0)
@@ -267,13 +234,3 @@ assert "after 1 seconds ncclAllReduce(sum of 1 float32) is not complete: it miss
 """,
         DATAPARALLEL_NCCL_SECONDS="1",
     )
-
-
-def test_calls_are_counted():
-    script("""
-comms = communicators(0, 1)
-libraries.forget_counts()
-group(lambda: all_reduce(comms[0], Buffer([1], 0)), lambda: all_reduce(comms[1], Buffer([1], 1)))
-calls = libraries.counts().calls
-assert calls["ncclAllReduce"] == 2 and calls["ncclGroupEnd"] == 1, calls
-""")

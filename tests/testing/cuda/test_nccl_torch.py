@@ -4,19 +4,17 @@ Tensors come and go by copies, which torch makes without kernels. So these tests
 """
 
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from processes import environment, run, run_script
+from processes import run_ranks, run_script
 from stand_in import IN_OWN_PROCESSES
 
-pytestmark = IN_OWN_PROCESSES
+pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
 
 START = """
-import sys
+import os
 from dataparallel.testing.cuda import libraries
 libraries.open_libraries()
 import torch
@@ -26,10 +24,11 @@ from torch.cuda import nccl
 IN_GROUP = (
     START
     + """
-rank, world = int(sys.argv[1]), int(sys.argv[2])
+rank, world = int(os.environ["TEST_RANK"]), int(os.environ["TEST_WORLD"])
+store = "file://" + os.environ["TEST_FOLDER"] + "/store"
 device = torch.device("cuda", rank)
 torch.cuda.set_device(device)
-dist.init_process_group("nccl", init_method="file://" + sys.argv[3], rank=rank, world_size=world)
+dist.init_process_group("nccl", init_method=store, rank=rank, world_size=world)
 base = torch.arange(6.0)
 mine = lambda: (base + rank).to(device)
 zeros = lambda count=6: torch.zeros(count).to(device)
@@ -39,33 +38,8 @@ def same(tensor, expected):
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    done = run("from dataparallel.testing.cuda import libraries; libraries.open_libraries()", timeout=600)
-    assert done.returncode == 0, done.stderr
-
-
-Ended = subprocess.CompletedProcess
-
-
-def ranks(folder: Path, count: int, script: str, start: str = IN_GROUP, **changes: str) -> list[Ended]:
-    """Runs a script in as many processes at once, in a process group of NCCL."""
-    variables = environment(TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore", **changes)
-    started = []
-    for rank in range(count):
-        command = [sys.executable, "-c", start + script, str(rank), str(count), str(folder / "store")]
-        started.append(
-            subprocess.Popen(command, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        )
-    until, result = time.monotonic() + 55, []
-    try:
-        for each in started:
-            printed = each.communicate(timeout=max(until - time.monotonic(), 0.1))[0]
-            result.append(Ended(each.args, each.returncode, printed))
-    finally:
-        for each in started:
-            each.kill()
-    return result
+def ranks(folder: Path, count: int, script: str, **changes: str) -> list[subprocess.CompletedProcess]:
+    return run_ranks(folder, count, script, TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore", **changes)
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
@@ -143,7 +117,7 @@ if rank < 2:
     x = torch.ones(2).to(device); dist.all_reduce(x, group=pair); same(x, torch.full((2,), 2.0))
 dist.destroy_process_group()
 """
-    for each in ranks(tmp_path, count, script, start):
+    for each in ranks(tmp_path, count, start + script):
         assert each.returncode == 0, each.stdout
 
 
@@ -191,5 +165,5 @@ def test_process_group_refuses(tmp_path, name):
 x.cpu()
 torch.cuda.synchronize()
 """
-    for each in ranks(tmp_path, 2, script + ending, DATAPARALLEL_NCCL_SECONDS="4"):
+    for each in ranks(tmp_path, 2, IN_GROUP + script + ending, DATAPARALLEL_NCCL_SECONDS="4"):
         assert expected in each.stdout, each.stdout

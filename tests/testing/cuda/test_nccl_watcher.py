@@ -2,10 +2,10 @@
 
 import pytest
 
-from processes import run, run_script
-from stand_in import IN_OWN_PROCESSES
+from processes import run_script
+from stand_in import IN_OWN_PROCESSES, programs
 
-pytestmark = IN_OWN_PROCESSES
+pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
 
 START = """
 from cudart import CUDA, Log, after
@@ -32,47 +32,25 @@ both = lambda f: (lambda: f(comms[0], a), lambda: f(comms[1], b))
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    done = run("from cudart import Log; Log()", timeout=600)
-    assert done.returncode == 0, done.stderr
-
-
-def script(text: str) -> None:
-    run_script(START + text)
-
-
-def test_a_sum_is_one_launch_on_each_stream_and_later_work_is_after_what_the_others_had():
-    script("""
+PROGRAMS = """
+#: a sum is one launch on each stream and later work is after what the others had
 lines = heard(*both(all_reduce))
 assert lines == [f"recorded on {A}", f"recorded on {B}",
                  f"ncclAllReduce on {A} reads sendbuff of 0 [0, 8) writes recvbuff of 0 [0, 8)",
                  f"ncclAllReduce on {B} reads sendbuff of 1 [0, 8) writes recvbuff of 1 [0, 8)"], lines
 assert f"{A} waits for event of {B}" in later(a) and f"{B} waits for event of {A}" in later(b)
-""")
-
-
-def test_receivers_of_a_broadcast_come_after_the_root_and_the_root_after_nobody():
-    script("""
+#: receivers of a broadcast come after the root and the root after nobody
 run = lambda c, x: nccl("ncclBroadcast", x.pointer, x.pointer, N(2), 7, 0, c, x.stream)
 lines = heard(*both(run))
 assert f"ncclBroadcast on {A} reads sendbuff of 0 [0, 8)" in lines  # and does not write it: in place
 assert f"ncclBroadcast on {B} writes recvbuff of 1 [0, 8)" in lines
 assert f"{B} waits for event of {A}" in lines and f"{A} waits for event of {B}" not in lines + later(a)
-""")
-
-
-def test_a_sender_does_not_come_after_the_receiver():
-    script("""
+#: a sender does not come after the receiver
 lines = heard(lambda: nccl("ncclSend", a.pointer, N(2), 7, 1, comms[0], a.stream),
               lambda: nccl("ncclRecv", b.pointer, N(2), 7, 0, comms[1], b.stream))
 assert lines.index(f"{B} waits for event of {A}") < lines.index(f"ncclRecv on {B} writes recvbuff of 1 [0, 8)")
 assert f"{A} waits for event of {B}" not in lines + later(a)
-""")
-
-
-def test_calls_of_a_group_are_one_launch_and_all_its_streams_wait():
-    script("""
+#: calls of a group are one launch and all its streams wait
 second = stream(0)
 S = name(second, 0)
 more = Buffer([5], 0), Buffer([6], 1)
@@ -81,14 +59,15 @@ lines = heard(*both(all_reduce), lambda: all_reduce(comms[0], more[0], on=second
 launches = [line for line in lines if line.startswith("nccl")]
 assert len(launches) == 2 and launches[0].count("reads") == launches[0].count("writes") == 2, lines
 assert lines.index(f"{A} waits for {S}") < lines.index(launches[0]) < lines.index(f"{S} waits for {A}")
-""")
-
-
-def test_a_race_stops_the_call_and_leaves_the_communicators_of_use():
-    script("""
+#: a race stops the call and leaves the communicators of use
 log.library.log_refuse(b"a race")
 refused("ncclUnhandledCudaError", "a race", group, *both(all_reduce))
 log.library.log_refuse(b"")
 group(*both(all_reduce))
 assert a.get() == b.get() == [4, 6]
-""")
+"""
+
+
+@programs(PROGRAMS)
+def test_program(program):
+    run_script(START + program)

@@ -112,11 +112,6 @@ def test_packed_sequences(device, kind, bidirectional):
     check_module(Packed(kind(5, 7, 2, bidirectional=bidirectional)), [torch.randn(6, 4, 5)], device)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_recurrent_cells(device, kind):
-    check_module(kind(5, 7), [torch.randn(4, 5)], device)
-
-
 def test_the_weights_of_a_recurrent_layer_are_one_piece_of_memory(device):
     layer = nn.LSTM(5, 7, 2).to(device)
     assert len({weight.untyped_storage().data_ptr() for weight in layer.parameters()}) == 1
@@ -284,11 +279,6 @@ def test_the_parts_of_synchronised_batch_norm(device):
     torch.testing.assert_close(torch.cat(grads), whole.grad)
 
 
-@pytest.mark.parametrize("layer", [nn.RMSNorm(5), nn.LayerNorm(5), nn.GroupNorm(2, 4)], ids=lambda x: type(x).__name__)
-def test_other_norms(device, layer):
-    check_module(layer, [torch.randn(3, 4, 5)], device)
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_convolutions_with_channels_last(device, transposed):
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
@@ -296,13 +286,6 @@ def test_convolutions_with_channels_last(device, transposed):
     x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
     check_module(layer, [x], device)
     assert copy.deepcopy(layer).to(device)(x.to(device)).is_contiguous(memory_format=torch.channels_last)
-
-
-def test_a_grid_is_sampled(device):
-    def sample(theta, image):
-        return F.grid_sample(image, F.affine_grid(theta, [2, 3, 4, 4], align_corners=True), align_corners=True)
-
-    check_function(sample, [torch.randn(2, 2, 3), torch.randn(2, 3, 5, 5)], device)
 
 
 def test_ctc_loss(device):
@@ -428,25 +411,6 @@ def test_nested_tensors(device):
     rows = [torch.randn(3, 4), torch.randn(1, 4)]
     padded = torch.nested.nested_tensor([row.to(device) for row in rows]).to_padded_tensor(0.0)
     check_same(padded, torch.nested.nested_tensor(rows).to_padded_tensor(0.0))
-
-
-@pytest.mark.parametrize("name", ["fft", "rfft", "fft2", "ifftn", "hfft"])
-def test_fourier_transforms(device, name):
-    check_function(getattr(torch.fft, name), [torch.randn(4, 6)], device)
-
-
-@pytest.mark.parametrize(
-    "name", ["inv", "det", "slogdet", "cholesky", "qr", "svdvals", "eigvalsh", "matrix_exp", "pinv", "lu_factor"]
-)
-def test_linear_algebra(device, name):
-    square = torch.randn(4, 4)
-    check_function(getattr(torch.linalg, name), [square @ square.T + torch.eye(4)], device, 2e-3)
-
-
-def test_linear_algebra_of_complex_numbers(device):
-    square = torch.randn(3, 4, 4, dtype=torch.complex64)
-    found = torch.linalg.solve(square.to(device), square.mH.to(device))
-    torch.testing.assert_close(found.cpu(), torch.linalg.solve(square, square.mH), rtol=1e-3, atol=1e-3)
 
 
 def test_what_is_not_computed_names_itself(device):

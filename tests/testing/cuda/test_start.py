@@ -25,11 +25,6 @@ assert not cuda.is_stand_in()
 """)
 
 
-def test_the_devices_that_are_asked_for(lines):
-    script = "from dataparallel.testing import cuda; print(cuda.stand_in(2, like='h100'))"
-    assert lines("-c", script) == ["libraries 2 h100", *STARTED[1:], "['cuda:0', 'cuda:1']"]
-
-
 def test_devices_without_links_to_each_other_are_no_peers(lines):
     script = "from dataparallel.testing import cuda; cuda.stand_in(2, like='rtx_3090')"
     assert lines("-c", script)[:3] == ["libraries 2 rtx_3090", "0 1 missing", "1 0 missing"]
@@ -63,21 +58,6 @@ for arguments in ((0,), ("8",), (8, "k80")):
 assert "torch" not in sys.modules and not cuda.is_stand_in()
 """
     assert lines("-c", script) == ["ValueError", "TypeError", "ValueError"]
-
-
-def test_too_late(lines):
-    script = """
-import torch
-from dataparallel.testing import cuda
-try:
-    cuda.stand_in()
-except cuda.SimulationTooLate as error:
-    print(error)
-assert not cuda.is_stand_in()
-"""
-    first, sentence = lines("-c", script)
-    assert first == "torch"
-    assert "before anything imports torch" in sentence
 
 
 def test_what_cannot_be_compiled_is_told_at_each_call(lines):

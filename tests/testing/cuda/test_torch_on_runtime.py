@@ -3,7 +3,7 @@
 import pytest
 
 from processes import run, run_script
-from stand_in import IN_OWN_PROCESSES
+from stand_in import IN_OWN_PROCESSES, programs
 
 pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
 
@@ -15,12 +15,8 @@ calls = lambda: libraries.counts().calls
 """
 
 
-def script(text: str, **changes: str) -> str:
-    return run_script(START + text, **changes)
-
-
-def test_tensors_streams_and_events():
-    script("""
+PROGRAMS = """
+#: tensors streams and events
 assert torch.cuda.is_available() and torch.cuda.device_count() == 8
 assert torch.cuda.get_device_capability(3) == (8, 0) and "no GPU" in torch.cuda.get_device_name(3)
 a = torch.arange(6.).to("cuda")
@@ -35,11 +31,7 @@ c.record_stream(stream)
 events[1].synchronize()
 assert events[0].elapsed_time(events[1]) >= 0 and events[1].query() and stream.query()
 assert c.cpu().equal(b.cpu())
-""")
-
-
-def test_pinned_memory():
-    script("""
+#: pinned memory
 host = torch.arange(4.).pin_memory()
 assert host.is_pinned() and not torch.arange(4.).is_pinned()
 there = host.to("cuda:2", non_blocking=True)
@@ -55,19 +47,11 @@ registered = torch.ones(1024)
 assert torch.cuda.cudart().cudaHostRegister(registered.data_ptr(), 4096, 0) == 0
 assert registered.is_pinned()
 assert torch.cuda.cudart().cudaHostUnregister(registered.data_ptr()) == 0
-""")
-
-
-def test_contexts_of_devices_that_are_used():
-    script("""
+#: contexts of devices that are used
 torch.cuda.init()
 torch.empty(3, device="cuda:5")
 assert libraries.counts().contexts == [5]
-""")
-
-
-def test_out_of_memory():
-    script("""
+#: out of memory
 libraries.set_capacity(1, 100 << 20)
 kept = torch.empty(60 << 20, dtype=torch.uint8, device="cuda:1")
 try:
@@ -80,7 +64,20 @@ del kept
 torch.empty(60 << 20, dtype=torch.uint8, device="cuda:1")
 torch.cuda.empty_cache()
 assert torch.cuda.mem_get_info(1) == (100 << 20, 100 << 20)
-""")
+#: the process ends in order
+import threading
+kept = [torch.empty(10, device=f"cuda:{i}") for i in range(4)]
+pinned = torch.empty(10, pin_memory=True)
+stream, event = torch.cuda.Stream(), torch.cuda.Event()
+event.record(stream)
+thread = threading.Thread(target=lambda: kept.append(torch.empty(3, device="cuda:6")))
+thread.start(); thread.join()
+"""
+
+
+@programs(PROGRAMS)
+def test_program(program):
+    run_script(START + program)
 
 
 @pytest.mark.parametrize(
@@ -97,18 +94,6 @@ def test_what_is_not_there_is_refused(body, setting, text):
     done = run(START + body, PYTORCH_CUDA_ALLOC_CONF=setting)
     assert done.returncode == 1
     assert text in done.stderr
-
-
-def test_the_process_ends_in_order():
-    script("""
-import threading
-kept = [torch.empty(10, device=f"cuda:{i}") for i in range(4)]
-pinned = torch.empty(10, pin_memory=True)
-stream, event = torch.cuda.Stream(), torch.cuda.Event()
-event.record(stream)
-thread = threading.Thread(target=lambda: kept.append(torch.empty(3, device="cuda:6")))
-thread.start(); thread.join()
-""")
 
 
 def test_too_late():

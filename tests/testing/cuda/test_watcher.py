@@ -3,7 +3,7 @@
 import pytest
 
 from processes import run_script
-from stand_in import IN_OWN_PROCESSES
+from stand_in import IN_OWN_PROCESSES, programs
 
 pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
 
@@ -18,12 +18,8 @@ def told(*arguments):
 """
 
 
-def script(text: str) -> None:
-    run_script(START + text)
-
-
-def test_launches_with_their_memory():
-    script("""
+PROGRAMS = """
+#: launches with their memory
 call("cudaSetDevice", 1)
 stream = made("cudaStreamCreateWithFlags", NON_BLOCKING)
 memory, pinned = malloc(64, 1), made("cudaMallocHost", N(64))
@@ -36,11 +32,7 @@ assert told("cudaMemcpy2DAsync", memory, N(32), pinned, N(8), N(8), N(2), ANY, s
     "cudaMemcpy2DAsync on 1/1 reads source of -1 [0, 16) writes destination of 1 [0, 8)"
     " writes destination of 1 [32, 40) copies 16 from -1 to 1"]
 assert told("cudaMemcpyAsync", memory, pinned, N(0), ANY, stream) == []
-""")
-
-
-def test_where_copies_make_the_host_wait():
-    script("""
+#: where copies make the host wait
 stream = made("cudaStreamCreateWithFlags", NON_BLOCKING)
 memory, other, pinned = malloc(4, 0), malloc(4, 1), made("cudaMallocHost", N(4))
 call("cudaSetDevice", 0)
@@ -64,11 +56,7 @@ assert synchronous(memory, pinned) == ["on 0/0", "waits for 0/0"]
 assert synchronous(other, memory) == ["on 0/0"]
 assert waits("cudaMemset", memory, 0, N(4)) == ["on 0/0"]
 assert waits("cudaMemset", pinned, 0, N(4)) == ["on 0/0", "waits for 0/0"]
-""")
-
-
-def test_waits_of_the_host():
-    script("""
+#: waits of the host
 stream = made("cudaStreamCreateWithFlags", NON_BLOCKING)
 event = made("cudaEventCreate")
 assert told("cudaEventSynchronize", event) == []
@@ -83,11 +71,7 @@ assert told("cudaFreeHost", pinned) == ["cudaFreeHost waits for device 1", "free
 assert libraries.counts().host_waits == 5
 libraries.forget_counts()
 assert libraries.counts().host_waits == 0
-""")
-
-
-def test_events():
-    script("""
+#: events
 first, second = made("cudaStreamCreateWithFlags", NON_BLOCKING), made("cudaStreamCreateWithFlags", NON_BLOCKING)
 event = made("cudaEventCreateWithFlags", NO_TIMING)
 assert told("cudaStreamWaitEvent", second, event, 0) == []
@@ -98,11 +82,7 @@ assert told("cudaEventRecord", event, second) == ["forgets an event", "recorded 
 assert told("cudaEventDestroy", event) == ["forgets an event"]
 assert told("cudaEventDestroy", made("cudaEventCreate")) == []
 assert told("cudaStreamQuery", second) == ["asks for 0/2"]
-""")
-
-
-def test_the_legacy_default_stream_waits_and_is_waited_for():
-    script("""
+#: the legacy default stream waits and is waited for
 memory = malloc(4)
 made("cudaStreamCreateWithFlags", NON_BLOCKING)
 blocking, other = made("cudaStreamCreate"), made("cudaStreamCreate")
@@ -125,11 +105,7 @@ assert fill(unordered) == [work(5)]
 assert fill(None) == [work(0)]
 there = malloc(4, 1)
 assert told("cudaMemset", there, 0, N(4)) == ["cudaMemset on 1/0 writes destination of 1 [0, 4)"]
-""")
-
-
-def test_functions_of_the_host_between_work():
-    script("""
+#: functions of the host between work
 stream = made("cudaStreamCreateWithFlags", NON_BLOCKING)
 results = []
 Function = ctypes.CFUNCTYPE(None, P)
@@ -138,11 +114,7 @@ lines = told("cudaLaunchHostFunc", stream, function, P(5))
 assert lines == ["host function begins on 0/1", "host function ends on 0/1"]
 assert results == [(5, 800)]  # it may not call CUDA
 call("cudaFree", None)
-""")
-
-
-def test_many_threads():
-    script("""
+#: many threads
 import threading
 def work(device):
     for _ in range(200):
@@ -160,4 +132,9 @@ threads = [threading.Thread(target=work, args=(index % 8,)) for index in range(1
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 assert len(done) == 12
-""")
+"""
+
+
+@programs(PROGRAMS)
+def test_program(program):
+    run_script(START + program)

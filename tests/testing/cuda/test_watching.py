@@ -4,7 +4,7 @@ import pytest
 
 from dataparallel.testing import cuda
 from processes import run_script
-from stand_in import needs_stand_in
+from stand_in import needs_stand_in, programs
 
 pytestmark = pytest.mark.devices("cpu")  # they start their own processes
 
@@ -25,10 +25,6 @@ def message(function, *arguments):
 """
 
 
-def passes(script: str) -> str:
-    return run_script(START + script, timeout=300)
-
-
 @pytest.mark.skipif(cuda.is_stand_in(), reason="this process has a stand-in")
 def test_without_a_stand_in_there_is_a_sentence():
     for function in (cuda.check_clocks, cuda.timeline, cuda.late_queries().__enter__, cuda.counted().__enter__):
@@ -38,9 +34,8 @@ def test_without_a_stand_in_there_is_a_sentence():
         cuda.clock  # noqa: B018
 
 
-@needs_stand_in
-def test_clocks_are_switched_off_and_keep_stacks():
-    passes("""
+PROGRAMS = """
+#: clocks are switched off and keep stacks
 def read():
     with on(side): x + 1
 x.add_(1)
@@ -54,12 +49,7 @@ with cuda.clocks(stacks=True):
 x.mul_(2)
 text = message(read)
 assert "dataparallel.testing.cuda.clocks(stacks=True) shows where" in text and "torch.sim" not in text, text
-""")
-
-
-@needs_stand_in
-def test_the_check_raises_once_what_was_found_first():
-    passes("""
+#: the check raises once what was found first
 h.copy_(x, non_blocking=True)
 h.sum()
 text = message(cuda.check_clocks)
@@ -72,12 +62,7 @@ z + 1
 del z
 assert "freed too early: memory in cuda:0 went back" in message(cuda.check_clocks)
 cuda.check_clocks()
-""")
-
-
-@needs_stand_in
-def test_counts():
-    passes("""
+#: counts
 import ctypes
 with cuda.counted() as counts:
     x.add_(1)
@@ -95,12 +80,7 @@ x.add_(1)
 assert counts.launches == launches
 with cuda.counted() as counts: torch.empty(1 << 22, device=a)
 assert (counts.allocations, counts.frees, counts.new_contexts, counts.host_waits) == (1, 0, [], [])
-""")
-
-
-@needs_stand_in
-def test_late_queries():
-    passes("""
+#: late queries
 x.add_(1)
 event = main.record_event()
 with cuda.late_queries():
@@ -109,12 +89,7 @@ with cuda.late_queries():
     assert event.query() and main.query()
 x.add_(1)
 assert main.record_event().query()
-""")
-
-
-@needs_stand_in
-def test_a_query_that_says_yes_is_a_wait():
-    passes("""
+#: a query that says yes is a wait
 h.copy_(x, non_blocking=True)
 event = main.record_event()
 assert event.query()
@@ -125,12 +100,7 @@ event.record(main)
 assert event.query()
 h.sum()
 cuda.check_clocks()
-""")
-
-
-@needs_stand_in
-def test_what_the_allocators_ask_is_not_known_to_the_program():
-    passes("""
+#: what the allocators ask is not known to the program
 with on(side): z = x * 2
 main.wait_stream(side)
 z + 1
@@ -140,12 +110,7 @@ del z
 with on(side): torch.ones_like(x)  # asks for the event on main
 h.sum()
 assert "aten::sum on the host reads" in message(cuda.check_clocks)
-""")
-
-
-@needs_stand_in
-def test_queues_and_executors_carry_what_was_waited_for():
-    passes("""
+#: queues and executors carry what was waited for
 passed, errors = queue.Queue(), []
 def use():
     try: passed.get().sum()
@@ -168,13 +133,8 @@ with ThreadPoolExecutor(1) as pool:
 h.sum()
 cuda.check_clocks()
 assert not errors, errors
-""")
-
-
-@needs_stand_in
-def test_a_thread_of_unknown_origin_knows_what_anybody_knows():
-    """Such as those of process groups. What nobody has waited for is a race there too."""
-    passes("""
+#: a thread of unknown origin knows what anybody knows
+# Such as those of process groups. What nobody has waited for is a race there too.
 import _thread
 def sum_elsewhere():
     done = threading.Lock()
@@ -191,12 +151,7 @@ cuda.check_clocks()
 h.copy_(x, non_blocking=True)
 sum_elsewhere()
 assert "aten::sum on the host reads" in message(cuda.check_clocks)
-""")
-
-
-@needs_stand_in
-def test_a_timeline_is_recorded_and_scheduled():
-    passes("""
+#: a timeline is recorded and scheduled
 from dataparallel.testing.simulated.timeline.presets import A100
 model = torch.nn.Linear(1000, 10).to(a)
 with cuda.timeline() as timeline:
@@ -217,12 +172,7 @@ block = cuda.timeline(limit=1)
 block.__enter__()
 x.add_(1), x.add_(1)
 assert "dataparallel.testing.cuda.timeline(limit=1)" in message(block.__exit__, None, None, None)
-""")
-
-
-@needs_stand_in
-def test_capacities_and_links():
-    passes("""
+#: capacities and links
 cuda.set_capacity(c, 32 << 20)
 assert "out of memory" in message(lambda: torch.empty(64 << 20, device=c))
 cuda.set_capacity("cuda:2", None)
@@ -235,4 +185,10 @@ assert "has 3 devices" in message(cuda.set_link, a, 5, "works")
 assert "about CUDA devices" in message(cuda.set_capacity, "cpu", 5)
 assert "at least 1" in message(cuda.set_capacity, a, 0)
 assert message(cuda.set_capacity, a, 1.5).startswith("TypeError")
-""")
+"""
+
+
+@needs_stand_in
+@programs(PROGRAMS)
+def test_program(program):
+    run_script(START + program, timeout=300)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.sharded import Replicate, Shard, distribute_tensor
-from dataparallel.testing.sharding.choices import can_be_distributed, looks_like_a_tensor, placements_of
+from dataparallel.testing.sharding.converter import can_be_distributed, looks_like_a_tensor, placements_of
 
 pytestmark = pytest.mark.devices("cpu")
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from processes import run_script
+from processes import run_ranks
 
 pytestmark = [
     pytest.mark.devices("sim"),
@@ -19,16 +17,16 @@ pytestmark = [
 ]
 
 PREAMBLE = """
-import sys
+import os
 import torch
 import torch.distributed as dist
 from torch import nn
 from dataparallel.testing.simulated import simulate
 
 simulate(2)
-rank = int(sys.argv[2])
+rank = int(os.environ["TEST_RANK"])
 device = torch.device("sim", rank)
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+dist.init_process_group("gloo", init_method="file://" + os.environ["TEST_FOLDER"] + "/store", rank=rank, world_size=2)
 
 def check(tensor, expected):
     assert tensor.device == device, tensor.device
@@ -106,21 +104,7 @@ dist.destroy_process_group()
 """
 
 
-def run_pair(script: str, folder: Path) -> None:
-    """Runs the script as rank 0 and as rank 1. Fails if either fails."""
-    arguments = [sys.executable, "-c", PREAMBLE + script, str(folder / "rendezvous")]
-    second = subprocess.Popen([*arguments, "1"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        run_script(PREAMBLE + script, str(folder / "rendezvous"), "0")
-    finally:
-        try:
-            output = second.communicate(timeout=30)[0]
-        except subprocess.TimeoutExpired:
-            second.kill()
-            output = second.communicate()[0]
-    assert second.returncode == 0, output
-
-
 @pytest.mark.long
 def test_collectives_and_distributed_data_parallel(tmp_path: Path) -> None:
-    run_pair(COLLECTIVES + DATA_PARALLEL, tmp_path)
+    done = run_ranks(tmp_path, 2, PREAMBLE + COLLECTIVES + DATA_PARALLEL)
+    assert [each.returncode for each in done] == [0, 0], "\n".join(each.stdout for each in done)

@@ -6,13 +6,14 @@ import sys
 import pytest
 
 from dataparallel.testing import simulate
-from processes import environment
+from processes import ahead, environment
 
 # These tests start their own processes, so one kind of devices is enough.
 pytestmark = pytest.mark.devices("cpu")
 
 
-@pytest.mark.ahead("""
+PROGRAMS = """
+#: more devices may be asked for later and fewer may not
 import pytest, torch
 from dataparallel.testing import simulate
 
@@ -41,8 +42,70 @@ assert torch.sim.device_count() == 4
 assert simulate(64)[-1] == torch.device("sim:63")
 backward(torch.device("sim:63"))
 backward(first[0])
-""")
-def test_more_devices_may_be_asked_for_later_and_fewer_may_not(available, printed):
+#: a backward before is told each time
+import pytest, torch
+from dataparallel.testing.simulated import SimulationTooLate, simulate
+
+torch.ones(1, requires_grad=True).sum().backward()
+with pytest.raises(SimulationTooLate, match="a backward has run in this process before simulate.*call simulate first"):
+    simulate(2)
+x = torch.ones(1, requires_grad=True)
+x.sum().backward()  # the CPU still works
+assert x.grad.item() == 1
+with pytest.raises(SimulationTooLate, match="a backward has run in this process before simulate"):
+    simulate(2)
+#: a module that moves keeps its parameters
+# As on CUDA the parameter objects stay, and with them ties, optimizers, hooks and gradients.
+import torch
+from torch import nn
+from dataparallel.testing import simulate
+
+(device,) = simulate(1)
+model = nn.Sequential(nn.Embedding(5, 3), nn.LazyLinear(3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 5, bias=False))
+model(torch.arange(5))
+model[3].weight = model[0].weight
+model[0].weight.note = "mine"
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before, value = list(model.parameters()), model[0].weight.detach().clone()
+fired = []
+model[0].weight.register_hook(lambda gradient: fired.append(gradient.device))
+model(torch.arange(5)).sum().backward()  # a gradient that moves as well
+address = model[0].weight.data_ptr()
+
+model.to("sim")
+assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+assert model[3].weight is model[0].weight and model[0].weight.note == "mine"
+assert {t.device for t in [*before, *model.buffers(), *(p.grad for p in before)]} == {device}
+assert torch.equal(model[0].weight.cpu(), value) and model[0].weight.data_ptr() != address
+
+optimizer.zero_grad()
+fired.clear()
+model(torch.arange(5, device=device)).sin().sum().backward()
+assert fired == [device]
+optimizer.step()
+assert not torch.equal(model[0].weight.cpu(), value)
+assert torch.equal(model[3].weight, model[0].weight)
+
+model.cpu()
+assert all(now is then and now.device.type == "cpu" for now, then in zip(model.parameters(), before, strict=True))
+optimizer.zero_grad()
+model(torch.arange(5)).sum().backward()
+optimizer.step()
+del optimizer, model, before
+import gc
+gc.collect()
+assert torch.sim.memory_allocated(device) == 0
+
+# lazy modules move before their first forward
+model = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.LazyBatchNorm1d()).to("sim:0")
+model(torch.randn(4, 7, device="sim:0")).sum().backward()
+assert {p.device.type for p in model.parameters()} == {"sim"}
+assert {p.grad.device.type for p in model.parameters()} == {"sim"}
+"""
+
+
+@ahead(PROGRAMS)
+def test_program(available, name, printed):
     assert printed == ""
 
 
@@ -56,23 +119,6 @@ def test_numbers_out_of_range_are_refused(number):
 def test_what_is_no_number_is_refused(number):
     with pytest.raises(TypeError, match=f"a number of devices, an int; got {type(number).__name__}"):
         simulate(number)
-
-
-@pytest.mark.ahead("""
-import pytest, torch
-from dataparallel.testing.simulated import SimulationTooLate, simulate
-
-torch.ones(1, requires_grad=True).sum().backward()
-with pytest.raises(SimulationTooLate, match="a backward has run in this process before simulate.*call simulate first"):
-    simulate(2)
-x = torch.ones(1, requires_grad=True)
-x.sum().backward()  # the CPU still works
-assert x.grad.item() == 1
-with pytest.raises(SimulationTooLate, match="a backward has run in this process before simulate"):
-    simulate(2)
-""")
-def test_a_backward_before_is_told_each_time(available, printed):
-    assert printed == ""
 
 
 IN_AN_EMPTY_FOLDER = """
@@ -150,55 +196,3 @@ def test_a_script_that_ends_right_after_a_backward_ends_well(available):
     outputs = [process.communicate(timeout=100) for process in ending]
     assert [process.returncode for process in ending] == [0] * 5, outputs
     assert outputs == [("", "")] * 5
-
-
-@pytest.mark.ahead("""
-import torch
-from torch import nn
-from dataparallel.testing import simulate
-
-(device,) = simulate(1)
-model = nn.Sequential(nn.Embedding(5, 3), nn.LazyLinear(3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 5, bias=False))
-model(torch.arange(5))
-model[3].weight = model[0].weight
-model[0].weight.note = "mine"
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-before, value = list(model.parameters()), model[0].weight.detach().clone()
-fired = []
-model[0].weight.register_hook(lambda gradient: fired.append(gradient.device))
-model(torch.arange(5)).sum().backward()  # a gradient that moves as well
-address = model[0].weight.data_ptr()
-
-model.to("sim")
-assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
-assert model[3].weight is model[0].weight and model[0].weight.note == "mine"
-assert {t.device for t in [*before, *model.buffers(), *(p.grad for p in before)]} == {device}
-assert torch.equal(model[0].weight.cpu(), value) and model[0].weight.data_ptr() != address
-
-optimizer.zero_grad()
-fired.clear()
-model(torch.arange(5, device=device)).sin().sum().backward()
-assert fired == [device]
-optimizer.step()
-assert not torch.equal(model[0].weight.cpu(), value)
-assert torch.equal(model[3].weight, model[0].weight)
-
-model.cpu()
-assert all(now is then and now.device.type == "cpu" for now, then in zip(model.parameters(), before, strict=True))
-optimizer.zero_grad()
-model(torch.arange(5)).sum().backward()
-optimizer.step()
-del optimizer, model, before
-import gc
-gc.collect()
-assert torch.sim.memory_allocated(device) == 0
-
-# lazy modules move before their first forward
-model = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.LazyBatchNorm1d()).to("sim:0")
-model(torch.randn(4, 7, device="sim:0")).sum().backward()
-assert {p.device.type for p in model.parameters()} == {"sim"}
-assert {p.grad.device.type for p in model.parameters()} == {"sim"}
-""")
-def test_a_module_that_moves_keeps_its_parameters(available, printed):
-    """As on CUDA the parameter objects stay, and with them ties, optimizers, hooks and gradients."""
-    assert printed == ""

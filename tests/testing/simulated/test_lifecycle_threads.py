@@ -1,15 +1,15 @@
 """Processes with simulated devices that fork, and threads that start, end and are freed in them."""
 
-import os
-
 import pytest
+
+from processes import ahead
 
 # These tests start their own processes, so one kind of devices is enough.
 pytestmark = pytest.mark.devices("cpu")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-@pytest.mark.ahead("""
+PROGRAMS = """
+#: a forked child runs forward
 import os, signal, traceback, warnings
 import torch
 from torch import nn
@@ -46,14 +46,17 @@ if pid == 0:
         os._exit(code)
 status = os.waitpid(pid, 0)[1]
 assert os.waitstatus_to_exitcode(status) == 0, status
-""")
-def test_a_forked_child_runs_forward(available, printed):
+"""
+
+
+@ahead(PROGRAMS)
+def test_program(available, name, printed):
     assert printed == ""
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-@pytest.mark.ahead("""
+LONG_PROGRAMS = """
+#: a forked child frees while threads of its parent launch
+# No lock stays locked in the child by a thread that the child does not have.
 import os, signal, threading, warnings
 import torch
 from dataparallel.testing import simulate
@@ -93,14 +96,7 @@ over.set()
 for thread in threads:
     thread.join()
 assert ended == [0] * 100, ended
-""")
-def test_a_forked_child_frees_while_threads_of_its_parent_launch(available, printed):
-    """No lock stays locked in the child by a thread that the child does not have."""
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+#: a thread that could not start can be started again
 import threading
 from unittest import mock
 import pytest, torch
@@ -123,13 +119,7 @@ side.synchronize()
 thread.start()
 thread.join()
 assert results == [[3, 3, 3]]
-""")
-def test_a_thread_that_could_not_start_can_be_started_again(available, printed):
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+#: threads are freed when they have run without a collection
 import gc, threading, weakref
 import torch
 from dataparallel.testing import simulate
@@ -160,13 +150,7 @@ for make in (lambda: threading.Thread(target=work), Worker):
     gone = weakref.ref(never_started)
     del never_started
     assert gone() is None
-""")
-def test_threads_are_freed_when_they_have_run_without_a_collection(available, printed):
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
+#: a thread whose instance has its own run hands its knowledge on
 import threading
 import torch
 from dataparallel.testing import simulate
@@ -194,6 +178,10 @@ worker.start()
 worker.join()
 x.add_(1)  # the worker has waited, and this thread has joined it
 assert x.tolist() == [2, 2, 2]
-""")
-def test_a_thread_whose_instance_has_its_own_run_hands_its_knowledge_on(available, printed):
+"""
+
+
+@pytest.mark.long
+@ahead(LONG_PROGRAMS)
+def test_long_program(available, name, printed):
     assert printed == ""

@@ -9,8 +9,6 @@ from like_the_cpu import launches_of
 
 pytestmark = pytest.mark.devices("sim")
 
-HOST = torch.device("cpu")
-
 
 def many(count=1_000, device=ONE):
     return [torch.ones(3, device=device) for _ in range(count)]
@@ -47,23 +45,3 @@ def test_lists_that_lie_on_several_devices_are_launched_one_by_one():
         torch._foreach_copy_(targets, sources)
     assert (counts.launches[1], counts.launches[2]) == (3, 0)
     assert counts.copied == {(1, 2): 36}
-
-
-def test_lists_are_what_a_loop_makes_of_them():
-    ours, theirs = [[torch.full((2, 3), value, device=device) for value in (1.0, 2.0)] for device in (ONE, HOST)]
-    for tensors in (ours, theirs):
-        first = tensors[0]
-        torch._foreach_addcdiv_(tensors, tensors[::-1], tensors, torch.tensor([3.0, 4.0]))
-        torch._foreach_lerp_(tensors, torch._foreach_exp(tensors), 0.5)
-        tensors.extend(torch._foreach_norm([tensor.t() for tensor in tensors]))
-        assert tensors[0] is first
-    torch.testing.assert_close([tensor.cpu() for tensor in ours], theirs)
-
-
-def test_lists_still_refuse_pairs_on_two_devices():
-    with (
-        torch.sim.counted() as counts,
-        pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"),
-    ):
-        torch._foreach_add_([torch.empty(3, device=ONE)], [torch.empty(3, device=TWO)])
-    assert not any(counts.launches)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from processes import environment
+from processes import ahead, environment
 
 # These tests start their own processes, so one kind of devices is enough.
 pytestmark = pytest.mark.devices("cpu")
@@ -61,7 +61,8 @@ def test_launches_bytes_memory_shapes_and_strides_are_those_of_the_kernels(steps
             assert skipped[which][figure] == value, (which, figure)
 
 
-@pytest.mark.ahead("""
+PROGRAMS = """
+#: what needs values or has none of the shapes is refused by name
 import pytest, torch
 from dataparallel.testing import simulate
 
@@ -97,12 +98,7 @@ with pytest.raises(RuntimeError, match="aten::_to_sparse"):
 with pytest.raises(RuntimeError, match="strided tensors only"):
     torch.sparse_coo_tensor(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.ones(2, device=device), (4,)) * 2
 torch.sim.check_clocks()
-""")
-def test_what_needs_values_or_has_none_of_the_shapes_is_refused_by_name(available, printed):
-    assert printed == ""
-
-
-@pytest.mark.ahead("""
+#: an operator without a meta kernel says what to do
 import pytest, torch
 from torch import Tensor
 from dataparallel.testing import simulate
@@ -118,45 +114,7 @@ torch.library.register_fake("shop::twice", lambda x: torch.empty_like(x))
 y = torch.ops.shop.twice(x)
 assert (y.shape, y.device) == (x.shape, device)
 assert torch.sim.memory_allocated(device) == 24
-""")
-def test_an_operator_without_a_meta_kernel_says_what_to_do(available, printed):
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead("""
-import resource, torch
-from torch import nn
-from dataparallel.composable import replicate
-from dataparallel.testing import simulate
-from planned_steps import Tokens
-
-devices = simulate(8, compute=False)
-with torch.device(devices[0]):
-    model = Tokens(True, 1600, 48)
-    model.tokens, model.positions = nn.Embedding(50257, 1600), nn.Embedding(1024, 1600)
-    model.head = nn.Linear(1600, 50257, bias=False)
-    model.head.weight = model.tokens.weight
-size = sum(p.numel() for p in model.parameters())
-assert size > 1.5e9
-replicate(model, devices=devices)
-optimizer = torch.optim.AdamW(model.parameters())
-output = model(torch.randint(0, 50257, (8, 1024)))
-target = torch.zeros(8 * 1024, dtype=torch.int64, device=output.device)
-nn.functional.cross_entropy(output.flatten(0, 1), target).backward()
-del output
-optimizer.step()
-optimizer.zero_grad()
-assert torch.sim.memory_allocated(devices[0]) >= 12 * size  # the weights and two moments
-assert all(torch.sim.max_memory_allocated(device) >= 4 * size for device in devices)
-mebibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-assert mebibytes < 1536, mebibytes
-""")
-def test_a_step_of_gpt_2_xl_on_8_devices_stays_below_1_and_a_half_gibibytes(available, printed):
-    assert printed == ""
-
-
-@pytest.mark.ahead("""
+#: memory that this machine lacks is counted against the capacity
 import pytest, torch
 from dataparallel.testing import simulate
 
@@ -170,12 +128,7 @@ with pytest.raises(torch.OutOfMemoryError):
     torch.empty(0, device=device).resize_(2**38)
 del x
 assert torch.sim.memory_allocated(device) == 0
-""")
-def test_memory_that_this_machine_lacks_is_counted_against_the_capacity(available, printed):
-    assert printed == ""
-
-
-@pytest.mark.ahead("""
+#: the first call decides for the process
 import pytest, torch
 from dataparallel.testing import simulate
 
@@ -186,12 +139,7 @@ with pytest.raises(ValueError, match="first simulate of this process had compute
     simulate(2)
 assert torch.sim.device_count() == 1
 assert len(simulate(2, compute=False)) == 2
-""")
-def test_the_first_call_decides_for_the_process(available, printed):
-    assert printed == ""
-
-
-@pytest.mark.ahead("""
+#: clocks devices generators and meta tensors of the user are as ever
 import pytest, torch, warnings
 from dataparallel.testing import simulate
 
@@ -230,6 +178,46 @@ meta = torch.ops.aten._embedding_bag(
     torch.empty(2, dtype=torch.int64, device="meta"),
 )
 assert meta[1].shape == (5,)  # as on CUDA: tensors of the user are told what torch tells them
-""")
-def test_clocks_devices_generators_and_meta_tensors_of_the_user_are_as_ever(available, printed):
+"""
+
+
+@ahead(PROGRAMS)
+def test_program(available, name, printed):
+    assert printed == ""
+
+
+LONG_PROGRAMS = """
+#: a step of gpt 2 xl on 8 devices stays below 1 and a half gibibytes
+import resource, torch
+from torch import nn
+from dataparallel.composable import replicate
+from dataparallel.testing import simulate
+from planned_steps import Tokens
+
+devices = simulate(8, compute=False)
+with torch.device(devices[0]):
+    model = Tokens(True, 1600, 48)
+    model.tokens, model.positions = nn.Embedding(50257, 1600), nn.Embedding(1024, 1600)
+    model.head = nn.Linear(1600, 50257, bias=False)
+    model.head.weight = model.tokens.weight
+size = sum(p.numel() for p in model.parameters())
+assert size > 1.5e9
+replicate(model, devices=devices)
+optimizer = torch.optim.AdamW(model.parameters())
+output = model(torch.randint(0, 50257, (8, 1024)))
+target = torch.zeros(8 * 1024, dtype=torch.int64, device=output.device)
+nn.functional.cross_entropy(output.flatten(0, 1), target).backward()
+del output
+optimizer.step()
+optimizer.zero_grad()
+assert torch.sim.memory_allocated(devices[0]) >= 12 * size  # the weights and two moments
+assert all(torch.sim.max_memory_allocated(device) >= 4 * size for device in devices)
+mebibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+assert mebibytes < 1536, mebibytes
+"""
+
+
+@pytest.mark.long
+@ahead(LONG_PROGRAMS)
+def test_long_program(available, name, printed):
     assert printed == ""

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from like_the_cpu import DEVICE, assert_as_on_the_cpu, made, numbers
 
@@ -39,24 +38,6 @@ def test_gradients_under_autocast_are_in_the_parameters_dtype(dtype: torch.dtype
     loss.backward()
     assert loss.dtype == torch.float32
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints_draw_the_same_numbers_again(use_reentrant: bool) -> None:
-    model = made(nn.Sequential, nn.Linear(3, 8), nn.Dropout(), nn.Linear(8, 2))
-
-    def run(model: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(model, x, use_reentrant=use_reentrant)
-
-    assert_as_on_the_cpu(run, model, numbers(4, 3).requires_grad_())
-    there = made(nn.Sequential, nn.Linear(3, 8), nn.Dropout(), nn.Linear(8, 2)).to(DEVICE)
-    gradients = []
-    for call in (there, lambda x: run(there, x)):
-        torch.manual_seed(3)
-        x = numbers(4, 3).to(DEVICE).requires_grad_()
-        call(x).sum().backward()
-        gradients.append(x.grad)
-    assert torch.equal(*gradients)
 
 
 def test_function_transforms() -> None:

@@ -1,7 +1,7 @@
 """Python runs this file at the start of each process that inherits a stand-in for CUDA; nobody imports it.
 
 It runs the ``sitecustomize`` that this one hides, and waits for the import of torch: a process without torch pays
-nothing. ``environment`` says how the folder gets on the path.
+nothing. ``start`` puts the folder on the path.
 """
 
 import os
@@ -27,7 +27,7 @@ class BeforeTorch:
         try:
             if "dataparallel" not in sys.modules:
                 load("dataparallel", [ROOT])  # the parent's, whatever the path of this process has
-            from dataparallel.testing.cuda.children import spec_of_torch
+            from dataparallel.testing.cuda.start import spec_of_torch
 
             return spec_of_torch()
         finally:

@@ -1,14 +1,9 @@
-"""What a timeline records: launches, their streams, and what each of them waits for. Plain data, nothing else.
-
-``recording`` fills it from a program that runs; tests write it by hand. ``schedule`` computes when each launch would
-run on a machine. Nothing here knows a device or a tensor.
-"""
+"""What a recording holds: launches, in the order in which the host made them, and how people read their names."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-__all__ = ["HOST", "Launch", "Recording", "StreamName"]
 
 HOST = -1
 """The host, as an end of a copy."""
@@ -91,3 +86,22 @@ class Recording:
 
     streams: tuple[StreamName, ...]
     launches: tuple[Launch, ...]
+
+
+def name_of_stream(stream: StreamName) -> str:
+    """``device 0``, or ``device 0 stream 3`` for a stream that is not the default one."""
+    return f"device {stream.device}" + (f" stream {stream.id}" if stream.id else "")
+
+
+def name_of_launch(launch: Launch) -> str:
+    """``addmm``, or ``_copy_from 0 to host`` for a copy between two places."""
+    op = launch.op.removeprefix("aten::")
+    if launch.copy is None:
+        return op
+    source, target = ("host" if place == HOST else str(place) for place in launch.copy)
+    return f"{op} {source} to {target}"
+
+
+def by_device(streams: Sequence[StreamName]) -> list[int]:
+    """The positions of the streams, those of device 0 first."""
+    return sorted(range(len(streams)), key=lambda position: (streams[position].device, streams[position].id))

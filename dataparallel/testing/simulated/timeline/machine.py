@@ -14,8 +14,6 @@ from typing import Any
 
 from dataparallel.testing.simulated.timeline.launches import HOST, Launch
 
-__all__ = ["Host", "Machine", "Path", "Wiring"]
-
 
 def _check(what: str, value: object, *, zero: bool) -> None:
     """Raises unless `value` is a cost (0 or more, and finite) or, without `zero`, a rate (more than 0, or infinite)."""

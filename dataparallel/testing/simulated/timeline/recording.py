@@ -1,12 +1,11 @@
-"""`torch.sim.timeline`: records the launches of the whole process.
+"""Records every launch of a block, with its floating-point operations by the formulas of ``torch.utils.flop_counter``.
 
-The extension records while a block is open: see ``csrc/shared/recorder.h``. This file turns its entries into `Launch`
-objects and says which launches each of them waits for. `Timeline` is what users get. The stand-in for CUDA calls
-`record` with its own extension.
+``torch.sim.timeline`` is `timeline`, and ``dataparallel.testing.cuda`` calls `record`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from bisect import bisect_right
@@ -15,14 +14,64 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
+import torch
+from torch.utils import flop_counter
+
 from dataparallel.forks import in_forked_child
 from dataparallel.testing.simulated import extension
-from dataparallel.testing.simulated.timeline import flops
 from dataparallel.testing.simulated.timeline.launches import Launch, Recording, StreamName
 from dataparallel.testing.simulated.timeline.machine import Machine
 from dataparallel.testing.simulated.timeline.schedule import Schedule, schedule
 
-__all__ = ["Timeline", "record", "timeline"]
+Call: TypeAlias = "tuple[list[Any], dict[str, Any], list[Any]]"
+"""Positional arguments, keyword arguments and results, with a tuple of sizes for each tensor."""
+
+# The attention that torch chooses on the CPU, and so on simulated devices. Its tensors are those of CUDA's.
+SAME_FORMULA = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "aten::_scaled_dot_product_flash_attention_backward",
+}
+
+
+def formulas() -> dict[str, Callable[..., int]]:
+    """Returns the formula of each operator that has one, by names such as ``aten::mm``. Users may register more."""
+    kind = type(torch.ops.aten.mm)  # the registry also has operators that are no functions of a library
+    registered = flop_counter.flop_registry.items()
+    known = {str(key).replace(".", "::", 1): formula for key, formula in registered if isinstance(key, kind)}
+    return known | {op: known[other] for op, other in SAME_FORMULA.items() if other in known}
+
+
+def operations(op: str, formula: Callable[..., int], call: Call) -> int:
+    """Returns the floating-point operations of one call.
+
+    Raises:
+        RuntimeError: if the formula fails, with the operator and what the formula was called with.
+    """
+    positional, keywords, results = (_with_tensors(values) for values in call)
+    try:
+        return int(formula(*positional, **keywords, out_val=results[0] if len(results) == 1 else tuple(results)))
+    except Exception as error:
+        raise RuntimeError(
+            f"the formula for the FLOPs of {op} (torch.utils.flop_counter) failed for the arguments {call[0]} and "
+            f"{call[1]}, in which a tuple is the shape of a tensor: {error}"
+        ) from error
+
+
+def _with_tensors(value: Any) -> Any:
+    """Replaces each tuple of sizes by a tensor: a formula may ask for more than its shape."""
+    if isinstance(value, tuple):
+        return _tensor(value)
+    if isinstance(value, list):
+        return [_with_tensors(element) for element in value]
+    if isinstance(value, dict):
+        return {name: _with_tensors(element) for name, element in value.items()}
+    return value
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
 
 _open = threading.Lock()  # held by the only open block
 _compiled: Any = None  # that block's extension
@@ -120,9 +169,9 @@ def record(compiled: Any, name: str, limit: int, stacks: bool) -> Iterator[Timel
         )
     _compiled = compiled
     result = Timeline(limit, name)
-    formulas = flops.formulas()
+    known = formulas()
     try:
-        compiled.keep_arguments_of(list(formulas))
+        compiled.keep_arguments_of(list(known))
         compiled.start_recording(limit, stacks)
         try:
             yield result
@@ -131,7 +180,7 @@ def record(compiled: Any, name: str, limit: int, stacks: bool) -> Iterator[Timel
                 recorded = compiled.stop_recording()
                 result._is_full = recorded.is_full
                 if not result._is_full:
-                    result._recording = _Reader(recorded.streams, formulas).read(iter(recorded.take, None))
+                    result._recording = _Reader(recorded.streams, known).read(iter(recorded.take, None))
     finally:
         lock.release()
     result._raise_if_full()
@@ -189,7 +238,7 @@ class _Reader:
             stream=self._place(stream),
             bytes_read=entry["bytes_read"],
             bytes_written=entry["bytes_written"],
-            flops=flops.operations(op, self._formulas[op], entry["call"]) if entry["call"] else 0,
+            flops=operations(op, self._formulas[op], entry["call"]) if entry["call"] else 0,
             dtype=str(entry["dtype"]).removeprefix("torch."),
             shapes=entry["shapes"],
             copy=entry["copy"],

@@ -1,22 +1,119 @@
-"""When each launch is issued, starts and ends, and what bound it: one pass over the launches in host order.
+"""When each launch of a recording is issued, starts and ends on a machine, and what bound it.
 
-Every time is the maximum of earlier times, plus a cost. The order in which the lock and the links serve is fixed (see
-``order``). Therefore no time becomes later if a cost becomes smaller or a rate larger. Systems of this kind are called
-max-plus: Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992.
+First how long launches take, then in which order the host issues them, then the times.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappush, heapreplace
 from typing import NamedTuple
 
-from dataparallel.testing.simulated.timeline.costs import durations
 from dataparallel.testing.simulated.timeline.launches import Launch, Recording
 from dataparallel.testing.simulated.timeline.machine import Machine
-from dataparallel.testing.simulated.timeline.order import checked, host_order, knows_issued, stream_before
 
-__all__ = ["Bound", "Solution", "solve"]
+
+def durations(recording: Recording, machine: Machine) -> list[float]:
+    """Seconds for each launch.
+
+    A kernel takes the latency and the longer of computing and of reading and writing its memory (the roofline model:
+    Williams, Waterman and Patterson, 2009). A copy takes the latency of its path and the time of its bytes.
+
+    Raises:
+        ValueError: if a launch is on a device that the machine does not have, or computes with a dtype for which it has
+            no rate.
+    """
+    for stream in recording.streams:
+        _check_device(stream.device, machine)
+    return [_copy(launch, machine) if launch.copy else _kernel(launch, machine) for launch in recording.launches]
+
+
+def _check_device(device: int, machine: Machine) -> None:
+    if not 0 <= device < machine.devices:
+        raise ValueError(
+            f"the recording uses device {device}, but {machine.name} has {machine.devices}: schedule it on a machine "
+            f"with {device + 1} devices or more"
+        )
+
+
+def _copy(launch: Launch, machine: Machine) -> float:
+    assert launch.copy is not None
+    path = machine.wiring.paths.get(launch.copy)
+    if path is None:
+        raise ValueError(
+            f"launch {launch.index} ({launch.op}) copies from {launch.copy[0]} to {launch.copy[1]}; {machine.name} has "
+            f"devices 0 to {machine.devices - 1}, and -1 is the host"
+        )
+    # `item` writes no tensor of a device: what it reads is what it sends to the host.
+    return path.latency + (launch.bytes_written or launch.bytes_read) / path.bandwidth
+
+
+def _kernel(launch: Launch, machine: Machine) -> float:
+    memory = (launch.bytes_read + launch.bytes_written) / machine.memory_bandwidth
+    if launch.flops == 0:
+        return machine.kernel_latency + memory
+    if launch.dtype not in machine.flops:
+        raise ValueError(
+            f"launch {launch.index} ({launch.op}) computes with {launch.dtype}, but {machine.name} has rates for "
+            f"{[*machine.flops]} only: add one, machine.with_(flops={{..., {launch.dtype!r}: FLOPs per second}})"
+        )
+    return machine.kernel_latency + max(launch.flops / machine.flops[launch.dtype], memory)
+
+
+def checked(recording: Recording) -> Recording:
+    """The recording, if its launches are numbered, name streams that exist, and wait for earlier ones only.
+
+    Raises:
+        ValueError: otherwise. It names the launch.
+    """
+    for position, launch in enumerate(recording.launches):
+        what = f"launch {position} ({launch.op})"
+        if launch.index != position:
+            raise ValueError(f"{what} has index {launch.index}: launches are numbered from 0 in their order")
+        for stream in (launch.stream, launch.joins):
+            if stream is not None and not 0 <= stream < len(recording.streams):
+                raise ValueError(f"{what} names stream {stream}; the recording has {len(recording.streams)}")
+        for name in ("waits", "host_waits", "issued_after"):
+            if late := [other for other in getattr(launch, name) if not 0 <= other < position]:
+                raise ValueError(f"{what} has {late} among its {name}: only launches before it can be there")
+    return recording
+
+
+def stream_before(recording: Recording) -> list[int | None]:
+    """For each launch the one before on its stream."""
+    last: dict[int, int] = {}
+    before: list[int | None] = []
+    for launch in recording.launches:
+        before.append(last.get(launch.stream))
+        last[launch.stream] = launch.index
+    return before
+
+
+def knows_issued(launch: Launch, before: int | None) -> Iterator[int]:
+    """The launches that have been issued when this one is, whatever the machine; without those of its own thread."""
+    yield from launch.issued_after
+    yield from launch.waits
+    if before is not None:
+        yield before
+
+
+def host_order(recording: Recording) -> list[int]:
+    """Indices of all launches, in a fair merge of the threads.
+
+    It is the order on a host where each launch keeps its thread for one unit of time, where any number of threads
+    issue at once, and where the devices take no time. Launches of one time come by index. A launch comes after all
+    launches that it waits for.
+    """
+    free: dict[int, int] = {}
+    times: list[int] = []
+    for launch, before in zip(recording.launches, stream_before(recording), strict=True):
+        time = free.get(launch.thread, 0)
+        for other in (*knows_issued(launch, before), *launch.host_waits):
+            time = max(time, times[other])
+        times.append(time)
+        free[launch.thread] = time + 1
+    return sorted(range(len(times)), key=times.__getitem__)
 
 
 class Bound(NamedTuple):

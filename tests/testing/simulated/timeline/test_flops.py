@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
-from dataparallel.testing.simulated.timeline import flops
+from dataparallel.testing.simulated.timeline import recording
 from like_the_cpu import DEVICE as ONE
 
 pytestmark = pytest.mark.devices("sim")
@@ -101,7 +101,7 @@ def test_a_formula_that_users_register():
             assert recorded(lambda: op(torch.ones(2, 3, device=ONE), times=7)) == 42
         finally:
             del flop_counter.flop_registry[op]
-    assert "timeline_test::twice" not in flops.formulas()
+    assert "timeline_test::twice" not in recording.formulas()
 
 
 def test_a_formula_that_fails_says_for_which_operator():
@@ -109,4 +109,4 @@ def test_a_formula_that_fails_says_for_which_operator():
         raise KeyError("what it needs")
 
     with pytest.raises(RuntimeError, match=r"FLOPs of aten::mm .* \[\(3, 4\), \(4, 5\)\].*what it needs"):
-        flops.operations("aten::mm", formula, ([(3, 4), (4, 5)], {}, [(3, 5)]))
+        recording.operations("aten::mm", formula, ([(3, 4), (4, 5)], {}, [(3, 5)]))

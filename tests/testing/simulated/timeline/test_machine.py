@@ -11,119 +11,74 @@ from hand_made import machine, wired
 pytestmark = pytest.mark.devices("cpu")  # no device takes part: once is enough
 
 
-class TestHost:
-    @pytest.mark.parametrize("name", ["lock", "rest", "backward", "measured"])
-    @pytest.mark.parametrize("value", [-1e-6, math.inf, math.nan])
-    def test_a_cost_is_finite_and_not_negative(self, name, value):
-        with pytest.raises(ValueError, match=rf"Host\.{name} is 0 or more, and finite; got"):
-            Host(**{name: value})
-
-    @pytest.mark.parametrize("value", ["3e-6", True])
-    def test_a_cost_is_a_number(self, value):
-        with pytest.raises(TypeError, match=r"Host\.rest is a number; got"):
-            Host(rest=value)
+def paths(*, without=None, **changes) -> dict:
+    """The paths of two devices. ``without`` is left out; ``to_1`` replaces the one from device 0 to device 1."""
+    found = {ends: path for ends, path in wired(2).paths.items() if ends != without}
+    return found | ({(0, 1): changes["to_1"]} if changes else {})
 
 
-class TestPath:
-    @pytest.mark.parametrize("bandwidth", [0, -1, math.nan])
-    def test_a_bandwidth_is_more_than_0(self, bandwidth):
-        with pytest.raises(ValueError, match=r"Path\.bandwidth is more than 0"):
-            Path(bandwidth, 0, ())
-
-    def test_a_latency_is_not_negative(self):
-        with pytest.raises(ValueError, match=r"Path\.latency is 0 or more"):
-            Path(1, -1, ())
-
-    def test_links_are_a_tuple_of_names(self):
-        with pytest.raises(TypeError, match=r"Path\.links is a tuple of names; got '0 out'"):
-            Path(1, 0, "0 out")
-
-    def test_a_link_is_occupied_once(self):
-        with pytest.raises(ValueError, match="occupies a link once"):
-            Path(1, 0, ("0 out", "0 out"))
+def joined(paths: dict, **links) -> Wiring:
+    return Wiring({**wired(2).links, **links}, paths)
 
 
-class TestWiring:
-    def test_every_pair_of_places_has_a_path(self):
-        paths = dict(wired(2).paths)
-        del paths[0, 1]
-        with pytest.raises(ValueError, match="no path from 0 to 1"):
-            Wiring(wired(2).links, paths)
-
-    def test_the_host_is_a_place(self):
-        paths = dict(wired(2).paths)
-        del paths[HOST, 1]
-        with pytest.raises(ValueError, match="no path from -1 to 1; -1 is the host"):
-            Wiring(wired(2).links, paths)
-
-    @pytest.mark.parametrize("ends", [(0, 0), (-2, 0)])
-    def test_a_path_leads_from_a_place_to_another(self, ends):
-        with pytest.raises(ValueError, match="a path leads from a device, or -1 for the host, to another place"):
-            Wiring(wired(2).links, {**wired(2).paths, ends: Path(1, 0, ())})
-
-    def test_a_path_names_links_that_exist(self):
-        with pytest.raises(ValueError, match=r"from 0 to 1: no links named \['tunnel'\]"):
-            Wiring(wired(2).links, {**wired(2).paths, (0, 1): Path(1, 0, ("tunnel",))})
-
-    def test_a_path_is_a_path(self):
-        with pytest.raises(TypeError, match="from 0 to 1: this takes a Path; got 5"):
-            Wiring(wired(2).links, {**wired(2).paths, (0, 1): 5})
-
-    @pytest.mark.parametrize(("capacity", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
-    def test_a_link_serves_a_whole_number_of_copies(self, capacity, error):
-        with pytest.raises(error, match=r"link '0 out': .*; got"):
-            Wiring({**wired(2).links, "0 out": capacity}, wired(2).paths)
-
-    def test_what_the_caller_does_to_its_dictionaries_changes_nothing(self):
-        links = dict(wired(2).links)
-        wiring = Wiring(links, wired(2).paths)
-        links.clear()
-        assert wiring.links == wired(2).links
+REFUSED = [
+    *((lambda n=n, v=v: Host(**{n: v}), rf"Host\.{n} is 0 or more, and finite; got")
+      for n in ("lock", "rest", "backward", "measured") for v in (-1e-6, math.inf, math.nan)),
+    *((lambda v=v: Path(v, 0, ()), r"Path\.bandwidth is more than 0") for v in (0, -1, math.nan)),
+    (lambda: Path(1, -1, ()), r"Path\.latency is 0 or more"),
+    (lambda: Path(1, 0, ("0 out", "0 out")), "occupies a link once"),
+    (lambda: joined(paths(without=(0, 1))), "no path from 0 to 1"),
+    (lambda: joined(paths(without=(HOST, 1))), "no path from -1 to 1; -1 is the host"),
+    *((lambda e=e: joined({**paths(), e: Path(1, 0, ())}), "a path leads from a device, or -1 for the host, to another")
+      for e in ((0, 0), (-2, 0))),
+    (lambda: joined(paths(to_1=Path(1, 0, ("tunnel",)))), r"from 0 to 1: no links named \['tunnel'\]"),
+    (lambda: joined(paths(), **{"0 out": 0}), "link '0 out': .*; got"),
+    (lambda: machine(0, wired(1)), "1 or more devices; got 0"),
+    (lambda: machine(3, wired(2)), "hand-made has 3 devices, its wiring 2"),
+    (lambda: machine(flops={"float32": 0}), r"Machine\.flops\['float32'\] is more than 0; got 0"),
+    (lambda: machine(memory_bandwidth=0), r"Machine\.memory_bandwidth is more than 0; got 0"),
+    (lambda: machine(kernel_latency=-1), r"Machine\.kernel_latency is 0 or more, and finite; got -1"),
+    (lambda: machine().with_(memory_bandwidth=-1), r"Machine\.memory_bandwidth"),
+]  # fmt: skip
+OF_ANOTHER_TYPE = [
+    (lambda: Host(rest="3e-6"), r"Host\.rest is a number; got"),
+    (lambda: Host(rest=True), r"Host\.rest is a number; got"),
+    (lambda: Path(1, 0, "0 out"), r"Path\.links is a tuple of names; got '0 out'"),
+    (lambda: joined(paths(to_1=5)), "from 0 to 1: this takes a Path; got 5"),
+    (lambda: joined(paths(), **{"0 out": 1.5}), "link '0 out': .*; got"),
+    (lambda: joined(paths(), **{"0 out": True}), "link '0 out': .*; got"),
+    (lambda: machine(2.0, wired(2)), r"Machine\.devices is a number of devices, an int; got 2\.0"),
+    (lambda: machine(flops=1e12), r"Machine\.flops has a rate for each dtype, .*; got 1"),
+    (lambda: machine().with_(host=5e-6), r"Machine\.host is a Host; got 5e-06"),
+    (lambda: machine().with_(wiring={1: 2}), r"Machine\.wiring is a Wiring; got \{1: 2\}"),
+    (lambda: machine().with_(latency=0), r"a Machine has no \['latency'\]; it has \['name', 'devices'"),
+]
 
 
-class TestMachine:
-    def test_it_has_a_device(self):
-        with pytest.raises(ValueError, match="1 or more devices; got 0"):
-            machine(0, wired(1))
+@pytest.mark.parametrize(
+    ("error", "make", "message"),
+    [*((ValueError, *case) for case in REFUSED), *((TypeError, *case) for case in OF_ANOTHER_TYPE)],
+)
+def test_what_cannot_be_is_refused_with_a_sentence(error, make, message):
+    with pytest.raises(error, match=message):
+        make()
 
-    def test_a_number_of_devices_is_an_int(self):
-        with pytest.raises(TypeError, match=r"Machine\.devices is a number of devices, an int; got 2\.0"):
-            machine(2.0, wired(2))
 
-    def test_its_wiring_is_for_as_many_devices(self):
-        with pytest.raises(ValueError, match="hand-made has 3 devices, its wiring 2"):
-            machine(3, wired(2))
+def test_what_the_caller_does_to_its_dictionaries_changes_nothing():
+    links = dict(wired(2).links)
+    wiring = Wiring(links, wired(2).paths)
+    links.clear()
+    assert wiring.links == wired(2).links
 
-    @pytest.mark.parametrize(
-        ("rates", "error", "problem"),
-        [
-            ({"flops": {"float32": 0}}, ValueError, r"Machine\.flops\['float32'\] is more than 0; got 0"),
-            ({"flops": 1e12}, TypeError, r"Machine\.flops has a rate for each dtype, .*; got 1"),
-            ({"memory_bandwidth": 0}, ValueError, r"Machine\.memory_bandwidth is more than 0; got 0"),
-            ({"kernel_latency": -1}, ValueError, r"Machine\.kernel_latency is 0 or more, and finite; got -1"),
-            ({"host": 5e-6}, TypeError, r"Machine\.host is a Host; got 5e-06"),
-            ({"wiring": {1: 2}}, TypeError, r"Machine\.wiring is a Wiring; got \{1: 2\}"),
-        ],
-    )
-    def test_its_rates_make_sense(self, rates, error, problem):
-        with pytest.raises(error, match=problem):
-            machine(2, **rates)
 
-    def test_it_can_be_had_with_other_attributes(self):
-        slow, quick = machine(2), machine(2).with_(kernel_latency=0.5, name="quick")
-        assert (slow.kernel_latency, quick.kernel_latency, quick.name) == (0, 0.5, "quick")
-        assert quick.wiring == slow.wiring
+def test_a_machine_can_be_had_with_other_attributes():
+    slow, quick = machine(2), machine(2).with_(kernel_latency=0.5, name="quick")
+    assert (slow.kernel_latency, quick.kernel_latency, quick.name) == (0, 0.5, "quick")
+    assert quick.wiring == slow.wiring
 
-    def test_an_unknown_attribute_is_an_error(self):
-        with pytest.raises(TypeError, match=r"a Machine has no \['latency'\]; it has \['name', 'devices'"):
-            machine(2).with_(latency=0)
 
-    def test_other_attributes_are_checked_too(self):
-        with pytest.raises(ValueError, match=r"Machine\.memory_bandwidth"):
-            machine(2).with_(memory_bandwidth=-1)
-
-    def test_it_can_be_sent_to_another_process(self):
-        original = machine(3)
-        sent = pickle.loads(pickle.dumps(original))
-        assert isinstance(sent, Machine)
-        assert sent == original
+def test_it_can_be_sent_to_another_process():
+    original = machine(3)
+    sent = pickle.loads(pickle.dumps(original))
+    assert isinstance(sent, Machine)
+    assert sent == original

@@ -52,42 +52,23 @@ class TestEachMachine:
         assert 0.4 < fastest / (link * 1e9) < 1
 
     @each_machine
-    def test_has_a_path_between_all_places(self, machine: Machine) -> None:
-        assert machine.wiring.paths.keys() == {*permutations([HOST, *range(machine.devices)], 2)}
-
-    @each_machine
-    def test_is_the_same_in_both_directions(self, machine: Machine) -> None:
+    def test_has_links_that_are_used_and_alike_in_both_directions(self, machine: Machine) -> None:
         paths = machine.wiring.paths
+        assert paths.keys() == {*permutations([HOST, *range(machine.devices)], 2)}
+        assert all(path.links for path in paths.values())
+        assert {link for path in paths.values() for link in path.links} == {*machine.wiring.links}
         for a, b in combinations([HOST, *range(machine.devices)], 2):
             assert (paths[a, b].bandwidth, paths[a, b].latency) == (paths[b, a].bandwidth, paths[b, a].latency)
+            assert not {*paths[a, b].links} & {*paths[b, a].links}  # it sends while it receives
 
     @each_machine
-    def test_sends_while_it_receives(self, machine: Machine) -> None:
-        paths = machine.wiring.paths
-        for a, b in combinations([HOST, *range(machine.devices)], 2):
-            assert not {*paths[a, b].links} & {*paths[b, a].links}
-
-    @each_machine
-    def test_occupies_a_link_with_every_copy(self, machine: Machine) -> None:
-        assert all(path.links for path in machine.wiring.paths.values())
-
-    @each_machine
-    def test_has_no_link_that_nothing_uses(self, machine: Machine) -> None:
-        assert {link for path in machine.wiring.paths.values() for link in path.links} == {*machine.wiring.links}
-
-    @each_machine
-    def test_has_times_that_a_launch_takes(self, machine: Machine) -> None:
+    def test_has_times_and_rates_that_a_machine_has(self, machine: Machine) -> None:
+        paths = machine.wiring.paths.values()
         assert 1e-6 <= machine.kernel_latency <= 20e-6
-        assert all(1e-6 <= path.latency <= 100e-6 for path in machine.wiring.paths.values())
+        assert all(1e-6 <= path.latency <= 100e-6 for path in paths)
         assert all(1e-6 <= cost <= 20e-6 for cost in (machine.host.lock, machine.host.rest, machine.host.backward))
-
-    @each_machine
-    def test_computes_faster_with_fewer_bits(self, machine: Machine) -> None:
         assert machine.flops["float64"] < machine.flops["float32"] < machine.flops["float16"]
-
-    @each_machine
-    def test_reads_its_own_memory_faster_than_another_devices(self, machine: Machine) -> None:
-        assert all(path.bandwidth < machine.memory_bandwidth for path in machine.wiring.paths.values())
+        assert all(path.bandwidth < machine.memory_bandwidth for path in paths)
 
 
 @each_machine

@@ -15,17 +15,32 @@ pytestmark = [pytest.mark.devices("sim"), pytest.mark.usefixtures("with_and_with
 
 # Streams
 
+# Steps: ``a`` is a launch on the stream a, ``a>b`` lets b wait for a, and ``-a`` is on a but is no launch.
+ORDERS = {
+    "a stream waits for a stream": ("a a a>b b b", [(), (), (1,), ()]),
+    "a wait for nothing new is no wait": ("a a>b b a>b b", [(), (0,), ()]),
+    "waits pass through streams that launch nothing": ("a a>b b>c c>d d", [(), (0,)]),
+    "waits for several streams": ("a b a>c b>c c", [(), (), (0, 1)]),
+    "a wait for what is no launch is one for the launch before": ("a -a a>b b", [(), (0,)]),
+    "of two waits for a stream the later one counts": ("a a>b -b a a>b -b b", [(), (), (1,)]),
+}
 
-def test_a_stream_waits_for_a_stream():
-    a, b = streams(2)
+
+@pytest.mark.parametrize(("steps", "expected"), ORDERS.values(), ids=ORDERS)
+def test_streams_wait_for_streams(steps, expected):
+    by_name = dict(zip("abcd", streams(4), strict=True))
+    empty = torch.empty(0, device=ONE)
     with torch.sim.timeline() as timeline:
-        launch_on(a)
-        launch_on(a)
-        b.wait_stream(a)
-        launch_on(b)
-        launch_on(b)
-    assert waits(timeline.recording) == [(), (), (1,), ()]
-    assert host_waits(timeline.recording) == [()] * 4
+        for step in steps.split():
+            if ">" in step:
+                by_name[step[2]].wait_stream(by_name[step[0]])
+            elif step.startswith("-"):
+                with torch.sim.stream(by_name[step[1]]):
+                    empty + 1
+            else:
+                launch_on(by_name[step])
+    assert waits(timeline.recording) == expected
+    assert host_waits(timeline.recording) == [()] * len(expected)
 
 
 def test_a_stream_waits_for_an_event_from_its_record_on():
@@ -37,38 +52,6 @@ def test_a_stream_waits_for_an_event_from_its_record_on():
         b.wait_event(event)
         launch_on(b)
     assert waits(timeline.recording) == [(), (), (0,)]
-
-
-def test_a_wait_for_nothing_new_is_no_wait():
-    a, b = streams(2)
-    with torch.sim.timeline() as timeline:
-        launch_on(a)
-        b.wait_stream(a)
-        launch_on(b)
-        b.wait_stream(a)
-        launch_on(b)
-    assert waits(timeline.recording) == [(), (0,), ()]
-
-
-def test_waits_pass_through_streams_that_launch_nothing():
-    a, b, c, d = streams(4)
-    with torch.sim.timeline() as timeline:
-        launch_on(a)
-        for before, after in [(a, b), (b, c), (c, d)]:
-            after.wait_event(before.record_event())
-        launch_on(d)
-    assert waits(timeline.recording) == [(), (0,)]
-
-
-def test_waits_for_several_streams():
-    a, b, c = streams(3)
-    with torch.sim.timeline() as timeline:
-        launch_on(a)
-        launch_on(b)
-        c.wait_stream(a)
-        c.wait_stream(b)
-        launch_on(c)
-    assert waits(timeline.recording) == [(), (), (0, 1)]
 
 
 def test_waits_pass_through_what_is_no_launch():
@@ -84,31 +67,6 @@ def test_waits_pass_through_what_is_no_launch():
         launch_on(b)
     assert waits(timeline.recording) == [(), (0,)]
     assert host_waits(timeline.recording) == [(), (0,)]
-
-
-def test_a_wait_for_what_is_no_launch_is_one_for_the_launch_before():
-    a, b = streams(2)
-    x = torch.empty(0, device=ONE)
-    with torch.sim.timeline() as timeline:
-        launch_on(a)
-        with torch.sim.stream(a):
-            x + 1
-        b.wait_stream(a)
-        launch_on(b)
-    assert waits(timeline.recording) == [(), (0,)]
-
-
-def test_of_two_waits_for_a_stream_the_later_one_counts():
-    a, b = streams(2)
-    x = torch.empty(0, device=ONE)
-    with torch.sim.timeline() as timeline:
-        for _ in range(2):
-            launch_on(a)
-            b.wait_stream(a)
-            with torch.sim.stream(b):
-                x + 1
-        launch_on(b)
-    assert waits(timeline.recording) == [(), (), (1,)]
 
 
 def test_launches_before_the_recording_are_left_out():

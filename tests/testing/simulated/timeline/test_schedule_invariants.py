@@ -20,7 +20,7 @@ from dataparallel.testing.simulated.timeline import (
     Wiring,
     schedule,
 )
-from dataparallel.testing.simulated.timeline.order import host_order, stream_before
+from dataparallel.testing.simulated.timeline.solve import host_order, stream_before
 from dataparallel.testing.simulated.timeline.wiring import mesh, switch, through_host, tree
 
 pytestmark = pytest.mark.devices("cpu")  # no device takes part: once is enough

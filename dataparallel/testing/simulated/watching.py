@@ -1,19 +1,43 @@
-"""`torch.sim.counted`: launches, and bytes copied between devices, for tests of what a program asks of the devices.
+"""`torch.sim.clocks`, `torch.sim.check_clocks` and `torch.sim.counted`: what tests ask of the devices.
 
-The extension counts all the time, for the whole process, and ``csrc`` decides what a launch is. The readings are those
-of ``dataparallel.testing.counts``.
+The clocks and counts themselves are in ``csrc``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
-from dataparallel.testing.counts import HOST, Counts, counting
+from dataparallel.testing.shared import Counts, Switches, counting
 from dataparallel.testing.simulated import extension
 from dataparallel.testing.simulated.extension import index_of
 
-__all__ = ["HOST", "Counts", "counted"]
+_switches = Switches(lambda: extension.C)
+
+
+def clocks(enabled: bool = True, *, stacks: bool | None = None) -> AbstractContextManager[None]:
+    """Switches the clocks on or off while inside, for all threads; see `simulate`.
+
+    If blocks are open in several threads, the one that was entered last decides.
+
+    Args:
+        enabled: if False, no access raises, and memory that is used inside has gaps in its history.
+        stacks: if True, each access keeps its Python stack for the message of a later race, which is slow. ``None``
+            changes nothing.
+    """
+    return _switches.set(enabled, stacks)
+
+
+def check_clocks() -> None:
+    """For the end of a test: raises if memory was freed while a stream might still use it.
+
+    Memory is left out if the calling thread has waited for that stream. Without this check the next use of the memory
+    raises. The error names the first such memory, and the clocks forget all of it.
+
+    Raises:
+        RuntimeError: ``freed too early: ...``, with the memory and both streams.
+    """
+    extension.C.check()
 
 
 @contextmanager
