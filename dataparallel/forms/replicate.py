@@ -33,30 +33,35 @@ if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
 
 
+class _CallOfReplicas:
+    """What ``module.compile()`` sets is for replicas: by it the module's own call would lead to compiled code.
+
+    It is no property, because ``torch.jit.script`` compiles those.
+    """
+
+    @_torch.leave_alone
+    def __get__(self, module: Any, cls: type) -> None:
+        return None
+
+    def __set__(self, module: Any, call: Any) -> None:
+        vars(module)[CALL] = call
+
+
 class ReplicatedModule(ManagedModule):
     """The class that `replicate` adds to the class of a module."""
 
     forward = OnSlots("forward")
-
-    @property
-    @_torch.leave_alone
-    def _compiled_call_impl(self) -> None:
-        """What ``module.compile()`` sets is for replicas: by it the module's own call would lead to compiled code."""
-        return None
-
-    @_compiled_call_impl.setter
-    def _compiled_call_impl(self, call: Any) -> None:
-        vars(self)[CALL] = call
+    _compiled_call_impl = _CallOfReplicas()
 
     def set_requires_gradient_sync(self, flag: bool) -> None:
         """With ``True`` each later ``backward()`` sums gradients into the module's parameters, as at the beginning.
 
-        With ``False`` gradients stay on the slots: a parameter's ``.grad`` is that of slot 0, and the next
-        ``backward()`` with ``True`` adds the others. Over machines, and with a communication hook, all gradients stay
-        on the slots, and a ``.grad`` stays as it is or becomes zeros. If you set a ``.grad`` to ``None``, to another
-        tensor or to zeros (``zero_grad()``), the gradients that wait for it are thrown away. The module looks for this
-        at its next forward or backward. It does not notice a backward that does not lead through it, for example one of
-        a loss on its parameters alone. Let no such backward come between.
+        With ``False`` gradients stay on the slots: those of slot 0 are added to a parameter's ``.grad``, and the next
+        ``backward()`` with ``True`` adds the others. With several machines, or a communication hook, that backward also
+        takes on what ``.grad`` has got meanwhile. If you set a ``.grad`` to ``None``, to another tensor or to zeros
+        (``zero_grad()``), the gradients that wait for it are thrown away. The module looks for this at its next forward
+        or backward. It does not notice a backward that does not lead through it, for example one of a loss on its
+        parameters alone. Let no such backward come between.
         """
         state_of(self).tensors.sums.are_on = flag
 
