@@ -50,15 +50,16 @@ class ReducerSums(GradientSums):
         sources = {id(bucket.sources[position]) for position in written}
         former = [found for each in sources if (found := self._former.get(each)) is not None]
         taken = Taken(self._take(sources), [])
-        device = bucket.sources[0].device
-        made = None if device.type == "cpu" else Made(torch.accelerator.current_stream(device))
+        own: list[tuple[Tensor, Tensor]] = []
         for each in former:
             shown = each.source.grad
             if shown is not None:  # else the engine still holds a pass that has failed
                 taken.shown.append((each, shown))
-                own = shown if each.sent is None else shown - each.sent
-                taken.kept[0, id(each.source)] = Kept(each.source, own, made, bucket.streams)
+                own.append((each.source, shown if each.sent is None else shown - each.sent))
                 each.source.grad = each.sent
+        device = bucket.sources[0].device
+        made = None if device.type == "cpu" else Made(torch.accelerator.current_stream(device))
+        taken.kept.update({(0, id(source)): Kept(source, grad, made, bucket.streams) for source, grad in own})
         return taken
 
     def put_back(self, taken: Taken) -> None:

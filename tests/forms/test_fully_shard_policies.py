@@ -11,9 +11,9 @@ from loops import wait_for_the_engine
 from torch import Tensor, nn
 
 from clocked import timeline
+from dataparallel import composable
 from dataparallel.comm.streams.current import Event
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from dataparallel.forms import policies
 from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
@@ -371,7 +371,7 @@ def test_fields_and_defaults_are_those_of_torch(name):
     def fields(cls):
         return [(field.name, field.default) for field in dataclasses.fields(cls)]
 
-    ours = fields(getattr(policies, name))
+    ours = fields(getattr(composable, name))
     assert ours == fields(getattr(theirs, name))[: len(ours)]  # torch 2.15 has one more
 
 
