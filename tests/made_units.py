@@ -11,7 +11,7 @@ from dataparallel.sharded import Shard, distribute_tensor
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units import joint_gathers
 from dataparallel.sharded.units.bindings import Precision
-from dataparallel.sharded.units.shards import Source
+from dataparallel.sharded.units.shards import PullSource
 from dataparallel.sharded.units.unit import Unit
 
 
@@ -78,19 +78,19 @@ def without_joint_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joint_gathers.comm, "are_apart", lambda slots: False)
 
 
-def recorded_gathers(monkeypatch: pytest.MonkeyPatch, jointly: bool = False) -> list[Source]:
+def recorded_gathers(monkeypatch: pytest.MonkeyPatch, jointly: bool = False) -> list[PullSource]:
     """A list that gets the sources which slots ask for the owners' shards, one for each gather of a slot.
 
     With ``jointly`` units are gathered for all slots at once, as they are outside of tests.
     """
     if not jointly:
         without_joint_gathers(monkeypatch)
-    asked: list[Source] = []
-    of_source = Source.pieces
+    asked: list[PullSource] = []
+    of_source = PullSource.pieces
 
-    def recorded(self: Source, *args: Any) -> Any:
+    def recorded(self: PullSource, *args: Any) -> Any:
         asked.append(self)
         return of_source(self, *args)
 
-    monkeypatch.setattr(Source, "pieces", recorded)
+    monkeypatch.setattr(PullSource, "pieces", recorded)
     return asked

@@ -82,7 +82,7 @@ class FullyShardState(StateOnSlots):
             return any(parameter is own for own in self._parameters)
         if not isinstance(parameter, ShardedTensor):  # most are not, and forms ask about each parameter of each unit
             return False
-        registered = (registry.get(name) for registry, name, _ in self.unit.registered.places)
+        registered = (registry.get(name) for registry, name, _ in self.unit.registries.entries)
         return any(parameter is own for own in (*self.unit.parameters, *registered))
 
     # ---- the parameters become sharded -------------------------------------------------------------------------------
@@ -113,11 +113,11 @@ class FullyShardState(StateOnSlots):
         for module in {id(m): m for top in modules for m in top.modules()}.values():
             for key, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in position:
-                    unit.registered.places.append((module._parameters, key, position[id(parameter)]))
+                    unit.registries.entries.append((module._parameters, key, position[id(parameter)]))
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type != "meta":
                     module._buffers[key] = buffer.to(self.slots[0])
-        unit.registered.show_sharded()
+        unit.registries.show_sharded()
         self.unit = unit
         self._parameters = []  # frees the plain ones
 

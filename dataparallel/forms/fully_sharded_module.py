@@ -15,7 +15,7 @@ from dataparallel.forms.contract import are_in_one_tree
 from dataparallel.forms.fully_shard_arguments import check_reshard
 from dataparallel.forms.managed import ManagedModule, OnSlots, state_of
 from dataparallel.replicas.compiled.calls import CALL
-from dataparallel.replicas.plan import UNIT_ON_SLOT
+from dataparallel.replicas.plan import UNIT_MODULE
 
 
 class UnshardHandle:
@@ -43,14 +43,14 @@ class FullyShardedModule(ManagedModule):
     @_torch.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module. In a replica the full parameters of its unit are there, for its hooks too."""
-        unit = vars(self).get(UNIT_ON_SLOT)
+        unit = vars(self).get(UNIT_MODULE)
         run = super().__call__  # type: ignore[misc]
         if unit is None:
             return run(*args, **kwargs)
         return unit.run(run, *args, **kwargs)
 
     def _dataparallel_run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unit = vars(self).get(UNIT_ON_SLOT)
+        unit = vars(self).get(UNIT_MODULE)
         if unit is None:
             return state_of(self).run(method, args, kwargs)
         # The slots call `forward` of the outermost replica, because hooks run around the call on the whole batch.
@@ -64,7 +64,7 @@ class FullyShardedModule(ManagedModule):
 
         In a replica it runs inside of the unit's call, so the compiler sees full parameters and no gathers.
         """
-        is_replica = UNIT_ON_SLOT in vars(self)
+        is_replica = UNIT_MODULE in vars(self)
         return vars(self).get(CALL) if is_replica or not state_of(self).slots else None
 
     @_compiled_call_impl.setter
@@ -81,8 +81,8 @@ class FullyShardedModule(ManagedModule):
     @_torch.not_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module, for the gradients of the sharded parameters, also while the module has full ones."""
-        for unit in _units(self) if UNIT_ON_SLOT not in vars(self) else ():
-            unit.registered.show_sharded()
+        for unit in _units(self) if UNIT_MODULE not in vars(self) else ():
+            unit.registries.show_sharded()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -96,12 +96,12 @@ class FullyShardedModule(ManagedModule):
     def _reshard_on_source(self) -> None:
         # State dicts are of sharded parameters: what is written to full ones is lost, and they are freed. Modules
         # below that belong to this unit come later. A replica's state dict has its own tensors.
-        if UNIT_ON_SLOT in vars(self):
+        if UNIT_MODULE in vars(self):
             return
         for unit in _units(self, recurse=False):
             # Also while shards are on their way: the host may not write to those in its memory before they have left.
             # Else `reshard` would undo what `assign=True` has registered in other modules of the unit.
-            if any(on_slot.is_started for on_slot in unit.on_slots):
+            if any(slot_unit.is_started for slot_unit in unit.slot_units):
                 unit.reshard()
 
     @_torch.not_traced
@@ -298,7 +298,7 @@ def _states(module: Any, recurse: bool = True) -> list[Any]:
     Raises:
         RuntimeError: the module is a replica.
     """
-    if UNIT_ON_SLOT in vars(module):
+    if UNIT_MODULE in vars(module):
         raise RuntimeError(
             f"this {type(module).__name__} is a replica on one slot; call the methods of fully_shard on the module "
             "itself, outside of forward"

@@ -26,7 +26,7 @@ from dataparallel.call.options import BatchSplit, CallOptions
 from dataparallel.devices import resolve_slots
 from dataparallel.forms.signatures import StandIns, left_alone
 from dataparallel.replicas.build import bare_module, give_attributes
-from dataparallel.replicas.plan import TWIN_INFO, UNIT_ON_SLOT, TwinInfo, dotted, instance_slots
+from dataparallel.replicas.plan import TWIN_INFO, UNIT_MODULE, TwinInfo, dotted, instance_slots
 
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall, PeerRounds
@@ -276,7 +276,7 @@ class OnSlots:
         if torch.compiler.is_dynamo_compiling():  # the compiler needs no signature
             return functools.partial(self._call, module, held)
         # In a replica, and without slots, the method itself runs, and the compiler may compile it.
-        traced = not state.slots or UNIT_ON_SLOT in vars(module)
+        traced = not state.slots or UNIT_MODULE in vars(module)
         if isinstance(held, MethodType) and held.__self__ is module:
             return MethodType(self._functions[traced].of(held.__func__), module)
 

@@ -1,6 +1,6 @@
 """The tensors of the replicas of a tree with units, where the units find their modules in it, and what is compiled.
 
-Parameters of units are the units' own tensors on each slot (``units.on_slot``), which are empty now. Buffers are sent
+Parameters of units are the units' own tensors on each slot (``units.slot_unit``), which are empty now. Buffers are sent
 to the slots at each call; those of the first slot are the module's.
 """
 
@@ -18,10 +18,10 @@ from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.forms.managed import has_forward
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, Compiled, compiled_in_place
 from dataparallel.replicas.kept_tensors import ReplicaTensors
-from dataparallel.replicas.plan import UNIT_ON_SLOT, ModuleEntry, ModulePlan, dotted
+from dataparallel.replicas.plan import UNIT_MODULE, ModuleEntry, ModulePlan, dotted
 from dataparallel.replicas.references import Rebinding, reached
 from dataparallel.replicas.replicate import put
-from dataparallel.sharded.units.calls import ForwardCall, ModuleOnSlot, UnitInReplica
+from dataparallel.sharded.units.calls import ModuleRunner, RootCall, UnitModule
 from dataparallel.sharded.units.unit import Unit
 
 
@@ -64,7 +64,7 @@ class UnitTensors(ReplicaTensors):
             if id(tensor) in of_unit:
                 unit, position = of_unit[id(tensor)]
                 for slot, tensors in enumerate(by_slot):
-                    tensors[i] = unit.on_slots[slot].parameters[position]
+                    tensors[i] = unit.slot_units[slot].parameters[position]
             elif record and tensor.requires_grad:
                 raise _not_sharded(plan, i)
             else:
@@ -73,21 +73,21 @@ class UnitTensors(ReplicaTensors):
         put(by_slot, sent, copies)
         return by_slot
 
-    def bind(self, replicas: Sequence[nn.Module], call: ForwardCall) -> None:
+    def bind(self, replicas: Sequence[nn.Module], call: RootCall) -> None:
         """Lets the modules of units in new replicas gather their parameters, and registers the sharded ones there."""
         for slot, replica in enumerate(replicas):
-            root: UnitInReplica = vars(replica)[UNIT_ON_SLOT]
-            for found in (root, *root.others):
-                unit = self._units[found.unit]
-                found.now = ModuleOnSlot(unit.on_slots[slot], found.number, found.places, call)
-                found.now.register(unit.parameters)
+            root: UnitModule = vars(replica)[UNIT_MODULE]
+            for each in (root, *root.lower_unit_modules):
+                unit = self._units[each.unit_number]
+                each.runner = ModuleRunner(unit.slot_units[slot], each.number, each.entries, call)
+                each.runner.register(unit.parameters)
             modules = dict(replica.named_modules()) if self._from_outside else {}
             for path, key, units in self._from_outside:
                 attributes = modules[path].__dict__
                 sharded = {
                     id(full): parameter
                     for unit in units
-                    for full, parameter in zip(unit.on_slots[slot].parameters, unit.parameters, strict=True)
+                    for full, parameter in zip(unit.slot_units[slot].parameters, unit.parameters, strict=True)
                 }
                 attributes[key] = Rebinding(sharded).rebound(attributes[key])
 
@@ -98,19 +98,19 @@ class UnitTensors(ReplicaTensors):
         found = [[id(module()) for module in modules] for modules in self._modules]
         self._tops = [[paths[module] for module in modules if module in paths] for modules in found]
         self._places = [
-            [(registries[id(own)], name, i) for own, name, i in unit.registered.places if id(own) in registries]
+            [(registries[id(own)], name, i) for own, name, i in unit.registries.entries if id(own) in registries]
             for unit in self._units
         ]
 
     def _mark(self, plan: ModulePlan) -> None:
         """Has replicas of the plan made with the objects that run calls of the units' modules."""
-        if UNIT_ON_SLOT in plan.entries[0].attributes:
+        if UNIT_MODULE in plan.entries[0].attributes:
             return
         numbers = {entry.name: at for at, entry in enumerate(plan.entries)}
         for at, (tops, of_unit) in enumerate(zip(self._tops, self._places, strict=True)):
             places = [(numbers[path], name, i) for path, name, i in of_unit]
             for number, path in enumerate(tops):
-                plan.entries[numbers[path]].attributes[UNIT_ON_SLOT] = UnitInReplica(at, number, places)
+                plan.entries[numbers[path]].attributes[UNIT_MODULE] = UnitModule(at, number, places)
         arguments = {
             numbers[path]: argument for argument, tops in zip(self._compile, self._tops, strict=True) for path in tops
         }

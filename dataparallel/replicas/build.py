@@ -24,7 +24,7 @@ from dataparallel.replicas.plan import (
     MADE_FOR_ATTRIBUTES,
     NONE_POSITION,
     TWIN_INFO,
-    UNIT_ON_SLOT,
+    UNIT_MODULE,
     ModuleEntry,
     ModulePlan,
     dotted,
@@ -112,11 +112,11 @@ def device_of(tensors: list[Tensor]) -> torch.device | None:
 
 
 def tell_units(modules: list[nn.Module]) -> None:
-    """Tells the units of a replica where the registries of its modules are; see `UNIT_ON_SLOT`."""
+    """Tells the units of a replica where the registries of its modules are; see `UNIT_MODULE`."""
     for module in modules:
-        unit = vars(module).get(UNIT_ON_SLOT)
+        unit = vars(module).get(UNIT_MODULE)
         if unit is not None:
-            unit.made(modules)
+            unit.find_registries(modules)
 
 
 def make_parameters(plan: ModulePlan, tensors: list[Tensor], cls: type[Tensor]) -> None:
@@ -202,8 +202,8 @@ def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any
     """
     attributes = entry.attributes
     own["_is_replica"] = True
-    if UNIT_ON_SLOT in own:
-        own[UNIT_ON_SLOT] = own[UNIT_ON_SLOT].for_replica()
+    if UNIT_MODULE in own:
+        own[UNIT_MODULE] = own[UNIT_MODULE].for_replica()
     own.pop(TWIN_INFO, None)
     for name in entry.left_out:
         own.pop(name, None)

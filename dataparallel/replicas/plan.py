@@ -46,8 +46,8 @@ REFUSAL = "_dataparallel_refusal"
 ORIGINAL_CLASS = "_dataparallel_original_class"
 """Attribute of a class that a composable form made: the class that the module had before."""
 
-UNIT_ON_SLOT = "_dataparallel_unit_on_slot"
-"""Attribute of a replica's module: what gathers the parameters of its unit on the slot, a `UnitInReplica`."""
+UNIT_MODULE = "_dataparallel_unit_module"
+"""Attribute of a replica's module: what gathers the parameters of its unit on the slot, a `UnitModule`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -382,7 +382,7 @@ class TestErrors:
             with pytest.raises(Exception, match="in a unit"):
                 model(torch.ones(2, 6, dtype=torch.float64, device=root))
             unit = fully_shard.state(model.layers[1]).unit
-            assert not any(on_slot.is_full for on_slot in unit.on_slots)
+            assert not any(slot_unit.is_full for slot_unit in unit.slot_units)
 
 
 class TestWithoutDevices:

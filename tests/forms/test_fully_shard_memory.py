@@ -415,7 +415,7 @@ def test_a_model_that_does_not_fit_on_one_device_trains_on_four(created_on, slot
 # ---- a device that has no room ---------------------------------------------------------------------------------------
 
 
-def take_room(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], unit: Any, device: Any) -> list[bool]:
+def reserve(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], unit: Any, device: Any) -> list[bool]:
     """Lets ``device`` have no room in a method when it is called for ``unit``. Returns whether it has been, later."""
     owner, name = where
     method = getattr(owner, name)
@@ -426,7 +426,7 @@ def take_room(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], unit: An
         is_here = getattr(self, "device", torch.device(device)) == torch.device(device)
         if has_run or not is_here or (owner is not FullBuffer and of is not unit):
             return method(self, *args, **kwargs)
-        if owner is FullBuffer and self not in unit.on_slots[torch.device(device).index]._groups:
+        if owner is FullBuffer and self not in unit.slot_units[torch.device(device).index]._buffers:
             return method(self, *args, **kwargs)
         if name == "_packed" and args[0] != torch.device(device).index:
             return method(self, *args, **kwargs)
@@ -461,7 +461,7 @@ def test_an_error_for_lack_of_memory_names_unit_and_device_and_frees_everything(
     wait_for_the_engine(slots)
     idle = allocated(slots)
     unit = fully_shard.state(training.model.blocks[1]).unit
-    has_run = take_room(monkeypatch, where, unit, slots[2])
+    has_run = reserve(monkeypatch, where, unit, slots[2])
     with pytest.raises(torch.OutOfMemoryError) as caught:
         training.step()
     assert has_run

@@ -15,7 +15,7 @@ from dataparallel.forms import fully_shard as form
 from dataparallel.replicas.build import build_replica
 from dataparallel.replicas.plan import TWIN_INFO, ModulePlan, TwinInfo
 from dataparallel.sharded import ShardedTensor
-from dataparallel.sharded.units.on_slot import UnitOnSlot
+from dataparallel.sharded.units.slot_unit import SlotUnit
 
 pytestmark = pytest.mark.slots(4)
 
@@ -210,7 +210,7 @@ class TestInAReplica:
         found = {name: [[] for _ in range(4)] for name in ("Net", "Outer")}
 
         def logged(name):
-            method = getattr(UnitOnSlot, name)
+            method = getattr(SlotUnit, name)
 
             def call(self, *args):
                 found["Outer" if self.unit is unit(outer) else "Net"][self.slot].append(name)
@@ -219,7 +219,7 @@ class TestInAReplica:
             return call
 
         for name in ("use", "end_use"):
-            monkeypatch.setattr(UnitOnSlot, name, logged(name))
+            monkeypatch.setattr(SlotUnit, name, logged(name))
         return found
 
     @pytest.fixture
@@ -261,7 +261,7 @@ class TestInAReplica:
         with pytest.raises(TypeError, match="nothing"):
             outer(x)
         assert all(calls.count("use") == calls.count("end_use") for calls in [*log["Net"], *log["Outer"]])
-        assert not any(on_slot.is_full for each in (unit(outer), unit(outer.inner)) for on_slot in each.on_slots)
+        assert not any(slot_unit.is_full for each in (unit(outer), unit(outer.inner)) for slot_unit in each.slot_units)
         outer.run[0] = right
         assert torch.equal(outer(x), x * 15)
 

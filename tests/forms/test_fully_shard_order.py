@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.sharded.units.calls import ForwardCall
+from dataparallel.sharded.units.calls import RootCall
 from dataparallel.sharded.units.gradients import UnitGradients
-from dataparallel.sharded.units.on_slot import UnitOnSlot
+from dataparallel.sharded.units.slot_unit import SlotUnit
 from dataparallel.sharded.units.sums import UnitSums
 from dataparallel.testing.cases import seeded, sgd, tokens
 from dataparallel.testing.steps import mean_square_loss
@@ -39,10 +39,12 @@ class Record:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clear()
         self._monkeypatch = monkeypatch
-        self._around(UnitOnSlot, "start", "gather", lambda on_slot: on_slot.is_started, becomes=True)
-        self._around(UnitOnSlot, "free", "free", lambda on_slot: on_slot.is_started, becomes=False)
-        self._before(ForwardCall, "unit_began", "forward", lambda call, on_slot: (on_slot.slot, on_slot.unit))
-        self._before(ForwardCall, "backward_begins", "backward", lambda call, on_slot, *_: (on_slot.slot, on_slot.unit))
+        self._around(SlotUnit, "start", "gather", lambda slot_unit: slot_unit.is_started, becomes=True)
+        self._around(SlotUnit, "free", "free", lambda slot_unit: slot_unit.is_started, becomes=False)
+        self._before(RootCall, "begin_unit", "forward", lambda call, slot_unit: (slot_unit.slot, slot_unit.unit))
+        self._before(
+            RootCall, "gather_for_backward", "backward", lambda call, slot_unit, *_: (slot_unit.slot, slot_unit.unit)
+        )
         self._before(UnitGradients, "deliver", "deliver", lambda of, slot, grads, sums: (slot, of._unit))
         self._before(UnitSums, "add_up", "sum", lambda of, found, sums, overwrite: ("sums", of._unit))
 
@@ -64,12 +66,12 @@ class Record:
     def _around(self, of: Any, name: str, what: str, state: Callable[[Any], bool], becomes: bool) -> None:
         real = getattr(of, name)
 
-        def recorded(on_slot: Any, *args: Any, **kwargs: Any) -> None:
-            with on_slot._lock:
-                before = state(on_slot)
-                real(on_slot, *args, **kwargs)
-                if state(on_slot) == becomes != before:
-                    self.add(on_slot.slot, what, on_slot.unit)
+        def recorded(slot_unit: Any, *args: Any, **kwargs: Any) -> None:
+            with slot_unit._lock:
+                before = state(slot_unit)
+                real(slot_unit, *args, **kwargs)
+                if state(slot_unit) == becomes != before:
+                    self.add(slot_unit.slot, what, slot_unit.unit)
 
         self._monkeypatch.setattr(of, name, recorded)
 

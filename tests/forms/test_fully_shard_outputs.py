@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.sharded.units.on_slot import UnitOnSlot
+from dataparallel.sharded.units.slot_unit import SlotUnit
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal
 from machine_ranks import on_machines
@@ -145,23 +145,23 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
         self.full, self.most, lock = [0] * slots, [0] * slots, threading.Lock()
-        fill, free = UnitOnSlot._fill, UnitOnSlot.free
+        fill, free = SlotUnit._fill, SlotUnit.free
 
-        def filled(on_slot: UnitOnSlot, *args: Any) -> None:
-            fill(on_slot, *args)
+        def filled(slot_unit: SlotUnit, *args: Any) -> None:
+            fill(slot_unit, *args)
             with lock:
-                self.full[on_slot.slot] += 1
-                self.most[on_slot.slot] = max(self.most[on_slot.slot], self.full[on_slot.slot])
+                self.full[slot_unit.slot] += 1
+                self.most[slot_unit.slot] = max(self.most[slot_unit.slot], self.full[slot_unit.slot])
 
-        def freed(on_slot: UnitOnSlot) -> None:
-            was_full = on_slot.is_full
-            free(on_slot)
-            if was_full and not on_slot.is_full:
+        def freed(slot_unit: SlotUnit) -> None:
+            was_full = slot_unit.is_full
+            free(slot_unit)
+            if was_full and not slot_unit.is_full:
                 with lock:
-                    self.full[on_slot.slot] -= 1
+                    self.full[slot_unit.slot] -= 1
 
-        monkeypatch.setattr(UnitOnSlot, "_fill", filled)
-        monkeypatch.setattr(UnitOnSlot, "free", freed)
+        monkeypatch.setattr(SlotUnit, "_fill", filled)
+        monkeypatch.setattr(SlotUnit, "free", freed)
 
 
 @pytest.mark.parametrize("of_scores", [list, sum], ids=["each score an output", "their sum an output"])

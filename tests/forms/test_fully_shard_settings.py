@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from backends_events import BackendsEvent
 from clocked import timeline
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
-from dataparallel.sharded.units.shards import Source
+from dataparallel.sharded.units.shards import PullSource
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from made_units import recorded_gathers
@@ -264,7 +264,7 @@ class TestIsLastBackward:
 
 
 @pytest.fixture
-def gathered(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+def gathered(monkeypatch: pytest.MonkeyPatch) -> list[PullSource]:
     """The sources that slots have pulled from."""
     return recorded_gathers(monkeypatch)
 

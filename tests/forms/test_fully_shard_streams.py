@@ -16,7 +16,7 @@ from dataparallel.composable import MixedPrecisionPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.sharded.units import passes
 from dataparallel.sharded.units.buffers import FullBuffer
-from dataparallel.sharded.units.calls import ForwardCall
+from dataparallel.sharded.units.calls import RootCall
 
 pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("one_intra_op_thread")]
 
@@ -141,12 +141,12 @@ def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots,
         fully_shard(layer, devices=slots)
     fully_shard(model, devices=slots)
     made: list[bool] = []
-    begins, make_wait, of_thread = ForwardCall.backward_begins, Event.make_wait, threading.local()
+    begins, make_wait, of_thread = RootCall.gather_for_backward, Event.make_wait, threading.local()
 
-    def noted(call: ForwardCall, on_slot: Any, position: int, running: Any) -> None:
+    def noted(call: RootCall, slot_unit: Any, position: int, running: Any) -> None:
         before, of_thread.waits = running.sums.latest, []
-        begins(call, on_slot, position, running)
-        receiving = on_slot.unit.streams.receiving[on_slot.slot]
+        begins(call, slot_unit, position, running)
+        receiving = slot_unit.unit.streams.receiving[slot_unit.slot]
         sums = {event for event in (before, running.sums.latest) if event is not None}
         made.append(any(event in sums and stream == receiving for event, stream in of_thread.waits))
 
@@ -154,7 +154,7 @@ def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots,
         getattr(of_thread, "waits", []).append((event, stream))
         make_wait(event, stream)
 
-    monkeypatch.setattr(ForwardCall, "backward_begins", noted)
+    monkeypatch.setattr(RootCall, "gather_for_backward", noted)
     monkeypatch.setattr(Event, "make_wait", noted_wait)
     model(torch.randn(6, 256, device=root)).sum().backward()
     assert any(made)

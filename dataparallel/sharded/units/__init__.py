@@ -1,4 +1,9 @@
-"""Units: parameters that are gathered on a slot before they are used, and freed together after it.
+"""Runs ``composable.fully_shard``: units are gathered on each slot before they are used, and freed afterwards.
 
-The room runs ``composable.fully_shard`` and is for nobody else.
+* A *unit* is the parameters that one application of ``fully_shard`` gathers and frees together (`unit.Unit`).
+* A *tree* is the units of the outermost module that is called, which is the tree's *root* (`tree.Tree`).
+* A *slot* is a place where a replica runs (`slot_unit.SlotUnit`). Its device is also an *owner*: it keeps one shard of
+  each parameter, and the optimizer steps there.
+* A *gather* copies a unit's shards from all owners to one slot, where the unit is *full* until it is freed.
+* A *delivery* is the gradients that one slot has computed for a unit. The owners add up the deliveries of all slots.
 """

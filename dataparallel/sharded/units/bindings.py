@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel.sharded.placements import Shard, over_of
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.joint_gathers import Room
+from dataparallel.sharded.units.joint_gathers import GatherBudget
 from dataparallel.sharded.units.shards import LastCopies, cut_of
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
+
+
+RegistryEntry: TypeAlias = "tuple[dict[str, Any], str, int]"
+"""Where a parameter is registered: the ``_parameters`` of a module, the name there, the position in the unit."""
 
 
 @dataclass(frozen=True)
@@ -72,33 +76,33 @@ class TreeBinding:
         deliver: takes a slot's gradients.
         settle: waits until no backward uses the unit.
         copies: the last copies of shards that slots have pulled from.
-        room: how far joint gathers may run ahead.
+        gather_budget: limits how far joint gathers run ahead.
     """
 
     number: int = 0
     deliver: Callable[[Unit, int, Sequence[Tensor | None]], None] = _no_tree
     settle: Callable[[], None] = lambda: None
     copies: LastCopies = field(default_factory=LastCopies)
-    room: Room = field(default_factory=Room)
+    gather_budget: GatherBudget = field(default_factory=GatherBudget)
 
 
-class Registered:
+class ModuleRegistries:
     """The registries of one unit's parameters in the user's modules."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self.places: list[tuple[dict[str, Any], str, int]] = []  # registry, name, and position in the unit
+        self.entries: list[RegistryEntry] = []
         self._pieces: list[nn.Parameter] | None = None  # if the modules have these
 
     def adopt(self) -> None:
         """Takes parameters that other code has registered in the user's modules in place of the unit's own."""
         shown: list[Sequence[Tensor]] = [self._unit.parameters]
-        if self._unit.on_slots:
-            shown.append(self._unit.on_slots[0].parameters)
+        if self._unit.slot_units:
+            shown.append(self._unit.slot_units[0].parameters)
         if self._pieces is not None:
             shown.append(self._pieces)
         adopted: dict[int, ShardedTensor] = {}
-        for registry, name, position in self.places:
+        for registry, name, position in self.entries:
             found = registry.get(name)
             if any(found is known[position] for known in shown) or position in adopted:
                 continue
@@ -121,11 +125,11 @@ class Registered:
         for position, parameter in adopted.items():
             self._unit.parameters[position] = parameter
 
-    def show_what_is_there(self) -> None:
+    def show_current(self) -> None:
         """Registers what FSDP2 does: the first slot's full parameters, else its group's pieces, else the shards."""
-        is_full = bool(self._unit.on_slots) and self._unit.on_slots[0].is_full
+        is_full = bool(self._unit.slot_units) and self._unit.slot_units[0].is_full
         self._pieces = None if is_full else self._unit.pieces.as_parameters()
-        self._register(self._unit.on_slots[0].parameters if is_full else self._pieces or self._unit.parameters)
+        self._register(self._unit.slot_units[0].parameters if is_full else self._pieces or self._unit.parameters)
 
     def drop_pieces(self) -> None:
         """Shows the sharded parameters in place of pieces, which would hold memory."""
@@ -138,7 +142,7 @@ class Registered:
         self._register(self._unit.parameters)
 
     def _register(self, parameters: Sequence[Tensor]) -> None:
-        for registry, name, position in self.places:
+        for registry, name, position in self.entries:
             registry[name] = parameters[position]
 
 

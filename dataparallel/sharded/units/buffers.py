@@ -156,7 +156,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
 
 
-def no_room_for(
+def out_of_memory_error(
     what: str, unit: str, device: torch.device, number_of_bytes: int, error: torch.OutOfMemoryError
 ) -> torch.OutOfMemoryError:
     """The error to raise from ``error``: ``device`` has no room for ``what`` of a unit, which takes so many bytes."""
@@ -167,12 +167,12 @@ def no_room_for(
 
 
 @contextmanager
-def named_if_no_room(what: str, unit: str, device: torch.device, number_of_bytes: int) -> Iterator[None]:
-    """Around allocations for a unit on a device. Arguments are those of `no_room_for`."""
+def naming_out_of_memory(what: str, unit: str, device: torch.device, number_of_bytes: int) -> Iterator[None]:
+    """Around allocations for a unit on a device. Arguments are those of `out_of_memory_error`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise no_room_for(what, unit, device, number_of_bytes, error) from error
+        raise out_of_memory_error(what, unit, device, number_of_bytes, error) from error
 
 
 class FullBuffer:

@@ -19,8 +19,8 @@ from torch import Tensor
 from dataparallel.comm.streams.current import Event, current_streams, streams_joined, streams_set
 from dataparallel.profiling import stage
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.buffers import Layout, named_if_no_room
-from dataparallel.sharded.units.sums import Delivery, Group, Summed, UnitSums, added_in
+from dataparallel.sharded.units.buffers import Layout, naming_out_of_memory
+from dataparallel.sharded.units.sums import Delivery, Group, PassGradients, UnitSums, added_in
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.passes import SumsOfPass
@@ -134,7 +134,7 @@ class UnitGradients:
         """`deliver` on the computing stream of the pass."""
         sums.release(slot)
         is_new = slot not in self._held or slot in self._new
-        with named_if_no_room("gradients", self._unit.name, self._unit.slots[slot], self.full_bytes):
+        with naming_out_of_memory("gradients", self._unit.name, self._unit.slots[slot], self.full_bytes):
             delivery = self._packed(slot, grads)
         with self._lock:
             if not self._unit.requires_gradient_sync:
@@ -260,7 +260,7 @@ class UnitGradients:
                 self.partial.drop_void()
                 self.partial = self.partial if self.partial.present else None
 
-    def set_sums(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: Summed) -> None:
+    def set_sums(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients) -> None:
         """Adds what has been added up over machines to ``.grad``, on the current streams."""
         with self._lock:
             self._sums.add_parts(totals, present, summed)

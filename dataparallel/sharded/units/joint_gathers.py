@@ -19,8 +19,8 @@ from dataparallel import _torch, comm
 from dataparallel.comm import settings
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.replicas.compiled.gate import gate
-from dataparallel.sharded.units.buffers import no_room_for
-from dataparallel.sharded.units.shards import OwnedShards, Source, wait_for
+from dataparallel.sharded.units.buffers import out_of_memory_error
+from dataparallel.sharded.units.shards import OwnedShards, PullSource, wait_for
 from dataparallel.threads.meetings import Place, Turns, here
 from dataparallel.threads.slot_costs import waiting
 
@@ -41,7 +41,7 @@ about half of the launches."""
 Attempt: TypeAlias = "Callable[[], Arrived | bool | None]"
 
 
-class Room:
+class GatherBudget:
     """How many parameters may be at slots that have not asked for them. Any thread may use it.
 
     A few small units may wait there, or one unit of any size. A slot that needs a further unit waits until the others
@@ -55,8 +55,8 @@ class Room:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._used = 0
-        self._arrived: list[JointGathers] = []  # in the order in which they were launched
-        self._aside: dict[int, Turns] = {}  # slots that wait without a permit
+        self._gathers: list[JointGathers] = []  # in the order in which they were launched
+        self._slots_aside: dict[int, Turns] = {}  # slots that wait without a permit
         self._movements = 0
         self._has_given_up = False  # in this call or backward
         self.was_taken = False  # by a gather of this call or backward
@@ -65,21 +65,21 @@ class Room:
         """A new call or backward begins."""
         self._has_given_up = self.was_taken = False
 
-    def take_room(self, gather: JointGathers, number_of_bytes: int) -> bool:
+    def reserve(self, gather: JointGathers, number_of_bytes: int) -> bool:
         """Returns false if there is no room for them."""
         with self._lock:
             if self._used and self._used + number_of_bytes > _MAY_HAVE_ARRIVED:
                 return False
             self._used += number_of_bytes
-            self._arrived.append(gather)
+            self._gathers.append(gather)
             self.was_taken = True
             return True
 
-    def give_room_back(self, gather: JointGathers, number_of_bytes: int) -> None:
+    def release(self, gather: JointGathers, number_of_bytes: int) -> None:
         """All slots have taken the parameters, or they are dropped. Slots that wait for room look again."""
         with self._lock:
             self._used -= number_of_bytes
-            self._arrived.remove(gather)
+            self._gathers.remove(gather)
             self._movements += 1
         self._look_again()
 
@@ -92,23 +92,23 @@ class Room:
     def _look_again(self) -> None:
         """Lets slots that wait go on."""
         with self._lock:
-            aside, self._aside = self._aside, {}
+            aside, self._slots_aside = self._slots_aside, {}
         for turns in {*aside.values()}:
             turns.let_go_on([slot for slot, waits_in in aside.items() if waits_in is turns])
 
     def drop_passed(self, slot: int, taken: JointGathers) -> None:
         """The slot has passed by what was launched before this, which it has taken."""
         with self._lock:
-            passed = self._arrived[: self._arrived.index(taken)] if taken in self._arrived else []
+            passed = self._gathers[: self._gathers.index(taken)] if taken in self._gathers else []
         for gather in passed:
             gather.drop_arrived(slot)
 
     def end_forward(self, slot: int) -> None:
         """The forward of the slot has ended: it takes nothing any more."""
-        for gather in [*self._arrived]:
+        for gather in [*self._gathers]:
             gather.drop_arrived(slot)
 
-    def wait_for_room(self, needed: JointGathers, attempt: Attempt) -> Arrived | bool | None:
+    def wait_for_release(self, needed: JointGathers, attempt: Attempt) -> Arrived | bool | None:
         """Attempts again whenever something moves, until there is a result. Returns none if the slot waits no more.
 
         Only the thread of a replica's forward waits: others might be those that have to take what is there.
@@ -123,17 +123,17 @@ class Room:
     def _wait(self, place: Place, turns: Turns, needed: JointGathers, attempt: Attempt) -> Arrived | bool | None:
         while not self._has_given_up:
             before = self._movements
-            for gather in [*self._arrived]:
+            for gather in [*self._gathers]:
                 if gather.number < needed.number:
                     gather.drop_arrived(place.index)
             if (found := attempt()) is not None:
                 return found
-            if any(gather is not needed and gather.has_arrived(place.index) for gather in [*self._arrived]):
+            if any(gather is not needed and gather.has_arrived(place.index) for gather in [*self._gathers]):
                 return None
             with waiting():
                 turn = turns.step_aside(place.index)
                 with self._lock:
-                    self._aside[place.index] = turns
+                    self._slots_aside[place.index] = turns
                     is_late = self._movements != before
                 if is_late:
                     self._look_again()
@@ -173,25 +173,25 @@ class JointGathers:
         self._are_joint = comm.are_apart(slots) and unit.sharded_over[0] == 1 and unit.full_bytes > 0
         self._streams = {device: s for device, s in zip(slots, unit.streams.receiving, strict=True) if s is not None}
         self._lock = threading.Lock()
-        self._slots = len(slots)
-        self._waiting: dict[int, Arrived] = {}  # of the last gather, for slots that have not taken it
-        self._are_together = True
-        self._asked: set[int] = set()  # slots that have asked for a large unit in this backward
+        self._number_of_slots = len(slots)
+        self._untaken: dict[int, Arrived] = {}  # of the last gather, for slots that have not taken it
+        self._is_one_round = True
+        self._asking_slots: set[int] = set()  # slots that have asked for a large unit in this backward
         self.last_pull: Event | None = None
 
     @property
     def number(self) -> int:
         """Of the unit in its tree."""
-        return self._unit.tree.number
+        return self._unit.binding.number
 
     @property
-    def _room(self) -> Room:
-        return self._unit.tree.room
+    def _budget(self) -> GatherBudget:
+        return self._unit.binding.gather_budget
 
     def renew(self, slots: int) -> None:
         """Drops what waits. The next gathers are for the first few slots."""
         with self._lock:
-            self._slots, self._are_together, self._asked = slots, True, set()
+            self._number_of_slots, self._is_one_round, self._asking_slots = slots, True, set()
             self._drop_all()
 
     def take_arrived(self, slot: int, ready: Mapping[torch.device, Event], ahead: bool) -> Arrived | bool:
@@ -208,42 +208,42 @@ class JointGathers:
         """
         if not self._are_joint:
             return False
-        found = self._taken(slot, ready, ahead)
+        found = self._attempt(slot, ready, ahead)
         if found is None and ahead:
             return True
         if found is None:
-            found = self._room.wait_for_room(self, partial(self._taken, slot, ready, ahead))
+            found = self._budget.wait_for_release(self, partial(self._attempt, slot, ready, ahead))
         return found or False
 
-    def _taken(self, slot: int, ready: Mapping[torch.device, Event], ahead: bool) -> Arrived | bool | None:
+    def _attempt(self, slot: int, ready: Mapping[torch.device, Event], ahead: bool) -> Arrived | bool | None:
         """`take_arrived`, or ``None`` if there is no room yet."""
         is_new = False
         with self._lock:
-            if slot >= self._slots or self._slots < 3 or not self._are_together:
+            if slot >= self._number_of_slots or self._number_of_slots < 3 or not self._is_one_round:
                 return False
-            if self._waiting and next(iter(self._waiting.values())).versions != self._unit.versions():
+            if self._untaken and next(iter(self._untaken.values())).versions != self._unit.versions():
                 self._drop_all()
-            if not self._waiting and self._is_too_early(slot):
+            if not self._untaken and self._is_too_early(slot):
                 # Who needs it now cannot wait: backward may need this thread.
-                self._are_together = ahead
+                self._is_one_round = ahead
                 return None if ahead else False
-            if self._waiting:
+            if self._untaken:
                 # A slot that comes again before others have come at all, as for a module that is used twice, would
                 # have one gather launched for each slot.
-                self._are_together = slot in self._waiting
-            elif self._room.take_room(self, self._unit.full_bytes):
-                self._launch_in_room(ready)
+                self._is_one_round = slot in self._untaken
+            elif self._budget.reserve(self, self._unit.full_bytes):
+                self._launch_reserved(ready)
                 is_new = True
             else:
                 return None
-            found = self._waiting.pop(slot, False)
-            is_last = not self._waiting
+            found = self._untaken.pop(slot, False)
+            is_last = not self._untaken
         if is_new:
-            self._room.note_arrival()
+            self._budget.note_arrival()
         if is_last:
-            self._room.give_room_back(self, self._unit.full_bytes)
+            self._budget.release(self, self._unit.full_bytes)
         elif found:
-            self._room.drop_passed(slot, self)
+            self._budget.drop_passed(slot, self)
         return found
 
     def _is_too_early(self, slot: int) -> bool:
@@ -254,47 +254,47 @@ class JointGathers:
         """
         if self._unit.full_bytes <= _MAY_HAVE_ARRIVED or not _torch.is_in_backward():
             return False
-        self._asked.add(slot)
-        return len(self._asked) < self._slots and self._room.was_taken
+        self._asking_slots.add(slot)
+        return len(self._asking_slots) < self._number_of_slots and self._budget.was_taken
 
     def drop_arrived(self, slot: int) -> None:
         """What has arrived for the slot is not taken any more. Memory of the receiving streams, which alone use it."""
         with self._lock:
-            is_last = self._waiting.pop(slot, None) is not None and not self._waiting
+            is_last = self._untaken.pop(slot, None) is not None and not self._untaken
         if is_last:
-            self._room.give_room_back(self, self._unit.full_bytes)
+            self._budget.release(self, self._unit.full_bytes)
 
     def has_arrived(self, slot: int) -> bool:
         """True if something has arrived for the slot, which has not taken it."""
-        return slot in self._waiting
+        return slot in self._untaken
 
     def _drop_all(self) -> None:
-        if self._waiting:
-            self._waiting = {}  # memory of the receiving streams, which alone have used it
-            self._room.give_room_back(self, self._unit.full_bytes)
+        if self._untaken:
+            self._untaken = {}  # memory of the receiving streams, which alone have used it
+            self._budget.release(self, self._unit.full_bytes)
 
-    def _launch_in_room(self, ready: Mapping[torch.device, Event]) -> None:
+    def _launch_reserved(self, ready: Mapping[torch.device, Event]) -> None:
         """Launches a gather. If that fails, its room is free again."""
         versions = self._unit.versions()
         try:
             with torch.no_grad(), streams_set(self._streams):
                 arrived = self._launch(ready)
         except BaseException:
-            self._room.give_room_back(self, self._unit.full_bytes)
+            self._budget.release(self, self._unit.full_bytes)
             raise
-        events = [Event(self._streams[device]) for device in self._unit.slots[: self._slots]]
+        events = [Event(self._streams[device]) for device in self._unit.slots[: self._number_of_slots]]
         for slot, event in enumerate(events):
-            self._waiting[slot] = Arrived([matrices[slot] for matrices in arrived], event, versions)
+            self._untaken[slot] = Arrived([matrices[slot] for matrices in arrived], event, versions)
 
     def _launch(self, ready: Mapping[torch.device, Event]) -> list[list[Tensor]]:
         """Launches the copies on the receiving streams, and returns for each dtype what arrives at each slot."""
-        unit, devices = self._unit, self._unit.slots[: self._slots]
+        unit, devices = self._unit, self._unit.slots[: self._number_of_slots]
         are_exchanged = self._are_exchanged()
-        collector = unit.tree.number % self._slots  # collects the pieces; units use distinct slots
+        collector = unit.binding.number % self._number_of_slots  # collects the pieces; units use distinct slots
         wait_for({*ready.values()}, self._streams.values())
         arrived: list[list[Tensor]] = []
         for owned in unit.owned:
-            source = Source(unit, owned, pulls=1)
+            source = PullSource(unit, owned, pulls=1)
             pieces, made = source.pieces(ready)
             try:
                 for device, event in made.items():
@@ -317,7 +317,7 @@ class JointGathers:
     def _are_exchanged(self) -> bool:
         """True if slots exchange what they have, as on the route "shards" each device sends a part to all others."""
         is_large = self._unit.full_bytes > _COLLECTED or settings.current().route == "shards"
-        return is_large and self._slots == len(self._unit.slots)
+        return is_large and self._number_of_slots == len(self._unit.slots)
 
     def _empty(self, owned: OwnedShards, dtype: torch.dtype, devices: list[torch.device]) -> list[Tensor]:
         shape = owned.layout.owners, owned.layout.numel
@@ -327,5 +327,5 @@ class JointGathers:
                 made.append(torch.empty(shape, dtype=dtype, device=device))
         except torch.OutOfMemoryError as error:
             unit = self._unit
-            raise no_room_for("parameters", unit.name, devices[len(made)], unit.full_bytes, error) from error
+            raise out_of_memory_error("parameters", unit.name, devices[len(made)], unit.full_bytes, error) from error
         return made

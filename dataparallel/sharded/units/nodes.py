@@ -16,7 +16,7 @@ from dataparallel.batches.batch_types import container_of
 from dataparallel.batches.structures import children_of
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.on_slot import UnitOnSlot
+    from dataparallel.sharded.units.slot_unit import SlotUnit
     from dataparallel.sharded.units.unit import Unit
 
 
@@ -184,8 +184,8 @@ class _Hook:
 class Receiver:
     """Takes gradients from the node of one slot."""
 
-    def __init__(self, unit: Unit, on_slot: UnitOnSlot) -> None:
-        self._unit, self._on_slot = unit, on_slot
+    def __init__(self, unit: Unit, slot_unit: SlotUnit) -> None:
+        self._unit, self._slot_unit = unit, slot_unit
 
     def receive(self, grads: Sequence[Tensor | None]) -> None:
         """Called in the node's backward.
@@ -198,5 +198,5 @@ class Receiver:
                 "create_graph=True reaches sharded parameters: a graph of their gradients would need them full. Take "
                 "gradients of inputs only: torch.autograd.grad(loss, inputs, create_graph=True)"
             )
-        self._unit.tree.deliver(self._unit, self._on_slot.slot, grads)
-        self._on_slot.received()
+        self._unit.binding.deliver(self._unit, self._slot_unit.slot, grads)
+        self._slot_unit.note_gradients()

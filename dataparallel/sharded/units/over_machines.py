@@ -20,7 +20,7 @@ from dataparallel.machines.peer_rounds import PeerRounds
 from dataparallel.machines.rounds import Launched
 from dataparallel.machines.start import send_values
 from dataparallel.sharded.placements import Owners
-from dataparallel.sharded.units.shards import OwnedShards, Source
+from dataparallel.sharded.units.shards import OwnedShards, PullSource
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
@@ -94,7 +94,7 @@ class MachinesOfTree:
             self.gathers.queue.signal_failure(error, until_all=True)
 
 
-class SourceOverMachines(Source):
+class SourceOverMachines(PullSource):
     """What slots pull from: each owner's parts of all machines, one after the other."""
 
     def __init__(self, unit: Unit, owned: OwnedShards, pulls: int, machines: Machines) -> None:
@@ -134,7 +134,7 @@ class SourceOverMachines(Source):
         return flat.to(owner, non_blocking=True).to(self._dtype)
 
     def pieces(self, ready: Mapping[torch.device, Event]) -> tuple[list[Tensor], Mapping[torch.device, Event]]:
-        """As of `Source`. The calling thread waits until the shards of all machines are there, or raises."""
+        """As of `PullSource`. The calling thread waits until the shards of all machines are there, or raises."""
         self.send(ready)
         return super().pieces({})
 

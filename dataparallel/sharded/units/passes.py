@@ -21,7 +21,7 @@ from dataparallel.comm.streams.current import Event, current_streams, streams_se
 from dataparallel.devices import CPU
 from dataparallel.profiling import stage
 from dataparallel.sharded.units.shards import wait_for
-from dataparallel.sharded.units.sums import Delivery, Summed
+from dataparallel.sharded.units.sums import Delivery, PassGradients
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.sums_over_machines import SumsOverMachines
@@ -59,7 +59,7 @@ class SumsOfPass:
     in_flight: dict[int, list[tuple[Delivery, Event | None]]] = field(default_factory=dict)
     added: dict[int, Event] = field(default_factory=dict)
     waiting: list[Callable[[], object]] = field(default_factory=list)
-    summed: Summed = field(default_factory=Summed)
+    summed: PassGradients = field(default_factory=PassGradients)
     latest: Event | None = None
     added_to: list[Tensor] = field(default_factory=list)
     put_back: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
@@ -203,17 +203,17 @@ class BackwardPass:
         """True if the engine's task that runs now has joined the pass."""
         return running_pass() in self._tasks
 
-    def delivered(self, slot: int, unit: Unit, number_of_bytes: int) -> None:
+    def note_delivery(self, slot: int, unit: Unit, number_of_bytes: int) -> None:
         """A slot has delivered a unit's gradients, which may wait for those of other slots."""
         with self._changed:
             for other in range(self.sums.slots):
                 if other != slot and unit in self._missing[other]:
                     self._waiting[slot, other][unit] = number_of_bytes
             self._deliveries[slot] += 1
-            self._no_more(slot, unit)
-            self._moved()
+            self._stop_waiting_for(slot, unit)
+            self._note_movement()
 
-    def unit_begins(self, slot: int, position: int, order: Sequence[Sequence[Unit]]) -> None:
+    def note_unit_begun(self, slot: int, position: int, order: Sequence[Sequence[Unit]]) -> None:
         """The backward of a unit begins on a slot.
 
         ``order``: for each slot the units of a forward, in the order in which they ended. ``position``: of this one.
@@ -228,11 +228,11 @@ class BackwardPass:
                     self._missing[each].update(units)
             _, passed = self._orders[id(order)]
             for unit in order[slot][position + 1 : passed[slot]]:
-                self._no_more(slot, unit)
+                self._stop_waiting_for(slot, unit)
             passed[slot] = min(position, passed[slot])
-            self._moved()
+            self._note_movement()
 
-    def _no_more(self, slot: int, unit: Unit) -> None:
+    def _stop_waiting_for(self, slot: int, unit: Unit) -> None:
         """Gradients of this unit on other slots do not wait for this slot, or do so no longer."""
         self._missing[slot].discard(unit)
         for other in range(self.sums.slots):
@@ -243,7 +243,7 @@ class BackwardPass:
         if not self._have_own_threads:
             return
         with self._changed:
-            while (behind := self._behind(slot)) and not self._is_over:
+            while (behind := self._slots_behind(slot)) and not self._is_over:
                 least = min(self._deliveries[other] for other in behind)
                 if self._gave_up_at.get(slot) == least:
                     break
@@ -252,12 +252,12 @@ class BackwardPass:
                 if self._movements == before:
                     self._gave_up_at[slot] = least
 
-    def _behind(self, slot: int) -> list[int]:
+    def _slots_behind(self, slot: int) -> list[int]:
         """The slots for which many of this slot's gradients wait."""
         others = range(self.sums.slots)
         return [other for other in others if sum(self._waiting[slot, other].values()) > _MAY_WAIT_BYTES]
 
-    def _moved(self) -> None:
+    def _note_movement(self) -> None:
         self._movements += 1
         self._changed.notify_all()
 
@@ -271,7 +271,7 @@ class BackwardPass:
             self.sums.note_callers()
             if self._tasks and not has_failed:
                 self._has_returned = True
-                self._tree.backward_returned()
+                self._tree.note_backward_returned()
                 return
             self._is_over = True
             self._changed.notify_all()
@@ -292,7 +292,7 @@ class BackwardPass:
                     for unit in self._tree.units:
                         unit.gradients.note_lost(self.sums.computing)
                 self.has_finished = True
-            self._tree.pass_ended(self, has_failed)
+            self._tree.note_pass_end(self, has_failed)
 
     def _finish(self) -> None:
         for unit in self._tree.units:

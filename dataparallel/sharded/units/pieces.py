@@ -190,7 +190,7 @@ class Pieces:
                     was_shown = was_shown or piece.group.start == 0
                     _free_if_unread(piece)
         if was_shown:
-            self._unit.registered.drop_pieces()
+            self._unit.registries.drop_pieces()
 
 
 def _free_if_unread(piece: Piece) -> None:

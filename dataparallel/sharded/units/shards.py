@@ -185,7 +185,7 @@ class LastCopies:
             return [*last.values()]
 
 
-class Source:
+class PullSource:
     """What the slots pull from in one round of gathers: the flat shards, cast and on their owners' devices.
 
     Any thread may use it. Where flat shards can be pulled as they are, it only refers to them. Else the first slot has
@@ -199,7 +199,7 @@ class Source:
 
     def __init__(self, unit: Unit, owned: OwnedShards, pulls: int) -> None:
         self._owned, self._pulls, self._dtype = owned, pulls, unit.dtype_on_slots(owned.dtype)
-        self._streams, self._copies = unit.streams.casting, unit.tree.copies
+        self._streams, self._copies = unit.streams.casting, unit.binding.copies
         self._lock = threading.Lock()
         self._made: list[Tensor] | None = None
         self._ready: dict[torch.device, Event] = {}

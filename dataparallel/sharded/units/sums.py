@@ -18,7 +18,7 @@ from torch import Tensor
 from dataparallel import _torch, comm
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.sharded.tensor import ShardedTensor, divided_like, is_divided_alike
-from dataparallel.sharded.units.buffers import Layout, named_if_no_room
+from dataparallel.sharded.units.buffers import Layout, naming_out_of_memory
 from dataparallel.sharded.units.shards import wait_for
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def added_in(summed: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if wide.itemsize < 4 and wide.is_floating_point else wide
 
 
-class Summed:
+class PassGradients:
     """The parameters of all units of a tree that have got gradients in one pass."""
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class UnitSums:
             self._set_gradients(totals, present, sums.summed)
         sums.summed.note(self._unit.parameters[i] for kept, _, _ in self._groups for i in kept if i in present)
 
-    def add_parts(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: Summed) -> None:
+    def add_parts(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients) -> None:
         """Adds the owners' parts to gradients, or makes them that, on the current streams."""
         for owner in range(len(self._unit.slots)):
             self._add_to_gradients(owner, totals, present, summed)
@@ -214,7 +214,7 @@ class UnitSums:
 
     def _memory(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         number_of_bytes = self._unit.gradients.full_bytes // len(self._unit.slots)
-        with named_if_no_room("summed gradients", self._unit.name, device, number_of_bytes):
+        with naming_out_of_memory("summed gradients", self._unit.name, device, number_of_bytes):
             return torch.empty(shape, dtype=dtype, device=device)
 
     def _end_sum(
@@ -241,7 +241,7 @@ class UnitSums:
             sums.added_to += self._add_to_gradients(owner, totals, present, sums.summed)
 
     def _add_to_gradients(
-        self, owner: int, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: Summed
+        self, owner: int, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients
     ) -> list[Tensor]:
         """Adds the owner's part to gradients that there are already, and returns the owner's parts of these."""
         sums_to: list[Tensor] = []
@@ -258,7 +258,9 @@ class UnitSums:
             _torch.foreach_add_(sums_to, additions)
         return sums_to
 
-    def _set_gradients(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: Summed) -> None:
+    def _set_gradients(
+        self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients
+    ) -> None:
         """Makes the parts the gradients of parameters that have none."""
         for (kept, layout, _), of_owners in zip(self._groups, totals, strict=True):
             if all(summed.gradient_of(self._unit.parameters[i]) is not None for i in kept):

@@ -22,7 +22,7 @@ from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import Launched, Round
 from dataparallel.sharded.units.gradients import PartialSums, UnitGradients
 from dataparallel.sharded.units.over_machines import MachinesOfTree
-from dataparallel.sharded.units.sums import Summed, added_in
+from dataparallel.sharded.units.sums import PassGradients, added_in
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.tree import Tree
@@ -223,7 +223,7 @@ class SumsOverMachines:
                     self._add_partial(entry, at, owner, zeros)
                 entry.staged[at].append(self._staged(entry, zeros.to(entry.wire(at))))
 
-    def add_to_gradients(self, summed: Summed) -> None:
+    def add_to_gradients(self, summed: PassGradients) -> None:
         """Waits for all sums, and adds them to ``.grad``.
 
         ``summed``: gets the parameters that have gradients, and the gradients that their hooks have to see first.
@@ -292,7 +292,7 @@ class SumsOverMachines:
         return [[*map(unit.to_host, of_owners)] for of_owners in parts] if unit.is_offloaded else parts
 
     def _set(
-        self, entry: _UnitInPass, parts: Sequence[Sequence[Tensor]], present: Collection[int], summed: Summed
+        self, entry: _UnitInPass, parts: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients
     ) -> None:
         gradients, parameters = entry.gradients, entry.unit.parameters
         gradients.partial = None

@@ -20,8 +20,8 @@ from dataparallel import _torch
 from dataparallel.comm.streams.current import GivenEvents, current_streams
 from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.units.bindings import TreeBinding
-from dataparallel.sharded.units.calls import ForwardCall
-from dataparallel.sharded.units.joint_gathers import Room
+from dataparallel.sharded.units.calls import RootCall
+from dataparallel.sharded.units.joint_gathers import GatherBudget
 from dataparallel.sharded.units.passes import BackwardPass, SumsOfPass
 from dataparallel.sharded.units.shards import LastCopies, wait_for
 from dataparallel.sharded.units.unit import Unit
@@ -66,7 +66,7 @@ class Tree:
     Attributes:
         machines: those that the units are spread over, if there are several.
         bindings: for each unit what it has of the tree while that uses it.
-        room: how far joint gathers may run ahead.
+        gather_budget: limits how far joint gathers run ahead.
         next_unit: for each unit the one that came after it in the last forward.
         last_call: the forward that began last.
         order_of_sums: numbers of units, in which they are added up over machines, rank 0's once that is known.
@@ -75,15 +75,15 @@ class Tree:
     def __init__(self, units: Sequence[Unit], slots: Sequence[torch.device]) -> None:
         self.units, self.slots = list(units), list(slots)
         self.next_unit: dict[Unit, Unit] = {}
-        self.last_call: ForwardCall | None = None
+        self.last_call: RootCall | None = None
         self._pass: BackwardPass | None = None
         self._failed: list[BackwardPass] = []  # passes with tasks of the engine that have not ended
         self._ending_thread: int | None = None
         self._changed = threading.Condition()
         self._copies = LastCopies()
-        self.room = Room()
+        self.gather_budget = GatherBudget()
         self.bindings = {
-            unit: TreeBinding(i, self.deliver, self.settle, self._copies, self.room)
+            unit: TreeBinding(i, self.deliver, self.settle, self._copies, self.gather_budget)
             for i, unit in enumerate(self.units)
         }
         self._unfinished: list[SumsOfPass] = []  # of passes that were not the last of a step
@@ -92,10 +92,10 @@ class Tree:
         self.is_order_known = False
 
     @contextmanager
-    def calling(self, number_of_slots: int) -> Iterator[ForwardCall]:
+    def calling(self, number_of_slots: int) -> Iterator[RootCall]:
         """Around a call of the root on the first few slots, once the units are up to date (`prepare`)."""
         self._finish_sums()
-        call = ForwardCall(self, self.slots[:number_of_slots])
+        call = RootCall(self, self.slots[:number_of_slots])
         has_failed = True
         try:
             yield call
@@ -113,8 +113,8 @@ class Tree:
         for unit in self.units:
             unit.refresh(self._wait_for_optimizer)
             unit.gradients.drop_void()
-            for on_slot in unit.on_slots:
-                on_slot.free_if_changed()
+            for slot_unit in unit.slot_units:
+                slot_unit.free_if_changed()
             unit.pieces.drop_if_changed()
 
     def settle(self) -> None:
@@ -152,7 +152,7 @@ class Tree:
         self._finish_sums()
         self._make_owners_wait(computing)
 
-    def join_pass(self, call: ForwardCall, only_if_alone: bool = False) -> BackwardPass:
+    def join_pass(self, call: RootCall, only_if_alone: bool = False) -> BackwardPass:
         """The running pass of backward, begun now if there is none. It lasts at least until the engine's task ends.
 
         ``only_if_alone``: as for `BackwardPass.join`.
@@ -174,7 +174,7 @@ class Tree:
                 self._refuse_lost()
             return self._pass
 
-    def backward_returned(self) -> None:
+    def note_backward_returned(self) -> None:
         """A ``backward()`` has returned while another one in its pass runs on: before the next step that has to end.
 
         The other one may have failed before: torch raises the error while threads are still in its nodes. A backward
@@ -195,13 +195,13 @@ class Tree:
         for unit in self.units:
             unit.gradients.refuse_lost()
 
-    def _new_pass(self, call: ForwardCall) -> BackwardPass:
-        self.room.renew()
+    def _new_pass(self, call: RootCall) -> BackwardPass:
+        self.gather_budget.renew()
         for unit in self.units:
             unit.begin_gathers(len(call.slots))
             unit.gradients.drop_void()
             # Until the pass has ended, however that may be. Replicas have the full parameters.
-            unit.registered.show_sharded()
+            unit.registries.show_sharded()
         return BackwardPass(self, call.slots, call.computing, self._sums_over_machines(call.computing))
 
     def _sums_over_machines(self, computing: Mapping[torch.device, torch.Stream]) -> SumsOverMachines | None:
@@ -224,9 +224,9 @@ class Tree:
         assert call is not None
         running = self.join_pass(call, only_if_alone=True)
         if unit.gradients.deliver(slot, grads, running.sums) is not None:
-            running.delivered(slot, unit, unit.gradients.full_bytes)
+            running.note_delivery(slot, unit, unit.gradients.full_bytes)
 
-    def pass_ended(self, ended: BackwardPass, has_failed: bool) -> None:
+    def note_pass_end(self, ended: BackwardPass, has_failed: bool) -> None:
         """Frees what the pass needs no more, and lets those go on that wait for its end."""
         with self._changed:
             self._pass, self._ending_thread = None, threading.get_ident()
@@ -237,8 +237,8 @@ class Tree:
             self.machines.step_failed(RuntimeError("its backward has failed, with an error that is shown there"))
         try:
             for unit in self.units:
-                for on_slot in unit.on_slots:
-                    on_slot.pass_ended(has_failed, ended.is_recorded)
+                for slot_unit in unit.slot_units:
+                    slot_unit.note_pass_end(has_failed, ended.is_recorded)
                 unit.pieces.drop()
                 unit.end_gathers()
             self._make_owners_wait(ended.sums.computing)

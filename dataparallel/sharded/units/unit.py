@@ -16,14 +16,14 @@ from dataparallel.devices import CPU
 from dataparallel.profiling import note_copy
 from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.bindings import Precision, Registered, Settings, TreeBinding
-from dataparallel.sharded.units.buffers import named_if_no_room
+from dataparallel.sharded.units.bindings import ModuleRegistries, Precision, Settings, TreeBinding
+from dataparallel.sharded.units.buffers import naming_out_of_memory
 from dataparallel.sharded.units.gradients import UnitGradients
 from dataparallel.sharded.units.joint_gathers import JointGathers
 from dataparallel.sharded.units.nodes import Receiver, make_outputs
-from dataparallel.sharded.units.on_slot import UnitOnSlot
 from dataparallel.sharded.units.pieces import Pieces
-from dataparallel.sharded.units.shards import OwnedShards, Source, TreeStreams, cut_of, wait_for
+from dataparallel.sharded.units.shards import OwnedShards, PullSource, TreeStreams, cut_of, wait_for
+from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
@@ -66,8 +66,8 @@ class Unit(Settings):
         self.is_offloaded, self._pin, self.machines = is_offloaded, pin, machines
         self.parameters = list(parameters)
         self.number_of_modules = 1
-        self.tree = TreeBinding()
-        self.registered = Registered(self)
+        self.binding = TreeBinding()
+        self.registries = ModuleRegistries(self)
         self.streams = TreeStreams(self.slots)
         self._lock = threading.Lock()
         self._make_owned()
@@ -90,9 +90,9 @@ class Unit(Settings):
         self.pieces = Pieces(self)
         self.joint = JointGathers(self)
         self.gradients = UnitGradients(self)
-        self.on_slots: list[UnitOnSlot] = []
+        self.slot_units: list[SlotUnit] = []
         self._receivers: list[Receiver] = []  # nodes refer to them weakly
-        self._sources: list[Source] = []
+        self._sources: list[PullSource] = []
         self._over_machines: SourcesOverMachines | None = None
         self._pulls = len(self.slots)
 
@@ -142,10 +142,10 @@ class Unit(Settings):
         Raises:
             RuntimeError: a parameter cannot be used, or has changed while gradients wait on the slots.
         """
-        self.tree.settle()
+        self.binding.settle()
         self.refuse_overwritten()
-        self.registered.adopt()
-        self.registered.show_sharded()
+        self.registries.adopt()
+        self.registries.show_sharded()
         if self._flags != self._present_flags():
             self._refuse_to_lose_gradients()
             self.free()
@@ -168,17 +168,17 @@ class Unit(Settings):
         if self._had_no_values and self.machines is not None:
             self.machines.send_first_values(self.name, [flat for owned in self.owned for flat in owned.flats])
         self._had_no_values = False
-        if not self.on_slots:
-            on_slots, receivers = [], []
+        if not self.slot_units:
+            slot_units, receivers = [], []
             for slot, device in enumerate(self.slots):
-                with named_if_no_room("parameters", self.name, device, self.full_bytes):
-                    on_slot = UnitOnSlot(self, slot)
+                with naming_out_of_memory("parameters", self.name, device, self.full_bytes):
+                    slot_unit = SlotUnit(self, slot)
                 if self.recorded:
-                    recorded = [on_slot.parameters[i] for i in self.recorded]
-                    receivers.append(Receiver(self, on_slot))
+                    recorded = [slot_unit.parameters[i] for i in self.recorded]
+                    receivers.append(Receiver(self, slot_unit))
                     make_outputs(recorded, device, receivers[-1].receive)
-                on_slots.append(on_slot)
-            self.on_slots, self._receivers = on_slots, receivers
+                slot_units.append(slot_unit)
+            self.slot_units, self._receivers = slot_units, receivers
 
     def _refuse_to_lose_gradients(self) -> None:
         """Raises if gradients wait on the slots, which are in the layout of the former parameters."""
@@ -196,10 +196,10 @@ class Unit(Settings):
         Raises:
             RuntimeError: it has. What was written is dropped.
         """
-        on_slots = self.on_slots if slot is None else [self.on_slots[slot]]
-        found = [at for on_slot in on_slots if (at := on_slot.take_overwritten()) is not None]
+        slot_units = self.slot_units if slot is None else [self.slot_units[slot]]
+        found = [at for slot_unit in slot_units if (at := slot_unit.take_overwritten()) is not None]
         if found:
-            name = next(name for _, name, position in self.registered.places if position == found[0])
+            name = next(name for _, name, position in self.registries.entries if position == found[0])
             raise RuntimeError(
                 f"{name!r} in the unit {self.name!r} was changed in place while it was full. The full parameter is a "
                 "copy, so the change would be lost. Change the sharded one, which the module has after reshard()"
@@ -207,14 +207,14 @@ class Unit(Settings):
 
     # ---- what slots pull from ----------------------------------------------------------------------------------------
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[PullSource]:
         """What slots pull from now: for each dtype the same source for all slots of a round."""
         with self._lock:
             if not self._sources or self._sources[0].is_used_up:
-                self._sources = [Source(self, owned, self._pulls) for owned in self.owned]
+                self._sources = [PullSource(self, owned, self._pulls) for owned in self.owned]
             return self._sources
 
-    def sent_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[Source] | None:
+    def sent_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[PullSource] | None:
         """If the unit is sharded over machines, what this slot pulls from next, on its way from now on."""
         if self.machines is None or self.machines.gathers is None:
             return None
@@ -248,7 +248,7 @@ class Unit(Settings):
         """It has ended: the parameters may change. Slots that have not pulled will not, so copies for them go."""
         self._noted = None
         self._renew_sources(len(self.slots))
-        self.registered.show_what_is_there()
+        self.registries.show_current()
 
     def versions(self) -> list[int]:
         """A number for each parameter that grows with every change in place; in a call or a pass, as it began."""
@@ -265,7 +265,7 @@ class Unit(Settings):
         """
         if not self.is_sharded_over_machines:
             return
-        first, *others = self.on_slots[:slots]
+        first, *others = self.slot_units[:slots]
         for other in others:
             if first.is_full:
                 other.copy_from(first)
@@ -274,14 +274,14 @@ class Unit(Settings):
 
     def free(self) -> None:
         """Frees what all slots have."""
-        for on_slot in self.on_slots:
-            on_slot.free()
+        for slot_unit in self.slot_units:
+            slot_unit.free()
         self.pieces.drop()
         self._renew_sources(len(self.slots))
 
     @property
-    def _pullers(self) -> list[JointGathers | UnitOnSlot]:
-        return [self.joint, *self.on_slots]
+    def _pullers(self) -> list[JointGathers | SlotUnit]:
+        return [self.joint, *self.slot_units]
 
     def take_pulls(self) -> list[Event]:
         """Events after the last pulls of all slots, once."""
@@ -301,14 +301,14 @@ class Unit(Settings):
         """
         self.refresh()
         ready = self.streams.now()
-        for on_slot in self.on_slots:
-            on_slot.free_if_changed()
-            on_slot.start(ready)
+        for slot_unit in self.slot_units:
+            slot_unit.free_if_changed()
+            slot_unit.start(ready)
         handle = _Unsharded(self, ready)
         if not async_op:
             handle.wait()
         elif self.is_offloaded:
-            note_host_reads(self.tree.copies.last())
+            note_host_reads(self.binding.copies.last())
         return handle
 
     def reshard(self) -> None:
@@ -318,20 +318,20 @@ class Unit(Settings):
             RuntimeError: other code has written to full ones; they are freed all the same.
         """
         if _torch.is_in_backward():
-            self.registered.show_sharded()
+            self.registries.show_sharded()
             return
-        self.tree.settle()
+        self.binding.settle()
         self.free()
         self.make_owners_wait()
-        self.registered.show_what_is_there()
+        self.registries.show_current()
         self.refuse_overwritten()
 
     def make_owners_wait(self) -> None:
         """Orders later writes to the shards after all pulls, and after all copies: those of the host too."""
         pulls = [event for each in self._pullers if (event := each.last_pull) is not None]
-        wait_for([*self.tree.copies.last(), *pulls], current_streams(self.slots).values())
+        wait_for([*self.binding.copies.last(), *pulls], current_streams(self.slots).values())
         if self.is_offloaded:
-            note_host_reads(self.tree.copies.last())
+            note_host_reads(self.binding.copies.last())
 
 
 class _Unsharded:
@@ -342,7 +342,7 @@ class _Unsharded:
 
     def wait(self) -> None:
         """Makes the current streams wait for the gather. The user's modules have the full parameters from now on."""
-        for on_slot in self._unit.on_slots:
-            on_slot.make_full(self._ready)
+        for slot_unit in self._unit.slot_units:
+            slot_unit.make_full(self._ready)
         self._unit.make_owners_wait()
-        self._unit.registered.show_what_is_there()
+        self._unit.registries.show_current()

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel.composable import fully_shard
 from dataparallel.sharded.units.bindings import Precision
-from dataparallel.sharded.units.calls import ModuleOnSlot, TensorHooks
+from dataparallel.sharded.units.calls import ModuleRunner, TensorHooks
 
 
 class Told:
@@ -34,24 +34,24 @@ class Told:
             self._hooks[id(tensor)] = tensor, TensorHooks(tensor)
         return self._hooks[id(tensor)][1]
 
-    def unit_began(self, on_slot: Any) -> Any:
-        self.lines.append(f"{on_slot.name} began")
-        return on_slot.unit.versions()
+    def begin_unit(self, slot_unit: Any) -> Any:
+        self.lines.append(f"{slot_unit.name} began")
+        return slot_unit.unit.versions()
 
-    def unit_ended(self, on_slot: Any) -> int:
-        self.lines.append(f"{on_slot.name} ended")
+    def end_unit(self, slot_unit: Any) -> int:
+        self.lines.append(f"{slot_unit.name} ended")
         self._positions += 1
         return self._positions - 1
 
-    def gives_one_node(self, on_slot: Any) -> bool:
+    def gives_one_node(self, slot_unit: Any) -> bool:
         return True
 
     def join_pass(self) -> None:
         self.lines.append("join")
 
-    def backward_begins(self, on_slot: Any, position: int, running: Any) -> None:
-        self.lines.append(f"{on_slot.name} begins at {position}")
-        on_slot.is_full = True
+    def gather_for_backward(self, slot_unit: Any, position: int, running: Any) -> None:
+        self.lines.append(f"{slot_unit.name} begins at {position}")
+        slot_unit.is_full = True
 
 
 class OnSlot:
@@ -71,7 +71,7 @@ class OnSlot:
         )
         self.is_full = False
         self.is_in_backward = False
-        self._open: list[object] = []  # keeps them
+        self._calls: list[object] = []  # keeps them
 
     def use(self, ready: Any, registers: Any) -> None:
         self._tree.lines.append(f"{self.name} used")
@@ -79,18 +79,18 @@ class OnSlot:
     def end_use(self) -> None:
         self._tree.lines.append(f"{self.name} not used")
 
-    def module_ended(self, number: int, has_backward: bool, is_announced: bool) -> None:
+    def note_module_end(self, number: int, has_backward: bool, is_announced: bool) -> None:
         self._tree.lines.append(f"{self.name} ran module {number}, {has_backward}")
 
     def show_in(self, registers: Any) -> None:
         self._tree.lines.append(f"{self.name} shown")
 
-    def backward_began(self, call: object | None) -> None:
+    def begin_backward(self, call: object | None) -> None:
         self.is_in_backward = True
-        self._open.append(call)
+        self._calls.append(call)
         self._tree.lines.append(f"{self.name} opens, {call is not None}")
 
-    def backward_ended(self, call: object) -> None:
+    def end_backward(self, call: object) -> None:
         self.is_full = False
         self._tree.lines.append(f"{self.name} closes")
 
@@ -101,10 +101,10 @@ def told() -> Told:
 
 
 @pytest.fixture
-def make(told: Told) -> Callable[..., ModuleOnSlot]:
-    def make(name: str = "a", precision: Precision | None = None, number: int = 0) -> ModuleOnSlot:
-        on_slot: Any = OnSlot(name, told, precision or Precision())
-        return ModuleOnSlot(on_slot, number, [], told)
+def make(told: Told) -> Callable[..., ModuleRunner]:
+    def make(name: str = "a", precision: Precision | None = None, number: int = 0) -> ModuleRunner:
+        slot_unit: Any = OnSlot(name, told, precision or Precision())
+        return ModuleRunner(slot_unit, number, [], told)
 
     return make
 
@@ -208,7 +208,7 @@ class TestBackward:
     def test_of_parameters_that_have_changed_since_is_refused(self, make, told):
         module = make()
         output = module.run(lambda x: x * 2, leaf())
-        module._on_slot.version += 1
+        module._slot_unit.version += 1
         with pytest.raises(RuntimeError, match="a parameter of the unit 'a' was changed in place between"):
             output.sum().backward()
 

@@ -13,7 +13,7 @@ from clocked import counted
 from dataparallel.call.parallel_apply import SERIAL_VARIABLE
 from dataparallel.composable import fully_shard
 from dataparallel.sharded.units import joint_gathers
-from dataparallel.sharded.units.shards import Source
+from dataparallel.sharded.units.shards import PullSource
 from made_units import recorded_gathers, without_joint_gathers
 
 pytestmark = pytest.mark.devices("sim", "stand-in")
@@ -59,7 +59,7 @@ def units(model: Any) -> list[Any]:
 
 def room_of(model: Any) -> int:
     """The bytes that wait at slots."""
-    (room,) = {unit.tree.room for unit in units(model)}
+    (room,) = {unit.binding.gather_budget for unit in units(model)}
     return room._used
 
 
@@ -79,7 +79,7 @@ def steps(model: Any, slots: list[Any], number: int = 2) -> list[Tensor]:
 
 
 @pytest.fixture
-def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[PullSource]:
     """The sources from which pieces have been pulled: one for each gather of a unit."""
     return recorded_gathers(monkeypatch, jointly=True)
 
@@ -153,7 +153,7 @@ def test_has_the_bits_of_gathers_by_each_slot(times, room, slots, monkeypatch):
 def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monkeypatch):
     """Also if one runs at a time. So there is one gather for all, and one unit waits at a slot."""
     most = 0
-    take = joint_gathers.Room.take_room
+    take = joint_gathers.GatherBudget.reserve
 
     def noted(self: Any, *args: Any) -> bool:
         nonlocal most
@@ -161,7 +161,7 @@ def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monke
         most = max(most, len(self._arrived))
         return found
 
-    monkeypatch.setattr(joint_gathers.Room, "take_room", noted)
+    monkeypatch.setattr(joint_gathers.GatherBudget, "reserve", noted)
     model = make(slots)
     for number in range(1, 4):
         with torch.no_grad():
@@ -175,7 +175,7 @@ def test_slots_that_nobody_lets_on_pull_by_themselves(slots, gathers, monkeypatc
     """The others do not come: one replica runs after the other, each in the turn of the one before."""
     may_run(1, monkeypatch)
     monkeypatch.setattr(joint_gathers, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(joint_gathers.Room, "wait_for_room", lambda self, *args: None)
+    monkeypatch.setattr(joint_gathers.GatherBudget, "wait_for_release", lambda self, *args: None)
     with torch.no_grad():
         make(slots)(rows(slots))
     assert len(gathers) > 4
@@ -205,7 +205,7 @@ def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots):
         with torch.no_grad():
             model(rows(slots))
         assert room_of(model) == 0
-        assert not units(model)[0].tree.room._has_given_up
+        assert not units(model)[0].binding.gather_budget._has_given_up
     model.skips = {}
     assert all(map(torch.equal, steps(model, slots, 1), expected))
 
@@ -214,20 +214,20 @@ def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots):
 @pytest.mark.usefixtures("permits", "no_room")
 def test_a_slot_that_waits_drops_what_arrives_for_a_unit_that_it_has_passed_by(slots, monkeypatch):
     """Otherwise nobody gets room any more. Here it waits when the gather is launched."""
-    launch = joint_gathers.JointGathers._launch_in_room
+    launch = joint_gathers.JointGathers._launch_reserved
 
     def slowly(self: Any, ready: Any) -> None:
         time.sleep(0.02)
         launch(self, ready)
 
-    monkeypatch.setattr(joint_gathers.JointGathers, "_launch_in_room", slowly)
+    monkeypatch.setattr(joint_gathers.JointGathers, "_launch_reserved", slowly)
     model = make(slots)
     for skipping in range(4):
         model.skips = {torch.device(slots[skipping]): 0}
         with torch.no_grad():
             model(rows(slots))
         assert room_of(model) == 0
-        assert not units(model)[0].tree.room._has_given_up
+        assert not units(model)[0].binding.gather_budget._has_given_up
 
 
 @pytest.mark.slots(4)
@@ -238,7 +238,7 @@ def test_a_forward_that_fails_leaves_nothing_waiting(slots):
     with pytest.raises(ArithmeticError):
         model(rows(slots))
     assert room_of(model) == 0
-    assert not any(unit.joint._waiting for unit in units(model))
+    assert not any(unit.joint._untaken for unit in units(model))
     model.fails = False
     assert all(map(torch.equal, steps(model, slots), expected))
 
@@ -249,7 +249,7 @@ def test_what_waits_is_not_used_after_a_change(slots):
     model = make(slots)
     unit = units(model)[1]
     unit.refresh()
-    first, second = unit.on_slots[:2]
+    first, second = unit.slot_units[:2]
     first.start(unit.streams.now())
     unit.make_owners_wait()
     with torch.no_grad():
@@ -259,7 +259,7 @@ def test_what_waits_is_not_used_after_a_change(slots):
     assert torch.equal(second.parameters[0].cpu(), expected.detach().cpu())
     unit.free()
     unit.make_owners_wait()
-    assert not unit.joint._waiting
+    assert not unit.joint._untaken
 
 
 @pytest.mark.slots(4)
@@ -280,7 +280,7 @@ def test_no_room_on_a_device_names_it(slots, monkeypatch):
         patch.setattr(joint_gathers.torch, "empty", without_room)
         for unit in units(model):
             with pytest.raises(torch.OutOfMemoryError, match=f"^{slots[2]} has no room for .* of parameters of the"):
-                unit.on_slots[0].start(unit.streams.now())
-            assert not unit.on_slots[0].is_started
+                unit.slot_units[0].start(unit.streams.now())
+            assert not unit.slot_units[0].is_started
     assert all(map(torch.equal, steps(model, slots), expected))
     assert room_of(model) == 0

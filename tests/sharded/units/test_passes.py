@@ -35,13 +35,13 @@ class Ended:
 
         return SimpleNamespace(gradients=SimpleNamespace(end_pass=end_pass, note_lost=note_lost), is_last_backward=True)
 
-    def backward_returned(self) -> None:
+    def note_backward_returned(self) -> None:
         self.told.append("returned")
 
     def before_last_sums(self, computing: Any) -> None:
         pass
 
-    def pass_ended(self, ended: BackwardPass, has_failed: bool) -> None:
+    def note_pass_end(self, ended: BackwardPass, has_failed: bool) -> None:
         self.told.append("failed" if has_failed else "done")
 
 
@@ -185,13 +185,13 @@ UNITS: list[Any] = ["a", "b", "c", "d"]
 
 def delivers(running: BackwardPass, slot: int, units: str, size: int = MUCH) -> None:
     for unit in units:
-        running.delivered(slot, cast("Any", unit), size)
+        running.note_delivery(slot, cast("Any", unit), size)
 
 
 def begins(running: BackwardPass, order: list[list[Any]]) -> None:
     """The last unit's backward begins on each slot."""
     for slot, units in enumerate(order):
-        running.unit_begins(slot, len(units) - 1, order)
+        running.note_unit_begun(slot, len(units) - 1, order)
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -255,7 +255,7 @@ class TestASlotThatIsAhead:
         thread = waits(running, 0)
         for _ in range(15):
             thread.join(0.1)
-            running.unit_begins(1, 3, order)
+            running.note_unit_begun(1, 3, order)
         assert thread.is_alive()
         for slot in (1, 2):
             delivers(running, slot, "d")
@@ -291,18 +291,18 @@ class TestASlotThatIsAhead:
         """Their graphs do not lead there."""
         delivers(running, 0, "dcb")
         thread = waits(running, 0)
-        running.unit_begins(1, 0, order)
+        running.note_unit_begun(1, 0, order)
         delivers(running, 1, "d")
         assert thread.is_alive()
-        running.unit_begins(2, 0, order)
+        running.note_unit_begun(2, 0, order)
         delivers(running, 2, "d")
         assert_ends(thread)
 
     def test_does_not_wait_for_branches_that_others_take_in_another_order(self, running, order):
         for slot in (1, 2):
-            running.unit_begins(slot, 0, order)
+            running.note_unit_begun(slot, 0, order)
             delivers(running, slot, "da")
-            running.unit_begins(slot, 1, order)
+            running.note_unit_begun(slot, 1, order)
         delivers(running, 0, "dba")
         running.wait_for_others(0)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
-from dataparallel.sharded.units.shards import Source
+from dataparallel.sharded.units.shards import PullSource
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from made_units import recorded_gathers
@@ -80,7 +80,7 @@ def pieces(model: Any) -> list[Any]:
 
 
 @pytest.fixture
-def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[PullSource]:
     """The sources that slots have pulled from, each slot by itself."""
     return recorded_gathers(monkeypatch)
 

@@ -12,7 +12,7 @@ import torch
 from clocked import check_clocks
 from dataparallel.comm.streams import current
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
-from dataparallel.sharded.units.shards import LastCopies, OwnedShards, Source, TreeStreams, wait_for
+from dataparallel.sharded.units.shards import LastCopies, OwnedShards, PullSource, TreeStreams, wait_for
 from made_units import parameters, values
 
 
@@ -71,15 +71,15 @@ class TestShards:
         assert [flat.sum().item() for flat in flats] == [2, 2, 0]
 
 
-def source(owned: OwnedShards, dtype: torch.dtype, pulls: int = 2) -> tuple[Source, TreeStreams]:
+def source(owned: OwnedShards, dtype: torch.dtype, pulls: int = 2) -> tuple[PullSource, TreeStreams]:
     tree_streams = TreeStreams(owned.owners)
     unit: Any = SimpleNamespace(
-        dtype_on_slots=lambda _: dtype, streams=tree_streams, tree=SimpleNamespace(copies=LastCopies())
+        dtype_on_slots=lambda _: dtype, streams=tree_streams, binding=SimpleNamespace(copies=LastCopies())
     )
-    return Source(unit, owned, pulls), tree_streams
+    return PullSource(unit, owned, pulls), tree_streams
 
 
-def pieces_of(made: Source) -> tuple[list[torch.Tensor], Mapping[torch.device, Event]]:
+def pieces_of(made: PullSource) -> tuple[list[torch.Tensor], Mapping[torch.device, Event]]:
     streams = current_streams(made._owned.owners)
     return made.pieces({device: Event(stream) for device, stream in streams.items()})
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.sharded.units.calls import ForwardCall
-from dataparallel.sharded.units.on_slot import UnitOnSlot
+from dataparallel.sharded.units.calls import RootCall
+from dataparallel.sharded.units.slot_unit import SlotUnit
 from dataparallel.sharded.units.tree import Tree, before_next_step
 from dataparallel.sharded.units.unit import Unit
 from made_units import Registry, in_backward, unit_of, values
@@ -24,17 +24,17 @@ def tree(units: list[Unit], slots: list) -> Tree:
     return Tree(units, [torch.device(slot) for slot in slots])
 
 
-def call_units(call: ForwardCall, units: list[Unit], slots: list[Any], between: Callable[[Unit], Any]) -> None:
+def call_units(call: RootCall, units: list[Unit], slots: list[Any], between: Callable[[Unit], Any]) -> None:
     """Calls the units on the slots one after the other, each of which ends before the next begins."""
     for slot in range(len(slots)):
         for unit in units:
-            on_slot: UnitOnSlot = unit.on_slots[slot]
-            on_slot.use(call.ready, Registry())
-            call.unit_began(on_slot)
+            slot_unit: SlotUnit = unit.slot_units[slot]
+            slot_unit.use(call.ready, Registry())
+            call.begin_unit(slot_unit)
             between(unit)
-            on_slot.end_use()
-            call.unit_ended(on_slot)
-            on_slot.module_ended(0, has_backward=True)
+            slot_unit.end_use()
+            call.end_unit(slot_unit)
+            slot_unit.note_module_end(0, has_backward=True)
 
 
 def run(tree: Tree, order: list[Unit], slots: list[Any]) -> list[list[Unit]]:
@@ -42,7 +42,7 @@ def run(tree: Tree, order: list[Unit], slots: list[Any]) -> list[list[Unit]]:
     found: list[list[Unit]] = []
 
     def between(unit: Unit) -> None:
-        found.append([each for each in tree.units if each is not unit and each.on_slots[0].is_started])
+        found.append([each for each in tree.units if each is not unit and each.slot_units[0].is_started])
 
     tree.prepare()
     with tree.calling(1) as call:
@@ -81,8 +81,8 @@ class TestForward:
         with pytest.raises(KeyError), tree.calling(1) as call:
             call_units(call, [a, c], slots[:1], lambda unit: {}["no"] if unit is c else None)
         for unit in (a, b, d):
-            assert not unit.on_slots[0].is_started
-        c.on_slots[0].end_use()
+            assert not unit.slot_units[0].is_started
+        c.slot_units[0].end_use()
         c.free()
         assert run(tree, [a, b, c, d], slots) == [[b], [c], [d], []]
 
@@ -90,7 +90,7 @@ class TestForward:
         a, b, *_ = units
         run(tree, [a, b], slots)
         run(tree, [a], slots)
-        assert not b.on_slots[0].is_started
+        assert not b.slot_units[0].is_started
 
     def test_one_tensor_between_two_units_has_one_hook(self, tree):
         x = torch.ones(2, requires_grad=True) * 1
@@ -101,22 +101,22 @@ class TestForward:
 
 class TestBackward:
     @pytest.fixture
-    def call(self, tree: Tree, units: list[Unit], slots: list) -> ForwardCall:
+    def call(self, tree: Tree, units: list[Unit], slots: list) -> RootCall:
         tree.prepare()
         with tree.calling(1) as call:
             call_units(call, units, slots[:1], lambda unit: None)
         return call
 
-    def begin(self, call: ForwardCall, unit: Unit, position: int, units: list[Unit]) -> list[Unit]:
+    def begin(self, call: RootCall, unit: Unit, position: int, units: list[Unit]) -> list[Unit]:
         """The backward of a unit begins: which units it has started."""
         found: list[Unit] = []
 
         def begin() -> None:
-            call.backward_begins(unit.on_slots[0], position, call.join_pass())
-            found.extend(each for each in units if each.on_slots[0].is_started)
+            call.gather_for_backward(unit.slot_units[0], position, call.join_pass())
+            found.extend(each for each in units if each.slot_units[0].is_started)
 
         in_backward(begin)
-        assert not any(each.on_slots[0].is_started for each in units)  # the pass has ended
+        assert not any(each.slot_units[0].is_started for each in units)  # the pass has ended
         return found
 
     def test_gathers_the_unit_and_the_one_that_ended_before_it(self, call, units):
@@ -202,8 +202,8 @@ class TestOrders:
     def test_owners_write_after_pulls_that_were_in_vain(self, tree, units, slots):
         tree.prepare()
         with tree.calling(len(slots)) as call:
-            for on_slot in units[1].on_slots:
-                on_slot.start(call.ready)
+            for slot_unit in units[1].slot_units:
+                slot_unit.start(call.ready)
         self.write(units)
 
     def test_owners_write_after_a_user_has_resharded(self, units):

@@ -1,0 +1,328 @@
+"""A unit on a slot: gathered once, full while it is used, freed by its events, and sharded whatever goes wrong."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from clocked import check_clocks
+from dataparallel import comm
+from dataparallel.comm.streams.current import Event, current_streams, streams_set
+from dataparallel.sharded.units import buffers
+from dataparallel.sharded.units.bindings import Precision
+from dataparallel.sharded.units.shards import wait_for
+from dataparallel.sharded.units.slot_unit import SlotUnit
+from dataparallel.sharded.units.unit import Unit
+from made_units import Registry, unit_of, values
+
+
+@pytest.fixture
+def unit(slots: list) -> Unit:
+    """Two parameters; parts of the second are uneven."""
+    return unit_of(WHOLE, slots)
+
+
+WHOLE = [values(1)[0], torch.arange(5.0)]
+
+
+@pytest.fixture
+def slot_unit(unit: Unit) -> SlotUnit:
+    return unit.slot_units[0]
+
+
+def ready(unit: Unit) -> dict[torch.device, Event]:
+    return unit.streams.now()
+
+
+def let_owners_write(unit: Unit) -> None:
+    """Orders the computing streams after all pulls, as a call does at its end."""
+    wait_for(unit.take_pulls(), current_streams(unit.slots).values())
+
+
+def is_freed(slot_unit: SlotUnit) -> bool:
+    return not slot_unit.is_full and all(p.untyped_storage().nbytes() == 0 for p in slot_unit.parameters if p.numel())
+
+
+def read(slot_unit: SlotUnit) -> list[Tensor]:
+    """The values, read by the computing stream."""
+    return [parameter.detach().clone() for parameter in slot_unit.parameters]
+
+
+def assert_full(slot_unit: SlotUnit, expected: list[Tensor]) -> None:
+    assert slot_unit.is_full
+    for found, value in zip(read(slot_unit), expected, strict=True):
+        assert found.device == slot_unit.device
+        assert torch.equal(found.cpu(), value.to(found.dtype))
+
+
+@pytest.fixture
+def pulls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each pull the number of pieces."""
+    made: list[int] = []
+
+    def copy_each(targets: Any, sources: Any) -> None:
+        made.append(len(targets))
+        real(targets, sources)
+
+    real = comm.copy_each
+    monkeypatch.setattr(buffers.comm, "copy_each", copy_each)
+    return made
+
+
+class TestAGather:
+    def test_brings_each_slot_the_whole_parameters(self, unit):
+        for slot_unit in unit.slot_units:
+            assert is_freed(slot_unit)
+            slot_unit.make_full(ready(unit))
+        for slot_unit in unit.slot_units:
+            assert_full(slot_unit, WHOLE)
+
+    def test_casts_on_the_way(self, slots):
+        unit = unit_of(WHOLE, slots, Precision(parameters=torch.float16))
+        for slot_unit in unit.slot_units:
+            slot_unit.make_full(ready(unit))
+            assert slot_unit.parameters[0].dtype == torch.float16
+            assert_full(slot_unit, WHOLE)
+
+    def test_that_was_started_is_not_made_again(self, unit, slot_unit, pulls):
+        slot_unit.start(ready(unit))
+        slot_unit.start(ready(unit))
+        assert len(pulls) == len(unit.owned)
+        assert slot_unit.is_started
+        assert not slot_unit.is_full
+        slot_unit.make_full(ready(unit))
+        slot_unit.make_full(ready(unit))
+        assert len(pulls) == len(unit.owned)
+        assert_full(slot_unit, WHOLE)
+
+    def test_is_made_once_by_threads_that_ask_at_the_same_time(self, unit, slot_unit, pulls):
+        events = ready(unit)
+        threads = [threading.Thread(target=slot_unit.make_full, args=(events,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(pulls) == len(unit.owned)
+        assert_full(slot_unit, WHOLE)
+
+    def test_is_made_again_after_a_free_into_the_same_tensors(self, unit):
+        """Graphs have saved these tensors."""
+        slot_unit = unit.slot_units[1]
+        slot_unit.make_full(ready(unit))
+        before = [*slot_unit.parameters]
+        slot_unit.free()
+        assert is_freed(slot_unit)
+        slot_unit.make_full(ready(unit))
+        assert all(a is b for a, b in zip(before, slot_unit.parameters, strict=True))
+        assert_full(slot_unit, WHOLE)
+
+    def test_of_former_values_is_dropped_and_of_current_ones_stays(self, unit, slot_unit):
+        slot_unit.start(ready(unit))
+        slot_unit.free_if_changed()
+        assert slot_unit.is_started
+        let_owners_write(unit)
+        with torch.no_grad():
+            unit.parameters[0].add_(1)
+        slot_unit.free_if_changed()
+        assert not slot_unit.is_started
+        slot_unit.make_full(ready(unit))
+        assert_full(slot_unit, [WHOLE[0] + 1, WHOLE[1]])
+
+    @pytest.mark.devices("sim")
+    def test_that_finds_no_room_names_the_unit_and_the_device(self, unit):
+        slot_unit = unit.slot_units[1]
+        torch.sim.set_memory_capacity(torch.sim.memory_allocated(1), 1)
+        try:
+            message = r"sim:1 has no room for the .* bytes of parameters of the unit 'made'"
+            with pytest.raises(torch.OutOfMemoryError, match=message):
+                slot_unit.make_full(ready(unit))
+        finally:
+            torch.sim.set_memory_capacity(None, 1)
+        assert is_freed(slot_unit)
+        assert not slot_unit.is_started
+        slot_unit.make_full(ready(unit))
+        assert_full(slot_unit, WHOLE)
+
+
+class TestAFree:
+    def test_waits_for_the_calls_that_use_the_parameters_and_show_them(self, unit):
+        slot_unit, registries = unit.slot_units[0], [Registry(), Registry()]
+        for registry in registries:
+            slot_unit.use(ready(unit), registry)
+        slot_unit.end_use()
+        slot_unit.free()
+        assert_full(slot_unit, WHOLE)
+        assert all(registry.registered == slot_unit.parameters for registry in registries)
+        slot_unit.end_use()
+        slot_unit.free()
+        assert is_freed(slot_unit)
+        for registry in registries:
+            assert all(a is b for a, b in zip(registry.registered, unit.parameters, strict=True))
+
+    @pytest.mark.parametrize(
+        ("reshard", "is_automatic", "has_backward", "is_free"),
+        [
+            (True, False, True, True),
+            (True, False, False, True),
+            (False, False, True, False),
+            (False, False, False, False),
+            (False, True, True, False),
+            (False, True, False, True),  # nothing will need it: an evaluation
+        ],
+    )
+    def test_after_forward_is_as_set(self, unit, slot_unit, reshard, is_automatic, has_backward, is_free):
+        unit.reshard_after_forward, unit.is_reshard_automatic = reshard, is_automatic
+        slot_unit.make_full(ready(unit))
+        slot_unit.note_module_end(0, has_backward)
+        assert is_freed(slot_unit) is is_free
+
+    def test_after_forward_comes_when_all_modules_have_run_or_at_the_end(self, unit, slot_unit):
+        unit.number_of_modules = 2
+        for last in (lambda: slot_unit.note_module_end(0, True), lambda: slot_unit.note_forward_end(has_failed=False)):
+            slot_unit.make_full(ready(unit))
+            slot_unit.note_module_end(1, True)
+            slot_unit.note_module_end(1, True)
+            assert slot_unit.is_full
+            last()
+            assert is_freed(slot_unit)
+
+    def test_of_a_gather_in_vain_comes_at_the_end_of_forward(self, unit, slot_unit):
+        slot_unit.start(ready(unit))
+        slot_unit.note_forward_end(has_failed=False)
+        assert not slot_unit.is_started
+
+    def test_after_a_failed_forward_comes_whatever_is_set(self, unit, slot_unit):
+        unit.reshard_after_forward = False
+        slot_unit.make_full(ready(unit))
+        slot_unit.note_forward_end(has_failed=True)
+        assert is_freed(slot_unit)
+
+    def test_after_a_recomputation_is_left_to_the_backward(self, unit):
+        slot_unit, call = unit.slot_units[0], object()
+        slot_unit.begin_backward(call)
+        slot_unit.make_full(ready(unit))
+        slot_unit.note_module_end(0, True)
+        assert slot_unit.is_full
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("first", ["gradients", "inputs"])
+    def test_after_backward_needs_all_gradients(self, unit, first):
+        slot_unit, calls = unit.slot_units[0], [object(), object()]
+        slot_unit.make_full(ready(unit))
+        for call in calls:
+            slot_unit.begin_backward(call)
+        slot_unit.end_backward(calls[0])
+        if first == "gradients":
+            slot_unit.note_gradients()
+            assert slot_unit.is_full
+            slot_unit.end_backward(calls[1])
+        else:
+            slot_unit.end_backward(calls[1])
+            assert slot_unit.is_full
+            slot_unit.note_gradients()
+        assert is_freed(slot_unit)
+
+    @torch.no_grad()
+    def test_after_backward_of_a_frozen_unit_needs_those_of_inputs_alone(self, slots):
+        unit = unit_of(WHOLE, slots, requires_grad=False)
+        slot_unit, call = unit.slot_units[0], object()
+        slot_unit.make_full(ready(unit))
+        slot_unit.begin_backward(call)
+        slot_unit.end_backward(call)
+        assert is_freed(slot_unit)
+
+    @torch.no_grad()
+    def test_gradients_of_an_earlier_backward_do_not_count(self, unit, slot_unit):
+        slot_unit.make_full(ready(unit))
+        slot_unit.begin_backward(None)
+        slot_unit.note_gradients()
+        call = object()
+        slot_unit.begin_backward(call)
+        slot_unit.make_full(ready(unit))
+        slot_unit.end_backward(call)
+        assert slot_unit.is_full
+
+    @pytest.mark.parametrize("has_failed", [False, True])
+    @pytest.mark.parametrize("reshard", [False, True])
+    def test_at_the_end_of_a_pass(self, unit, reshard, has_failed):
+        unit.reshard_after_backward = reshard
+        slot_unit, call = unit.slot_units[0], object()
+        slot_unit.make_full(ready(unit))
+        slot_unit.begin_backward(call)
+        slot_unit.note_gradients()
+        slot_unit.note_pass_end(has_failed, was_recorded=False)
+        assert is_freed(slot_unit) is (reshard or has_failed)
+        assert not slot_unit.is_in_backward
+
+    def test_a_recorded_pass_leaves_all_for_a_pass_through_its_graph(self, unit):
+        slot_unit, call = unit.slot_units[0], object()
+        slot_unit.make_full(ready(unit))
+        slot_unit.begin_backward(call)
+        slot_unit.note_gradients()  # gradients are recorded here
+        slot_unit.end_backward(call)
+        slot_unit.note_pass_end(has_failed=False, was_recorded=True)
+        assert_full(slot_unit, WHOLE)
+        slot_unit.note_pass_end(has_failed=False, was_recorded=False)
+        assert is_freed(slot_unit)
+
+
+@pytest.mark.devices("sim", "stand-in")
+class TestOrders:
+    """The clocks raise if an event is missing."""
+
+    def test_pulls_follow_what_the_owners_wrote(self, unit):
+        with torch.no_grad():
+            unit.parameters[0].mul_(2)
+        slot_unit = unit.slot_units[2]
+        slot_unit.start(ready(unit))
+        slot_unit.make_full(ready(unit))
+        assert_full(slot_unit, [2 * WHOLE[0], WHOLE[1]])
+
+    def test_pulls_of_casts_follow_the_casts(self, slots):
+        unit = unit_of(WHOLE, slots, Precision(parameters=torch.float32))
+        for _ in range(2):
+            for slot_unit in unit.slot_units:
+                slot_unit.make_full(ready(unit))
+                read(slot_unit)
+                check_clocks()
+            unit.free()
+            let_owners_write(unit)
+            with torch.no_grad():
+                unit.parameters[0].mul_(2)
+
+    def test_owners_write_again_after_the_pulls(self, unit, slots):
+        for slot_unit in unit.slot_units:
+            slot_unit.start(ready(unit))
+        let_owners_write(unit)
+        with torch.no_grad():
+            unit.parameters[0].mul_(2)
+        assert unit.take_pulls() == []
+
+    def test_a_matrix_is_free_after_the_copy_out(self, unit):
+        slot_unit = unit.slot_units[1]
+        for _ in range(3):
+            slot_unit.make_full(ready(unit))
+            check_clocks()
+            slot_unit.free()
+            check_clocks()
+
+    def test_a_gather_that_was_not_used_is_free_for_the_receiving_stream(self, unit):
+        slot_unit = unit.slot_units[1]
+        slot_unit.start(ready(unit))
+        slot_unit.free()
+        check_clocks()
+
+    @pytest.mark.parametrize("comes_back", [True, False])
+    def test_another_computing_stream_follows_the_last_one(self, unit, comes_back):
+        """And the memory, which belongs to the stream that made it full, follows the other one."""
+        slot_unit, device = unit.slot_units[1], unit.slots[1]
+        slot_unit.make_full(ready(unit))
+        with streams_set({device: torch.Stream(device)}):
+            slot_unit.make_full(ready(unit))
+            read(slot_unit)
+        if comes_back:
+            slot_unit.make_full(ready(unit))
+        slot_unit.free()
+        check_clocks()
