@@ -1,7 +1,7 @@
-"""The parameters of one unit on one slot: gathered before they are used, freed after it.
+"""`SlotUnit` gathers the full parameters of one unit on one slot before they are used, and frees them afterwards.
 
-They are the same tensors for the whole life of the unit; their memory comes and goes. So tensors that autograd saved in
-forward have their values again once the unit is gathered in backward.
+The parameters are the same tensors for the whole life of the unit; only their memory comes and goes. So tensors that
+autograd saved in forward have their values again once the unit is gathered in backward.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 
 class SlotUnit:
-    """One unit on one slot. Any thread may use it.
+    """The full parameters of one unit on one slot. Any thread may use it.
 
-    A gather has two steps. `start` lets the slot pull all pieces into a matrix, on side streams, and may come early.
-    `make_full` makes the computing stream wait for that, copies parameters out, and drops the matrix. To read the
-    parameters while they have no bytes crashes the process: a replica's registries hold the sharded ones except while
-    the unit runs there. Memory is freed to the stream it belongs to: the full buffer to the computing stream, which
-    alone uses it, and the matrix to the receiving stream after an event at the end of the copy out.
+    A gather has two steps. `start` pulls the owners' pieces into a matrix on side streams, and may come early.
+    `make_full` makes the computing stream wait for the pulls, copies the parameters out, and drops the matrix. Reading
+    a parameter without bytes crashes the process, so a replica's registries hold the sharded ones while the unit does
+    not run. Memory is freed to the stream it belongs to: the full buffer to the computing stream, which alone uses it,
+    and the matrix to the receiving stream, after an event at the end of the copy out.
 
     Attributes:
-        parameters: in the order of the unit's, without a graph: `nodes.make_outputs` makes it.
+        parameters: the full ones, in the unit's order. `nodes.make_outputs` gives them a node of the graph.
         is_full: true while the parameters have their values.
         is_in_backward: the backward of a call has begun and not ended.
-        last_pull: after the last reads of shards.
+        last_pull: an event after the last reads of shards.
     """
 
     def __init__(self, unit: Unit, slot: int) -> None:
@@ -57,35 +57,35 @@ class SlotUnit:
                 self.parameters[i] = tensor
         self.is_full = False
         self.last_pull: Event | None = None
-        self._pull_event: Event | None = None  # after the pulls that have been started
-        self._sent_sources: Sequence[PullSource] | None = None  # on their way from other machines, to be pulled
+        self._pull_event: Event | None = None  # after the pulls of a gather that `make_full` has not finished
+        self._sent_sources: Sequence[PullSource] | None = None  # other machines are sending; the slot pulls later
         self._last_stream: torch.Stream | None = None  # the computing stream that used the parameters last
-        self._memory_stream: torch.Stream | None = None  # the one that their memory belongs to
-        self._versions: list[int] = []  # of the values that are here or on their way
-        self._full_versions: list[int] = []  # of the full parameters; our own writes do not move them
-        self._overwritten_position: int | None = None
-        # Weakly: parameters may stay full in any number of forwards, and a replica's object lives as long as it.
+        self._memory_stream: torch.Stream | None = None  # the computing stream that their memory belongs to
+        self._versions: list[int] = []  # versions of the sharded parameters that this slot's values come from
+        self._full_versions: list[int] = []  # versions of the full parameters, which our own writes do not move
+        self._overwritten_position: int | None = None  # of a full parameter that other code has written to
+        # References are weak, because parameters may stay full over many forwards, each with runners of its own.
         self._showing_modules: weakref.WeakSet[ModuleRunner] = weakref.WeakSet()
-        self._running_calls = 0  # calls of the unit's modules that run
+        self._running_calls = 0  # how many calls of the unit's modules run
         self._open_calls: set[object] = set()  # calls whose backward has begun and not ended
-        self._has_all_gradients = False
+        self._has_all_gradients = False  # of the parameters, in this backward
         self.is_in_backward = False
-        self._is_kept_for_graph = False
-        self._modules_run: set[int] = set()  # of the unit's modules, in this forward
+        self._is_kept_for_graph = False  # a recorded backward has ended, whose graph reads the parameters
+        self._modules_run: set[int] = set()  # numbers of the unit's modules that have run in this forward
 
     @property
     def is_started(self) -> bool:
-        """True if values are here or on their way."""
+        """True if a gather has started, or the parameters are full."""
         is_pulled = self._pull_event is not None or any(full.gathered is not None for full in self._buffers)
         return self.is_full or is_pulled or self._sent_sources is not None
 
     # ---- gathering and freeing ---------------------------------------------------------------------------------------
 
     def start(self, ready: Mapping[torch.device, Event], ahead: bool = False) -> None:
-        """Starts a gather, unless values are here or on their way.
+        """Starts a gather, unless one has started or the parameters are full.
 
-        ``ready``: for each device an event after which shards there may be read. ``ahead``: nothing is started if that
-        would take memory on slots that need the unit later still. An error for lack of memory names unit and device.
+        ``ready``: for each device an event after which shards there may be read. ``ahead``: nothing starts that
+        would take memory on slots that need the unit later still. Errors for lack of memory name unit and device.
         """
         with self._lock:
             if self.is_started:
@@ -94,8 +94,8 @@ class SlotUnit:
                 self._start(ready, ahead)
 
     def _start(self, ready: Mapping[torch.device, Event], ahead: bool) -> None:
-        """`start`, under the lock."""
-        unit, own = self.unit, self.unit.streams.receiving[self.slot]
+        """Does the work of `start`, under the lock."""
+        unit, receiving = self.unit, self.unit.streams.receiving[self.slot]
         self._versions = unit.versions()
         with torch.no_grad(), self._naming_out_of_memory():
             has_pulled = _torch.is_in_backward() and unit.pieces.pull(self.slot, self._buffers)
@@ -105,11 +105,11 @@ class SlotUnit:
                 return
             with torch.no_grad(), self._naming_out_of_memory():
                 self._pull_from_owners(unit.sources(), ready)
-        if own is not None and self._buffers:
-            self.last_pull = self._pull_event = Event(own)
+        if receiving is not None and self._buffers:
+            self.last_pull = self._pull_event = Event(receiving)
 
     def _take_joint_gather(self, ready: Mapping[torch.device, Event], ahead: bool) -> bool:
-        """Takes what arrives by a joint gather, if it does not come later. Returns false if the slot has to pull."""
+        """Takes what a joint gather brings, or leaves that to `make_full`. Returns false if the slot has to pull."""
         arrived = self.unit.joint.take_arrived(self.slot, ready, ahead)
         if isinstance(arrived, bool):
             return arrived
@@ -119,22 +119,22 @@ class SlotUnit:
         return True
 
     def _pull_from_owners(self, sources: Sequence[PullSource], ready: Mapping[torch.device, Event]) -> None:
-        own, streams = self.unit.streams.receiving[self.slot], self.unit.streams.pulling[self.slot]
-        if own is not None:  # copies to this stream begin after it, so the streams on which they leave need not wait
-            wait_for({*ready.values()}, [own])
+        receiving, streams = self.unit.streams.receiving[self.slot], self.unit.streams.pulling[self.slot]
+        if receiving is not None:  # copies to it wait for it, so the streams on which shards leave need no event
+            wait_for({*ready.values()}, [receiving])
         for full, source in zip(self._buffers, sources, strict=True):
-            pieces, made = source.pieces(ready)
+            pieces, written = source.pieces(ready)
             try:
-                for device, event in made.items():
+                for device, event in written.items():
                     event.make_wait(streams[device])
                 with streams_set(streams):
                     full.pull(pieces, self.slot)
             finally:
-                source.end_pull([] if own is None else [Event(own)])
+                source.end_pull([] if receiving is None else [Event(receiving)])
 
     @contextmanager
     def _naming_out_of_memory(self) -> Iterator[None]:
-        """Around an allocation: an error for lack of memory names the unit and the device, and frees what is here."""
+        """Wraps an allocation: if memory is short, frees the parameters and names the unit and the device."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -142,7 +142,7 @@ class SlotUnit:
             raise out_of_memory_error("parameters", self.unit.name, self.device, self.unit.full_bytes, error) from error
 
     def make_full(self, ready: Mapping[torch.device, Event]) -> None:
-        """Makes the parameters full. The computing stream is current, and waits for the gather."""
+        """Makes the parameters full. The current stream, which computes, waits for the gather."""
         with self._lock:
             self.start(ready)
             self._order_computing_streams()
@@ -151,46 +151,46 @@ class SlotUnit:
                     self._fill(ready)
 
     def _fill(self, ready: Mapping[torch.device, Event]) -> None:
-        """`make_full` of what has been started, under the lock."""
-        computing, own = current_streams([self.device]), self.unit.streams.receiving[self.slot]
+        """Finishes a gather that has been started, under the lock."""
+        computing, receiving = current_streams([self.device]), self.unit.streams.receiving[self.slot]
         with torch.no_grad(), self._naming_out_of_memory():
             if self._sent_sources is not None:
                 sent, self._sent_sources = self._sent_sources, None
                 self._pull_from_owners(sent, ready)
-                if own is not None:
-                    self._pull_event = Event(own)  # it reads copies, of which `LastCopies` knows, and no shards
+                if receiving is not None:
+                    self._pull_event = Event(receiving)  # not `last_pull`: it reads copies, which `LastCopies` notes
             if self._pull_event is not None:
                 wait_for([self._pull_event], computing.values())
             for full in self._buffers:
                 gathered = full.fill()
-                if own is not None:
-                    wait_for([Event(stream) for stream in computing.values()], [own])
-                del gathered
+                if receiving is not None:
+                    wait_for([Event(stream) for stream in computing.values()], [receiving])
+                del gathered  # its memory belongs to the receiving stream
         self._pull_event, self._memory_stream = None, self._last_stream
         self.is_full = True
         if not self._full_versions:
             self._full_versions = self._versions_of_full()
 
     def use(self, ready: Mapping[torch.device, Event], module: ModuleRunner) -> None:
-        """Makes the parameters full, and keeps them so until `end_use`."""
+        """Makes the parameters full for a call of ``module``, and keeps them full until `end_use`."""
         with self._lock:
             self.make_full(ready)
             self.show_in(module)
             self._running_calls += 1
 
     def show_in(self, module: ModuleRunner) -> None:
-        """Registers the full parameters in a replica, until they are freed. They are full now."""
+        """Registers the parameters, which are full, in the replica of ``module`` until they are freed."""
         with self._lock:
             self._showing_modules.add(module)
             module.register(self.parameters)
 
     def end_use(self) -> None:
-        """A call of one of the unit's modules has ended."""
+        """Ends `use`: a call of one of the unit's modules has ended."""
         with self._lock:
             self._running_calls -= 1
 
     def free(self) -> None:
-        """Frees the parameters, and a gather that has been started, unless a call uses them."""
+        """Frees the parameters and drops a gather that has started, unless a call uses them."""
         with self._lock:
             if self._running_calls:
                 return
@@ -198,7 +198,7 @@ class SlotUnit:
             if self.is_full and self._last_stream is not None and self._last_stream != self._memory_stream:
                 wait_for([Event(self._last_stream)], [self._memory_stream] if self._memory_stream is not None else [])
             for full in self._buffers:
-                full.gathered = None  # memory of the receiving stream, which alone has used it
+                full.gathered = None  # its memory belongs to the receiving stream, which alone has used it
                 full.free()
             self._pull_event = self._sent_sources = None
             self.is_full = False
@@ -207,34 +207,34 @@ class SlotUnit:
             self._showing_modules.clear()
 
     def copy_from(self, other: SlotUnit) -> None:
-        """Has what another slot has, unless values are here or on their way. The computing streams are current."""
+        """Copies the values of another slot, unless a gather has started. The computing streams are current."""
         with self._lock:
             if self.is_started:
                 return
             with torch.no_grad(), self._naming_out_of_memory():
-                for full, theirs in zip(self._buffers, other._buffers, strict=True):
-                    full.set_gathered(theirs.copy_to(self.device), is_matrix=False)
+                for full, other_full in zip(self._buffers, other._buffers, strict=True):
+                    full.set_gathered(other_full.copy_to(self.device), is_matrix=False)
                 self._versions = other._versions
 
     def free_if_changed(self) -> None:
-        """Frees values that the sharded parameters do not have any more."""
+        """Frees the full parameters if the sharded ones have changed since."""
         with self._lock:
             if self.is_started and self._versions != self.unit.versions():
                 self.free()
 
     def take_overwritten(self) -> int | None:
-        """The position of a parameter that other code has written to while full, once. All are freed: slots differ."""
+        """Returns once the position of a full parameter that other code wrote to. All are freed: slots would differ."""
         with self._lock:
             self._note_overwritten()
-            found, self._overwritten_position = self._overwritten_position, None
-            if found is not None:
+            position, self._overwritten_position = self._overwritten_position, None
+            if position is not None:
                 self.free()
-            return found
+            return position
 
     def _note_overwritten(self) -> None:
-        if self.is_full and (now := self._versions_of_full()) != self._full_versions:
-            changed = [a != b for a, b in zip(now, self._full_versions, strict=True)]
-            self._overwritten_position, self._full_versions = changed.index(True), now
+        if self.is_full and (versions := self._versions_of_full()) != self._full_versions:
+            has_changed = [a != b for a, b in zip(versions, self._full_versions, strict=True)]
+            self._overwritten_position, self._full_versions = has_changed.index(True), versions
 
     def _versions_of_full(self) -> list[int]:
         return [*map(_torch.version_of, self.parameters)]
@@ -242,9 +242,9 @@ class SlotUnit:
     # ---- when to free ------------------------------------------------------------------------------------------------
 
     def note_module_end(self, number: int, has_backward: bool, is_announced: bool = True) -> None:
-        """One of the unit's modules has run, and with ``has_backward`` a graph may lead to it.
+        """Frees the parameters if all of the unit's modules have run. With ``has_backward`` a graph may lead here.
 
-        ``is_announced``: the gradient of an output says when its backward begins; else the parameters stay for it.
+        ``is_announced``: a hook on an output says when that backward begins; otherwise the parameters stay for it.
         """
         with self._lock:
             self._modules_run.add(number)
@@ -255,14 +255,14 @@ class SlotUnit:
                 self._free_after_forward(has_backward)
 
     def note_forward_end(self, has_failed: bool) -> None:
-        """The forward of the whole tree has ended."""
+        """Frees what nobody needs after the forward of the whole tree."""
         with self._lock:
             was_incomplete = bool(self._modules_run)
             self._modules_run.clear()
             if self.is_in_backward:  # the forward is a recomputation
                 return
             if has_failed or not self.is_full:
-                self.free()  # started ahead in vain
+                self.free()  # drops a gather that was started ahead in vain
             elif was_incomplete:
                 self._free_after_forward(has_backward=True)
 
@@ -281,26 +281,26 @@ class SlotUnit:
         self.free()
 
     def begin_backward(self, call: object | None) -> None:
-        """A call's backward begins. ``call`` is given if it will end with `end_backward`."""
+        """Notes that the backward of a call begins. ``call``: the call, if `end_backward` will follow."""
         with self._lock:
             self._has_all_gradients, self.is_in_backward = False, True
             if call is not None:
                 self._open_calls.add(call)
 
     def end_backward(self, call: object) -> None:
-        """All inputs of a call have their gradients."""
+        """Notes that all inputs of a call have their gradients, and frees the parameters if no node needs them."""
         with self._lock:
             self._open_calls.discard(call)
             self._free_after_backward()
 
     def note_gradients(self) -> None:
-        """All parameters have their gradients."""
+        """Notes that all parameters have their gradients, and frees them if no node needs them."""
         with self._lock:
             self._has_all_gradients = True
             self._free_after_backward()
 
     def _free_after_backward(self) -> None:
-        # A recorded pass is followed by one through its graph, whose nodes read the parameters.
+        # With create_graph=True another backward may follow through this one's graph, whose nodes read the parameters.
         if self._is_kept_for_graph or torch.is_grad_enabled():
             return
         if not self._open_calls and (self._has_all_gradients or not self.unit.recorded):
@@ -309,7 +309,7 @@ class SlotUnit:
                 self.free()
 
     def note_pass_end(self, has_failed: bool, was_recorded: bool) -> None:
-        """A pass of backward has ended. If it was recorded, a pass through its own graph may follow."""
+        """Frees the parameters after a pass of backward, unless a pass through its recorded graph may follow."""
         with self._lock:
             self._open_calls.clear()
             self.is_in_backward = False
@@ -320,8 +320,8 @@ class SlotUnit:
                 self.free()
 
     def _order_computing_streams(self) -> None:
-        """Orders uses of the parameters on another computing stream after those on the last one."""
-        now = current_streams([self.device]).get(self.device)
-        if self._last_stream is not None and now is not None and now != self._last_stream:
-            Event(self._last_stream).make_wait(now)
-        self._last_stream = now
+        """Makes the current stream wait for the computing stream that used the parameters last, if it is another."""
+        current = current_streams([self.device]).get(self.device)
+        if self._last_stream is not None and current is not None and current != self._last_stream:
+            Event(self._last_stream).make_wait(current)
+        self._last_stream = current

@@ -1,6 +1,6 @@
-"""The units of one tree of modules: its calls, its passes of backward, and who waits for whom between them.
+"""`Tree` runs calls of the root and passes of backward over its units, and orders them against each other.
 
-The outermost module that is called is the root of a tree.
+The root is the outermost module that is called. Its tree has the units of the root and of all modules below.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _hook: Any = None
 
 
 def before_next_step(method: Callable[[Optimizer], bool]) -> None:
-    """Has a bound method called with the optimizer before each step of any, until it returns true.
+    """Calls a bound method with the optimizer before each step of any optimizer, until the method returns true.
 
-    Its object is referred to weakly.
+    Only a weak reference to the method's object is kept.
     """
     global _hook
     with _lock:
@@ -60,16 +60,16 @@ class Tree:
     """The units of one tree.
 
     Args:
-        units: all of them, the root's first.
-        slots: devices.
+        units: the root's first.
+        slots: the devices on which replicas run.
 
     Attributes:
-        machines: those that the units are spread over, if there are several.
-        bindings: for each unit what it has of the tree while that uses it.
+        machines: the processes that the units are spread over, if there are several.
+        bindings: for each unit what a call of this tree gives it.
         gather_budget: limits how far joint gathers run ahead.
-        next_unit: for each unit the one that came after it in the last forward.
-        last_call: the forward that began last.
-        order_of_sums: numbers of units, in which they are added up over machines, rank 0's once that is known.
+        next_unit: for each unit the unit that came after it in the last forward.
+        last_call: the call of the root that began last.
+        order_of_sums: the numbers of units, in the order of sums over machines: rank 0's if ``is_order_known``.
     """
 
     def __init__(self, units: Sequence[Unit], slots: Sequence[torch.device]) -> None:
@@ -77,8 +77,8 @@ class Tree:
         self.next_unit: dict[Unit, Unit] = {}
         self.last_call: RootCall | None = None
         self._pass: BackwardPass | None = None
-        self._failed: list[BackwardPass] = []  # passes with tasks of the engine that have not ended
-        self._ending_thread: int | None = None
+        self._failed: list[BackwardPass] = []  # passes that have failed while tasks of the engine run on in them
+        self._ending_thread: int | None = None  # ends a pass now
         self._changed = threading.Condition()
         self._copies = LastCopies()
         self.gather_budget = GatherBudget()
@@ -86,14 +86,14 @@ class Tree:
             unit: TreeBinding(i, self.deliver, self.settle, self._copies, self.gather_budget)
             for i, unit in enumerate(self.units)
         }
-        self._unfinished: list[SumsOfPass] = []  # of passes that were not the last of a step
+        self._unfinished: list[SumsOfPass] = []  # of passes before the last one of a step
         self.machines = self.units[0].machines
-        self.order_of_sums = [*reversed(range(len(self.units)))]  # at first the reverse of that of their names
+        self.order_of_sums = [*reversed(range(len(self.units)))]
         self.is_order_known = False
 
     @contextmanager
     def calling(self, number_of_slots: int) -> Iterator[RootCall]:
-        """Around a call of the root on the first few slots, once the units are up to date (`prepare`)."""
+        """Wraps a call of the root on the first ``number_of_slots`` slots. Call `prepare` before."""
         self._finish_sums()
         call = RootCall(self, self.slots[:number_of_slots])
         has_failed = True
@@ -105,7 +105,7 @@ class Tree:
             self._make_owners_wait(call.computing)
 
     def prepare(self) -> None:
-        """Before a call: sees what has happened to the parameters since the last one.
+        """Adapts the units to what other code has done to the parameters since the last call.
 
         Raises:
             RuntimeError: the parameters of a unit have no memory.
@@ -118,10 +118,10 @@ class Tree:
             unit.pieces.drop_if_changed()
 
     def settle(self) -> None:
-        """Waits until the units are not in a backward. Inside a backward it does nothing.
+        """Waits until no pass of backward uses the units. Called inside a backward, it does nothing.
 
-        A backward that fails raises at once, while other threads of the engine are still in nodes of it, which read
-        parameters. The pass ends when all have left.
+        A backward that fails raises at once, while other threads of the engine still run its nodes, which read
+        parameters. Its pass ends when these threads have left.
         """
         if _torch.is_in_backward() or self._ending_thread == threading.get_ident():
             return
@@ -129,13 +129,13 @@ class Tree:
             self._changed.wait_for(lambda: self._pass is None and self._ending_thread is None)
 
     def _wait_for_optimizer(self) -> None:
-        """Shards are packed now, on the current streams."""
+        """Makes the current streams, on which shards are packed next, wait for the optimizer's step."""
         event = self.take_post_optim_event()
         if event is not None:
             wait_for([event], current_streams(self.slots).values())
 
     def take_post_optim_event(self) -> GivenEvents | None:
-        """The events after the optimizer's step that the user has given for the next call, once."""
+        """Returns, once, the events after the optimizer's step that the user has given for the next call."""
         root = self.units[0]
         given, root.post_optim_event = root.post_optim_event, None
         if given is None:
@@ -143,19 +143,19 @@ class Tree:
         return GivenEvents([given] if isinstance(given, torch.Event) else given)
 
     def _finish_sums(self) -> None:
-        """Waits for the sums of passes that were not the last of a step."""
+        """Makes streams wait for the sums of passes before the last one of a step."""
         while self._unfinished:
             self._unfinished.pop(0).wait_for_sums()
 
     def before_last_sums(self, computing: Mapping[torch.device, torch.Stream]) -> None:
-        """Gradients are complete soon. Hooks on them may step an optimizer, which writes to the shards."""
+        """Orders writes to the shards after all reads: hooks on gradients, which run next, may step an optimizer."""
         self._finish_sums()
         self._make_owners_wait(computing)
 
     def join_pass(self, call: RootCall, only_if_alone: bool = False) -> BackwardPass:
-        """The running pass of backward, begun now if there is none. It lasts at least until the engine's task ends.
+        """Returns the running pass of backward, begun now if there is none. It lasts until the engine's task has ended.
 
-        ``only_if_alone``: as for `BackwardPass.join`.
+        ``only_if_alone``: see `BackwardPass.join`.
         """
         with self._changed:
             if any(failed.has_current_task() for failed in self._failed):
@@ -167,23 +167,23 @@ class Tree:
             while self._pass is None or not self._pass.join(only_if_alone):
                 if self._pass is None:
                     self._pass, is_new = self._new_pass(call), True
-                else:  # it ends in another thread
+                else:  # another thread ends the pass
                     self._changed.wait()
             self._pass.include(call.slots)
-            if is_new:  # once it is joined: if this raises, the pass fails
+            if is_new:  # after joining, so that the pass fails if this raises
                 self._refuse_lost()
             return self._pass
 
     def note_backward_returned(self) -> None:
-        """A ``backward()`` has returned while another one in its pass runs on: before the next step that has to end.
+        """Has the next optimizer step wait: a ``backward()`` has returned while another one in its pass runs on.
 
-        The other one may have failed before: torch raises the error while threads are still in its nodes. A backward
-        that begins meanwhile takes part in the same pass, and loses gradients when that ends.
+        The other one may have failed before: torch raises the error while threads still run its nodes. A backward that
+        begins meanwhile takes part in the same pass, and loses gradients when the pass ends.
         """
         before_next_step(self._end_pass_before_step)
 
     def _end_pass_before_step(self, optimizer: Optimizer) -> bool:
-        """Returns false if the optimizer has none of the parameters, so that a later one is to be checked."""
+        """Waits for the pass. Returns false if the optimizer has none of the parameters: a later one may have."""
         own = {id(parameter) for unit in self.units for parameter in unit.parameters}
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             return False
@@ -200,26 +200,26 @@ class Tree:
         for unit in self.units:
             unit.begin_gathers(len(call.slots))
             unit.gradients.drop_void()
-            # Until the pass has ended, however that may be. Replicas have the full parameters.
+            # The user's modules have the sharded ones until the pass has ended. Replicas have the full ones.
             unit.registries.show_sharded()
         return BackwardPass(self, call.slots, call.computing, self._sums_over_machines(call.computing))
 
     def _sums_over_machines(self, computing: Mapping[torch.device, torch.Stream]) -> SumsOverMachines | None:
-        """What adds up over machines in a new pass. ``None`` if there is one machine, or no unit is synchronised."""
+        """Returns what sums over machines in a new pass: ``None`` with one machine, or if no unit synchronises."""
         if self.machines is None or not any(unit.requires_gradient_sync for unit in self.units):
             return None
         if any(unit.gradients.partial is not None or not unit.requires_all_reduce for unit in self.units):
-            self._finish_sums()  # what waits for other machines is part of the next sums
+            self._finish_sums()  # partial sums, which wait for other machines, are part of the next sums
         from dataparallel.sharded.units.sums_over_machines import SumsOverMachines
 
         return SumsOverMachines(self, self.machines, computing)
 
     def learn_order(self, order: list[int]) -> None:
-        """That of rank 0, in which units are added up over machines from the next pass on."""
+        """Sets the order of rank 0, in which units are summed over machines from the next pass on."""
         self.order_of_sums, self.is_order_known = order, True
 
     def deliver(self, unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
-        """Takes all gradients of a unit on a slot, in the backward of their node."""
+        """Takes the gradients of all parameters of a unit on a slot, from the backward of their node."""
         call = self.last_call
         assert call is not None
         running = self.join_pass(call, only_if_alone=True)
@@ -227,7 +227,7 @@ class Tree:
             running.note_delivery(slot, unit, unit.gradients.full_bytes)
 
     def note_pass_end(self, ended: BackwardPass, has_failed: bool) -> None:
-        """Frees what the pass needs no more, and lets those go on that wait for its end."""
+        """Frees the units after a pass, and lets threads go on that wait for its end."""
         with self._changed:
             self._pass, self._ending_thread = None, threading.get_ident()
             self._failed = [failed for failed in [*self._failed, ended] if failed.has_tasks]
@@ -249,10 +249,10 @@ class Tree:
                 self._changed.notify_all()
 
     def _make_owners_wait(self, computing: Mapping[torch.device, torch.Stream]) -> None:
-        """Orders later writes to the shards after all pulls, and after all copies: those of the host too."""
+        """Orders later writes to the shards, by streams and by the host, after all pulls and copies of shards."""
         copies = self._copies.take_last()
         reads = [*copies, *(event for unit in self.units for event in unit.take_pulls())]
-        met = self.units[0].streams.meet("pulls", reads) if reads else None
-        wait_for([] if met is None else [met], computing.values())
+        after_reads = self.units[0].streams.meet("pulls", reads) if reads else None
+        wait_for([] if after_reads is None else [after_reads], computing.values())
         if any(unit.is_offloaded for unit in self.units):
             note_host_reads(copies)

@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 
 class Unit(Settings):
-    """One unit.
+    """The parameters of one unit at their owners, and a `SlotUnit` for each slot (``slot_units``).
 
     Args:
         name: for messages.
-        parameters: sharded, over the slots.
-        slots: the devices, which are owners too.
-        precision: dtypes.
+        parameters: the sharded parameters, whose owners are the devices of the slots.
+        slots: the devices on which replicas run.
+        precision: the dtypes for compute, sums and outputs.
         is_offloaded: shards and gradients lie in host memory.
-        pin: that memory is pinned.
-        machines: over which the unit is spread, if there are several.
+        pin: this host memory is pinned.
+        machines: the processes that the unit is spread over, if there are several.
 
     Attributes:
-        number_of_modules: that the unit was made from.
-        registered: what the user's modules have of the unit.
-        tree: what it has of the tree that uses it, which sets it.
+        number_of_modules: how many modules the unit was made from.
+        registries: where the user's modules register the parameters.
+        binding: what the tree gives the unit whose call uses it. Each call sets it.
         indices: for each dtype the positions of its parameters.
-        owned: for each dtype what the owners hold.
+        owned: for each dtype the flat shards of the owners.
         recorded: positions of the parameters that need gradients.
     """
 
@@ -81,20 +81,20 @@ class Unit(Settings):
             OwnedShards([self.parameters[i] for i in indices], self.slots, self._pin, self.sharded_over)
             for indices in self.indices
         ]
-        self._noted: list[int] | None = None
+        self._noted_versions: list[int] | None = None  # as a call or pass began
         self._had_no_values = any(owned.are_on_meta for owned in self.owned)
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.cuts = [cut_of(parameter) for parameter in self.parameters]
-        self._flags = self._present_flags()
+        self._parameter_flags = self._present_flags()
         self.recorded = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
         self.pieces = Pieces(self)
         self.joint = JointGathers(self)
         self.gradients = UnitGradients(self)
         self.slot_units: list[SlotUnit] = []
-        self._receivers: list[Receiver] = []  # nodes refer to them weakly
+        self._receivers: list[Receiver] = []  # kept here, because nodes refer to them weakly
         self._sources: list[PullSource] = []
-        self._over_machines: SourcesOverMachines | None = None
-        self._pulls = len(self.slots)
+        self._sources_over_machines: SourcesOverMachines | None = None
+        self._pulls = len(self.slots)  # how many slots pull in a round
 
     def _present_flags(self) -> list[Any]:
         return [(id(p), p.dtype, p.requires_grad) for p in self.parameters]
@@ -113,7 +113,7 @@ class Unit(Settings):
 
     @property
     def sharded_over(self) -> tuple[int, int]:
-        """Over how many machines the parameters are sharded, and which of them this is."""
+        """How many machines the parameters are sharded over, and the number of this machine among them."""
         return (1, 0) if self.machines is None else (self.machines.parts, self.machines.part)
 
     def dtype_on_slots(self, dtype: torch.dtype) -> torch.dtype:
@@ -125,7 +125,7 @@ class Unit(Settings):
         return self.precision.sums or self.dtype_on_slots(dtype) if dtype.is_floating_point else dtype
 
     def to_host(self, part: Tensor) -> Tensor:
-        """A copy in host memory, which is complete after an event on the current stream."""
+        """Returns a copy in host memory. It is complete once the current stream has done what was launched."""
         if part.device == CPU:
             return part
         pinned = self._pin and can_pin(part.device.type)
@@ -134,10 +134,10 @@ class Unit(Settings):
         return host.copy_(part, non_blocking=pinned)
 
     def refresh(self, before_packing: Callable[[], None] = lambda: None) -> None:
-        """Before a call: sees what other code has done to the parameters since the last one.
+        """Adapts the unit to what other code has done to the parameters since the last call.
 
-        ``before_packing``: called before shards are copied. Over machines the first call after parameters have got
-        memory gives those that are replicated the same values.
+        ``before_packing`` is called before shards are copied. Once parameters have got memory, the first call over
+        machines gives the machines that replicate them the same values.
 
         Raises:
             RuntimeError: a parameter cannot be used, or has changed while gradients wait on the slots.
@@ -146,7 +146,7 @@ class Unit(Settings):
         self.refuse_overwritten()
         self.registries.adopt()
         self.registries.show_sharded()
-        if self._flags != self._present_flags():
+        if self._parameter_flags != self._present_flags():
             self._refuse_to_lose_gradients()
             self.free()
             before_packing()
@@ -157,9 +157,9 @@ class Unit(Settings):
                     f"the parameters of the unit {self.name!r} are on the meta device: give them memory with "
                     "to_empty(device=...) and initialise or load them before the first call"
                 )
-            if self.is_offloaded and (away := owned.off_host()) is not None:
+            if self.is_offloaded and (device := owned.off_host()) is not None:
                 raise RuntimeError(
-                    f"a parameter of the unit {self.name!r} is on {away}, and CPUOffloadPolicy keeps shards in host "
+                    f"a parameter of the unit {self.name!r} is on {device}, and CPUOffloadPolicy keeps shards in host "
                     "memory: load a state dict that is on the CPU, or call module.cpu() or to_empty(device='cpu')"
                 )
             if owned.is_stale():
@@ -181,7 +181,7 @@ class Unit(Settings):
             self.slot_units, self._receivers = slot_units, receivers
 
     def _refuse_to_lose_gradients(self) -> None:
-        """Raises if gradients wait on the slots, which are in the layout of the former parameters."""
+        """Raises if gradients wait on the slots: they have the layout of the former parameters."""
         self.gradients.drop_void()
         if self.gradients.are_held:
             raise RuntimeError(
@@ -191,15 +191,15 @@ class Unit(Settings):
             )
 
     def refuse_overwritten(self, slot: int | None = None) -> None:
-        """Raises if other code has written to full parameters, on one slot or on any.
+        """Raises if other code has written to full parameters on this slot, or without ``slot`` on any.
 
         Raises:
-            RuntimeError: it has. What was written is dropped.
+            RuntimeError: other code has. What was written is dropped.
         """
         slot_units = self.slot_units if slot is None else [self.slot_units[slot]]
-        found = [at for slot_unit in slot_units if (at := slot_unit.take_overwritten()) is not None]
-        if found:
-            name = next(name for _, name, position in self.registries.entries if position == found[0])
+        overwritten = [at for slot_unit in slot_units if (at := slot_unit.take_overwritten()) is not None]
+        if overwritten:
+            name = next(name for _, name, position in self.registries.entries if position == overwritten[0])
             raise RuntimeError(
                 f"{name!r} in the unit {self.name!r} was changed in place while it was full. The full parameter is a "
                 "copy, so the change would be lost. Change the sharded one, which the module has after reshard()"
@@ -208,60 +208,60 @@ class Unit(Settings):
     # ---- what slots pull from ----------------------------------------------------------------------------------------
 
     def sources(self) -> list[PullSource]:
-        """What slots pull from now: for each dtype the same source for all slots of a round."""
+        """Returns for each dtype the source of this round, from which each slot pulls once."""
         with self._lock:
             if not self._sources or self._sources[0].is_used_up:
                 self._sources = [PullSource(self, owned, self._pulls) for owned in self.owned]
             return self._sources
 
     def sent_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[PullSource] | None:
-        """If the unit is sharded over machines, what this slot pulls from next, on its way from now on."""
+        """Has machines send the shards that this slot pulls next. ``None``: the unit is not sharded over them."""
         if self.machines is None or self.machines.gathers is None:
             return None
         machines = self.machines.gathers
         from dataparallel.sharded.units.over_machines import SourceOverMachines, SourcesOverMachines
 
         with self._lock:
-            if self._over_machines is None:
+            if self._sources_over_machines is None:
                 pulls = self._pulls
-                self._over_machines = SourcesOverMachines(
+                self._sources_over_machines = SourcesOverMachines(
                     len(self.slots), lambda: [SourceOverMachines(self, owned, pulls, machines) for owned in self.owned]
                 )
-            return self._over_machines.next_sources(slot, ready)
+            return self._sources_over_machines.next_sources(slot, ready)
 
     def _renew_sources(self, pulls: int) -> None:
-        """Has values cast or sent again before ``pulls`` slots pull."""
+        """Drops all sources, so that shards are cast or sent again for the next ``pulls`` slots."""
         with self._lock:
-            self._sources, self._over_machines, self._pulls = [], None, pulls
+            self._sources, self._sources_over_machines, self._pulls = [], None, pulls
         self.joint.renew(pulls)
 
     # ---- a call or a pass of backward --------------------------------------------------------------------------------
 
     def begin_gathers(self, slots: int) -> None:
-        """A call or a pass of backward begins on the first few slots. The parameters keep the values that they have."""
-        self._noted = None
-        self._noted = self.versions()
+        """Begins a call or a pass of backward on the first ``slots`` slots. Until it ends, no parameter may change."""
+        self._noted_versions = None
+        self._noted_versions = self.versions()
         self._renew_sources(slots)
-        self._level(slots)
+        self._make_slots_alike(slots)
 
     def end_gathers(self) -> None:
-        """It has ended: the parameters may change. Slots that have not pulled will not, so copies for them go."""
-        self._noted = None
+        """Ends a call or a pass: the parameters may change. Copies for slots that have not pulled are dropped."""
+        self._noted_versions = None
         self._renew_sources(len(self.slots))
         self.registries.show_current()
 
     def versions(self) -> list[int]:
-        """A number for each parameter that grows with every change in place; in a call or a pass, as it began."""
-        return [*map(_torch.version_of, self.parameters)] if self._noted is None else self._noted
+        """Returns the versions of the parameters, which changes in place raise. A call or pass keeps its first ones."""
+        return [*map(_torch.version_of, self.parameters)] if self._noted_versions is None else self._noted_versions
 
     def has_group(self, slot: int, size: int) -> bool:
-        """True if the slot may keep a piece: over machines only if its whole group takes part: all gather alike."""
+        """True if the slot may keep a piece. Over machines its whole group has to take part, as all gather alike."""
         return self.sharded_over[0] == 1 or slot - slot % size + size <= self._pulls
 
-    def _level(self, slots: int) -> None:
-        """Over machines: these slots have full parameters if the first one has, so that all machines gather alike.
+    def _make_slots_alike(self, slots: int) -> None:
+        """Over machines, makes the first ``slots`` slots full if slot 0 is, so that all machines gather alike.
 
-        Calls in which other machines used more or fewer slots may have left slots with full parameters.
+        Slots may differ after calls in which other machines used more or fewer slots.
         """
         if not self.is_sharded_over_machines:
             return
@@ -270,10 +270,10 @@ class Unit(Settings):
             if first.is_full:
                 other.copy_from(first)
             elif not first.is_started and isinstance(self.reshard_after_forward, bool):
-                other.free()  # with a number, the first one may have a piece for a backward that the other waits for
+                other.free()  # with a number, slot 0 may have a piece instead, for a backward that the other waits for
 
     def free(self) -> None:
-        """Frees what all slots have."""
+        """Frees the full parameters and the pieces of all slots."""
         for slot_unit in self.slot_units:
             slot_unit.free()
         self.pieces.drop()
@@ -284,27 +284,27 @@ class Unit(Settings):
         return [self.joint, *self.slot_units]
 
     def take_pulls(self) -> list[Event]:
-        """Events after the last pulls of all slots, once."""
-        found = []
+        """Returns, once, events after the last pulls of all slots."""
+        events = []
         for puller in self._pullers:
             event, puller.last_pull = puller.last_pull, None
             if event is not None:
-                found.append(event)
-        return found
+                events.append(event)
+        return events
 
     # ---- what the user asks for --------------------------------------------------------------------------------------
 
-    def unshard(self, async_op: bool) -> _Unsharded:
+    def unshard(self, async_op: bool) -> _UnshardHandle:
         """Starts a gather on all slots, and without ``async_op`` waits for it.
 
-        The user's modules have the full parameters of the first slot once it has been waited for.
+        The user's modules have the full parameters of slot 0 once the gather has been waited for.
         """
         self.refresh()
         ready = self.streams.now()
         for slot_unit in self.slot_units:
             slot_unit.free_if_changed()
             slot_unit.start(ready)
-        handle = _Unsharded(self, ready)
+        handle = _UnshardHandle(self, ready)
         if not async_op:
             handle.wait()
         elif self.is_offloaded:
@@ -315,7 +315,7 @@ class Unit(Settings):
         """Frees the full parameters on all slots, except in a backward. The modules have the sharded ones again.
 
         Raises:
-            RuntimeError: other code has written to full ones; they are freed all the same.
+            RuntimeError: other code has written to full parameters; these are freed all the same.
         """
         if _torch.is_in_backward():
             self.registries.show_sharded()
@@ -327,15 +327,15 @@ class Unit(Settings):
         self.refuse_overwritten()
 
     def make_owners_wait(self) -> None:
-        """Orders later writes to the shards after all pulls, and after all copies: those of the host too."""
+        """Orders later writes to the shards, by streams and by the host, after all pulls and copies of shards."""
         pulls = [event for each in self._pullers if (event := each.last_pull) is not None]
         wait_for([*self.binding.copies.last(), *pulls], current_streams(self.slots).values())
         if self.is_offloaded:
             note_host_reads(self.binding.copies.last())
 
 
-class _Unsharded:
-    """A gather that the user has started."""
+class _UnshardHandle:
+    """The handle of a gather that the user has started."""
 
     def __init__(self, unit: Unit, ready: Mapping[torch.device, Event]) -> None:
         self._unit, self._ready = unit, ready
