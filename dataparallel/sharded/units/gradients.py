@@ -1,8 +1,8 @@
-"""The gradients of one unit: each slot delivers its own, and when all have, each owner adds its part of them.
+"""`UnitGradients` takes the deliveries of one unit from all slots, and has them summed when every slot has delivered.
 
-A slot copies its gradients into a matrix with a row for each owner (`Delivery`). It belongs to the computing stream of
-its device. Before the slot's next delivery of any unit that stream waits for the sums that read the last one
-(`SumsOfPass.release`), so two matrices are in memory at most.
+A slot copies its gradients into a matrix with a row for each owner (`Delivery`), which is memory of the slot's
+computing stream. Before the slot's next delivery, of any unit, this stream waits for the sums that read the last one
+(`SumsOfPass.release_deliveries`), so at most two matrices are in memory.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class FormerGrad:
-    """A parameter's ``.grad`` as it was when gradients were held for it, on the current streams: the computing ones.
+    """Remembers a parameter's ``.grad`` while gradients are held that are dropped if the user drops or zeroes it.
 
-    They are dropped if the user throws that ``.grad`` away. Where there is none it becomes zeros.
+    Where there is no ``.grad`` it becomes zeros, made on the current streams, which are the computing ones.
     """
 
     def __init__(self, parameter: ShardedTensor) -> None:
@@ -41,17 +41,17 @@ class FormerGrad:
         self._grad, self._zeroed = weakref.ref(parameter.grad), parameter.grad._zeroed
 
     def is_void(self, parameter: ShardedTensor) -> bool:
-        """True if the parameter's ``.grad`` is another one now, or ``zero_`` was called on it."""
+        """True if the parameter has another ``.grad`` now, or ``zero_`` was called on it."""
         grad = parameter.grad
         return grad is None or self._grad() is not grad or grad._zeroed != self._zeroed
 
 
 class PartialSums:
-    """Sums of one unit that wait for those of other machines. They belong to the computing streams, which are current.
+    """Sums of one unit that wait for the sums of other machines, in memory of the computing streams, which are current.
 
     Args:
-        groups: the parameters that need gradients, for each dtype.
-        parameters: of the unit.
+        groups: for each dtype the parameters that need gradients.
+        parameters: the unit's.
         totals: for each dtype the parts of all owners on this machine.
         present: positions of the parameters that have gradients.
     """
@@ -72,33 +72,33 @@ class PartialSums:
         return self._former
 
     def drop_void(self) -> None:
-        """Drops gradients whose ``.grad`` the user has thrown away or zeroed."""
+        """Drops the sums of parameters whose ``.grad`` the user has dropped or zeroed."""
         for i in [i for i, former in self._former.items() if former.is_void(self._parameters[i])]:
             del self._former[i]
-            for (kept, layout, _), of_owners in zip(self._groups, self.totals, strict=True):
+            for (kept, layout, _), parts in zip(self._groups, self.totals, strict=True):
                 if i in kept:
-                    for flat in of_owners:
+                    for flat in parts:
                         layout.zero_columns(kept.index(i), flat)
 
 
 class UnitGradients:
-    """The gradients of one unit, for any thread.
+    """The gradients of one unit. Any thread may use it.
 
-    A unit may be reached several times in one pass: a slot's first delivery belongs with the first ones of other slots,
-    its second with their second, and so on. What a slot still misses at the end of the pass counts as zero. While
-    gradients are not synchronised, a slot's deliveries are added on the slot and stay there (`_held`).
+    A pass may reach a unit several times. The first deliveries of all slots are one round, their second deliveries the
+    next, and so on. A delivery that a slot has not made by the end of the pass counts as zero. While gradients are not
+    synchronised, a slot's deliveries are added on the slot and held there (`_held`).
 
     Attributes:
         groups: for each dtype the parameters that need gradients, and their layout.
         full_bytes: the size of one slot's gradients.
-        partial: sums of this machine, or of its shard group, that wait for those of other machines.
+        partial: sums of this machine, or of its shard group, that wait for the sums of other machines.
     """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._lock = threading.Lock()
-        # While a slot's gradients are packed, with those that it holds: on the CPU passes of several threads deliver.
-        self._packing = [threading.Lock() for _ in unit.slots]
+        # A slot's lock is held while its gradients are packed: on the CPU several threads may deliver for one slot.
+        self._packing_locks = [threading.Lock() for _ in unit.slots]
         parts, part = unit.sharded_over
         needs = {*unit.recorded}
         self.groups: list[Group] = []
@@ -110,63 +110,63 @@ class UnitGradients:
                 self.groups.append((kept, layout, owned.dtype))
         self.full_bytes = sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in self.groups)
         self._sums = UnitSums(unit, self.groups)
-        self._rounds: list[dict[int, Delivery]] = []
-        self._delivered: dict[int, int] = {}
+        self._rounds: list[dict[int, Delivery]] = []  # deliveries by slot that wait for other slots
+        self._number_delivered: dict[int, int] = {}  # by each slot in this pass
         self._held: dict[int, Delivery] = {}
-        self._new: set[int] = set()  # slots whose held gradients are of this pass alone
-        self._former: dict[int, FormerGrad] = {}
+        self._newly_holding: set[int] = set()  # slots whose held gradients are of this pass alone
+        self._former: dict[int, FormerGrad] = {}  # of the parameters that have held gradients
         self.partial: PartialSums | None = None
         self._lost: dict[int, FormerGrad] = {}  # parameters whose gradients are incomplete until they are zeroed
 
     def deliver(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
-        """Takes the gradients of one slot, in the order of ``unit.recorded``, and adds up if it is the last.
+        """Takes the gradients of one slot, in the order of ``unit.recorded``, and sums if this slot is the last.
 
-        The current stream has the gradients: that of the graph, which may be older than the pass. The pass's computing
-        stream takes them, so everything that is made here belongs to it. Returns true if they have been added up, false
-        if they wait for other slots, and ``None`` if they stay on the slot.
+        The gradients are ready on the current stream, which is the graph's. The graph may be older than the pass, so
+        the pass's computing stream joins it, and owns the delivery. Returns true if the gradients have been summed,
+        false if they wait for other slots, and ``None`` if they stay on the slot.
         """
         device = self._unit.slots[slot]
         joined = streams_joined({device: sums.computing[device]} if device in sums.computing else {})
-        with stage("reduce_add", slot=slot), self._packing[slot], joined:
+        with stage("reduce_add", slot=slot), self._packing_locks[slot], joined:
             return self._take(slot, grads, sums)
 
     def _take(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
-        """`deliver` on the computing stream of the pass."""
-        sums.release(slot)
-        is_new = slot not in self._held or slot in self._new
+        """Does the work of `deliver`, on the computing stream of the pass."""
+        sums.release_deliveries(slot)
+        is_new = slot not in self._held or slot in self._newly_holding
         with naming_out_of_memory("gradients", self._unit.name, self._unit.slots[slot], self.full_bytes):
             delivery = self._packed(slot, grads)
         with self._lock:
             if not self._unit.requires_gradient_sync:
-                self._held[slot] = delivery  # with what was there
+                self._held[slot] = delivery  # includes the gradients that were held before
                 if is_new:
-                    self._new.add(slot)
+                    self._newly_holding.add(slot)
                 return None
             held = self._held.pop(slot, None)
             if held is not None:
                 sums.put_back[id(self), slot] = partial(self._put_back, slot, held)
-            number = self._delivered.get(slot, 0)
-            self._delivered[slot] = number + 1
+            number = self._number_delivered.get(slot, 0)
+            self._number_delivered[slot] = number + 1
             while len(self._rounds) <= number:
                 self._rounds.append({})
             self._rounds[number][slot] = delivery
             if len(self._rounds[number]) == sums.slots:
-                # Under the lock: later rounds of this unit are added after this one.
-                found, self._rounds[number] = self._rounds[number], {}
-                self._add_up(found, sums)
+                # The lock is held, so that later rounds of this unit are summed after this one.
+                deliveries, self._rounds[number] = self._rounds[number], {}
+                self._add_up(deliveries, sums)
                 return True
             return False
 
     def end_pass(self, sums: SumsOfPass | None) -> None:
-        """Adds up what waits, in the order of the slots.
+        """Sums all deliveries that wait.
 
-        With ``None`` the pass has failed, and what waits for other slots is dropped, and what it has left on the slots.
-        Gradients that earlier passes left there stay, with what has been added to them; those that were to be added up
-        are put back by `SumsOfPass.drop_all`.
+        With ``None`` the pass has failed: deliveries that wait are dropped, and so are gradients that this pass alone
+        has left on slots. Gradients of earlier passes stay held, with what has been added to them; if they were part of
+        a delivery that waits, `SumsOfPass.drop_all` puts them back.
         """
         with self._lock:
-            new, self._new = self._new, set()
-            rounds, self._rounds, self._delivered = self._rounds, [], {}
+            new, self._newly_holding = self._newly_holding, set()
+            rounds, self._rounds, self._number_delivered = self._rounds, [], {}
             if sums is None:
                 for slot in new:
                     self._held.pop(slot, None)
@@ -177,54 +177,54 @@ class UnitGradients:
                 for slot, delivery in held.items():
                     sums.put_back[id(self), slot] = partial(self._put_back, slot, delivery)
                 rounds.append(held)
-            for found in rounds:
-                if found:
-                    self._add_up(found, sums)
+            for deliveries in rounds:
+                if deliveries:
+                    self._add_up(deliveries, sums)
             self._former = {}
             with streams_set(sums.computing):
                 self._note_held()
 
-    def _add_up(self, found: dict[int, Delivery], sums: SumsOfPass) -> None:
-        """Adds up one round. From then on, or if that fails, nothing has to be put back for its slots."""
-        are_kept = any((id(self), slot) in sums.put_back for slot in found)
+    def _add_up(self, deliveries: dict[int, Delivery], sums: SumsOfPass) -> None:
+        """Sums one round. If this fails, held gradients that are part of it are put back on their slots."""
+        has_held = any((id(self), slot) in sums.put_back for slot in deliveries)
         try:
-            self._sums.add_up(found, sums, not are_kept)
+            self._sums.add_up(deliveries, sums, not has_held)
         except BaseException:
-            for slot in found:
+            for slot in deliveries:
                 if (put_back := sums.put_back.pop((id(self), slot), None)) is not None:
                     put_back()
             if self._sums.is_torn:
                 self._note_torn()
             raise
-        # Those in host memory and over machines are added when the pass ends.
+        # Gradients in host memory and over machines can be put back until the pass ends, when sums are added to them.
         if sums.put_back and not self._unit.is_offloaded and sums.over_machines is None:
-            for slot in found:
+            for slot in deliveries:
                 sums.put_back.pop((id(self), slot), None)
 
     def _put_back(self, slot: int, held: Delivery) -> None:
-        """Leaves gradients of earlier passes on the slot again."""
+        """Holds gradients of earlier passes on the slot again."""
         self._held[slot] = held
 
     def note_lost(self, computing: Mapping[torch.device, torch.Stream]) -> None:
-        """Notes that gradients are incomplete until the user has zeroed them: those of a ``backward()`` are missing.
+        """Notes that gradients are incomplete until the user has zeroed them: the gradients of one backward are lost.
 
-        ``computing``: the computing streams. Where there is no ``.grad`` it becomes zeros, which the user may drop.
+        ``computing``: the computing streams. Where there is no ``.grad``, it becomes zeros, which the user may drop.
         """
         with self._lock, streams_set(computing), torch.inference_mode(False), torch.no_grad():
             self._lost.update({i: FormerGrad(self._unit.parameters[i]) for i in self._unit.recorded})
             self._sums.is_torn = False
 
     def _note_torn(self) -> None:
-        """Notes that what was added to gradients is incomplete."""
+        """Notes that a sum was added to some owners' shards of gradients only."""
         parameters = self._unit.parameters
         self._lost.update({i: FormerGrad(parameters[i]) for i in self._unit.recorded if parameters[i].grad is not None})
         self._sums.is_torn = False
 
     def refuse_lost(self) -> None:
-        """Raises if gradients are incomplete and have not been zeroed.
+        """Raises if gradients are incomplete.
 
         Raises:
-            RuntimeError: they are.
+            RuntimeError: they are incomplete, and the user has not zeroed them.
         """
         if not self._lost:
             return
@@ -239,13 +239,13 @@ class UnitGradients:
 
     @property
     def are_held(self) -> bool:
-        """True if gradients wait on the slots for the next sum, or with the owners for that over machines."""
+        """True if gradients wait on slots for the next sum, or at owners for the next sum over machines."""
         return bool(self._held) or self.partial is not None
 
     def drop_void(self) -> None:
-        """Drops gradients that are held on the slots if the user has thrown away those that they would be added to.
+        """Drops held gradients of parameters whose ``.grad`` the user has dropped or zeroed since.
 
-        ``.grad`` says so: it is ``None``, another tensor, or has been set to zero since they were held.
+        Such a ``.grad`` is ``None``, another tensor, or the same tensor after ``zero_``.
         """
         with self._lock:
             for i in [i for i, former in self._former.items() if former.is_void(self._unit.parameters[i])]:
@@ -261,7 +261,7 @@ class UnitGradients:
                 self.partial = self.partial if self.partial.present else None
 
     def set_sums(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients) -> None:
-        """Adds what has been added up over machines to ``.grad``, on the current streams."""
+        """Adds sums over machines to ``.grad``, on the current streams."""
         with self._lock:
             self._sums.add_parts(totals, present, summed)
 
@@ -271,7 +271,7 @@ class UnitGradients:
             self._former[i] = FormerGrad(self._unit.parameters[i])
 
     def _packed(self, slot: int, grads: Sequence[Tensor | None]) -> Delivery:
-        """The slot's delivery, with what is held on it.
+        """Returns the slot's delivery, which includes the gradients that the slot holds.
 
         Raises:
             TypeError: a gradient is sparse.
@@ -283,18 +283,18 @@ class UnitGradients:
         sums: list[Tensor] = []
         parts: list[Tensor] = []
         for at, (kept, layout, dtype) in enumerate(self.groups):
-            summed = unit.dtype_of_sums(dtype)
-            matrix = torch.empty(layout.owners, layout.numel, dtype=summed, device=device)
+            sum_dtype = unit.dtype_of_sums(dtype)
+            matrix = torch.empty(layout.owners, layout.numel, dtype=sum_dtype, device=device)
             layout.copy_in([of_parameter[i] for i in kept], matrix)
-            matrix = matrix.view(len(unit.slots), -1)  # what an owner sums, for all machines, is a row
+            matrix = matrix.view(len(unit.slots), -1)  # a row for each owner, with its parts on all machines
             if held is not None:
                 matrix.add_(held.matrices[at])
             matrices.append(matrix)
             if unit.requires_gradient_sync:
-                total = torch.empty_like(matrix[slot], dtype=added_in(summed, dtype))
-                is_part = unit.machines is not None or total.dtype == dtype
+                total = torch.empty_like(matrix[slot], dtype=added_in(sum_dtype, dtype))
+                is_shared = unit.machines is not None or total.dtype == dtype
                 sums.append(total)
-                parts.append(total if is_part else torch.empty_like(total, dtype=dtype))
+                parts.append(total if is_shared else torch.empty_like(total, dtype=dtype))
         present = {i for i, grad in of_parameter.items() if grad is not None}
         if held is not None:
             present |= held.present

@@ -1,7 +1,7 @@
-"""One backward through a tree of units: when it begins and ends, what its sums share, and what happens if it fails.
+"""`BackwardPass` is one backward through a tree of units: it waits between slots, ends all sums, and cleans up errors.
 
-It may be several passes of the engine: those that it starts inside one for reentrant checkpoints, and those of other
-threads at the same time. Their gradients are added up together, and it lasts until all of them have ended.
+A pass may include several tasks of the engine: those that reentrant checkpoints start inside it, and those of other
+threads at the same time. Their gradients are summed together, and the pass lasts until all of these tasks have ended.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
 
 _PATIENCE = 0.25
-"""Seconds. A slot moves when the backward of a unit begins there and when its gradients are there."""
+"""Seconds for which a slot waits while no slot moves: none begins the backward of a unit or delivers gradients."""
 
 _MAY_WAIT_BYTES = 2**20
-"""So many bytes of a slot's gradients may wait for another slot before it stops."""
+"""Bytes of a slot's gradients that may wait for another slot before the slot stops."""
 
 
 @dataclass
@@ -41,24 +41,24 @@ class SumsOfPass:
 
     Attributes:
         slots: how many replicas take part.
-        computing: the computing stream of each accelerator: those of the forward.
-        callers: the streams that were current where ``backward()`` was called, which may be others.
-        in_flight: for each slot the deliveries whose sums have been launched, with an event after they were read.
+        computing: the computing stream of each accelerator, as in forward.
+        callers: the streams that were current where ``backward()`` was called. They may be others.
+        in_flight: for each slot the deliveries whose sums have been launched, each with an event after its last read.
         added: for each owner an event after its last sum.
-        waiting: what is added to gradients on the host when these events have passed.
-        summed: the parameters that have got gradients, and their hooks.
-        added_to: gradients of earlier passes that the sums are added to: others may drop them meanwhile.
-        latest: after all sums, and their reads.
-        over_machines: adds up over machines what slots have added up.
-        put_back: for a unit and a slot (their ``id`` and number) what leaves gradients of earlier passes on the slot
-            again, if the pass fails. They are part of deliveries that have not been added up.
+        host_additions: functions that add sums to gradients on the host, once the events in ``added`` have passed.
+        summed: the gradients that this pass has summed.
+        added_to: gradients of earlier passes that sums are added to. They are kept here, as the user may drop them.
+        latest: an event after all sums launched so far, which have read their deliveries by then.
+        over_machines: sums over machines what the slots of this one have summed.
+        put_back: for the ``id`` of a unit's gradients and a slot, a function that leaves gradients of earlier passes on
+            the slot again if the pass fails. It is called while their delivery has not been summed.
     """
 
     slots: int
     computing: Mapping[torch.device, torch.Stream]
     in_flight: dict[int, list[tuple[Delivery, Event | None]]] = field(default_factory=dict)
     added: dict[int, Event] = field(default_factory=dict)
-    waiting: list[Callable[[], object]] = field(default_factory=list)
+    host_additions: list[Callable[[], object]] = field(default_factory=list)
     summed: PassGradients = field(default_factory=PassGradients)
     latest: Event | None = None
     added_to: list[Tensor] = field(default_factory=list)
@@ -67,13 +67,13 @@ class SumsOfPass:
     callers: set[torch.Stream] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def hold(self, slot: int, delivery: Delivery, read: Event | None) -> None:
-        """Keeps a delivery until `release`, which waits for the event after its reads."""
+    def hold_delivery(self, slot: int, delivery: Delivery, read: Event | None) -> None:
+        """Keeps a delivery until `release_deliveries`. ``read``: an event after the last read of the delivery."""
         with self._lock:
             self.in_flight.setdefault(slot, []).append((delivery, read))
 
-    def release(self, slot: int) -> None:
-        """Makes the slot's computing stream wait for the sums that read its deliveries, and drops these."""
+    def release_deliveries(self, slot: int) -> None:
+        """Makes the slot's computing stream wait for the sums that read its deliveries, and drops the deliveries."""
         with self._lock:
             deliveries = self.in_flight.pop(slot, [])
         for delivery, read in deliveries:
@@ -81,24 +81,25 @@ class SumsOfPass:
                 read.make_wait(self.computing[(delivery.matrices or delivery.sums)[0].device])
 
     def drop_all(self) -> None:
-        """Drops everything, in order with what reads it. The pass has failed."""
+        """Drops everything after a failure. The computing streams wait for the sums that read it."""
         wait_for([] if self.latest is None else [self.latest], self.computing.values())
         if self.over_machines is not None:
             self.over_machines.fail_round(RuntimeError("its backward has failed, with an error that is shown there"))
         self.in_flight.clear()
-        self.waiting.clear()
+        self.host_additions.clear()
         self.added_to.clear()
         while self.put_back:
-            self.put_back.popitem()[1]()
+            _, put_back = self.put_back.popitem()
+            put_back()
 
     def note_callers(self) -> None:
-        """Called when a task of the engine ends, which has made the streams current where ``backward()`` was called."""
+        """Notes the current streams as callers'. At the end of a task the engine makes the caller's streams current."""
         self.callers.update(current_streams(self.computing).values())
 
     def make_callers_wait(self) -> None:
-        """Orders the callers' streams, and those that are current, after the computing streams.
+        """Makes the callers' streams and the current ones wait for the computing streams.
 
-        Other code uses gradients there, and an optimizer writes to the shards that pulls have read.
+        On these, other code uses gradients, and an optimizer writes to the shards that pulls have read.
         """
         self.note_callers()
         for device, computing in self.computing.items():
@@ -107,42 +108,41 @@ class SumsOfPass:
                 wait_for([Event(computing)], others)
 
     def wait_for_sums(self) -> None:
-        """Orders all computing streams and callers' after all sums, and finishes gradients on the host."""
+        """Makes the computing and callers' streams wait for all sums, adds sums on the host, and runs hooks."""
         wait_for([] if self.latest is None else [self.latest], self.computing.values())
-        self.in_flight.clear()  # the event is behind the sums that read them
+        self.in_flight.clear()  # `latest` comes after the sums that read these deliveries
         self.added_to.clear()
         if self.over_machines is not None:
             self.over_machines.add_to_gradients(self.summed)
-        if self.waiting:
+        if self.host_additions:
             for event in self.added.values():
                 event.synchronize()
-            for finish in self.waiting:
-                finish()
+            for add in self.host_additions:
+                add()
         self.put_back.clear()
         self.make_callers_wait()
-        # Hooks may use the gradients on the current streams, which wait for the sums now.
-        self.summed.run_hooks()
+        self.summed.run_hooks()  # may use gradients on the current streams, which wait for the sums now
 
 
 class BackwardPass:
-    """One backward. If it fails, what waits is dropped and every unit is freed.
+    """One backward. If it fails, gradients that wait are dropped and every unit is freed.
 
-    Slots may not run far ahead of each other: gradients of a fast slot would pile up until the slowest has delivered
-    its own. A slot stops before its next unit while too many of its gradients wait for another slot, see
-    `wait_for_others`. A slot for which all others wait never stops. It may need, though, what the thread of a slot that
-    waits is to compute. So a slot that has seen no other move for `_PATIENCE` seconds waits no more until a slot behind
-    has delivered something: waiting saves memory and is not needed for correct results.
+    No slot may run far ahead of the others, because its gradients would pile up until the slowest slot has delivered
+    too. So a slot stops before its next unit while too many of its gradients wait for another slot
+    (`wait_for_others`). The slowest slot never stops. But it may need what the thread of a stopped slot has to compute.
+    So a slot that has seen no other move for `_PATIENCE` seconds goes on until a slot behind it has delivered again:
+    waiting saves memory, and correct results do not need it.
 
     Args:
-        tree: whose units are reached.
+        tree: the tree whose units the backward reaches.
         slots: the devices of the replicas that take part.
         computing: the computing stream of each accelerator.
-        over_machines: adds up over machines, if there are several.
+        over_machines: sums over machines, if there are several.
 
     Attributes:
         sums: what the sums of all units share.
-        is_recorded: true if a graph of this backward is recorded.
-        has_finished: somebody waits for the sums, or the pass has failed.
+        is_recorded: true if a graph of this backward is recorded (``create_graph=True``).
+        has_finished: true once streams wait for all sums, or if the pass has failed.
     """
 
     def __init__(
@@ -155,34 +155,34 @@ class BackwardPass:
         self._tree = tree
         self._has_returned = self.has_finished = False
         self.sums = SumsOfPass(len(slots), computing, over_machines=over_machines)
-        self._have_own_threads, self._included = False, 0
+        self._have_own_threads, self._number_included = False, 0
         self.include(slots)
         self.is_recorded = False
-        self._tasks: set[PassOfBackward] = set()
+        self._tasks: set[PassOfBackward] = set()  # of the engine, which have joined and not ended
         self._changed = threading.Condition()
         self._missing: defaultdict[int, set[Unit]] = defaultdict(set)  # units that each slot will deliver
-        # For two slots the units of the first whose gradients wait for the second, and their bytes.
+        # For a slot that waits and another: the units that the first has delivered and the second has not; their bytes.
         self._waiting: defaultdict[tuple[int, int], dict[Unit, int]] = defaultdict(dict)
-        # The orders of the forwards of this pass, by `id`, and from where on each slot has passed the units.
+        # By `id`, the order of units in each forward of this pass, and for each slot the position it has come back to.
         self._orders: dict[int, tuple[Sequence[Sequence[Unit]], list[int]]] = {}
         self._deliveries: defaultdict[int, int] = defaultdict(int)  # how many of each slot
-        self._gave_up_at: dict[int, int] = {}  # what the slot furthest behind had delivered when a slot gave up
-        self._movements = 0
+        self._gave_up_at: dict[int, int] = {}  # for each slot that gave up: deliveries of the slowest slot until then
+        self._movements = 0  # how often a slot has moved
         self._is_over = False
 
     def include(self, slots: Sequence[torch.device]) -> None:
-        """These slots take part, which are the first few of the tree."""
-        if len(slots) == self._included:
+        """Has these slots take part, the first ones of the tree."""
+        if len(slots) == self._number_included:
             return
-        self._included = len(slots)
+        self._number_included = len(slots)
         self.sums.slots = max(self.sums.slots, len(slots))
         self._have_own_threads = len({*slots}) == len(slots) and CPU not in slots
 
     def join(self, only_if_alone: bool = False) -> bool:
-        """Called in the backward of a node: the pass lasts until the engine's task that runs now has ended.
+        """Makes the pass last until the engine's task that runs now has ended. Called in the backward of a node.
 
-        ``only_if_alone``: unless another task has joined. That is for a backward that came to parameters on a way past
-        the hooks. Returns false if the pass is over, and takes no more gradients.
+        With ``only_if_alone`` the task joins unless another task has: a backward may reach parameters on a way past the
+        hooks. Returns false if the pass is over and takes no more gradients.
         """
         running = running_pass()
         with self._changed:
@@ -204,7 +204,7 @@ class BackwardPass:
         return running_pass() in self._tasks
 
     def note_delivery(self, slot: int, unit: Unit, number_of_bytes: int) -> None:
-        """A slot has delivered a unit's gradients, which may wait for those of other slots."""
+        """Notes that a slot has delivered a unit's gradients, which may wait for deliveries of other slots."""
         with self._changed:
             for other in range(self.sums.slots):
                 if other != slot and unit in self._missing[other]:
@@ -214,10 +214,10 @@ class BackwardPass:
             self._note_movement()
 
     def note_unit_begun(self, slot: int, position: int, order: Sequence[Sequence[Unit]]) -> None:
-        """The backward of a unit begins on a slot.
+        """Notes that the backward of the unit at ``position`` begins on a slot.
 
-        ``order``: for each slot the units of a forward, in the order in which they ended. ``position``: of this one.
-        Units that ended later and have not begun are not reached: the slot has passed them.
+        ``order``: for each slot the units of one forward, in the order in which they ended. The slot has passed units
+        behind ``position`` that have not begun, and will not deliver them.
         """
         if not self._have_own_threads:
             return
@@ -233,13 +233,13 @@ class BackwardPass:
             self._note_movement()
 
     def _stop_waiting_for(self, slot: int, unit: Unit) -> None:
-        """Gradients of this unit on other slots do not wait for this slot, or do so no longer."""
+        """Lets gradients of ``unit`` on other slots no longer count as waiting for this slot."""
         self._missing[slot].discard(unit)
         for other in range(self.sums.slots):
             self._waiting[other, slot].pop(unit, None)
 
     def wait_for_others(self, slot: int) -> None:
-        """Waits while gradients of this slot wait for another, if each slot's backward has a thread of its own."""
+        """Waits while too many gradients of this slot wait for another. Does nothing if slots share a thread."""
         if not self._have_own_threads:
             return
         with self._changed:
@@ -253,16 +253,16 @@ class BackwardPass:
                     self._gave_up_at[slot] = least
 
     def _slots_behind(self, slot: int) -> list[int]:
-        """The slots for which many of this slot's gradients wait."""
-        others = range(self.sums.slots)
-        return [other for other in others if sum(self._waiting[slot, other].values()) > _MAY_WAIT_BYTES]
+        """Returns the slots for which too many of this slot's gradients wait."""
+        slots = range(self.sums.slots)
+        return [other for other in slots if sum(self._waiting[slot, other].values()) > _MAY_WAIT_BYTES]
 
     def _note_movement(self) -> None:
         self._movements += 1
         self._changed.notify_all()
 
     def end_task(self, task: PassOfBackward, ok: bool) -> None:
-        """Ends the pass if ``task`` is its last one, or if it has failed."""
+        """Ends the pass if ``task`` is its last one or has failed."""
         has_failed = not ok
         with self._changed:
             self._tasks.discard(task)

@@ -1,8 +1,8 @@
-"""What the slots keep of a unit between forward and backward, so that a few neighbours have the whole of it.
+"""`Pieces` keeps parts of a unit on groups of slots between forward and backward (``reshard_after_forward=k``).
 
-With ``reshard_after_forward=k`` the slots 0 to k - 1 make a group, the next k another, and so on. After forward a slot
-keeps its *piece*: the part of the parameters that it would own if they were sharded over the group. In backward a slot
-gathers from its group if all members have pieces of the current values, and else from the owners.
+Slots 0 to k - 1 are a group, the next k another, and so on. After forward a slot keeps its *piece*: the shard that it
+would own if the parameters were sharded over its group. In backward a slot gathers from its group if all members have
+pieces of the current values, and otherwise from the owners.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Piece:
-    """What one slot keeps: memory of the computing stream that wrote it, which waits for all reads before it is freed.
+    """The piece of one slot. The computing stream that wrote it owns it, and waits for all reads before it is freed.
 
     Attributes:
-        group: the slots that have the whole together. The position of a slot says which piece it has.
-        layouts, flats: for each dtype of the unit.
-        versions: of the values.
-        stream: whose memory this is; ``None`` on the CPU.
-        made: after the writes, on that stream.
+        group: the slots whose pieces make up the unit, in the order of the pieces.
+        layouts, flats: for each dtype of the unit the layout and the flat shard.
+        versions: of the parameters when their values were copied.
+        stream: the computing stream that owns the memory; ``None`` on the CPU.
+        written: an event after the writes, on this stream.
     """
 
     group: range
@@ -41,16 +41,16 @@ class Piece:
     flats: list[Tensor]
     versions: list[int]
     stream: torch.Stream | None
-    made: Event | None
-    _read_by: set[int] = field(default_factory=set)
+    written: Event | None
+    _slots_done: set[int] = field(default_factory=set)  # slots that have launched their reads
     _reads: list[Event] = field(default_factory=list)
-    _readers_now: int = 0
+    _number_of_readers: int = 0  # slots that launch reads now
 
 
 class Pieces:
     """The pieces of one unit on all slots. Any thread may use it.
 
-    A piece is freed once all slots of its group have read it, and at the latest when the pass ends.
+    A piece is freed once all slots of its group have read it, at the latest when the pass of backward ends.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -62,73 +62,73 @@ class Pieces:
     def keep(
         self, slot: int, size: int, full: Sequence[Tensor], versions: list[int], stream: torch.Stream | None
     ) -> None:
-        """Copies the slot's piece out of its full parameters. Their computing stream ``stream`` is current.
+        """Copies the slot's piece out of its ``full`` parameters, on their computing stream, which is current.
 
-        ``size``: how many slots make a group. ``versions``: of the values.
+        ``size``: how many slots make a group. ``versions``: of the parameters.
         """
         first = slot - slot % size
         layouts = self._layouts_for(size)
-        self._drop([slot])  # before there is memory for another one
+        self._drop([slot])  # frees the last piece before memory for the next one is taken
         flats = []
         for layout, indices in zip(layouts, self._unit.indices, strict=True):
             flat = full[indices[0]].new_empty(layout.numel)
             parts = [_part(full[i], self._unit.cuts[i].dim, slot - first, size) for i in indices]
             layout.pack(flat, parts, slot - first)
             flats.append(flat)
-        made = None if stream is None else Event(stream)
+        written = None if stream is None else Event(stream)
         with self._lock:
-            self._kept[slot] = Piece(range(first, first + size), layouts, flats, versions, stream, made)
+            self._kept[slot] = Piece(range(first, first + size), layouts, flats, versions, stream, written)
 
     def borrow(self, slot: int) -> list[Piece] | None:
-        """The pieces of the slot's group, or ``None`` if there are not all. Give them back after the reads."""
+        """Returns the pieces of the slot's group; ``None`` if one is missing. Call `give_back` after the reads."""
         versions = self._unit.versions()
         with self._lock:
-            found = self._group_of(slot)
-            if found is None or any(piece.versions != versions for piece in found):
+            pieces = self._pieces_of_group(slot)
+            if pieces is None or any(piece.versions != versions for piece in pieces):
                 return None
-            for piece in found:
-                piece._readers_now += 1
-            return found
+            for piece in pieces:
+                piece._number_of_readers += 1
+            return pieces
 
-    def _group_of(self, slot: int) -> list[Piece] | None:
-        """The pieces of the slot's group, if they are all there."""
-        own = self._kept[slot]
-        if own is None:
+    def _pieces_of_group(self, slot: int) -> list[Piece] | None:
+        """Returns the pieces of the slot's group; ``None`` if one is missing."""
+        own_piece = self._kept[slot]
+        if own_piece is None:
             return None
-        kept = self._kept[own.group.start : own.group.stop]
-        found = [piece for piece in kept if piece is not None and piece.group == own.group]
-        return found if len(found) == len(own.group) else None
+        group = own_piece.group
+        pieces = [each for each in self._kept[group.start : group.stop] if each is not None and each.group == group]
+        return pieces if len(pieces) == len(group) else None
 
     def pull(self, slot: int, buffers: Sequence[FullBuffer]) -> bool:
-        """Pulls the pieces of the slot's group into its buffers. Returns false if they are not all there."""
+        """Pulls the pieces of the slot's group into the slot's ``buffers``. Returns false if a piece is missing."""
         pieces = self.borrow(slot)
         if pieces is None:
             return False
-        own, streams = self._unit.streams.receiving[slot], self._unit.streams.pulling[slot]
+        receiving, streams = self._unit.streams.receiving[slot], self._unit.streams.pulling[slot]
         try:
             for member, piece in zip(pieces[0].group, pieces, strict=True):
-                if piece.made is not None:
-                    piece.made.make_wait(streams[self._unit.slots[member]])
+                if piece.written is not None:
+                    piece.written.make_wait(streams[self._unit.slots[member]])
             with streams_set(streams):
                 for at, full in enumerate(buffers):
                     full.pull([piece.flats[at] for piece in pieces], slot % len(pieces), pieces[0].layouts[at])
         finally:
-            self.give_back(slot, pieces, None if own is None else Event(own))
+            self.give_back(slot, pieces, None if receiving is None else Event(receiving))
         return True
 
     def give_back(self, slot: int, pieces: Sequence[Piece], read: Event | None) -> None:
-        """The slot has launched its reads of these pieces, which end at ``read``."""
+        """Notes that the slot has launched all of its reads of these pieces. ``read``: an event after them."""
         finished: list[int] = []
         with self._lock:
             for piece in pieces:
-                piece._readers_now -= 1
-                piece._read_by.add(slot)
+                piece._number_of_readers -= 1
+                piece._slots_done.add(slot)
                 if read is not None:
                     piece._reads.append(read)
             for member, piece in zip(pieces[0].group, pieces, strict=True):
                 if self._kept[member] is not piece:
                     _free_if_unread(piece)
-                elif piece._read_by.issuperset(piece.group):
+                elif piece._slots_done.issuperset(piece.group):
                     finished.append(member)
         if finished:
             self._drop(finished)
@@ -138,35 +138,35 @@ class Pieces:
         self._drop(range(len(self._kept)))
 
     def drop_if_changed(self) -> None:
-        """Drops all pieces if they do not have the parameters' values any more."""
+        """Drops all pieces if the parameters have changed since."""
         versions = self._unit.versions()
         with self._lock:
-            is_old = any(piece is not None and piece.versions != versions for piece in self._kept)
-        if is_old:
+            has_changed = any(piece is not None and piece.versions != versions for piece in self._kept)
+        if has_changed:
             self.drop()
 
     def as_parameters(self) -> list[nn.Parameter] | None:
-        """The parameters sharded over the first group, whose memory is the pieces'. ``None`` if not all are there."""
+        """Returns parameters sharded over the first group, in the memory of its pieces; ``None`` if one is missing."""
         with self._lock:
-            group = self._group_of(0)
-        if group is None:
+            pieces = self._pieces_of_group(0)
+        if pieces is None:
             return None
-        found: dict[int, nn.Parameter] = {}
+        parameters: dict[int, nn.Parameter] = {}
         for at, indices in enumerate(self._unit.indices):
-            by_slot = [piece.layouts[at].parts_of(piece.flats[at], member) for member, piece in enumerate(group)]
+            by_slot = [piece.layouts[at].parts_of(piece.flats[at], member) for member, piece in enumerate(pieces)]
             for number, i in enumerate(indices):
                 parameter = self._unit.parameters[i]
                 sharded = ShardedTensor(
                     [parts[number] for parts in by_slot],
                     self._unit.cuts[i],
                     parameter.shape,
-                    devices=parameter.devices[: len(group)],
+                    devices=parameter.devices[: len(pieces)],
                 )
-                found[i] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-        return [found[i] for i in range(len(found))]
+                parameters[i] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+        return [parameters[i] for i in range(len(parameters))]
 
     def _layouts_for(self, size: int) -> list[Layout]:
-        """For each dtype the layout of the parameters for ``size`` owners, into full buffers as they are."""
+        """Returns for each dtype the layout over ``size`` owners that fills the same full buffers as the unit's own."""
         unit = self._unit
         with self._lock:
             if size not in self._layouts:
@@ -182,20 +182,20 @@ class Pieces:
             return self._layouts[size]
 
     def _drop(self, slots: Sequence[int]) -> None:
-        was_shown = False
+        may_be_registered = False
         with self._lock:
             for slot in slots:
                 piece, self._kept[slot] = self._kept[slot], None
                 if piece is not None:
-                    was_shown = was_shown or piece.group.start == 0
+                    may_be_registered |= piece.group.start == 0
                     _free_if_unread(piece)
-        if was_shown:
+        if may_be_registered:
             self._unit.registries.drop_pieces()
 
 
 def _free_if_unread(piece: Piece) -> None:
-    """Frees a piece that is not kept any more, in order with its reads, unless a slot is launching some now."""
-    if piece._readers_now:
+    """Frees a dropped piece after its reads, unless a slot launches reads now, which frees the piece later."""
+    if piece._number_of_readers:
         return
     if piece.stream is not None:
         for event in piece._reads:
@@ -205,7 +205,7 @@ def _free_if_unread(piece: Piece) -> None:
 
 
 def _part(full: Tensor, dim: int, number: int, parts: int) -> Tensor:
-    """Part ``number`` of ``parts`` of a full parameter, as a view."""
+    """Returns part ``number`` of ``parts`` of a full parameter, as a view."""
     if full.dim() == 0:
         return full if number == 0 else full.new_empty(0)
     rows = rows_of_parts(full.shape[dim], parts)

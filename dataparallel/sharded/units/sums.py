@@ -1,8 +1,8 @@
-"""Adds up what the slots bring for one unit: each owner gets its part of the sum, which becomes or joins ``.grad``.
+"""`UnitSums` reduce-scatters the deliveries of all slots for one unit, and puts each owner's part into ``.grad``.
 
-A sum is made for all owners by one call (``comm.reduce_scatter``), in slot order, so it has the same bits in every run.
-The streams that add wait for an event after all matrices were written. Matrices and results belong to the computing
-streams of their devices, which wait for the sums before that memory is used again (`passes.SumsOfPass`).
+One call of ``comm.reduce_scatter`` sums for all owners, in slot order, so the bits are the same in every run. The
+streams that add wait for an event after all deliveries were written. Deliveries and sums are memory of the computing
+streams of their devices, which wait for the sums before this memory is used again (`passes.SumsOfPass`).
 """
 
 from __future__ import annotations
@@ -31,64 +31,64 @@ Group: TypeAlias = "tuple[list[int], Layout, torch.dtype]"
 
 @dataclass
 class Delivery:
-    """What one slot brings for one unit.
+    """The gradients that one slot has computed for one unit, and memory for its owner's part of the sum.
 
     Attributes:
         matrices: for each dtype the gradients in the layout of the gathered matrix, with a row for each owner on this
-            machine: over machines it has the owner's parts on all of them.
-        sums: for each dtype memory on the slot's device for its part of the sum.
-        parts: the same in the dtype of the parameters, which may be the same memory. Not used over machines.
+            machine. Over machines a row has the parts of this owner on every machine.
+        sums: for each dtype memory for the sum of one row, on the slot's device.
+        parts: the same in the dtype of the parameters; may share memory with ``sums``. Not used over machines.
         present: positions of the parameters that have a gradient.
-        made: after the writes to all of this, on the slot's computing stream. ``None`` on the CPU.
+        written: an event after the writes to all of these, on the slot's computing stream. ``None`` on the CPU.
     """
 
     matrices: list[Tensor]
     sums: list[Tensor]
     parts: list[Tensor]
     present: set[int]
-    made: Event | None
+    written: Event | None
 
 
 def added_in(summed: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the sum: sums of 16-bit numbers are made in 32 bits."""
+    """Returns the dtype of the sum, which has 32 bits for 16-bit numbers."""
     wide = torch.promote_types(summed, dtype)
     return torch.float32 if wide.itemsize < 4 and wide.is_floating_point else wide
 
 
 class PassGradients:
-    """The parameters of all units of a tree that have got gradients in one pass."""
+    """The gradients that one pass has summed for all units of a tree. Hooks see them before they go to ``.grad``."""
 
     def __init__(self) -> None:
         self._parameters: dict[int, ShardedTensor] = {}
-        self._apart: dict[int, ShardedTensor] = {}
+        self._before_hooks: dict[int, ShardedTensor] = {}  # gradients that hooks of their parameters have to see
 
     def __len__(self) -> int:
         return len(self._parameters)
 
     def note(self, parameters: Iterable[ShardedTensor]) -> None:
-        """These have got gradients."""
+        """Notes that these parameters have got gradients."""
         self._parameters.update((id(parameter), parameter) for parameter in parameters)
 
     def gradient_of(self, parameter: ShardedTensor) -> ShardedTensor | None:
-        """What a sum of this pass is added to, if there is one."""
-        return self._apart.get(id(parameter)) if _torch.hooks_of(parameter) else parameter.grad
+        """Returns the gradient that further sums of this pass are added to, if there is one."""
+        return self._before_hooks.get(id(parameter)) if _torch.hooks_of(parameter) else parameter.grad
 
     def set_gradient(self, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
-        """Makes the first sum what later ones are added to."""
+        """Sets the gradient that further sums of this pass are added to."""
         if _torch.hooks_of(parameter):
-            self._apart[id(parameter)] = gradient
+            self._before_hooks[id(parameter)] = gradient
         else:
             parameter.grad = gradient
 
     @torch.no_grad()
     def run_hooks(self) -> None:
-        """Runs the hooks of all these parameters, on the current streams, which have waited for the sums.
+        """Runs the parameters' hooks on the current streams, which have waited for the sums.
 
         Raises:
-            TypeError, ValueError: a hook has returned something that cannot take the place of the gradient.
+            TypeError, ValueError: a hook has returned what cannot replace the gradient.
         """
         for parameter in self._parameters.values():
-            gradient = self._apart.pop(id(parameter), None)
+            gradient = self._before_hooks.pop(id(parameter), None)
             if gradient is not None:
                 _accumulate(parameter, _hooked(parameter, gradient))
             for hook in [*(_torch.hooks_after_accumulation_of(parameter) or {}).values()]:
@@ -96,7 +96,7 @@ class PassGradients:
 
 
 def _hooked(parameter: ShardedTensor, gradient: ShardedTensor) -> ShardedTensor:
-    """What the parameter's hooks make of its gradient."""
+    """Returns what the parameter's hooks make of its gradient."""
     for hook in [*(_torch.hooks_of(parameter) or {}).values()]:
         returned = hook(gradient)
         if returned is None:
@@ -122,44 +122,44 @@ def _accumulate(parameter: ShardedTensor, gradient: ShardedTensor) -> None:
 
 
 class UnitSums:
-    """The sums of one unit. One thread at a time uses it.
+    """Sums the deliveries for one unit. One thread at a time uses it.
 
     Attributes:
-        is_torn: `add_up` has failed when some owners had added their part to gradients that were there already.
+        is_torn: `add_up` has failed after some owners, not all, had added their part to existing gradients.
     """
 
     def __init__(self, unit: Unit, groups: Sequence[Group]) -> None:
         self._unit, self._groups = unit, groups
         self.is_torn = False
 
-    def add_up(self, found: Mapping[int, Delivery], sums: SumsOfPass, overwrite: bool) -> None:
-        """Launches the sums of one round.
+    def add_up(self, deliveries: Mapping[int, Delivery], sums: SumsOfPass, overwrite: bool) -> None:
+        """Launches the sums of one round: a delivery of each slot, or of some slots at the end of the pass.
 
-        ``overwrite``: nobody needs what slots have delivered if that fails.
+        ``overwrite``: the sums may write to the deliveries, which nobody needs if this fails.
         """
-        present = {i for delivery in found.values() for i in delivery.present}
+        present = {i for delivery in deliveries.values() for i in delivery.present}
         streams, slots = self._unit.streams, self._unit.slots
-        made = streams.meet("deliveries", [delivery.made for delivery in found.values() if delivery.made is not None])
-        in_flight = [*found.items()]
-        owns: list[Delivery] = []
-        new: list[Event] = []
+        written = [each.written for each in deliveries.values() if each.written is not None]
+        all_written = streams.meet("deliveries", written)
+        in_flight = [*deliveries.items()]
+        of_owners: list[Delivery] = []  # with the memory for each owner's sum
+        allocated: list[Event] = []
         totals: list[list[Tensor]] = [[] for _ in self._groups]  # for each dtype the parts of all owners
         with torch.no_grad():
             for owner in range(len(slots)):
-                own = found.get(owner)
+                own = deliveries.get(owner)
                 if own is None or not own.sums:
                     if own is None:
-                        sums.release(owner)  # what follows is for an earlier unit: its slot delivers nothing itself
-                    own = self._room(owner, found, sums)
+                        sums.release_deliveries(owner)  # of earlier units, as the slot has delivered nothing for this
+                    own = self._empty_delivery(owner, deliveries, sums)
                     in_flight.append((owner, own))
-                    new += [] if own.made is None else [own.made]
-                owns.append(own)
-            # All matrices, and the memory of the sums, were made after all that the computing streams did to gradients
-            # that there are already.
-            wait_for(new if made is None else [made, *new], streams.adding.values())
+                    allocated += [] if own.written is None else [own.written]
+                of_owners.append(own)
+            # These events come after all that the computing streams have done to existing gradients.
+            wait_for(allocated if all_written is None else [all_written, *allocated], streams.adding.values())
             try:
-                self._add(found, owns, overwrite)
-                for owner, own in enumerate(owns):
+                self._reduce_scatter(deliveries, of_owners, overwrite)
+                for owner, own in enumerate(of_owners):
                     stream = streams.adding.get(slots[owner])
                     with streams_set({} if stream is None else {slots[owner]: stream}):
                         self._end_sum(owner, own, totals, present, sums)
@@ -167,52 +167,52 @@ class UnitSums:
                         sums.added[owner] = Event(stream)
             except BaseException:
                 self.is_torn = any(totals) and not self._unit.is_offloaded and sums.over_machines is None
-                # Deliveries are dropped now, which sums that have been launched read.
+                # Sums that have been launched read the deliveries, which are dropped now.
                 launched = [Event(stream) for stream in streams.adding.values()]
                 wait_for(launched, sums.computing.values())
                 raise
         read = sums.latest = streams.meet("sums", sums.added.values())  # each follows the copies to its stream
         for slot, delivery in in_flight:
-            sums.hold(slot, delivery, read)
+            sums.hold_delivery(slot, delivery, read)
         if sums.over_machines is not None:
             sums.over_machines.end_unit(self._unit, present)
             return
         if self._unit.is_offloaded:
-            sums.waiting.append(partial(self.add_parts, totals, present, sums.summed))
+            sums.host_additions.append(partial(self.add_parts, totals, present, sums.summed))
         else:
             self._set_gradients(totals, present, sums.summed)
         sums.summed.note(self._unit.parameters[i] for kept, _, _ in self._groups for i in kept if i in present)
 
     def add_parts(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients) -> None:
-        """Adds the owners' parts to gradients, or makes them that, on the current streams."""
+        """Adds all owners' parts to ``.grad``, or makes them ``.grad`` where there is none, on the current streams."""
         for owner in range(len(self._unit.slots)):
             self._add_to_gradients(owner, totals, present, summed)
         self._set_gradients(totals, present, summed)
 
-    def _room(self, owner: int, found: Mapping[int, Delivery], sums: SumsOfPass) -> Delivery:
-        """A delivery without gradients, for an owner whose slot has no memory for a sum."""
+    def _empty_delivery(self, owner: int, deliveries: Mapping[int, Delivery], sums: SumsOfPass) -> Delivery:
+        """Returns a delivery without gradients, for an owner whose slot has no memory for a sum."""
         device = self._unit.slots[owner]
-        like = next(iter(found.values())).matrices
+        like = next(iter(deliveries.values())).matrices
         with streams_set({device: sums.computing[device]} if device in sums.computing else {}):
             memory = [
-                self._memory([matrix.shape[1]], added_in(matrix.dtype, dtype), device)
+                self._allocate([matrix.shape[1]], added_in(matrix.dtype, dtype), device)
                 for matrix, (_, _, dtype) in zip(like, self._groups, strict=True)
             ]
             parts = [
                 total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
                 for total, (_, _, dtype) in zip(memory, self._groups, strict=True)
             ]
-            made = [Event(stream) for stream in current_streams([device]).values()]
-        return Delivery([], memory, parts, set(), made[0] if made else None)
+            stream = current_streams([device]).get(device)
+        return Delivery([], memory, parts, set(), None if stream is None else Event(stream))
 
-    def _add(self, found: Mapping[int, Delivery], owns: Sequence[Delivery], overwrite: bool) -> None:
+    def _reduce_scatter(self, deliveries: Mapping[int, Delivery], targets: Sequence[Delivery], overwrite: bool) -> None:
         """Launches the sums of all dtypes, into the memory that the owners have for them."""
         with streams_set(self._unit.streams.adding):
             for at in range(len(self._groups)):
-                matrices = [found[slot].matrices[at] for slot in sorted(found)]
-                comm.reduce_scatter(matrices, [own.sums[at] for own in owns], self._memory, overwrite)
+                matrices = [deliveries[slot].matrices[at] for slot in sorted(deliveries)]
+                comm.reduce_scatter(matrices, [own.sums[at] for own in targets], self._allocate, overwrite)
 
-    def _memory(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         number_of_bytes = self._unit.gradients.full_bytes // len(self._unit.slots)
         with naming_out_of_memory("summed gradients", self._unit.name, device, number_of_bytes):
             return torch.empty(shape, dtype=dtype, device=device)
@@ -220,13 +220,10 @@ class UnitSums:
     def _end_sum(
         self, owner: int, own: Delivery, totals: Sequence[list[Tensor]], present: Collection[int], sums: SumsOfPass
     ) -> None:
-        """The owner has added all rows: its part goes into ``totals``, and to gradients that there are already.
-
-        Over machines it is sent instead.
-        """
+        """Puts the owner's part into ``totals`` and adds it to existing gradients, or over machines passes it on."""
         unit = self._unit
         factor = unit.gradient_divide_factor * (1 if unit.machines is None else unit.machines.ranks)
-        for at, (total, part, of_owners) in enumerate(zip(own.sums, own.parts, totals, strict=True)):
+        for at, (total, part, parts_of_owners) in enumerate(zip(own.sums, own.parts, totals, strict=True)):
             if factor != 1:
                 total.div_(factor)
             if sums.over_machines is not None:
@@ -236,15 +233,15 @@ class UnitSums:
                 unit.all_reduce_hook(total)
             if part is not total:
                 part.copy_(total)
-            of_owners.append(unit.to_host(part) if unit.is_offloaded else part)
+            parts_of_owners.append(unit.to_host(part) if unit.is_offloaded else part)
         if sums.over_machines is None and not unit.is_offloaded:
             sums.added_to += self._add_to_gradients(owner, totals, present, sums.summed)
 
     def _add_to_gradients(
         self, owner: int, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients
     ) -> list[Tensor]:
-        """Adds the owner's part to gradients that there are already, and returns the owner's parts of these."""
-        sums_to: list[Tensor] = []
+        """Adds the owner's part of each sum to its shards of existing gradients, and returns these shards."""
+        shards: list[Tensor] = []
         additions: list[Tensor] = []
         for (kept, layout, _), of_owners in zip(self._groups, totals, strict=True):
             grads = [summed.gradient_of(self._unit.parameters[i]) for i in kept]
@@ -252,16 +249,16 @@ class UnitSums:
                 continue
             for i, grad, part in zip(kept, grads, layout.parts_of(of_owners[owner], owner), strict=True):
                 if grad is not None and i in present:
-                    sums_to.append(grad._shards[owner])
+                    shards.append(grad._shards[owner])
                     additions.append(part)
-        if sums_to:
-            _torch.foreach_add_(sums_to, additions)
-        return sums_to
+        if shards:
+            _torch.foreach_add_(shards, additions)
+        return shards
 
     def _set_gradients(
         self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients
     ) -> None:
-        """Makes the parts the gradients of parameters that have none."""
+        """Makes the owners' parts the gradients of parameters that have none."""
         for (kept, layout, _), of_owners in zip(self._groups, totals, strict=True):
             if all(summed.gradient_of(self._unit.parameters[i]) is not None for i in kept):
                 continue
@@ -269,6 +266,6 @@ class UnitSums:
             for at, i in enumerate(kept):
                 parameter = self._unit.parameters[i]
                 if summed.gradient_of(parameter) is None and i in present:
-                    of_parameter = [of_owner[at] for of_owner in parts]
-                    whole = ShardedTensor(of_parameter, parameter.placement, parameter.shape, devices=parameter.devices)
-                    summed.set_gradient(parameter, whole)
+                    shards = [of_owner[at] for of_owner in parts]
+                    gradient = ShardedTensor(shards, parameter.placement, parameter.shape, devices=parameter.devices)
+                    summed.set_gradient(parameter, gradient)
