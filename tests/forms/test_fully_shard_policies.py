@@ -236,10 +236,10 @@ class TestCopiesOfOffloadedShards:
         held = []
 
         def when_later(module: nn.Module, inputs: object, output: Tensor) -> None:
-            held.append(source()[0]._made)
+            held.append(source()[0]._copies)
 
         def when_earlier(module: nn.Module, inputs: object, output: Tensor) -> None:
-            output.register_hook(lambda gradient: held.append(source()[0]._made))
+            output.register_hook(lambda gradient: held.append(source()[0]._copies))
 
         model.last.register_forward_hook(when_later)
         model.layers[0].register_forward_hook(when_earlier)

@@ -1,4 +1,4 @@
-"""What is around a unit: the settings of a user, the user's modules that show its parameters, the tree that uses it."""
+"""Connects a unit to the user (`Settings`), the user's modules (`ModuleRegistries`) and its tree (`TreeBinding`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RegistryEntry: TypeAlias = "tuple[dict[str, Any], str, int]"
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a unit; ``None`` means those of the parameters, and for sums those of the gradients."""
+    """The dtypes of a unit. ``None`` means the dtype of the parameters, and for sums the dtype of the gradients."""
 
     parameters: torch.dtype | None = None
     sums: torch.dtype | None = None
@@ -34,18 +34,18 @@ class Precision:
 
 @dataclass(eq=False, repr=False)
 class Settings:
-    """What a user may change on a unit at any time.
+    """The settings of a unit, which a user may change at any time.
 
     Attributes:
-        reshard_after_forward: free the parameters after forward (``True``), keep them (``False``), or keep a part of
-            them on each slot, so that so many slots have the whole (a number).
+        reshard_after_forward: free the parameters after forward (``True``), keep them (``False``), or shard them over
+            groups of so many slots until backward (a number).
         is_reshard_automatic: the user has not set ``reshard_after_forward``.
         reshard_after_backward: free the parameters after backward.
-        requires_gradient_sync: add gradients of all slots in backward; else they stay on the slots.
-        requires_all_reduce: add gradients over the machines that have the same parts; else they wait for that.
+        requires_gradient_sync: sum the gradients of all slots in backward; otherwise they stay on the slots.
+        requires_all_reduce: sum gradients over the machines that have the same shards; otherwise partial sums wait.
         gradient_divide_factor: sums are divided by it.
         forward_prefetch, backward_prefetch: units whose gathers start when this one begins; ``None``: the next one.
-        unshard_in_backward: gather before this unit's backward.
+        unshard_in_backward: gather this unit before its backward.
         is_last_backward: a pass of backward waits for its sums.
     """
 
@@ -69,13 +69,13 @@ def _no_tree(unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
 
 @dataclass
 class TreeBinding:
-    """What a unit has of the tree whose call uses it. It may be in several trees, one after the other.
+    """What a tree gives a unit that its calls use. A unit may belong to several trees, one after the other.
 
     Attributes:
-        number: of the unit in the tree: units are collected on distinct slots.
+        number: the unit's number in the tree, by which units choose the slots that collect them.
         deliver: takes a slot's gradients.
         settle: waits until no backward uses the unit.
-        copies: the last copies of shards that slots have pulled from.
+        copies: notes the last copies of shards that slots have pulled from.
         gather_budget: limits how far joint gathers run ahead.
     """
 
@@ -87,24 +87,22 @@ class TreeBinding:
 
 
 class ModuleRegistries:
-    """The registries of one unit's parameters in the user's modules."""
+    """Registers the parameters of one unit in the user's modules: the sharded ones, or full ones, or pieces."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self.entries: list[RegistryEntry] = []
-        self._pieces: list[nn.Parameter] | None = None  # if the modules have these
+        self._pieces: list[nn.Parameter] | None = None  # what the modules have, if these are pieces
 
     def adopt(self) -> None:
-        """Takes parameters that other code has registered in the user's modules in place of the unit's own."""
-        shown: list[Sequence[Tensor]] = [self._unit.parameters]
-        if self._unit.slot_units:
-            shown.append(self._unit.slot_units[0].parameters)
-        if self._pieces is not None:
-            shown.append(self._pieces)
+        """Makes parameters the unit's own that other code has registered in the user's modules."""
+        known: list[Sequence[Tensor]] = [self._unit.parameters]
+        known += [slot_unit.parameters for slot_unit in self._unit.slot_units[:1]]
+        known += [] if self._pieces is None else [self._pieces]
         adopted: dict[int, ShardedTensor] = {}
         for registry, name, position in self.entries:
             found = registry.get(name)
-            if any(found is known[position] for known in shown) or position in adopted:
+            if any(found is parameters[position] for parameters in known) or position in adopted:
                 continue
             own = self._unit.parameters[position]
             if not isinstance(found, nn.Parameter) and isinstance(found, Tensor):
@@ -126,19 +124,19 @@ class ModuleRegistries:
             self._unit.parameters[position] = parameter
 
     def show_current(self) -> None:
-        """Registers what FSDP2 does: the first slot's full parameters, else its group's pieces, else the shards."""
+        """Registers what FSDP2 would: the full parameters of slot 0, else the pieces of its group, else the shards."""
         is_full = bool(self._unit.slot_units) and self._unit.slot_units[0].is_full
         self._pieces = None if is_full else self._unit.pieces.as_parameters()
         self._register(self._unit.slot_units[0].parameters if is_full else self._pieces or self._unit.parameters)
 
     def drop_pieces(self) -> None:
-        """Shows the sharded parameters in place of pieces, which would hold memory."""
+        """Registers the sharded parameters in place of pieces, whose memory the modules would keep."""
         if self._pieces is not None:
             self._pieces = None
             self.show_sharded()
 
     def show_sharded(self) -> None:
-        """Registers the sharded parameters in the user's module."""
+        """Registers the sharded parameters."""
         self._register(self._unit.parameters)
 
     def _register(self, parameters: Sequence[Tensor]) -> None:
@@ -147,14 +145,14 @@ class ModuleRegistries:
 
 
 def _can_replace(value: object, own: ShardedTensor) -> TypeGuard[ShardedTensor]:
-    """True if other code may register ``value`` in the place of the parameter ``own``."""
+    """True if ``value`` may take the place of the unit's parameter ``own``."""
     if not isinstance(value, ShardedTensor) or value.devices != own.devices or value.shape != own.shape:
         return False
-    placement, own_over = value.placement, over_of(own.devices)
+    placement, processes = value.placement, over_of(own.devices)
     if not isinstance(placement, Shard):
         return False
-    # Along other dimensions than 0 parts have to be even.
-    owners = len(value.devices) * (1 if own_over is None else own_over.size)
+    # Along other dimensions than 0 all shards must have one size.
+    owners = len(value.devices) * (1 if processes is None else processes.size)
     return placement.dim in (0, cut_of(own).dim) or value.shape[placement.dim] % owners == 0
 
 

@@ -1,4 +1,4 @@
-"""The nodes and hooks of a unit in autograd's graph: of its parameters, of the outputs and inputs of its calls."""
+"""Puts nodes and hooks of a unit into autograd's graph: `make_outputs` for its parameters, `TensorHooks` for calls."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 def make_outputs(
     tensors: Sequence[Tensor], device: torch.device, receive: Callable[[Sequence[Tensor | None]], None]
 ) -> None:
-    """Makes ``tensors``, parameters of a unit, outputs of a node whose backward gives their gradients to ``receive``.
+    """Makes ``tensors``, parameters of a unit, outputs of a node whose backward passes their gradients to ``receive``.
 
-    The engine runs it when it has all gradients of the unit on the slot that this pass computes, in the thread of the
-    slot's device: the moment at which the parameters are not needed any more. The node stays, as the parameters do. It
-    refers weakly to the object of the method ``receive``.
+    The engine runs the node, in the thread of the slot's device, once it has all gradients of the unit on the slot.
+    From then on the parameters are not needed any more. The node lives as long as the parameters. It refers weakly to
+    the object of the method ``receive``.
     """
     with torch.inference_mode(False), torch.enable_grad():
         handle = torch.empty(0, device=device, requires_grad=True)
@@ -53,19 +53,19 @@ class _ToOwners(Node):
 
 
 def with_one_node(output: Any, given: Any) -> Any:
-    """The nested structure with outputs of one node in place of its tensors, on the same memory.
+    """Replaces the tensors of a call's output by outputs of one node, on the same memory.
 
-    So a call's backward begins when all that it gets is there. The gradient of an auxiliary loss comes long before that
-    of the block's main output, and would have the block full until the other one comes. Which comes first depends on
-    timing, but over machines all have to gather in one order. The node keeps no tensor. A backward that reaches one of
-    its outputs reaches all: what made an output without a gradient gets ``None``, and frees what it has saved.
+    The call's backward then begins once all gradients of its outputs are there. Otherwise an auxiliary loss would begin
+    it long before the gradient of the main output comes, and the unit would be full meanwhile. Also, the first gradient
+    would depend on timing, while all machines have to gather in one order. The node keeps no tensor. A backward that
+    reaches one output reaches all: what made an output without a gradient gets ``None`` and frees its saved tensors.
 
     A tensor is left alone if it has no graph, is sparse, nested or of another class than ``Tensor``, or shares memory
-    with another output or with what is ``given``: a change in place would be lost to the other's graph. So are batches
-    and given containers. The same object is returned if there are not two tensors that different nodes have made.
+    with another output or an argument: a change in place would be lost to the other tensor's graph. Batches and
+    containers among the arguments are left alone too. If fewer than two nodes made the tensors, ``output`` is returned.
 
     Args:
-        output: of the call.
+        output: the nested output of the call.
         given: the arguments of the call.
     """
     kept = {id(part): part for part in _parts(given)}
@@ -81,7 +81,7 @@ def with_one_node(output: Any, given: Any) -> Any:
 
 
 def _makers(tensors: Mapping[int, Tensor]) -> set[Any]:
-    """The nodes that have made them."""
+    """Returns the nodes that have made these tensors."""
     return {tensor.grad_fn for tensor in tensors.values()} - {None}
 
 
@@ -91,14 +91,14 @@ def _has_own_memory(tensor: Tensor, uses: Mapping[int | None, int]) -> bool:
 
 
 def _memory_of(tensor: Tensor) -> int | None:
-    """A number for its memory; ``None`` if that is unknown."""
+    """Returns a number for the tensor's memory; ``None`` if the memory is unknown."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return None
-    return tensor.untyped_storage().data_ptr() or id(tensor)  # those without elements share nothing
+    return tensor.untyped_storage().data_ptr() or id(tensor)  # tensors without elements share nothing
 
 
 def _parts(obj: Any, without: Mapping[int, Any] | None = None) -> Iterator[Any]:
-    """Containers and leaves of a nested structure, except those in ``without`` and what is below them."""
+    """Yields containers and leaves of a nested structure, but nothing in or below those in ``without``."""
     if without is not None and id(obj) in without:
         return
     yield obj
@@ -121,22 +121,22 @@ def _replaced(obj: Any, new: Mapping[int, Tensor], kept: Mapping[int, Any]) -> A
 
 
 class TensorHooks:
-    """The hook of one tensor: ends units that take it, then begins units that made it.
+    """A hook on the gradient of one tensor. It ends calls that took the tensor, then begins calls that made it.
 
-    An input may outlive the graphs that use it: a leaf, or a parameter of another unit. So the tensor refers weakly to
-    this object, until a unit has made it, and the hook goes with the object. The calls that take it keep it.
+    A leaf, or a parameter of another unit, outlives the graphs that use it as an input. So the tensor refers weakly to
+    this object, which removes the hook with itself, until a call has made the tensor. Calls that take it keep this.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self._ends: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._begins: list[Callable[[], None]] = []
-        self._of = weakref.ref(tensor)
+        self._tensor = weakref.ref(tensor)
         hook = _Hook(self)
-        self._hook = weakref.ref(hook)  # the tensor has it
+        self._hook = weakref.ref(hook)  # the tensor keeps the hook
         self._handles: list[Any] = [tensor.register_hook(hook)]
         base = _torch.base_of(tensor)
         if base is not None and base.grad_fn is not None:
-            # If the view is changed in place, its gradient does not pass the hook, but that of its base's node.
+            # If the view is changed in place, its gradient passes a hook of its base's node, not a hook of the tensor.
             self._handles.append(base.grad_fn.register_prehook(hook))
 
     def __del__(self) -> None:
@@ -144,31 +144,31 @@ class TensorHooks:
             handle.remove()
 
     def call_at_end(self, method: Callable[[], None]) -> None:
-        """Has the method of a call that takes the tensor called when this has its gradient. Nobody keeps it."""
+        """Calls ``method``, of a call that takes the tensor, when the gradient is there. Refers to it weakly."""
         self._ends.append(weakref.WeakMethod(method))
 
     def call_at_begin(self, function: Callable[[], None]) -> None:
-        """Has the function called after that, for a call that has made the tensor. The tensor keeps it."""
+        """Calls ``function``, for the call that has made the tensor, after these methods. The tensor keeps it alive."""
         self._begins.append(function)
         hook = self._hook()
         assert hook is not None
         hook.keeps = self
 
     def is_of(self, tensor: Tensor) -> bool:
-        """False if it was made for another tensor at the same address."""
-        return self._of() is tensor
+        """True if the hook is on ``tensor``, not on a former tensor with the same ``id``."""
+        return self._tensor() is tensor
 
-    def gradient_came(self) -> None:
-        """Ends the calls that take the tensor, and begins those that made it."""
-        for end in self._ends:
-            if (input_done := end()) is not None:
-                input_done()
+    def run(self) -> None:
+        """Ends the calls that take the tensor, then begins the calls that made it."""
+        for reference in self._ends:
+            if (end := reference()) is not None:
+                end()
         for begin in self._begins:
             begin()
 
 
 class _Hook:
-    """What a tensor has of `TensorHooks`."""
+    """The function that torch calls with a tensor's gradient. Runs the tensor's `TensorHooks` while they live."""
 
     def __init__(self, hooks: TensorHooks) -> None:
         self._hooks = weakref.ref(hooks)
@@ -178,11 +178,11 @@ class _Hook:
     def __call__(self, grad: object) -> None:
         hooks = self._hooks()
         if hooks is not None:
-            hooks.gradient_came()
+            hooks.run()
 
 
 class Receiver:
-    """Takes gradients from the node of one slot."""
+    """Passes gradients from the node of one slot to the tree."""
 
     def __init__(self, unit: Unit, slot_unit: SlotUnit) -> None:
         self._unit, self._slot_unit = unit, slot_unit

@@ -1,7 +1,7 @@
-"""The machines that the units of a tree are spread over: their groups, and gathers of units that are sharded over them.
+"""`MachinesOfTree` has the process groups of a tree, and `SourcesOverMachines` all-gathers shards over processes.
 
-Parameters are sharded over the owners of this machine, and over those of the machines of the *shard* group too if there
-is one. The machines of the *replicate* group have the same parts.
+A machine is one process. Parameters are sharded over the owners of this machine and, if there is a *shard* group, over
+the owners of all its machines. The machines of the *replicate* group have the same shards.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 
 class MachinesOfTree:
-    """The machines of a tree: those given to shard over, to replicate over, or both: a row and a column of a mesh.
+    """The groups of a tree: machines to shard over, to replicate over, or both (a row and a column of a mesh).
 
     Starts, forwards and passes of backward are rounds of all machines. Gathers, operators on sharded tensors and
-    collectives of replicas have queues of their own: so none of them waits for another.
+    collectives of replicas have queues of their own, so that none of them waits for another.
 
-    If a rank fails, every rank fails in the same step, and each says so once: by the end of its round, or before one.
-    Gathers are many, and a rank may have begun more of them than another. So a rank that has failed fails all gathers
-    of the others, until they have failed too.
+    If a rank fails, every rank fails in the same step and raises once: by the end of its round, or before one. A step
+    has many gathers, and one rank may have begun more of them than another. So a rank that has failed fails all gathers
+    of the others until they have failed too.
 
     Attributes:
-        given: what was given, ``shard`` first.
-        all: the machines of both, for rounds.
-        shard, replicate: the groups over which sums are scattered, and over which they are the same afterwards.
-        gathers: the ranks of ``shard``, for gathers.
-        parts: over how many machines parameters are sharded, and ``part``: which of them this is.
-        peers: for collectives of replicas across all of them.
+        given: the two groups that were given, ``shard`` first.
+        all: the machines of both groups, for rounds.
+        shard, replicate: the groups over which gradients are reduce-scattered, and all-reduced afterwards.
+        gathers: the ranks of ``shard``, with a queue for gathers.
+        parts, part: how many machines the parameters are sharded over, and the number of this machine among them.
+        peers: for collectives of replicas across all machines.
     """
 
     def __init__(self, shard: Machines | None, replicate: Machines | None) -> None:
@@ -63,27 +63,27 @@ class MachinesOfTree:
 
     @property
     def ranks(self) -> int:
-        """How many machines there are in all; gradients are averaged over them."""
+        """The number of all machines. Gradients are averaged over them."""
         return self.all.size
 
     def make_communicators(self, slots: Sequence[torch.device]) -> None:
-        """Makes what NCCL needs, on all machines in one order: rows, then columns, then the first device of all."""
+        """Makes NCCL's communicators, on all machines in one order: rows, columns, then the first device of each."""
         for machines in (self.shard, self.replicate):
             if machines is not None:
                 machines.make_communicators(slots)
         self.all.make_communicators(slots[:1])
 
     def owners(self, slots: Sequence[torch.device]) -> Sequence[torch.device]:
-        """The owners of parameters that are sharded over these slots."""
+        """Returns the owners of parameters that are sharded over these slots."""
         return slots if self.shard is None else Owners(slots, self.shard.own("tensors"))
 
     def send_first_values(self, name: str, flats: Sequence[Tensor]) -> None:
-        """Gives the flat shards of a unit, which have just got values, those of the first machine that has the same."""
+        """Copies the values of a unit's flat shards, which are new, from the first machine that has the same shards."""
         if self.replicate is not None:
             send_values(self.replicate, {f"shard {i} of {name}": flat for i, flat in enumerate(flats)})
 
     def forward_failed(self, error: BaseException, was_recorded: bool) -> None:
-        """Tells the others that a forward has failed here. Each of them fails in what it does next with this rank."""
+        """Tells the others that a forward has failed here. Each of them fails in its next round with this rank."""
         if was_recorded:
             self.all.queue.signal_failure(error)
         self.step_failed(error)
@@ -95,7 +95,7 @@ class MachinesOfTree:
 
 
 class SourceOverMachines(PullSource):
-    """What slots pull from: each owner's parts of all machines, one after the other."""
+    """The tensors that slots pull: for each owner its shards of all machines, one after the other."""
 
     def __init__(self, unit: Unit, owned: OwnedShards, pulls: int, machines: Machines) -> None:
         super().__init__(unit, owned, pulls)
@@ -104,11 +104,11 @@ class SourceOverMachines(PullSource):
 
     @property
     def is_plain(self) -> bool:
-        """Never: shards of other machines have to come first."""
+        """Always false: slots pull copies, which have the shards of other machines."""
         return False
 
     def send(self, ready: Mapping[torch.device, Event]) -> None:
-        """Has the shards sent if they have not been. ``ready``: for each device an event after which they are there."""
+        """Launches the all-gather, once. ``ready``: for each device an event after which its shards may be read."""
         with self._lock:
             if self._launched is None:
                 self._launched = self._launch(ready)
@@ -130,15 +130,15 @@ class SourceOverMachines(PullSource):
 
     def _cast(self, flat: Tensor, owner: torch.device) -> Tensor:
         if flat.device != owner and not self._machines.can_send(owner):
-            return flat.to(self._dtype)  # on the host, from where it is sent
+            return flat.to(self._dtype)  # stays in host memory, and is sent from there
         return flat.to(owner, non_blocking=True).to(self._dtype)
 
     def pieces(self, ready: Mapping[torch.device, Event]) -> tuple[list[Tensor], Mapping[torch.device, Event]]:
-        """As of `PullSource`. The calling thread waits until the shards of all machines are there, or raises."""
+        """See `PullSource.pieces`. The calling thread waits until the shards of all machines are there, or raises."""
         self.send(ready)
         return super().pieces({})
 
-    def _copied(self) -> list[Tensor]:
+    def _copy(self) -> list[Tensor]:
         assert self._launched is not None
         return [
             launched.wait().to(owner, non_blocking=True)
@@ -147,11 +147,11 @@ class SourceOverMachines(PullSource):
 
 
 class SourcesOverMachines:
-    """The sources of one unit in a call or a pass of backward, for each slot in its own order, under the unit's lock.
+    """The sources of one unit in one call or pass of backward. The unit's lock is held around its methods.
 
-    All machines have to gather the same units in one order, whichever of their slots comes first. So a slot's first
-    gather of a unit belongs with the first ones of the other slots, its second with their second: then the order is
-    that of any one slot, because each slot runs the same units in the same order. ``make``: the sources of one gather.
+    All machines have to gather the same units in one order, whichever of their slots comes first. So the first gathers
+    of a unit by all slots use the same sources, their second gathers the next, and so on. Then the order is that of any
+    one slot, because each slot runs the same units in the same order. ``make``: makes the sources of one gather.
     """
 
     def __init__(self, slots: int, make: Callable[[], Sequence[SourceOverMachines]]) -> None:
@@ -160,7 +160,7 @@ class SourcesOverMachines:
         self._next = [0] * slots
 
     def next_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[SourceOverMachines]:
-        """The slot's next ones. They have been sent when this returns."""
+        """Returns the sources of the slot's next gather, whose all-gather has been launched."""
         number = self._next[slot]
         self._next[slot] += 1
         if number == len(self._gathers):

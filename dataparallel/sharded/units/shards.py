@@ -1,8 +1,8 @@
-"""What the owners hold of a unit: flat shards, the copies of them that slots pull from, and the streams of a tree.
+"""`OwnedShards` packs a unit's shards into flat ones, `PullSource` lets slots pull them, on streams of `TreeStreams`.
 
-A sharded parameter's shards are views of the owners' flat shards. A copy between devices orders the two streams that
-are current on its ends: the source's waits for the target's before it, and the target's for the source's after it. So
-an event on the receiving stream follows every pull before it.
+Each shard of a parameter is a view of its owner's flat shard. A copy between devices orders the streams that are
+current on both of them: the sending stream waits for the receiving one before the copy, and the receiving one waits for
+the sending one after it. So an event on the receiving stream comes after all pulls that were launched before it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
 
 Purpose: TypeAlias = Literal["calls", "pulls", "deliveries", "sums"]
-"""Who waits for events that meet: a call for the caller, owners for pulls, sums for deliveries, others for sums."""
+"""Which events meet on one stream: the caller's before a call, pulls before writes, deliveries before sums, or sums."""
 
 
 class TreeStreams:
-    """The streams of a tree on these slots, which are the owners too. On the CPU there are none.
+    """The side streams of a tree on the devices of its slots. On the CPU there are none.
 
     Attributes:
-        receiving: for each slot, on its device: its pulls end there, and what it receives into is memory of it.
-        pulling: for each slot the streams to be current while it pulls: on its own device that one, and on the other
-            owners those on which shards leave.
-        adding: for each device: gradients arrive, are added, and leave there.
-        casting: for each device: shards are cast or sent there before they are pulled.
+        receiving: for each slot the stream on its device on which its pulls end. It owns the matrix that is received.
+        pulling: for each slot the streams that are current while it pulls: the receiving one on its own device, and on
+            each other owner a stream on which shards leave.
+        adding: for each device the stream on which gradients arrive, are summed, and leave.
+        casting: for each device the stream on which shards are cast or sent before slots pull them.
     """
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
@@ -48,17 +48,17 @@ class TreeStreams:
         self.casting = self._on_each("shards are cast")
         self.meeting = {purpose: _kept(slots[0], f"{purpose} meet") for purpose in get_args(Purpose)}
         self.pulling: list[Mapping[torch.device, torch.Stream]] = []
-        for slot, (device, own) in enumerate(zip(slots, self.receiving, strict=True)):
-            # One stream of a device can be current.
-            self.pulling.append(self._on_each("shards leave", slot) | ({} if own is None else {device: own}))
+        for slot, (device, stream) in enumerate(zip(slots, self.receiving, strict=True)):
+            # Only one stream of a device can be current.
+            self.pulling.append(self._on_each("shards leave", slot) | ({} if stream is None else {device: stream}))
 
     def _on_each(self, purpose: str, number: int = 0) -> dict[torch.device, torch.Stream]:
         return {d: stream for d in {*self.slots} if (stream := _kept(d, purpose, number)) is not None}
 
     def meet(self, purpose: Purpose, events: Iterable[Event]) -> Event | None:
-        """One event after all of these, and after earlier ones of the same purpose: to wait for it takes one call.
+        """Returns one event after all ``events`` and earlier ones of the same purpose; ``None`` on the CPU.
 
-        ``None`` on the CPU.
+        To wait for them all takes one call then.
         """
         stream = self.meeting[purpose]
         if stream is None:
@@ -67,7 +67,7 @@ class TreeStreams:
         return Event(stream)
 
     def now(self) -> dict[torch.device, Event]:
-        """An event on the current stream of each device."""
+        """Returns for each device an event on its current stream."""
         return {device: Event(stream) for device, stream in current_streams(self.slots).items()}
 
 
@@ -84,16 +84,16 @@ def _kept(device: torch.device, purpose: str, number: int = 0) -> torch.Stream |
 
 
 class OwnedShards:
-    """The parameters of one dtype in a unit, at their owners.
+    """The shards of a unit's parameters of one dtype, in one flat shard for each owner.
 
     Other code may give a parameter other memory: ``load_state_dict(assign=True)``, ``model.half()``, ``to_empty``. Then
-    it is packed again before the next call.
+    the shards are packed again before the next call.
 
     Args:
-        parameters: sharded over the same owners. Their shards are repacked in place.
+        parameters: sharded over the same owners. They stay the same objects, and get shards in the flat ones.
         owners: the devices that compute on the shards.
         pin: if true, shards in host memory are pinned, where an accelerator is among the owners.
-        over: over how many machines the parameters are sharded, and which of them this is.
+        over: how many machines the parameters are sharded over, and the number of this machine among them.
 
     Attributes:
         flats: for each owner its flat shard.
@@ -112,8 +112,8 @@ class OwnedShards:
         self.layout = Layout(shapes, cuts, len(owners), machines=over[0], machine=over[1])
         self._pin = pin
         self.flats: list[Tensor] = []
-        self._packed: list[tuple[Tensor, ...]] = []  # what each parameter's shards were
-        self._addresses: list[list[int]] = []
+        self._packed: list[tuple[Tensor, ...]] = []  # each parameter's shards as `pack` has made them
+        self._addresses: list[list[int]] = []  # of these
         self.pack()
 
     @property
@@ -122,12 +122,12 @@ class OwnedShards:
         return any(parameter._shards[0].is_meta for parameter in self.parameters)
 
     def off_host(self) -> torch.device | None:
-        """The device of a shard that is not in host memory. ``None``: all are."""
+        """Returns the device of a shard that is not in host memory; ``None`` if all shards are."""
         return next((s.device for p in self.parameters for s in p._shards if s.device != CPU), None)
 
     def is_stale(self) -> bool:
         """True if a parameter's shards are not the views that `pack` has made."""
-        # Other code gives a parameter all of its shards at once: most often it is enough to see that they are the same.
+        # Other code replaces all shards of a parameter at once, so most often the comparison of the tuples is enough.
         return any(
             parameter._shards is not packed and addresses != [shard.data_ptr() for shard in parameter._shards]
             for parameter, packed, addresses in zip(self.parameters, self._packed, self._addresses, strict=True)
@@ -135,9 +135,9 @@ class OwnedShards:
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Gives the shards memory in flat shards, one for each owner, with their values. The parameters stay the same.
+        """Copies the shards into new flat ones, one for each owner, and makes them views of these.
 
-        On meta there is nothing to pack.
+        On the meta device there is nothing to pack.
         """
         self.flats = []
         if not self.are_on_meta:
@@ -157,9 +157,9 @@ class OwnedShards:
 
 
 class LastCopies:
-    """For each device the event after the last copies that sources have made there. Units of a tree share it.
+    """For each device an event after the last copies of shards there. The units of a tree share it.
 
-    Until then shards may not be written: while one in pinned memory is being sent, not by the host either.
+    Before that event no stream may write to shards, and while one in pinned memory is sent, neither may the host.
     """
 
     def __init__(self) -> None:
@@ -167,41 +167,41 @@ class LastCopies:
         self._last: dict[torch.device, Event] = {}
 
     def record(self, streams: Mapping[torch.device, torch.Stream]) -> dict[torch.device, Event]:
-        """For each of the streams, on which copies have been launched, an event."""
+        """Returns an event for each of these streams, on which copies have been launched, and keeps the events."""
         with self._lock:
             events = {device: Event(stream) for device, stream in streams.items()}
             self._last.update(events)
             return events
 
     def last(self) -> list[Event]:
-        """The events after the last copies that nobody has taken."""
+        """Returns the events after the last copies, unless `take_last` has returned them."""
         with self._lock:
             return [*self._last.values()]
 
     def take_last(self) -> list[Event]:
-        """The events after the last copies, once."""
+        """Returns the events after the last copies, once."""
         with self._lock:
             last, self._last = self._last, {}
             return [*last.values()]
 
 
 class PullSource:
-    """What the slots pull from in one round of gathers: the flat shards, cast and on their owners' devices.
+    """The tensors that slots pull in one round of gathers: flat shards in the slots' dtype, on the owners' devices.
 
-    Any thread may use it. Where flat shards can be pulled as they are, it only refers to them. Else the first slot has
-    the copies made, on the casting streams, whose memory they are, and the last one drops them.
+    Any thread may use it. Flat shards with this dtype and device are pulled as they are. Otherwise the first slot has
+    copies made, on the casting streams, which own them, and the last slot drops the copies.
 
     Args:
-        unit: says which dtype the slots want, on which streams copies are made, and where their end is recorded.
+        unit: it has the dtype for the slots, the casting streams, and the `LastCopies`.
         owned: the shards.
         pulls: how many slots will pull.
     """
 
     def __init__(self, unit: Unit, owned: OwnedShards, pulls: int) -> None:
         self._owned, self._pulls, self._dtype = owned, pulls, unit.dtype_on_slots(owned.dtype)
-        self._streams, self._copies = unit.streams.casting, unit.binding.copies
+        self._streams, self._last_copies = unit.streams.casting, unit.binding.copies
         self._lock = threading.Lock()
-        self._made: list[Tensor] | None = None
+        self._copies: list[Tensor] | None = None
         self._ready: dict[torch.device, Event] = {}
 
     @property
@@ -217,46 +217,46 @@ class PullSource:
         return self._pulls <= 0
 
     def pieces(self, ready: Mapping[torch.device, Event]) -> tuple[list[Tensor], Mapping[torch.device, Event]]:
-        """For each owner its piece, and for each device the event after which a stream there may read it.
+        """Returns for each owner its piece, and for each device an event after which a piece there may be read.
 
         ``ready``: for each device an event after which shards there may be read. Call `end_pull` after the reads, also
-        where they fail.
+        if they fail.
         """
         if self.is_plain:
             return self._owned.flats, {}
         with self._lock:
-            if self._made is None:
+            if self._copies is None:
                 with self._copying(ready):
-                    self._made = self._copied()
-            return self._made, self._ready
+                    self._copies = self._copy()
+            return self._copies, self._ready
 
     @contextmanager
     def _copying(self, ready: Mapping[torch.device, Event]) -> Iterator[None]:
-        """Around copies, on their streams, which wait for ``ready``."""
+        """Wraps copies: makes the casting streams current, which wait for ``ready``, and records the end."""
         for device, event in ready.items():
             event.make_wait(self._streams[device])
         try:
             with torch.no_grad(), streams_set(self._streams):
                 yield
         finally:
-            self._ready = self._copies.record(self._streams)
+            self._ready = self._last_copies.record(self._streams)
 
-    def _copied(self) -> list[Tensor]:
-        """For each owner its piece."""
-        # First sent and then cast: a cast on the host would hold up this thread.
+    def _copy(self) -> list[Tensor]:
+        """Returns for each owner its piece."""
+        # A piece is sent before it is cast: a cast on the host would hold up this thread.
         return [
             _sent(flat, owner).to(self._dtype)
             for flat, owner in zip(self._owned.flats, self._owned.owners, strict=True)
         ]
 
     def end_pull(self, readers: Sequence[Event]) -> None:
-        """A slot has launched its pulls, which end at ``readers``. The streams that own the copies wait for them."""
+        """Ends the pull of a slot. The streams that own the copies wait for ``readers``, events after its reads."""
         with self._lock:
-            if self._ready:  # also if `_made` was dropped meanwhile, because another slot has pulled twice
+            if self._ready:  # also if `_copies` was dropped meanwhile, because another slot has pulled twice
                 wait_for(readers, self._streams.values())
             self._pulls -= 1
             if self._pulls <= 0:
-                self._made = None
+                self._copies = None
 
 
 def _sent(flat: Tensor, owner: torch.device) -> Tensor:
@@ -265,7 +265,7 @@ def _sent(flat: Tensor, owner: torch.device) -> Tensor:
 
 
 def cut_of(parameter: ShardedTensor) -> Shard:
-    """The placement of a unit's parameter, which is never replicated."""
+    """Returns the placement of a unit's parameter, which is never replicated."""
     placement = parameter.placement
     assert isinstance(placement, Shard)
     return placement

@@ -200,8 +200,8 @@ def test_pieces_that_are_dropped_while_a_slot_reads_them_last_as_long(slots):
     assert unit.pieces.borrow(0) is None
     streams = unit.streams.pulling[1]
     for piece in borrowed:
-        for stream in streams.values() if piece.made is not None else ():
-            piece.made.make_wait(stream)
+        for stream in streams.values() if piece.written is not None else ():
+            piece.written.make_wait(stream)
     with streams_set(streams):
         found = [piece.flats[0].to(slots[1], copy=True) for piece in borrowed]
         found = [part[: WIDTH * WIDTH // GROUP].clone().cpu() for part in found]
