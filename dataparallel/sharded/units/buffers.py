@@ -1,8 +1,8 @@
-"""Where the parameters of a unit lie in flat buffers, and a slot's memory for full ones, which comes and goes.
+"""`Layout` says where a unit's parameters lie in flat buffers, `FullBuffer` is a slot's memory for full parameters.
 
-An owner's *flat shard* holds its part of each parameter. All owners' flat shards are rows of the *gathered* matrix,
-where a parameter is a range of columns. A *full* buffer holds the parameters themselves, each contiguous. The layout of
-per-parameter sharding follows FSDP2 (``torch.distributed.fsdp.fully_shard``).
+An owner's *flat shard* holds its shard of each parameter. The flat shards of all owners are the rows of the *gathered*
+matrix, where a parameter is a range of columns. A *full* buffer holds the parameters themselves, each contiguous. The
+layout of per-parameter sharding follows FSDP2 (``torch.distributed.fsdp.fully_shard``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALIGNED_TO = 8
 class Columns:
     """One parameter's range of columns: ``numel`` from ``start`` on, and ``padding`` more that belong to no parameter.
 
-    ``dim``: along which it is cut. ``part_shapes``: for each owner, without padding.
+    ``dim``: the dimension along which it is cut. ``part_shapes``: the shape of each owner's part, without padding.
     """
 
     shape: torch.Size
@@ -45,19 +45,19 @@ class Columns:
 
 
 class Layout:
-    """The layout of parameters of one dtype for a number of owners.
+    """The layout of parameters of one dtype over some owners.
 
-    A part counts with ``ceil(rows / owners)`` rows, also where the owner has fewer: so all flat shards have one size.
-    Over machines, the rows of owner j of each machine follow each other: what owner j gathers is one piece again.
+    Each part takes the columns of ``ceil(rows / owners)`` rows of its parameter, even if it has fewer rows, so all flat
+    shards have one size. Over machines the rows of all owners with one number follow each other, as one piece.
 
     Args:
         shapes, placements: of the parameters.
-        owners: how many on this machine, and on each of ``machines``, of which this is number ``machine``.
+        owners: how many owners each of the ``machines`` has. This machine is number ``machine``.
         full_offsets: where each parameter begins in a full buffer, if that was laid out for a multiple of ``owners``.
 
     Attributes:
-        numel: columns of the gathered matrix, which are the elements of a flat shard.
-        owners: its rows: all owners, on all machines. A full buffer has ``owners * numel`` elements.
+        numel: the columns of the gathered matrix, which are the elements of a flat shard.
+        owners: the rows of the matrix: all owners on all machines. A full buffer has ``owners * numel`` elements.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Layout:
         machines: int = 1,
         machine: int = 0,
     ) -> None:
-        here = range(machine, owners * machines, machines)
+        rows_here = range(machine, owners * machines, machines)
         owners *= machines
         self.owners, self.numel = owners, 0
         self.columns: list[Columns] = []
@@ -81,19 +81,19 @@ class Layout:
             self.numel += numel + padding
         self._views = [
             [(each.part_shapes[owner], _contiguous(each.part_shapes[owner]), each.start) for each in self.columns]
-            for owner in here
+            for owner in rows_here
         ]
         self.full_offsets = [owners * p.start for p in self.columns] if full_offsets is None else [*full_offsets]
-        # Of a full buffer: where the columns of each parameter and its padding begin, and how many there are.
+        # In a full buffer: where the columns of each parameter, and of its padding, begin, and how many they are.
         self._blocks: list[tuple[int, int]] = []
         for columns, start in zip(self.columns, self.full_offsets, strict=True):
             self._blocks += [(start, columns.numel)] if columns.numel else []
             self._blocks += [(start + owners * columns.numel, columns.padding)] if columns.padding else []
 
     def parts_of(self, flat: Tensor, owner: int) -> list[Tensor]:
-        """The part of each parameter that an owner on this machine has, as views of its flat shard."""
+        """Returns an owner's part of each parameter, as views of its flat shard. The owner is on this machine."""
         offset = flat.storage_offset()
-        # One operator for each: backward asks for a view of every gradient at every owner.
+        # One operator for each view, because backward makes one of every gradient at every owner.
         return [flat.as_strided(size, stride, offset + start) for size, stride, start in self._views[owner]]
 
     def pack(self, flat: Tensor, parts: Sequence[Tensor], owner: int) -> None:
@@ -116,23 +116,23 @@ class Layout:
                 self._join_parts(columns, full, start)
 
     def _join_parts(self, columns: Columns, full: Tensor, start: int) -> None:
-        """Makes a parameter that is cut along another dimension than 0 contiguous: its parts lie one after another."""
+        """Joins the parts of a parameter, which follow each other, along another dimension than 0."""
         numel = prod(columns.shape)
         region = full[start : start + numel]
         parts = region.clone().view(self.owners, *columns.part_shapes[0])
         torch.cat([*parts], columns.dim, out=region.view(columns.shape))
 
     def copy_in(self, grads: Sequence[Tensor | None], gathered: Tensor) -> None:
-        """Copies gradients of whole parameters into the gathered matrix, and zeros where there is none.
+        """Copies gradients of full parameters into the gathered matrix, and zeros for parameters without gradients.
 
-        It is one operator, which casts too. On CUDA it is one kernel where the gradients are contiguous.
+        This takes one operator, which casts too. On CUDA it is one kernel if the gradients are contiguous.
         """
         like = next((grad for grad in grads if grad is not None), None)
         if like is None:
             gathered.zero_()
             return
         rows: list[Tensor] = []
-        zeros: dict[int, Tensor] = {}  # for each number of columns: parameters of like shapes share them
+        zeros: dict[int, Tensor] = {}  # by their number of columns, because parameters share them
         for grad, columns in zip(grads, self.columns, strict=True):
             for numel, values in ((columns.numel, grad), (columns.padding, None)):
                 if numel and values is not None:
@@ -145,21 +145,21 @@ class Layout:
             _torch.chunk_cat(rows, 0, self.owners, out=gathered)
 
     def _rows_of(self, grad: Tensor, columns: Columns) -> Tensor:
-        """A gradient with a row for each of its own, or, if it has even parts, for each owner."""
+        """Returns a gradient as a matrix: a row for each owner if the parts are even, else for each row of its own."""
         if columns.dim:
             grad = torch.stack(grad.chunk(self.owners, columns.dim))
         return grad.reshape(self.owners if columns.is_even else len(grad) if grad.dim() else 1, -1)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
+    """Returns the strides of a contiguous tensor."""
     return tuple(prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def out_of_memory_error(
     what: str, unit: str, device: torch.device, number_of_bytes: int, error: torch.OutOfMemoryError
 ) -> torch.OutOfMemoryError:
-    """The error to raise from ``error``: ``device`` has no room for ``what`` of a unit, which takes so many bytes."""
+    """Returns an error to raise from ``error``, which says that ``device`` has no room for ``what`` of a unit."""
     return torch.OutOfMemoryError(
         f"{device} has no room for the {number_of_bytes:,} bytes of {what} of the unit {unit!r}: shard smaller units, "
         f"prefetch less, or use more devices. {error}"
@@ -168,7 +168,7 @@ def out_of_memory_error(
 
 @contextmanager
 def naming_out_of_memory(what: str, unit: str, device: torch.device, number_of_bytes: int) -> Iterator[None]:
-    """Around allocations for a unit on a device. Arguments are those of `out_of_memory_error`."""
+    """Wraps allocations: if memory is short, raises `out_of_memory_error`, which gets the same arguments."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -176,15 +176,15 @@ def naming_out_of_memory(what: str, unit: str, device: torch.device, number_of_b
 
 
 class FullBuffer:
-    """The parameters of one dtype on one slot, without bytes at first.
+    """The full parameters of one dtype on one slot, whose storage has no bytes at first.
 
     Args:
         layout: of the matrix that is gathered from the owners.
         dtype, device: of the parameters on the slot.
 
     Attributes:
-        tensors: the parameters, views of one storage. To read them while it has no bytes crashes the process.
-        gathered: the matrix that `pull` has filled and `fill` has not copied, or `None`.
+        tensors: the parameters, views of one storage. Reading them while it has no bytes crashes the process.
+        gathered: the matrix that has arrived, until `fill` copies from it; or ``None``.
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
@@ -199,46 +199,46 @@ class FullBuffer:
         self._memory = MemoryOfCopies(self.tensors)
         self._versions: tuple[int, ...] = ()
         self.gathered: Tensor | None = None
-        self._gathered_as: Layout | None = layout
+        self._layout_of_gathered: Layout | None = layout  # `None`: it is a copy of a full buffer
         self.free()
 
     def pull(self, pieces: Sequence[Tensor], first: int, layout: Layout | None = None) -> None:
-        """Copies the pieces into a new matrix, beginning with piece ``first``: so slots pull from distinct owners.
+        """Copies the pieces into a new matrix. Begins with piece ``first``, so that slots pull from distinct owners.
 
-        ``layout``: of the pieces; default the owners'.
+        ``layout``: the layout of the pieces; by default the owners'.
         """
-        self._gathered_as = layout = layout or self.layout
-        made = self._buffer.new_empty(layout.owners, layout.numel)
-        rows = made if len(made) == len(pieces) else made.view(len(pieces), -1)  # over machines a piece has several
+        self._layout_of_gathered = layout = layout or self.layout
+        matrix = self._buffer.new_empty(layout.owners, layout.numel)
+        rows = matrix if len(matrix) == len(pieces) else matrix.view(len(pieces), -1)  # several for a piece of machines
         order = [(first + i) % len(pieces) for i in range(len(pieces))]
         comm.copy_each([rows[i] for i in order], [pieces[i] for i in order])
-        self.gathered = made
+        self.gathered = matrix
 
     def set_gathered(self, gathered: Tensor, is_matrix: bool = True) -> None:
-        """Takes over what has arrived: a matrix, or a copy of the full buffer of another slot."""
-        self._gathered_as, self.gathered = self.layout if is_matrix else None, gathered
+        """Takes over a matrix, or a copy of another slot's full buffer, for `fill`."""
+        self._layout_of_gathered, self.gathered = self.layout if is_matrix else None, gathered
 
     def copy_to(self, device: torch.device) -> Tensor:
-        """A copy of the full buffer on the device of another slot, for `set_gathered` there."""
+        """Returns a copy of the full buffer on the device of another slot, for `set_gathered` there."""
         copied = torch.empty_like(self._buffer, device=device)
         comm.broadcast(self._buffer, out=[copied])
         return copied
 
     def fill(self) -> Tensor:
-        """Copies the parameters out of the matrix, and returns that."""
+        """Copies the parameters out of ``gathered``, and returns this matrix, which is not kept."""
         assert self.gathered is not None
         self._storage.resize_(self._bytes)
         if self._versions and _torch.set_versions:
             _torch.set_versions(tuple(self.tensors), self._versions)
-        if self._gathered_as is None:
+        if self._layout_of_gathered is None:
             self._buffer.copy_(self.gathered)
         else:
-            self._gathered_as.copy_out(self.gathered, self._buffer)
+            self._layout_of_gathered.copy_out(self.gathered, self._buffer)
         gathered, self.gathered = self.gathered, None
         return gathered
 
     def free(self) -> None:
-        """Frees the memory, and what ``forward`` has given to a parameter instead.
+        """Frees the memory, and any memory that ``forward`` has given to a parameter instead.
 
         A backward that reads the parameters now raises, because their versions have moved.
         """

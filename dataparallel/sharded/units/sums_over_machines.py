@@ -1,8 +1,8 @@
-"""One pass of backward over several machines: what its slots have added up is added up over machines, and averaged.
+"""`SumsOverMachines` averages over machines what the slots of each have summed in one pass of backward.
 
-A pass is one round of all machines. Each unit takes part once, as soon as this machine's slots have added up its
-gradients and all units before it have been sent. The order is that in which rank 0's units came in an earlier pass.
-Nothing is added to ``.grad`` before all has succeeded: a pass that fails on one machine fails on all, without a change.
+A pass is one round of all machines. Each unit is sent once, as soon as this machine's slots have summed its gradients
+and all units before it have been sent. The order is the one in which units came on rank 0 in an earlier pass. Nothing
+is added to ``.grad`` before all sums have succeeded: a pass that fails on one machine changes no gradient on any.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _UnitInPass:
-    """What one unit has in the pass.
+class _UnitEntry:
+    """One unit in the pass, which may get sums of this machine several times.
 
     Attributes:
-        staged: for each dtype and owner what is sent.
-        rest: the same of what came after the first time. A unit may be added up several times in one pass.
+        staged: for each dtype and owner the first sum, ready to be sent.
+        rest: for each dtype and owner all later sums, added up.
         present: positions of the parameters that have a gradient on this machine.
-        results: of ``staged``: what has been launched for it, or itself if there is nobody to add it up with.
+        results: for each dtype and owner the launched collective, or the sum itself if no other machine takes part.
     """
 
     number: int
@@ -45,7 +45,7 @@ class _UnitInPass:
     staged: list[list[Any]]
     rest: list[list[Tensor]]
     present: set[int] = field(default_factory=set)
-    has_come: bool = False
+    has_come: bool = False  # the first sums of all owners are there
     is_sent: bool = False
     results: list[list[Any]] = field(default_factory=list)
 
@@ -55,42 +55,43 @@ class _UnitInPass:
 
     @property
     def is_for_all(self) -> bool:
-        """True if it is added up over the replicate group too."""
+        """True if the unit is summed over the replicate group too."""
         return self.unit.requires_all_reduce
 
-    def wire(self, at: int) -> torch.dtype:
-        """The dtype in which parts travel."""
+    def sent_dtype(self, at: int) -> torch.dtype:
+        """Returns the dtype in which sums number ``at`` travel."""
         return self.unit.dtype_of_sums(self.gradients.groups[at][2])
 
     def describe(self) -> str:
-        """What has to be equal on all machines."""
-        sizes = ", ".join(f"{layout.numel} {self.wire(at)}" for at, (_, layout, _) in enumerate(self.gradients.groups))
+        """Returns a text that has to be equal on all machines."""
+        groups = self.gradients.groups
+        sizes = ", ".join(f"{layout.numel} {self.sent_dtype(at)}" for at, (_, layout, _) in enumerate(groups))
         return f"unit {self.unit.name!r} ({sizes}{'' if self.is_for_all else ', no all-reduce'})"
 
 
 class SumsOverMachines:
-    """The sums of one pass over machines. Any thread may use it. ``computing``: the stream of each accelerator."""
+    """The sums of one pass over machines. Any thread may use it. ``computing``: each accelerator's computing stream."""
 
     def __init__(self, tree: Tree, machines: MachinesOfTree, computing: Mapping[torch.device, torch.Stream]) -> None:
         self._tree, self._machines, self._devices, self._computing = tree, machines, tree.slots, computing
         self._lock = threading.Lock()
         units = [(i, tree.units[i]) for i in tree.order_of_sums]
         self._entries = [
-            _UnitInPass(i, unit, _nothing(unit), _nothing(unit))
+            _UnitEntry(i, unit, _nothing(unit), _nothing(unit))
             for i, unit in units
             if unit.requires_gradient_sync and unit.gradients.groups
         ]
         self._entry_of = {entry.unit: entry for entry in self._entries}
-        self._came: list[int] = []
+        self._arrived: list[int] = []  # numbers of units in the order in which they came
         self._is_ended = not self._entries
-        # Without a shard group nobody takes part in sums that wait for those over the replicate group.
+        # Without a shard group, sums that wait for an all-reduce are sent to no other machine.
         has_others = machines.shard is not None or any(entry.is_for_all for entry in self._entries)
         self._learns_order = has_others and not tree.is_order_known
         self._round: Round | None = None
-        self._said: Launched | None = None  # the order that each rank proposes
+        self._proposed_order: Launched | None = None  # of each rank
         self._end: Launched | None = None
-        self._used: list[bool] = []
-        self._scattered: _UnitInPass | None = None  # the unit whose parts go over the replicate group next
+        self._flags: list[bool] = []  # for each recorded parameter if it has a gradient, for each unit if it has a rest
+        self._scattered: _UnitEntry | None = None  # the unit whose parts go over the replicate group next
         if self._entries and has_others:
             text = [entry.describe() for entry in self._entries]
             text.insert(0, f"learns the order of units: {self._learns_order}")
@@ -99,9 +100,9 @@ class SumsOverMachines:
     # ---- what slots bring --------------------------------------------------------------------------------------------
 
     def take_part(self, unit: Unit, at: int, owner: int, total: Tensor) -> None:
-        """An owner has added up its part for dtype number ``at``, on the current streams. `end_unit` follows.
+        """Takes the sum of an owner for dtype number ``at``, made on the current streams. `end_unit` follows.
 
-        ``total``: for each machine of the shard group its part, one after the other. It is not the caller's any more.
+        ``total``: one part for each machine of the shard group. The caller may not use it any more.
         """
         entry = self._entry_of[unit]
         if entry.has_come:
@@ -112,41 +113,41 @@ class SumsOverMachines:
                 rest.append(total)
             return
         self._add_partial(entry, at, owner, total)
-        entry.staged[at].append(self._staged(entry, total.to(entry.wire(at))))
+        entry.staged[at].append(self._staged(entry, total.to(entry.sent_dtype(at))))
 
     def end_unit(self, unit: Unit, present: Collection[int]) -> None:
-        """All owners have brought their parts of a unit. Those units are sent that come next in the order."""
+        """Sends all units whose turn has come, after all owners have given their sums of ``unit``."""
         entry = self._entry_of[unit]
         entry.present.update(present)
         if entry.has_come:
             return
         entry.has_come = True
         with self._lock:
-            self._came.append(entry.number)
+            self._arrived.append(entry.number)
             for each in self._entries:
                 if not each.is_sent:
                     if not each.has_come:
                         break
                     self._send(each)
 
-    def _add_partial(self, entry: _UnitInPass, at: int, owner: int, total: Tensor) -> None:
-        waiting = entry.gradients.partial
-        if waiting is not None:
-            total.view(self._machines.parts, -1)[self._machines.part].add_(waiting.totals[at][owner])
+    def _add_partial(self, entry: _UnitEntry, at: int, owner: int, total: Tensor) -> None:
+        partial_sums = entry.gradients.partial
+        if partial_sums is not None:
+            total.view(self._machines.parts, -1)[self._machines.part].add_(partial_sums.totals[at][owner])
 
     # ---- what is sent ------------------------------------------------------------------------------------------------
 
-    def _staged(self, entry: _UnitInPass, total: Tensor) -> Any:
-        """The total, staged on the current stream; or itself, if there is nobody to add it up with."""
+    def _staged(self, entry: _UnitEntry, total: Tensor) -> Any:
+        """Returns the total, staged on the current stream, or as it is if no other machine takes part."""
         shard, replicate = self._machines.shard, self._machines.replicate
         if shard is not None:
             return stage(shard, total, total.numel() // shard.size, self._computing)
         return stage(replicate, total) if replicate is not None and entry.is_for_all else total
 
-    def _send(self, entry: _UnitInPass) -> None:
-        """Has a unit's parts scattered. With both groups, those of the unit before go over the replicate group then.
+    def _send(self, entry: _UnitEntry) -> None:
+        """Launches a unit's reduce-scatter, and after it the all-reduce of the unit before.
 
-        So the second sum of one unit, which waits for the first, does not hold up the first one of the next.
+        So an all-reduce, which waits for the reduce-scatter of its unit, does not hold up the next reduce-scatter.
         """
         entry.is_sent = True
         entry.results = [self._scatter(self._round, entry, staged) for staged in entry.staged]
@@ -158,17 +159,17 @@ class SumsOverMachines:
     def _send_scattered(self) -> None:
         entry, self._scattered = self._scattered, None
         if entry is not None:
-            entry.results = [self._add_up(self._round, entry, parts) for parts in entry.results]
+            entry.results = [self._all_reduce(self._round, entry, parts) for parts in entry.results]
 
-    def _scatter(self, round: Round | None, entry: _UnitInPass, staged: Sequence[Any]) -> list[Any]:
-        """Has the sums over the shard group made, of which each machine gets its part, for all owners together."""
+    def _scatter(self, round: Round | None, entry: _UnitEntry, staged: Sequence[Any]) -> list[Any]:
+        """Launches the reduce-scatter over the shard group, for all owners together."""
         shard = self._machines.shard
         if shard is None:
             return [*staged]
         return _launched(round, entry, [partial(reduce_scatter, shard, each) for each in staged])
 
-    def _add_up(self, round: Round | None, entry: _UnitInPass, parts: Sequence[Any]) -> list[Any]:
-        """Has what `_scatter` has returned added up over the replicate group."""
+    def _all_reduce(self, round: Round | None, entry: _UnitEntry, parts: Sequence[Any]) -> list[Any]:
+        """Launches the all-reduce over the replicate group of what `_scatter` has returned."""
         replicate = self._machines.replicate
         if replicate is None or not entry.is_for_all:
             return [*parts]
@@ -178,28 +179,28 @@ class SumsOverMachines:
     # ---- the end of the pass -----------------------------------------------------------------------------------------
 
     def end_round(self) -> None:
-        """The slots have brought everything. The rest takes part with zeros."""
+        """Ends the round: the slots have delivered everything. Units that have not come take part with zeros."""
         if self._is_ended:
             return
-        self._send_rest()
+        self._send_remaining()
         for entry in self._entries:
-            if (waiting := entry.gradients.partial) is not None:
-                entry.present.update(waiting.present)
-        self._used = [i in each.present for each in self._entries for i in each.unit.recorded]
-        self._used += [bool(each.rest[0]) for each in self._entries]
+            if (partial_sums := entry.gradients.partial) is not None:
+                entry.present.update(partial_sums.present)
+        self._flags = [i in each.present for each in self._entries for i in each.unit.recorded]
+        self._flags += [bool(each.rest[0]) for each in self._entries]
         if self._round is not None:
-            self._end = self._round.end(self._used)
+            self._end = self._round.end(self._flags)
 
     def fail_round(self, error: BaseException) -> None:
-        """The pass has failed on this machine: the others are told, after what they wait for."""
+        """Tells the other machines that the pass has failed on this one, after sending what they wait for."""
         if self._is_ended:
             return
-        self._send_rest(has_failed=True)
+        self._send_remaining(has_failed=True)
         if self._round is not None:
             self._round.end([False] * sum(len(each.unit.recorded) + 1 for each in self._entries), error)
 
-    def _send_rest(self, has_failed: bool = False) -> None:
-        """Units that have not come take part with zeros, and with what they have of earlier passes. Then the order."""
+    def _send_remaining(self, has_failed: bool = False) -> None:
+        """Sends units that have not come: zeros plus partial sums of earlier passes. Then proposes the order."""
         with self._lock, torch.no_grad(), streams_set(self._computing):
             self._is_ended = True
             for entry in self._entries:
@@ -211,38 +212,38 @@ class SumsOverMachines:
                     self._send(entry)
             self._send_scattered()
             if self._learns_order and self._round is not None:
-                order = [*dict.fromkeys([*self._came, *self._tree.order_of_sums])]
-                self._said = self._round.say("the order of units", lambda: order)
+                order = [*dict.fromkeys([*self._arrived, *self._tree.order_of_sums])]
+                self._proposed_order = self._round.say("the order of units", lambda: order)
 
-    def _fill(self, entry: _UnitInPass, with_partial: bool) -> None:
+    def _fill(self, entry: _UnitEntry, with_partial: bool) -> None:
         for at, (_, layout, dtype) in enumerate(entry.gradients.groups):
             for owner, device in enumerate(self._devices):
                 numel = self._machines.parts * layout.numel
-                zeros = torch.zeros(numel, dtype=added_in(entry.wire(at), dtype), device=device)
+                zeros = torch.zeros(numel, dtype=added_in(entry.sent_dtype(at), dtype), device=device)
                 if with_partial:
                     self._add_partial(entry, at, owner, zeros)
-                entry.staged[at].append(self._staged(entry, zeros.to(entry.wire(at))))
+                entry.staged[at].append(self._staged(entry, zeros.to(entry.sent_dtype(at))))
 
     def add_to_gradients(self, summed: PassGradients) -> None:
         """Waits for all sums, and adds them to ``.grad``.
 
-        ``summed``: gets the parameters that have gradients, and the gradients that their hooks have to see first.
+        ``summed``: notes the parameters that have gradients, and keeps gradients that hooks have to see first.
 
         Raises:
-            dataparallel.machines.errors.MachinesError: a machine is gone or has failed, or they differ in what they
-                add up. No gradient has been changed.
+            dataparallel.machines.errors.MachinesError: a machine is gone or has failed, or machines differ in what they
+                sum. No gradient has been changed.
         """
         if not self._entries:
             return
-        used = iter(self._used if self._end is None else self._end.wait())
+        flags = iter(self._flags if self._end is None else self._end.wait())  # each is true if it is on any machine
         with torch.no_grad(), streams_set(self._computing):
-            present = [[i for i in each.unit.recorded if next(used)] for each in self._entries]
-            rests = self._sums_of_rests([each for each in self._entries if next(used)])
+            present = [[i for i in each.unit.recorded if next(flags)] for each in self._entries]
+            rests = self._sums_of_rests([each for each in self._entries if next(flags)])
             sums = [[self._results(each, at, rests) for at in range(len(each.results))] for each in self._entries]
-            if self._said is not None:
-                self._tree.learn_order(self._said.wait()[0])
+            if self._proposed_order is not None:
+                self._tree.learn_order(self._proposed_order.wait()[0])
             for entry, totals in zip(self._entries, sums, strict=True):
-                if (hook := entry.unit.all_reduce_hook) is not None and not self._waits(entry):
+                if (hook := entry.unit.all_reduce_hook) is not None and not self._stays_partial(entry):
                     for of_owners in totals:
                         for total in of_owners:
                             hook(total)
@@ -253,8 +254,8 @@ class SumsOverMachines:
             for entry, of_dtypes, found in zip(self._entries, parts, present, strict=True):
                 self._set(entry, of_dtypes, found, summed)
 
-    def _sums_of_rests(self, units: Sequence[_UnitInPass]) -> dict[int, list[list[Any]]]:
-        """Adds up what came after the first time on any machine: for each of these units its results."""
+    def _sums_of_rests(self, units: Sequence[_UnitEntry]) -> dict[int, list[list[Any]]]:
+        """Sums the rests of these units, in a round of its own. Returns the results by the units' numbers."""
         if not units:
             return {}
         round, text = None, "\n".join(["again", *(entry.describe() for entry in units)])
@@ -264,25 +265,25 @@ class SumsOverMachines:
         for entry in units:
             found[entry.number] = results = []
             for at, (_, layout, _) in enumerate(entry.gradients.groups):
-                wire, numel = entry.wire(at), self._machines.parts * layout.numel
-                rest = entry.rest[at] or [torch.zeros(numel, dtype=wire, device=device) for device in self._devices]
-                staged = [self._staged(entry, total.to(wire)) for total in rest]
-                results.append(self._add_up(round, entry, self._scatter(round, entry, staged)))
+                dtype, numel = entry.sent_dtype(at), self._machines.parts * layout.numel
+                rest = entry.rest[at] or [torch.zeros(numel, dtype=dtype, device=device) for device in self._devices]
+                staged = [self._staged(entry, total.to(dtype)) for total in rest]
+                results.append(self._all_reduce(round, entry, self._scatter(round, entry, staged)))
         if round is not None:
             round.end([]).wait()
         return found
 
-    def _results(self, entry: _UnitInPass, at: int, rests: Mapping[int, Sequence[Sequence[Any]]]) -> list[Tensor]:
-        """The sums of all owners, in the dtype in which they are added."""
-        dtype = added_in(entry.wire(at), entry.gradients.groups[at][2])
-        found = [_arrived(result, self._devices[i]).to(dtype) for i, result in enumerate(entry.results[at])]
+    def _results(self, entry: _UnitEntry, at: int, rests: Mapping[int, Sequence[Sequence[Any]]]) -> list[Tensor]:
+        """Waits for the sums of all owners, and returns them in the dtype in which they are added."""
+        dtype = added_in(entry.sent_dtype(at), entry.gradients.groups[at][2])
+        sums = [_received(result, self._devices[i]).to(dtype) for i, result in enumerate(entry.results[at])]
         for i, result in enumerate(rests[entry.number][at] if entry.number in rests else ()):
-            found[i] = found[i] + _arrived(result, self._devices[i])
-        return found
+            sums[i] = sums[i] + _received(result, self._devices[i])
+        return sums
 
-    def _parts(self, entry: _UnitInPass, totals: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """What goes to ``.grad``; or what waits for a pass that adds it up over the replicate group."""
-        if self._waits(entry):
+    def _parts(self, entry: _UnitEntry, totals: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Returns the owners' parts for ``.grad``, or sums that stay partial until a pass all-reduces them."""
+        if self._stays_partial(entry):
             return [[*of_owners] for of_owners in totals]
         parts = [
             [total.to(dtype) for total in of_owners]
@@ -292,18 +293,18 @@ class SumsOverMachines:
         return [[*map(unit.to_host, of_owners)] for of_owners in parts] if unit.is_offloaded else parts
 
     def _set(
-        self, entry: _UnitInPass, parts: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients
+        self, entry: _UnitEntry, parts: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients
     ) -> None:
         gradients, parameters = entry.gradients, entry.unit.parameters
         gradients.partial = None
-        if self._waits(entry):
+        if self._stays_partial(entry):
             if present:
                 gradients.partial = PartialSums(gradients.groups, parameters, parts, present)
             return
         gradients.set_sums(parts, present, summed)
         summed.note(parameters[i] for i in present)
 
-    def _waits(self, entry: _UnitInPass) -> bool:
+    def _stays_partial(self, entry: _UnitEntry) -> bool:
         return self._machines.replicate is not None and not entry.is_for_all
 
 
@@ -312,7 +313,7 @@ def _nothing(unit: Unit) -> list[list[Any]]:
 
 
 def _launched(
-    round: Round | None, entry: _UnitInPass, calls: Sequence[Callable[[], Transfer]], after: Sequence[Launched] = ()
+    round: Round | None, entry: _UnitEntry, calls: Sequence[Callable[[], Transfer]], after: Sequence[Launched] = ()
 ) -> list[Any]:
     assert round is not None
     return round.launch_together([f"the gradients of {entry.unit.name!r}"] * len(calls), calls, after)
@@ -322,7 +323,7 @@ def _all_reduce(replicate: Machines, part: Launched | Staged) -> Transfer:
     return all_reduce(replicate, part.received() if isinstance(part, Launched) else part)
 
 
-def _arrived(result: Any, device: torch.device) -> Tensor:
-    """The tensor that has been launched, on the device, for its current stream."""
+def _received(result: Any, device: torch.device) -> Tensor:
+    """Returns the result of a collective on ``device``, ready on its current stream."""
     tensor: Tensor = result if isinstance(result, Tensor) else result.wait()
     return tensor.to(device, non_blocking=True)
