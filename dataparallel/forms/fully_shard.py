@@ -139,7 +139,7 @@ def _prepare(
     if not slots and (process_group is not None or mesh is not None):
         slots = [CPU]
     machines, together = _machines_of(process_group, mesh, slots)
-    parts, given = (1, (None, None)) if machines is None else (machines.parts, machines.given)
+    parts, given = (1, (None, None)) if machines is None else (machines.shard_size, machines.given)
     with together:
         for each in module:
             check_kind(each)

@@ -193,8 +193,8 @@ class FullyShardedModule(ManagedModule):
             TypeError: it is neither a bool nor an int.
             ValueError: it does not divide the number of slots.
         """
-        state = state_of(self)
-        check_reshard(reshard_after_forward, len(state.slots), 1 if state.machines is None else state.machines.parts)
+        slots, machines = state_of(self).slots, state_of(self).machines
+        check_reshard(reshard_after_forward, len(slots), 1 if machines is None else machines.shard_size)
         _set(self, recurse, is_reshard_automatic=False, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:

@@ -144,10 +144,10 @@ def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots,
     begins, make_wait, of_thread = RootCall.gather_for_backward, Event.make_wait, threading.local()
 
     def noted(call: RootCall, slot_unit: Any, position: int, running: Any) -> None:
-        before, of_thread.waits = running.sums.latest, []
+        before, of_thread.waits = running.sums.latest_sum, []
         begins(call, slot_unit, position, running)
         receiving = slot_unit.unit.streams.receiving[slot_unit.slot]
-        sums = {event for event in (before, running.sums.latest) if event is not None}
+        sums = {event for event in (before, running.sums.latest_sum) if event is not None}
         made.append(any(event in sums and stream == receiving for event, stream in of_thread.waits))
 
     def noted_wait(event: Event, stream: torch.Stream) -> None:

@@ -153,7 +153,7 @@ class ModuleCall:
             slot_unit.unit.refuse_overwritten(slot_unit.slot)
             return output
         self._position = self._root_call.end_unit(slot_unit)
-        has_backward = torch.is_grad_enabled() and (bool(slot_unit.unit.recorded) or self._number_of_inputs > 0)
+        has_backward = torch.is_grad_enabled() and (bool(slot_unit.unit.trainable) or self._number_of_inputs > 0)
         is_announced = False
         if has_backward:
             for tensor in tensors_in(output):
@@ -297,7 +297,7 @@ class RootCall:
         if ahead is None:
             ahead = self._ended[slot_unit.slot][max(position - 1, 0) : position]
         # Sums go first: the slot's next delivery waits for them, and links serve copies in the order of their launches.
-        latest, receiving = running.sums.latest, unit.streams.receiving[slot_unit.slot]
+        latest, receiving = running.sums.latest_sum, unit.streams.receiving[slot_unit.slot]
         for other in ahead:
             # A unit whose parameters have changed is not gathered ahead, because `ready` is before the change. The
             # unit's own backward refuses the change.

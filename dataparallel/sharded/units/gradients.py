@@ -20,7 +20,7 @@ from dataparallel.comm.streams.current import Event, current_streams, streams_jo
 from dataparallel.profiling import stage
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.buffers import Layout, naming_out_of_memory
-from dataparallel.sharded.units.sums import Delivery, Group, PassGradients, UnitSums, added_in
+from dataparallel.sharded.units.sums import Delivery, DtypeGroup, PassGradients, UnitSums, added_in
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.passes import SumsOfPass
@@ -58,7 +58,7 @@ class PartialSums:
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[DtypeGroup],
         parameters: Sequence[ShardedTensor],
         totals: Sequence[Sequence[Tensor]],
         present: Iterable[int],
@@ -99,14 +99,14 @@ class UnitGradients:
         self._lock = threading.Lock()
         # A slot's lock is held while its gradients are packed: on the CPU several threads may deliver for one slot.
         self._packing_locks = [threading.Lock() for _ in unit.slots]
-        parts, part = unit.sharded_over
-        needs = {*unit.recorded}
-        self.groups: list[Group] = []
+        machines, machine = unit.sharded_over
+        needs = {*unit.trainable}
+        self.groups: list[DtypeGroup] = []
         for indices, owned in zip(unit.indices, unit.owned, strict=True):
             kept = [i for i in indices if i in needs]
             if kept:
                 shapes, cuts = [unit.shapes[i] for i in kept], [unit.cuts[i] for i in kept]
-                layout = Layout(shapes, cuts, len(unit.slots), machines=parts, machine=part)
+                layout = Layout(shapes, cuts, len(unit.slots), machines=machines, machine=machine)
                 self.groups.append((kept, layout, owned.dtype))
         self.full_bytes = sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in self.groups)
         self._sums = UnitSums(unit, self.groups)
@@ -119,7 +119,7 @@ class UnitGradients:
         self._lost: dict[int, FormerGrad] = {}  # parameters whose gradients are incomplete until they are zeroed
 
     def deliver(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
-        """Takes the gradients of one slot, in the order of ``unit.recorded``, and sums if this slot is the last.
+        """Takes the gradients of one slot, in the order of ``unit.trainable``, and sums if this slot is the last.
 
         The gradients are ready on the current stream, which is the graph's. The graph may be older than the pass, so
         the pass's computing stream joins it, and owns the delivery. Returns true if the gradients have been summed,
@@ -144,7 +144,7 @@ class UnitGradients:
                 return None
             held = self._held.pop(slot, None)
             if held is not None:
-                sums.put_back[id(self), slot] = partial(self._put_back, slot, held)
+                sums.restorers[id(self), slot] = partial(self._put_back, slot, held)
             number = self._number_delivered.get(slot, 0)
             self._number_delivered[slot] = number + 1
             while len(self._rounds) <= number:
@@ -175,7 +175,7 @@ class UnitGradients:
             if self._unit.requires_gradient_sync and self._held:
                 held, self._held = self._held, {}
                 for slot, delivery in held.items():
-                    sums.put_back[id(self), slot] = partial(self._put_back, slot, delivery)
+                    sums.restorers[id(self), slot] = partial(self._put_back, slot, delivery)
                 rounds.append(held)
             for deliveries in rounds:
                 if deliveries:
@@ -186,20 +186,20 @@ class UnitGradients:
 
     def _add_up(self, deliveries: dict[int, Delivery], sums: SumsOfPass) -> None:
         """Sums one round. If this fails, held gradients that are part of it are put back on their slots."""
-        has_held = any((id(self), slot) in sums.put_back for slot in deliveries)
+        has_held = any((id(self), slot) in sums.restorers for slot in deliveries)
         try:
             self._sums.add_up(deliveries, sums, not has_held)
         except BaseException:
             for slot in deliveries:
-                if (put_back := sums.put_back.pop((id(self), slot), None)) is not None:
+                if (put_back := sums.restorers.pop((id(self), slot), None)) is not None:
                     put_back()
             if self._sums.is_torn:
                 self._note_torn()
             raise
         # Gradients in host memory and over machines can be put back until the pass ends, when sums are added to them.
-        if sums.put_back and not self._unit.is_offloaded and sums.over_machines is None:
+        if sums.restorers and not self._unit.is_offloaded and sums.over_machines is None:
             for slot in deliveries:
-                sums.put_back.pop((id(self), slot), None)
+                sums.restorers.pop((id(self), slot), None)
 
     def _put_back(self, slot: int, held: Delivery) -> None:
         """Holds gradients of earlier passes on the slot again."""
@@ -211,13 +211,13 @@ class UnitGradients:
         ``computing``: the computing streams. Where there is no ``.grad``, it becomes zeros, which the user may drop.
         """
         with self._lock, streams_set(computing), torch.inference_mode(False), torch.no_grad():
-            self._lost.update({i: FormerGrad(self._unit.parameters[i]) for i in self._unit.recorded})
+            self._lost.update({i: FormerGrad(self._unit.parameters[i]) for i in self._unit.trainable})
             self._sums.is_torn = False
 
     def _note_torn(self) -> None:
         """Notes that a sum was added to some owners' shards of gradients only."""
-        parameters = self._unit.parameters
-        self._lost.update({i: FormerGrad(parameters[i]) for i in self._unit.recorded if parameters[i].grad is not None})
+        trainable = [(i, self._unit.parameters[i]) for i in self._unit.trainable]
+        self._lost.update({i: FormerGrad(parameter) for i, parameter in trainable if parameter.grad is not None})
         self._sums.is_torn = False
 
     def refuse_lost(self) -> None:
@@ -278,7 +278,7 @@ class UnitGradients:
         """
         self._refuse_sparse(grads)
         unit, device, held = self._unit, self._unit.slots[slot], self._held.get(slot)
-        of_parameter = dict(zip(unit.recorded, grads, strict=True))
+        of_parameter = dict(zip(unit.trainable, grads, strict=True))
         matrices: list[Tensor] = []
         sums: list[Tensor] = []
         parts: list[Tensor] = []
@@ -302,7 +302,7 @@ class UnitGradients:
         return Delivery(matrices, sums, parts, present, None if stream is None else Event(stream))
 
     def _refuse_sparse(self, grads: Sequence[Tensor | None]) -> None:
-        for i, grad in zip(self._unit.recorded, grads, strict=True):
+        for i, grad in zip(self._unit.trainable, grads, strict=True):
             if grad is not None and grad.layout is not torch.strided:
                 raise TypeError(
                     f"the gradient of a parameter of shape {list(self._unit.shapes[i])} in {self._unit.name!r} has the "

@@ -41,7 +41,7 @@ class MachinesOfTree:
         all: the machines of both groups, for rounds.
         shard, replicate: the groups over which gradients are reduce-scattered, and all-reduced afterwards.
         gathers: the ranks of ``shard``, with a queue for gathers.
-        parts, part: how many machines the parameters are sharded over, and the number of this machine among them.
+        shard_size, shard_rank: how many machines parameters are sharded over, and the number of this machine there.
         peers: for collectives of replicas across all machines.
     """
 
@@ -59,7 +59,7 @@ class MachinesOfTree:
             self.shard, self.replicate = shard and self.all, replicate and self.all
         self.gathers = None if self.shard is None else self.shard.own("gathers")
         self.peers = PeerRounds(self.all.own("peers"))
-        self.parts, self.part = (1, 0) if shard is None else (shard.size, shard.rank)
+        self.shard_size, self.shard_rank = (1, 0) if shard is None else (shard.size, shard.rank)
 
     @property
     def ranks(self) -> int:

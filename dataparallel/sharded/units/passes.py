@@ -44,52 +44,52 @@ class SumsOfPass:
         computing: the computing stream of each accelerator, as in forward.
         callers: the streams that were current where ``backward()`` was called. They may be others.
         in_flight: for each slot the deliveries whose sums have been launched, each with an event after its last read.
-        added: for each owner an event after its last sum.
-        host_additions: functions that add sums to gradients on the host, once the events in ``added`` have passed.
+        last_sums: for each owner an event after its last sum.
+        host_additions: functions that add sums to gradients on the host, once the events in ``last_sums`` have passed.
         summed: the gradients that this pass has summed.
         added_to: gradients of earlier passes that sums are added to. They are kept here, as the user may drop them.
-        latest: an event after all sums launched so far, which have read their deliveries by then.
+        latest_sum: an event after all sums launched so far, which have read their deliveries by then.
         over_machines: sums over machines what the slots of this one have summed.
-        put_back: for the ``id`` of a unit's gradients and a slot, a function that leaves gradients of earlier passes on
-            the slot again if the pass fails. It is called while their delivery has not been summed.
+        restorers: for the ``id`` of a unit's gradients and a slot, a function that holds gradients of earlier passes on
+            the slot again. It is called if the pass fails before it has summed them.
     """
 
     slots: int
     computing: Mapping[torch.device, torch.Stream]
     in_flight: dict[int, list[tuple[Delivery, Event | None]]] = field(default_factory=dict)
-    added: dict[int, Event] = field(default_factory=dict)
+    last_sums: dict[int, Event] = field(default_factory=dict)
     host_additions: list[Callable[[], object]] = field(default_factory=list)
     summed: PassGradients = field(default_factory=PassGradients)
-    latest: Event | None = None
+    latest_sum: Event | None = None
     added_to: list[Tensor] = field(default_factory=list)
-    put_back: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
+    restorers: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
     over_machines: SumsOverMachines | None = None
     callers: set[torch.Stream] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def hold_delivery(self, slot: int, delivery: Delivery, read: Event | None) -> None:
-        """Keeps a delivery until `release_deliveries`. ``read``: an event after the last read of the delivery."""
+    def hold_delivery(self, slot: int, delivery: Delivery, after_reads: Event | None) -> None:
+        """Keeps a delivery until `release_deliveries`. ``after_reads``: an event after all reads of it."""
         with self._lock:
-            self.in_flight.setdefault(slot, []).append((delivery, read))
+            self.in_flight.setdefault(slot, []).append((delivery, after_reads))
 
     def release_deliveries(self, slot: int) -> None:
         """Makes the slot's computing stream wait for the sums that read its deliveries, and drops the deliveries."""
         with self._lock:
             deliveries = self.in_flight.pop(slot, [])
-        for delivery, read in deliveries:
-            if read is not None:
-                read.make_wait(self.computing[(delivery.matrices or delivery.sums)[0].device])
+        for delivery, after_reads in deliveries:
+            if after_reads is not None:
+                after_reads.make_wait(self.computing[(delivery.matrices or delivery.sums)[0].device])
 
     def drop_all(self) -> None:
         """Drops everything after a failure. The computing streams wait for the sums that read it."""
-        wait_for([] if self.latest is None else [self.latest], self.computing.values())
+        wait_for([] if self.latest_sum is None else [self.latest_sum], self.computing.values())
         if self.over_machines is not None:
             self.over_machines.fail_round(RuntimeError("its backward has failed, with an error that is shown there"))
         self.in_flight.clear()
         self.host_additions.clear()
         self.added_to.clear()
-        while self.put_back:
-            _, put_back = self.put_back.popitem()
+        while self.restorers:
+            _, put_back = self.restorers.popitem()
             put_back()
 
     def note_callers(self) -> None:
@@ -99,7 +99,7 @@ class SumsOfPass:
     def make_callers_wait(self) -> None:
         """Makes the callers' streams and the current ones wait for the computing streams.
 
-        On these, other code uses gradients, and an optimizer writes to the shards that pulls have read.
+        On the callers' streams other code uses gradients, and an optimizer writes to the shards that pulls have read.
         """
         self.note_callers()
         for device, computing in self.computing.items():
@@ -109,17 +109,17 @@ class SumsOfPass:
 
     def wait_for_sums(self) -> None:
         """Makes the computing and callers' streams wait for all sums, adds sums on the host, and runs hooks."""
-        wait_for([] if self.latest is None else [self.latest], self.computing.values())
-        self.in_flight.clear()  # `latest` comes after the sums that read these deliveries
+        wait_for([] if self.latest_sum is None else [self.latest_sum], self.computing.values())
+        self.in_flight.clear()  # `latest_sum` comes after the sums that read these deliveries
         self.added_to.clear()
         if self.over_machines is not None:
             self.over_machines.add_to_gradients(self.summed)
         if self.host_additions:
-            for event in self.added.values():
+            for event in self.last_sums.values():
                 event.synchronize()
             for add in self.host_additions:
                 add()
-        self.put_back.clear()
+        self.restorers.clear()
         self.make_callers_wait()
         self.summed.run_hooks()  # may use gradients on the current streams, which wait for the sums now
 

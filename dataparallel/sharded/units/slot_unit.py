@@ -303,7 +303,7 @@ class SlotUnit:
         # With create_graph=True another backward may follow through this one's graph, whose nodes read the parameters.
         if self._is_kept_for_graph or torch.is_grad_enabled():
             return
-        if not self._open_calls and (self._has_all_gradients or not self.unit.recorded):
+        if not self._open_calls and (self._has_all_gradients or not self.unit.trainable):
             self.is_in_backward = False
             if self.unit.reshard_after_backward:
                 self.free()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.passes import SumsOfPass
     from dataparallel.sharded.units.unit import Unit
 
-Group: TypeAlias = "tuple[list[int], Layout, torch.dtype]"
+DtypeGroup: TypeAlias = "tuple[list[int], Layout, torch.dtype]"
 """Parameters of one dtype that need gradients: their positions in the unit, their layout, the dtype."""
 
 
@@ -128,7 +128,7 @@ class UnitSums:
         is_torn: `add_up` has failed after some owners, not all, had added their part to existing gradients.
     """
 
-    def __init__(self, unit: Unit, groups: Sequence[Group]) -> None:
+    def __init__(self, unit: Unit, groups: Sequence[DtypeGroup]) -> None:
         self._unit, self._groups = unit, groups
         self.is_torn = False
 
@@ -164,16 +164,17 @@ class UnitSums:
                     with streams_set({} if stream is None else {slots[owner]: stream}):
                         self._end_sum(owner, own, totals, present, sums)
                     if stream is not None:
-                        sums.added[owner] = Event(stream)
+                        sums.last_sums[owner] = Event(stream)
             except BaseException:
                 self.is_torn = any(totals) and not self._unit.is_offloaded and sums.over_machines is None
                 # Sums that have been launched read the deliveries, which are dropped now.
                 launched = [Event(stream) for stream in streams.adding.values()]
                 wait_for(launched, sums.computing.values())
                 raise
-        read = sums.latest = streams.meet("sums", sums.added.values())  # each follows the copies to its stream
+        # Each of these events comes after the copies to its stream, which read the deliveries.
+        after_reads = sums.latest_sum = streams.meet("sums", sums.last_sums.values())
         for slot, delivery in in_flight:
-            sums.hold_delivery(slot, delivery, read)
+            sums.hold_delivery(slot, delivery, after_reads)
         if sums.over_machines is not None:
             sums.over_machines.end_unit(self._unit, present)
             return

@@ -90,7 +90,7 @@ class SumsOverMachines:
         self._round: Round | None = None
         self._proposed_order: Launched | None = None  # of each rank
         self._end: Launched | None = None
-        self._flags: list[bool] = []  # for each recorded parameter if it has a gradient, for each unit if it has a rest
+        self._flags: list[bool] = []  # per trainable parameter: has a gradient; per unit: has a rest
         self._scattered: _UnitEntry | None = None  # the unit whose parts go over the replicate group next
         if self._entries and has_others:
             text = [entry.describe() for entry in self._entries]
@@ -133,7 +133,7 @@ class SumsOverMachines:
     def _add_partial(self, entry: _UnitEntry, at: int, owner: int, total: Tensor) -> None:
         partial_sums = entry.gradients.partial
         if partial_sums is not None:
-            total.view(self._machines.parts, -1)[self._machines.part].add_(partial_sums.totals[at][owner])
+            total.view(self._machines.shard_size, -1)[self._machines.shard_rank].add_(partial_sums.totals[at][owner])
 
     # ---- what is sent ------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class SumsOverMachines:
         for entry in self._entries:
             if (partial_sums := entry.gradients.partial) is not None:
                 entry.present.update(partial_sums.present)
-        self._flags = [i in each.present for each in self._entries for i in each.unit.recorded]
+        self._flags = [i in each.present for each in self._entries for i in each.unit.trainable]
         self._flags += [bool(each.rest[0]) for each in self._entries]
         if self._round is not None:
             self._end = self._round.end(self._flags)
@@ -197,7 +197,7 @@ class SumsOverMachines:
             return
         self._send_remaining(has_failed=True)
         if self._round is not None:
-            self._round.end([False] * sum(len(each.unit.recorded) + 1 for each in self._entries), error)
+            self._round.end([False] * sum(len(each.unit.trainable) + 1 for each in self._entries), error)
 
     def _send_remaining(self, has_failed: bool = False) -> None:
         """Sends units that have not come: zeros plus partial sums of earlier passes. Then proposes the order."""
@@ -218,7 +218,7 @@ class SumsOverMachines:
     def _fill(self, entry: _UnitEntry, with_partial: bool) -> None:
         for at, (_, layout, dtype) in enumerate(entry.gradients.groups):
             for owner, device in enumerate(self._devices):
-                numel = self._machines.parts * layout.numel
+                numel = self._machines.shard_size * layout.numel
                 zeros = torch.zeros(numel, dtype=added_in(entry.sent_dtype(at), dtype), device=device)
                 if with_partial:
                     self._add_partial(entry, at, owner, zeros)
@@ -237,7 +237,7 @@ class SumsOverMachines:
             return
         flags = iter(self._flags if self._end is None else self._end.wait())  # each is true if it is on any machine
         with torch.no_grad(), streams_set(self._computing):
-            present = [[i for i in each.unit.recorded if next(flags)] for each in self._entries]
+            present = [[i for i in each.unit.trainable if next(flags)] for each in self._entries]
             rests = self._sums_of_rests([each for each in self._entries if next(flags)])
             sums = [[self._results(each, at, rests) for at in range(len(each.results))] for each in self._entries]
             if self._proposed_order is not None:
@@ -265,7 +265,7 @@ class SumsOverMachines:
         for entry in units:
             found[entry.number] = results = []
             for at, (_, layout, _) in enumerate(entry.gradients.groups):
-                dtype, numel = entry.sent_dtype(at), self._machines.parts * layout.numel
+                dtype, numel = entry.sent_dtype(at), self._machines.shard_size * layout.numel
                 rest = entry.rest[at] or [torch.zeros(numel, dtype=dtype, device=device) for device in self._devices]
                 staged = [self._staged(entry, total.to(dtype)) for total in rest]
                 results.append(self._all_reduce(round, entry, self._scatter(round, entry, staged)))

@@ -47,7 +47,7 @@ class Unit(Settings):
         binding: what the tree gives the unit whose call uses it. Each call sets it.
         indices: for each dtype the positions of its parameters.
         owned: for each dtype the flat shards of the owners.
-        recorded: positions of the parameters that need gradients.
+        trainable: positions of the parameters that need gradients.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Unit(Settings):
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.cuts = [cut_of(parameter) for parameter in self.parameters]
         self._parameter_flags = self._present_flags()
-        self.recorded = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
+        self.trainable = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
         self.pieces = Pieces(self)
         self.joint = JointGathers(self)
         self.gradients = UnitGradients(self)
@@ -114,7 +114,7 @@ class Unit(Settings):
     @property
     def sharded_over(self) -> tuple[int, int]:
         """How many machines the parameters are sharded over, and the number of this machine among them."""
-        return (1, 0) if self.machines is None else (self.machines.parts, self.machines.part)
+        return (1, 0) if self.machines is None else (self.machines.shard_size, self.machines.shard_rank)
 
     def dtype_on_slots(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that the slots compute in, for parameters of ``dtype``."""
@@ -173,10 +173,10 @@ class Unit(Settings):
             for slot, device in enumerate(self.slots):
                 with naming_out_of_memory("parameters", self.name, device, self.full_bytes):
                     slot_unit = SlotUnit(self, slot)
-                if self.recorded:
-                    recorded = [slot_unit.parameters[i] for i in self.recorded]
+                if self.trainable:
+                    trainable = [slot_unit.parameters[i] for i in self.trainable]
                     receivers.append(Receiver(self, slot_unit))
-                    make_outputs(recorded, device, receivers[-1].receive)
+                    make_outputs(trainable, device, receivers[-1].receive)
                 slot_units.append(slot_unit)
             self.slot_units, self._receivers = slot_units, receivers
 

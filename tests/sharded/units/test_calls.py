@@ -65,7 +65,7 @@ class OnSlot:
         self.unit = SimpleNamespace(
             name=name,
             precision=precision,
-            recorded=[0],
+            trainable=[0],
             versions=lambda: [self.version],
             refuse_overwritten=lambda slot: None,
         )

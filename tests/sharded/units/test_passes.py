@@ -123,7 +123,7 @@ class TestTheEnd:
             summing.wait_stream(torch.accelerator.current_stream(root))
             with streams_set({root: summing}):
                 total.add_(1)
-            running.sums.latest = Event(summing)
+            running.sums.latest_sum = Event(summing)
 
         early.wait_stream(torch.accelerator.current_stream(root))
         with joined_elsewhere(running, add), streams_set({root: early}):
