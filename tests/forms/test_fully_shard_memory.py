@@ -415,7 +415,7 @@ def test_a_model_that_does_not_fit_on_one_device_trains_on_four(created_on, slot
 # ---- a device that has no room ---------------------------------------------------------------------------------------
 
 
-def reserve(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], unit: Any, device: Any) -> list[bool]:
+def take_room(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], unit: Any, device: Any) -> list[bool]:
     """Lets ``device`` have no room in a method when it is called for ``unit``. Returns whether it has been, later."""
     owner, name = where
     method = getattr(owner, name)
@@ -461,7 +461,7 @@ def test_an_error_for_lack_of_memory_names_unit_and_device_and_frees_everything(
     wait_for_the_engine(slots)
     idle = allocated(slots)
     unit = fully_shard.state(training.model.blocks[1]).unit
-    has_run = reserve(monkeypatch, where, unit, slots[2])
+    has_run = take_room(monkeypatch, where, unit, slots[2])
     with pytest.raises(torch.OutOfMemoryError) as caught:
         training.step()
     assert has_run

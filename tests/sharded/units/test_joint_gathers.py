@@ -57,10 +57,10 @@ def units(model: Any) -> list[Any]:
     return [fully_shard.state(module).unit for module in (model, *model.blocks)]
 
 
-def room_of(model: Any) -> int:
+def bytes_waiting(model: Any) -> int:
     """The bytes that wait at slots."""
-    (room,) = {unit.binding.gather_budget for unit in units(model)}
-    return room._used
+    (budget,) = {unit.binding.gather_budget for unit in units(model)}
+    return budget._used
 
 
 def rows(slots: list[Any]) -> Tensor:
@@ -91,7 +91,7 @@ def test_one_gather_is_for_all_slots(slots, gathers):
     assert len(gathers) == 4
     loss.backward()
     assert len(gathers) == 4 + 3  # the root keeps its parameters until backward
-    assert room_of(model) == 0
+    assert bytes_waiting(model) == 0
 
 
 @pytest.mark.slots(4)
@@ -142,7 +142,7 @@ def test_has_the_bits_of_gathers_by_each_slot(times, room, slots, monkeypatch):
     monkeypatch.setattr(joint_gathers, "_MAY_HAVE_ARRIVED", room)
     model = make(slots, times)
     found = steps(model, slots)
-    assert room_of(model) == 0
+    assert bytes_waiting(model) == 0
     without_joint_gathers(monkeypatch)
     expected = steps(make(slots, times), slots)
     assert all(map(torch.equal, found, expected))
@@ -158,7 +158,7 @@ def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monke
     def noted(self: Any, *args: Any) -> bool:
         nonlocal most
         found = take(self, *args)
-        most = max(most, len(self._arrived))
+        most = max(most, len(self._gathers))
         return found
 
     monkeypatch.setattr(joint_gathers.GatherBudget, "reserve", noted)
@@ -204,7 +204,7 @@ def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots):
         model.skips = {torch.device(slots[1]): skipped}
         with torch.no_grad():
             model(rows(slots))
-        assert room_of(model) == 0
+        assert bytes_waiting(model) == 0
         assert not units(model)[0].binding.gather_budget._has_given_up
     model.skips = {}
     assert all(map(torch.equal, steps(model, slots, 1), expected))
@@ -226,7 +226,7 @@ def test_a_slot_that_waits_drops_what_arrives_for_a_unit_that_it_has_passed_by(s
         model.skips = {torch.device(slots[skipping]): 0}
         with torch.no_grad():
             model(rows(slots))
-        assert room_of(model) == 0
+        assert bytes_waiting(model) == 0
         assert not units(model)[0].binding.gather_budget._has_given_up
 
 
@@ -237,7 +237,7 @@ def test_a_forward_that_fails_leaves_nothing_waiting(slots):
     model.fails = True
     with pytest.raises(ArithmeticError):
         model(rows(slots))
-    assert room_of(model) == 0
+    assert bytes_waiting(model) == 0
     assert not any(unit.joint._untaken for unit in units(model))
     model.fails = False
     assert all(map(torch.equal, steps(model, slots), expected))
@@ -283,4 +283,4 @@ def test_no_room_on_a_device_names_it(slots, monkeypatch):
                 unit.slot_units[0].start(unit.streams.now())
             assert not unit.slot_units[0].is_started
     assert all(map(torch.equal, steps(model, slots), expected))
-    assert room_of(model) == 0
+    assert bytes_waiting(model) == 0
