@@ -92,7 +92,7 @@ class ModuleRegistries:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self.entries: list[RegistryEntry] = []
-        self._pieces: list[nn.Parameter] | None = None  # what the modules have, if these are pieces
+        self._pieces: list[nn.Parameter] | None = None  # set while the modules have these
 
     def adopt(self) -> None:
         """Makes parameters the unit's own that other code has registered in the user's modules."""

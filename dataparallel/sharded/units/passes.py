@@ -37,7 +37,7 @@ _MAY_WAIT_BYTES = 2**20
 
 @dataclass
 class SumsOfPass:
-    """What the sums of all units of a tree share in one pass of backward.
+    """The state that the sums of all units of a tree share in one pass of backward.
 
     Attributes:
         slots: how many replicas take part.
@@ -49,7 +49,7 @@ class SumsOfPass:
         summed: the gradients that this pass has summed.
         added_to: gradients of earlier passes that sums are added to. They are kept here, as the user may drop them.
         latest_sum: an event after all sums launched so far, which have read their deliveries by then.
-        over_machines: sums over machines what the slots of this one have summed.
+        over_machines: sums over machines, once the slots of this machine have summed.
         restorers: for the ``id`` of a unit's gradients and a slot, a function that holds gradients of earlier passes on
             the slot again. It is called if the pass fails before it has summed them.
     """
@@ -140,7 +140,7 @@ class BackwardPass:
         over_machines: sums over machines, if there are several.
 
     Attributes:
-        sums: what the sums of all units share.
+        sums: the state that the sums of all units share.
         is_recorded: true if a graph of this backward is recorded (``create_graph=True``).
         has_finished: true once streams wait for all sums, or if the pass has failed.
     """

@@ -97,7 +97,7 @@ class SumsOverMachines:
             text.insert(0, f"learns the order of units: {self._learns_order}")
             self._round = machines.all.queue.begin_round("backward", "\n".join(text))
 
-    # ---- what slots bring --------------------------------------------------------------------------------------------
+    # ---- sums of this machine ----------------------------------------------------------------------------------------
 
     def take_part(self, unit: Unit, at: int, owner: int, total: Tensor) -> None:
         """Takes the sum of an owner for dtype number ``at``, made on the current streams. `end_unit` follows.
@@ -135,7 +135,7 @@ class SumsOverMachines:
         if partial_sums is not None:
             total.view(self._machines.shard_size, -1)[self._machines.shard_rank].add_(partial_sums.totals[at][owner])
 
-    # ---- what is sent ------------------------------------------------------------------------------------------------
+    # ---- sending -----------------------------------------------------------------------------------------------------
 
     def _staged(self, entry: _UnitEntry, total: Tensor) -> Any:
         """Returns the total, staged on the current stream, or as it is if no other machine takes part."""

@@ -65,7 +65,7 @@ class Tree:
 
     Attributes:
         machines: the processes that the units are spread over, if there are several.
-        bindings: for each unit what a call of this tree gives it.
+        bindings: for each unit the binding that a call of this tree gives it.
         gather_budget: limits how far joint gathers run ahead.
         next_unit: for each unit the unit that came after it in the last forward.
         last_call: the call of the root that began last.
@@ -205,7 +205,7 @@ class Tree:
         return BackwardPass(self, call.slots, call.computing, self._sums_over_machines(call.computing))
 
     def _sums_over_machines(self, computing: Mapping[torch.device, torch.Stream]) -> SumsOverMachines | None:
-        """Returns what sums over machines in a new pass: ``None`` with one machine, or if no unit synchronises."""
+        """Returns the sums over machines of a new pass; ``None`` with one machine, or if no unit synchronises."""
         if self.machines is None or not any(unit.requires_gradient_sync for unit in self.units):
             return None
         if any(unit.gradients.partial is not None or not unit.requires_all_reduce for unit in self.units):

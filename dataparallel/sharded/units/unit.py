@@ -1,4 +1,4 @@
-"""A unit: the parameters that one application of ``fully_shard`` gathers and frees together."""
+"""`Unit` has the parameters that one application of ``fully_shard`` gathers and frees together."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Unit(Settings):
 
     @property
     def full_bytes(self) -> int:
-        """The size of the full parameters on one slot, with padding."""
+        """The bytes of the full parameters on one slot, with padding."""
         return sum(
             owned.layout.owners * owned.layout.numel * self.dtype_on_slots(owned.dtype).itemsize for owned in self.owned
         )
@@ -117,15 +117,15 @@ class Unit(Settings):
         return (1, 0) if self.machines is None else (self.machines.shard_size, self.machines.shard_rank)
 
     def dtype_on_slots(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that the slots compute in, for parameters of ``dtype``."""
+        """Returns the dtype of the full parameters for sharded parameters of ``dtype``."""
         return self.precision.parameters or dtype if dtype.is_floating_point else dtype
 
     def dtype_of_sums(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of parameters of ``dtype`` travel."""
+        """Returns the dtype in which slots deliver gradients of parameters of ``dtype``."""
         return self.precision.sums or self.dtype_on_slots(dtype) if dtype.is_floating_point else dtype
 
     def to_host(self, part: Tensor) -> Tensor:
-        """Returns a copy in host memory. It is complete once the current stream has done what was launched."""
+        """Returns a copy in host memory, which the current stream completes."""
         if part.device == CPU:
             return part
         pinned = self._pin and can_pin(part.device.type)
@@ -205,7 +205,7 @@ class Unit(Settings):
                 "copy, so the change would be lost. Change the sharded one, which the module has after reshard()"
             )
 
-    # ---- what slots pull from ----------------------------------------------------------------------------------------
+    # ---- sources of pulls --------------------------------------------------------------------------------------------
 
     def sources(self) -> list[PullSource]:
         """Returns for each dtype the source of this round, from which each slot pulls once."""
@@ -292,7 +292,7 @@ class Unit(Settings):
                 events.append(event)
         return events
 
-    # ---- what the user asks for --------------------------------------------------------------------------------------
+    # ---- calls by the user -------------------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool) -> _UnshardHandle:
         """Starts a gather on all slots, and without ``async_op`` waits for it.

@@ -54,7 +54,7 @@ class Told:
         slot_unit.is_full = True
 
 
-class OnSlot:
+class ToldUnit:
     """A unit that keeps what it is told."""
 
     slot = 0
@@ -103,7 +103,7 @@ def told() -> Told:
 @pytest.fixture
 def make(told: Told) -> Callable[..., ModuleRunner]:
     def make(name: str = "a", precision: Precision | None = None, number: int = 0) -> ModuleRunner:
-        slot_unit: Any = OnSlot(name, told, precision or Precision())
+        slot_unit: Any = ToldUnit(name, told, precision or Precision())
         return ModuleRunner(slot_unit, number, [], told)
 
     return make
