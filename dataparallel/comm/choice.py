@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from dataparallel.comm.links import PEER_CHECK_VARIABLE, Links, Pair
+from dataparallel.comm.links import Links
+from dataparallel.comm.peers import PEER_CHECK_VARIABLE, Pair
 from dataparallel.comm.settings import Settings
 
 Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "all_gather", "reduce_scatter"]
@@ -44,7 +45,7 @@ def choose(
     nbytes: int,
     settings: Settings,
     unavailable: str | None,
-    untrusted: Collection[Pair],
+    failed_pairs: Collection[Pair],
     links: Links,
     widened: bool = False,
 ) -> Choice:
@@ -56,7 +57,7 @@ def choose(
         nbytes: the bytes that each device receives in a broadcast, or brings to a sum.
         settings: what the user asks for. A route without a transport asks for plain copies: only they have routes.
         unavailable: why the transport that is asked for is not available between these devices.
-        untrusted: ordered pairs that have failed their check: a call with both goes through the host.
+        failed_pairs: ordered pairs that have failed their check: a call with both devices goes through the host.
         links: between the accelerators.
         widened: True for 16-bit floats, which are summed in 32 bits.
 
@@ -66,7 +67,7 @@ def choose(
     distinct = [*dict.fromkeys(devices)]
     if len(distinct) < 2:
         return Choice("copy", "star", "fewer than two devices, so nothing has to travel")
-    broken = next((pair for pair in permutations(distinct, 2) if pair in untrusted), None)
+    broken = next((pair for pair in permutations(distinct, 2) if pair in failed_pairs), None)
     asked = settings.transport
     preface = "plain tensor copies serve every backend"
     if asked == "host":
