@@ -23,7 +23,7 @@ from dataparallel.comm.checks import (
     why_not_gatherable,
 )
 from dataparallel.comm.choice import Choice
-from dataparallel.comm.matrices import Memory, are_apart, memory
+from dataparallel.comm.matrices import Allocate, allocate, are_apart
 from dataparallel.comm.select import choose_transport, transport_for
 from dataparallel.comm.settings import using
 from dataparallel.comm.transport import FlatBroadcast, Later, Travelling
@@ -149,14 +149,14 @@ def all_gather(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def reduce_scatter(
-    matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory = memory, overwrite: bool = False
+    matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate = allocate, overwrite: bool = False
 ) -> None:
     """Copies row j of the sum of ``matrices``, added in the order given, into ``out[j]``, on the current streams.
 
     Args:
         matrices: contiguous, of one shape and dtype.
         out: one-dimensional, one for each row. They may be wider than the matrices: terms are added in their dtype.
-        empty: makes memory for what travels.
+        empty: allocates the buffers that receive rows.
         overwrite: the matrices may be written to, so that less of that is needed.
     """
     places = _places([target.device for target in out], [matrix.device for matrix in matrices])

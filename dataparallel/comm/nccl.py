@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.cuda import nccl
 
 from dataparallel import _torch
-from dataparallel.comm.matrices import Memory
+from dataparallel.comm.matrices import Allocate
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.transport import Transport
 from dataparallel.profiling import note_copy
@@ -82,7 +82,9 @@ class Nccl(Transport):
             nccl.all_gather([row.view(torch.uint8) for row in rows], [m.view(torch.uint8).flatten() for m in matrices])
         increment_version(matrices)
 
-    def reduce_scatter(self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory, overwrite: bool) -> None:
+    def reduce_scatter(
+        self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate, overwrite: bool
+    ) -> None:
         """One launch on every device. Sums that NCCL may not or cannot make are made by torch, in slot order."""
         is_square = [matrix.device for matrix in matrices] == [target.device for target in out]
         dtypes = {tensor.dtype for tensor in (*matrices, *out)}

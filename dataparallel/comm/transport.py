@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.comm import matrices as of_rows
+from dataparallel.comm import matrices as matrix_collectives
 from dataparallel.comm.buckets import (
     Bucket,
     Planned,
@@ -100,13 +100,13 @@ class Transport(ABC):
 
     def all_gather(self, matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         """`matrices.all_gather`. The rows are on distinct accelerators."""
-        of_rows.all_gather(self.copy, matrices, rows)
+        matrix_collectives.all_gather(self.copy, matrices, rows)
 
     def reduce_scatter(
-        self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: of_rows.Memory, overwrite: bool
+        self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: matrix_collectives.Allocate, overwrite: bool
     ) -> None:
         """`matrices.reduce_scatter`."""
-        of_rows.reduce_scatter(self.copy, matrices, out, empty, overwrite)
+        matrix_collectives.reduce_scatter(self.copy, matrices, out, empty, overwrite)
 
     # ---- one tensor --------------------------------------------------------------------------------------------------
 
