@@ -206,7 +206,7 @@ def _sum_along_chain(
 
 
 def _row_parts(rows: Sequence[Tensor], piece: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of a part of a row and the part of ``piece`` for it. The piece begins at element ``start`` of the matrix."""
+    """Pairs of a part of a row and the part of ``piece`` for it. The piece begins at element ``start`` of a matrix."""
     length, end = rows[0].numel(), start + len(piece)
     for at in range(start // length, -(-end // length)):
         row_start = at * length

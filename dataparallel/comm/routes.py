@@ -13,13 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dataparallel.comm.duplex import (
-    RECEIVING,
-    SENDING,
-    are_pieces_under_way,
-    piece_streams,
-    piece_streams_kept,
-)
+from dataparallel.comm.duplex import RECEIVING, SENDING, are_pieces_under_way, piece_streams, piece_streams_kept
 from dataparallel.comm.transport import Transport, summed_in
 from dataparallel.profiling import note_copy
 
@@ -47,9 +41,8 @@ class TorchCopies(Transport):
         A small buffer that follows others along a chain takes the chain too: otherwise it would wait for all their
         pieces, and later buffers would wait for it. Only sums go by shards (see `choice`): a broadcast takes a chain.
         """
-        is_behind_pieces = self.route in ("star", "tree") and are_pieces_under_way(
-            [flat.device for flat in (source, *buffers)]
-        )
+        devices = [flat.device for flat in (source, *buffers)]
+        is_behind_pieces = self.route in ("star", "tree") and are_pieces_under_way(devices)
         if self.route in ("chain", "shards") or is_behind_pieces:
             _broadcast_along_chain(source, buffers, 1 if is_behind_pieces else self.pieces)
         else:

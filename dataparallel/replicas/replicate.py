@@ -16,7 +16,7 @@ from dataparallel import _torch, comm
 from dataparallel.autograd.bucket_gradients import GradientStreams
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.comm.buckets import alias, fill_buckets
-from dataparallel.comm.streams.arrivals import Arrivals, Expected, arrivals_for
+from dataparallel.comm.streams.arrivals import Arrivals, ExpectedArrivals, arrivals_for
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.devices import DeviceLike, resolve_slots
@@ -81,7 +81,7 @@ def build_replicas(plan: ModulePlan, copies: list[list[Tensor]], record: bool, a
         return [build_replica(plan, tensors, record) for tensors in copies]
     replicas = []
     for slot, tensors in enumerate(copies):
-        expected = Expected()
+        expected = ExpectedArrivals()
         arrivals.expect(expected, slot, len(tensors) + len(plan.shared) + 1)
         replicas.append(build_replica(plan, tensors, record, expected))
     return replicas
