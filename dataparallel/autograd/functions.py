@@ -167,7 +167,7 @@ class Scatter(Node):
         ctx.set_materialize_grads(False)
         # Aliases, because autograd forbids in-place changes of views that a function returns.
         chunks = tuple(alias(part, k) for k, part in enumerate(comm.scatter(tensor, devices, chunk_sizes, dim)))
-        ctx.source, ctx.dim, ctx.settings = tensor.device, dim, settings.current()
+        ctx.source_device, ctx.dim, ctx.settings = tensor.device, dim, settings.current()
         note_forward_streams(ctx, [tensor.device], [chunk.device for chunk in chunks])
         ctx.chunks = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
         return chunks
@@ -184,8 +184,8 @@ class Scatter(Node):
             if not all(grad.is_sparse for grad in whole):
                 whole = [grad.to_dense() if grad.is_sparse else grad for grad in whole]
             if torch.is_grad_enabled():
-                return None, None, None, Gather.apply(ctx.source, ctx.dim, *whole)
-            return None, None, None, comm.gather(whole, ctx.dim, ctx.source)
+                return None, None, None, Gather.apply(ctx.source_device, ctx.dim, *whole)
+            return None, None, None, comm.gather(whole, ctx.dim, ctx.source_device)
 
 
 class Gather(Node):

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dataparallel.comm.duplex import RECEIVING, SENDING, are_pieces_under_way, piece_streams, piece_streams_kept
+from dataparallel.comm.duplex import RECEIVING, SENDING, are_pieces_under_way, piece_streams, shared_piece_streams
 from dataparallel.comm.transport import Transport, summed_in
 from dataparallel.profiling import note_copy
 
@@ -90,9 +90,9 @@ def _broadcast_along_chain(source: Tensor, buffers: Sequence[Tensor], count: int
     flats = [source, *buffers]
     pieces = [_split(flat, count) for flat in flats]
     devices = [flat.device for flat in flats]
-    with piece_streams_kept(devices, min(2, len(pieces[0]))) as streams:
-        first = streams.turn
-        streams.turn += len(pieces[0])
+    with shared_piece_streams(devices, min(2, len(pieces[0]))) as streams:
+        first = streams.broadcast_pieces
+        streams.broadcast_pieces += len(pieces[0])
         for hop, piece in _wavefront(len(buffers), len(pieces[0])):
             streams.use(devices[hop], first + piece if hop else 0)
             streams.use(devices[hop + 1], first + piece)

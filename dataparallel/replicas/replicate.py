@@ -189,7 +189,7 @@ def _broadcast_in_buckets(
     is_at_root = all(tensors[i].device == slots[0] for i in recorded)
     gradient_streams = GradientStreams.for_forward(slots, current_streams(slots)) if is_at_root else None
     for number, indices in enumerate(fill_buckets(tensors, recorded[::-1], FIRST_BUCKET_BYTES, cap_bytes)):
-        streams = None if gradient_streams is None else gradient_streams.of_bucket(number)
+        streams = None if gradient_streams is None else gradient_streams.for_bucket(number)
         bucket = [tensors[i] for i in indices]
         put(copies, indices, broadcast_bucket(slots, bucket, streams, later=at_positions(indices, later)))
 

@@ -19,10 +19,10 @@ ROUTES = {"broadcast": ["star", "tree", "chain"], "reduce_add": ["star", "chain"
 @pytest.fixture
 def only_bytes(monkeypatch: pytest.MonkeyPatch) -> Links:
     """Links of one byte per second, where nothing else takes time."""
-    monkeypatch.setattr(choice, "_HOST", dict.fromkeys(WORK, 0.0))
-    monkeypatch.setattr(choice, "_KERNEL", 0.0)
-    monkeypatch.setattr(choice, "_MEMORY", float("inf"))
-    monkeypatch.setattr(choice, "_LARGE", 0)  # the time of a sum itself counts
+    monkeypatch.setattr(choice, "_LAUNCH_SECONDS", dict.fromkeys(WORK, 0.0))
+    monkeypatch.setattr(choice, "_KERNEL_SECONDS", 0.0)
+    monkeypatch.setattr(choice, "_MEMORY_BANDWIDTH", float("inf"))
+    monkeypatch.setattr(choice, "_HIDDEN_UP_TO_BYTES", 0)  # the time of a sum itself counts
     return Links(True, 0.0, 1.0)
 
 
@@ -46,7 +46,7 @@ def test_with_many_bytes_the_table_of_the_manual(place: int, number: int, only_b
         assert time_of("reduce_add", route, number, 960, only_bytes, count=16) == pytest.approx(960 * seconds[place])
     for route, seconds in BROADCASTS.items():
         found = time_of("broadcast", route, number, 960, only_bytes, count=16)
-        assert found == pytest.approx(960 * (seconds[place] + choice._FOLLOWING * FOLLOWING[route][place]))
+        assert found == pytest.approx(960 * (seconds[place] + choice._FOLLOWING_BUCKETS * FOLLOWING[route][place]))
 
 
 @given(st.sampled_from(WORK), st.integers(3, 64), st.integers(0, 2**30), st.booleans(), st.booleans())

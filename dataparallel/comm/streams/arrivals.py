@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.comm.duplex import PieceStreams, piece_streams_kept
+from dataparallel.comm.duplex import PieceStreams, shared_piece_streams
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, run_apart, streams_set
 from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.environment import says_no
@@ -99,7 +99,7 @@ class Arrivals:
             Event(self._computing[device]).make_wait(side)
         sent: deque[tuple[Tensor, Event]] = deque()  # flat buffers, each with an event after its send
         try:
-            with streams_set(sides), piece_streams_kept([*sides], _PIECE_STREAMS) as pieces:
+            with streams_set(sides), shared_piece_streams([*sides], _PIECE_STREAMS) as pieces:
                 for broadcast in sorted(broadcasts, key=lambda broadcast: at_once.isdisjoint(broadcast.indices)):
                     if len(sent) == _FLATS_HELD:
                         oldest, sent_event = sent.popleft()
@@ -129,7 +129,7 @@ class Arrivals:
         read = Arrival(filling)
         Event(filling).make_wait(sides[root])
         broadcast.send(flat)
-        arrived = {device: Arrival(*(pieces.taken(device) or (side,))) for device, side in sides.items()}
+        arrived = {device: Arrival(*(pieces.take_used(device) or (side,))) for device, side in sides.items()}
         for i in broadcast.indices:
             self._read[i] = read
             for device, arrival in arrived.items():
