@@ -37,7 +37,8 @@ def transport_for(
 ) -> Transport:
     """The transport for a call between ``devices``.
 
-    ``tensors``: those that each device receives in a broadcast, or brings to a sum. Buckets hold up to ``cap_bytes``.
+    ``tensors``: the tensors that each device receives in a broadcast, or brings to a sum. They travel in buckets of
+    ``cap_bytes``.
 
     Raises:
         ValueError: a transport that was asked for can do nothing between these devices, or an environment variable
