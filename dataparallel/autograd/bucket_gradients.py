@@ -156,7 +156,7 @@ class SlotGradients:
         return grads
 
     def as_list(self) -> list[Tensor | None]:
-        """The gradients by position. Flattened gradients become views of the flat buffer."""
+        """The gradients by position. Flattened gradients are parts of the flat buffer."""
         grads: list[Tensor | None] = [None] * self.count
         for i, grad in self.separate.items():
             grads[i] = grad

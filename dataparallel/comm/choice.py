@@ -67,26 +67,26 @@ def choose(
     distinct = [*dict.fromkeys(devices)]
     if len(distinct) < 2:
         return Choice("copy", "star", "fewer than two devices, so nothing has to travel")
-    broken = next((pair for pair in permutations(distinct, 2) if pair in failed_pairs), None)
-    asked = settings.transport
+    failed_pair = next((pair for pair in permutations(distinct, 2) if pair in failed_pairs), None)
+    transport = settings.transport
     preface = "plain tensor copies serve every backend"
-    if asked == "host":
+    if transport == "host":
         return Choice("host", "star", "it was asked for")
-    if asked == "copy":
+    if transport == "copy":
         preface = "plain tensor copies were asked for"
-    elif asked is not None:
-        why_not = _why_not_supported(asked, work, devices, settings)
+    elif transport is not None:
+        why_not = _why_not_supported(transport, work, devices, settings)
         if why_not is None:
-            problem = _why_unavailable(distinct, unavailable, broken)
+            problem = _why_unavailable(distinct, unavailable, failed_pair)
             if problem is not None:
                 raise ValueError(
-                    f"transport {asked!r} was asked for and cannot serve this {work} "
+                    f"transport {transport!r} was asked for and cannot serve this {work} "
                     f"between {', '.join(map(str, distinct))}: {problem}"
                 )
-            return Choice(asked, "star", "it was asked for")
-        preface = f"{asked!r} was asked for, but this {work} falls back to plain copies: {why_not}"
-    if broken is not None:
-        return Choice("host", "star", f"copies from {broken[0]} to {broken[1]} have failed their check")
+            return Choice(transport, "star", "it was asked for")
+        preface = f"{transport!r} was asked for, but this {work} falls back to plain copies: {why_not}"
+    if failed_pair is not None:
+        return Choice("host", "star", f"copies from {failed_pair[0]} to {failed_pair[1]} have failed their check")
     if len(distinct) < len(devices):
         # Slots on one device share its links, and by shards each slot would need its own memory there.
         links = links._replace(is_all_to_all=False)
@@ -146,16 +146,16 @@ def _why_not_supported(
     return None
 
 
-def _why_unavailable(distinct: Sequence[torch.device], unavailable: str | None, broken: Pair | None) -> str | None:
+def _why_unavailable(distinct: Sequence[torch.device], unavailable: str | None, failed_pair: Pair | None) -> str | None:
     """Why a transport can do nothing between these devices; ``None`` if it can serve them."""
     for device in distinct:
         if device.type not in ("cuda", "cpu"):
             return f"it needs CUDA devices, and {device} is none"
     if unavailable is not None:
         return unavailable
-    if broken is not None:
+    if failed_pair is not None:
         return (
-            f"copies from {broken[0]} to {broken[1]} have failed their check; use 'host', "
+            f"copies from {failed_pair[0]} to {failed_pair[1]} have failed their check; use 'host', "
             f"or set {PEER_CHECK_VARIABLE}=0 if you know better"
         )
     return None

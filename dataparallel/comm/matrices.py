@@ -177,7 +177,7 @@ def _sum_along_chain(
     sends: list[deque[Event]] = [deque() for _ in devices]  # an event after each send from a buffer that is used again
     with piece_streams(devices, number) as streams:
         for step in range(last + count):
-            # A device launches the send of a sum before it receives the next piece: else the send would wait for that.
+            # A device sends a sum on before it receives the next piece, because the send would wait for that receive.
             for piece in range(max(step - last, 0), min(step + 1, count)):
                 slot = step - piece
                 total, own = sums[slot][piece], terms[slot][piece]

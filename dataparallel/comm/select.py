@@ -60,19 +60,24 @@ def _rounded(nbytes: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _cached_transport(
-    work: Collective, devices: tuple[torch.device, ...], nbytes: int, widened: bool, wanted: Settings, check_peers: bool
+    work: Collective,
+    devices: tuple[torch.device, ...],
+    nbytes: int,
+    widened: bool,
+    user_settings: Settings,
+    check_peers: bool,
 ) -> Transport:
     """The transport for ``nbytes`` bytes. ``widened``: sums are of 16-bit floats."""
     failed = failed_pairs(devices) if check_peers else []
     links = links_between(devices)
-    problem = _why_unavailable(wanted.transport, devices)
-    choice = choose(work, devices, nbytes, wanted, problem, failed, links, widened)
+    problem = _why_unavailable(user_settings.transport, devices)
+    choice = choose(work, devices, nbytes, user_settings, problem, failed, links, widened)
     if choice.transport in _OPTIONAL:
         problem = why_unusable(choice.transport, _OPTIONAL[choice.transport], tuple(dict.fromkeys(devices)))
         if problem is not None:
-            choice = choose(work, devices, nbytes, wanted, problem, failed, links, widened)
+            choice = choose(work, devices, nbytes, user_settings, problem, failed, links, widened)
     if choice.transport == "nccl":
-        return nccl.Nccl(sums=not wanted.deterministic)
+        return nccl.Nccl(sums=not user_settings.deterministic)
     if choice.transport == "cupy":
         return _CUPY
     if choice.transport == "host":
@@ -92,9 +97,9 @@ def choose_transport(devices: Sequence[torch.device], work: Collective = "broadc
         ValueError: a transport that was asked for can do nothing between these devices, or is unknown. Only a call
             finds out that two devices are not peers.
     """
-    wanted = settings.current()
+    user_settings = settings.current()
     links = links_between(devices)
-    return choose(work, devices, DEFAULT_CAP_BYTES, wanted, _why_unavailable(wanted.transport), (), links)
+    return choose(work, devices, DEFAULT_CAP_BYTES, user_settings, _why_unavailable(user_settings.transport), (), links)
 
 
 @lru_cache(maxsize=256)
