@@ -29,11 +29,11 @@ def waiting() -> int:
 
     It reads a private of ``comm.streams.ahead``: no user needs to know, and on devices the copies are not to be seen.
     """
-    return sum(map(len, ahead._waiting.values()))
+    return sum(map(len, ahead._not_taken.values()))
 
 
 def left_behind() -> int:
     """`waiting`. Drops these copies too, so that one test's failure is not that of the next."""
     left = waiting()
-    ahead._waiting.clear()
+    ahead._not_taken.clear()
     return left

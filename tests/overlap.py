@@ -15,14 +15,14 @@ class Overlap:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._events: list[str] = []
         self._lock = threading.Lock()
-        summed = ToSlots.summed
+        summed = ToSlots.sum_into_envelope
 
         def noted(*arguments):
             envelope = summed(*arguments)
             self._note("sum")
             return envelope
 
-        monkeypatch.setattr(ToSlots, "summed", noted)
+        monkeypatch.setattr(ToSlots, "sum_into_envelope", noted)
 
     def note_first_layer(self, *_: object) -> None:
         """A hook for the node that has the first layer's gradient."""

@@ -1,11 +1,9 @@
-"""The nodes of a bucket of parameters in autograd's graph: its gradients go over them from the slots to the source.
+"""`broadcast_bucket` copies a bucket of parameters to the slots, by three kinds of nodes in autograd's graph::
 
-Each bucket has these nodes ::
+    parameters <-- FromSource <-- ToSlots <-- OnSlot, one for each slot <-- copies on the slot
 
-    parameters <-- FromSource <-- ToSlots <-- OnSlot, one for each slot <-- its copies
-
-with one edge between two of them for the whole bucket (see ``bucket_gradients``). Single tensors go through
-``functions.Broadcast``. docs/design.rst has the rules of streams.
+One edge joins two nodes for the whole bucket, and carries all its gradients in backward (see ``bucket_gradients``).
+Single tensors go through ``functions.Broadcast``. docs/design.rst has the rules of streams.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from torch import Tensor
 from dataparallel import comm
 from dataparallel.autograd.bucket_gradients import (
     GradientStreams,
-    Made,
     Packing,
+    ReadyEvent,
     SlotGradients,
     SourceGradients,
-    contents_of,
     empty_handle,
-    enveloped,
+    envelope_with,
+    take_contents,
 )
 from dataparallel.autograd.functions import copies_for_slots, sums_over_slots
 from dataparallel.autograd.node import Node, note_forward_streams, run_first, run_last
@@ -49,17 +47,17 @@ def broadcast_bucket(
     later: Later | None = None,
     handle: Tensor | None = None,
 ) -> list[tuple[Tensor, ...]]:
-    """The tensors on every slot, as outputs of the graph. Their gradients are summed as soon as the last one arrives.
+    """The tensors on every slot, with nodes that sum a bucket's gradients as soon as the last slot has them.
 
     Args:
         slots: devices.
         tensors: tensors of one dtype on one device that need gradients.
-        gradient_streams: side streams for the gradients. Needs the tensors to be on the first slot's accelerator.
-        to_slots: applies another kind of `ToSlots`, with the same arguments.
-        may_flatten: returns in each backward whether a slot's gradients travel, so that flattening them is of use.
+        gradient_streams: side streams for the gradients. The tensors are then on the first slot's accelerator.
+        to_slots: applies a subclass of `ToSlots`, with the same arguments.
+        may_flatten: called in each backward; False if a slot's gradients stay there, so that flattening is of no use.
         when_complete: called in each backward when a slot has its last gradient, by the thread of the slot's device.
-        later: takes the bucket's broadcast, which the caller launches; see `comm.broadcast_coalesced`.
-        handle: the output of a `FromSource` for the tensors that the caller has made; default a new one.
+        later: receives the bucket's broadcast, which the caller launches; see `comm.broadcast_coalesced`.
+        handle: the output of the caller's `FromSource` for the tensors; by default this function makes one.
     """
     packing = Packing(slots, tensors, may_flatten)
     if handle is None:
@@ -71,16 +69,16 @@ def broadcast_bucket(
         handles = (to_slots or ToSlots.apply)(slots, gradient_streams, handle)
     outputs = []
     for slot, copies in enumerate(copies_for_slots(tensors, slots, packing.planned, later)):
-        is_received = gradient_streams is not None
-        outputs.append(OnSlot.apply(handles[slot], copies, packing, is_received, when_complete, slot))
+        needs_event = gradient_streams is not None
+        outputs.append(OnSlot.apply(handles[slot], copies, packing, needs_event, when_complete, slot))
     return outputs
 
 
 class OnSlot(Node):
-    """``OnSlot.apply(handle, copies, packing, is_received, when_complete, slot)``: the copies.
+    """``OnSlot.apply(handle, copies, packing, needs_event, when_complete, slot)`` returns the copies as outputs.
 
-    Backward flattens the slot's gradients, in the thread of its device, so all devices do at the same time. The node
-    belongs to the caller's stream, which computes. ``is_received``: another stream is to read them.
+    Backward flattens the slot's gradients in the thread of its device, so all devices flatten at the same time. The
+    node belongs to the computing stream. ``needs_event``: another stream will read the gradients.
     """
 
     @staticmethod
@@ -89,12 +87,12 @@ class OnSlot(Node):
         handle: Tensor,
         copies: Sequence[Tensor],
         packing: Packing,
-        is_received: bool,
+        needs_event: bool,
         when_complete: Callable[[], None] | None,
         slot: int,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.device, ctx.packing, ctx.is_received, ctx.when_complete = handle.device, packing, is_received, when_complete
+        ctx.device, ctx.packing, ctx.needs_event, ctx.when_complete = handle.device, packing, needs_event, when_complete
         ctx.slot = slot
         run_first(ctx)
         return tuple(copies)
@@ -104,21 +102,21 @@ class OnSlot(Node):
         note_gradients(ctx.slot)
         if ctx.when_complete is not None:
             ctx.when_complete()
-        brought = SlotGradients(grads, ctx.packing.bucket_of(grads))
-        if brought.is_empty:
+        slot_grads = SlotGradients(grads, ctx.packing.bucket_of(grads))
+        if slot_grads.is_empty:
             return None, None, None, None, None, None
-        if ctx.is_received:
+        if ctx.needs_event:
             # The engine has made this node's stream wait for the gradients.
-            brought.made = Made(torch.accelerator.current_stream(ctx.device))
-        return enveloped(brought, ctx.device), None, None, None, None, None
+            slot_grads.ready_event = ReadyEvent(torch.accelerator.current_stream(ctx.device))
+        return envelope_with(slot_grads, ctx.device), None, None, None, None, None
 
 
 class ToSlots(Node):
-    """``ToSlots.apply(slots, gradient_streams, handle)``: a handle for each slot. Backward sums over the slots.
+    """``ToSlots.apply(slots, gradient_streams, handle)`` returns a handle for each slot. Backward sums over the slots.
 
     With ``gradient_streams`` the root's side stream has to be current around ``apply``, so that the node belongs to it.
-    Then only this stream waits for the slots: the engine makes a node's stream wait for all that the node receives. A
-    pass that is recorded adds on the caller's streams.
+    The engine makes a node's stream wait for all that the node receives, and only the side stream may wait for the
+    slots. A pass that is recorded (``create_graph``) adds on the streams of the forward.
     """
 
     @staticmethod
@@ -126,7 +124,7 @@ class ToSlots(Node):
         ctx: Any, slots: Sequence[torch.device], gradient_streams: GradientStreams | None, handle: Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.gradient_streams, ctx.source = gradient_streams, handle.device
+        ctx.gradient_streams, ctx.source_device = gradient_streams, handle.device
         if gradient_streams is None:
             note_forward_streams(ctx, [handle.device], slots)
         ctx.settings = settings.current()  # backward may run in a thread without the caller's settings
@@ -136,101 +134,101 @@ class ToSlots(Node):
     @staticmethod
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
         with ToSlots.computing_streams_set(ctx):
-            return None, None, ToSlots.summed(ctx, ToSlots.brought(envelopes))
+            return None, None, ToSlots.sum_into_envelope(ctx, ToSlots.take_gradients(envelopes))
 
     @staticmethod
     def computing_streams_set(ctx: Any) -> AbstractContextManager[None]:
-        """Makes the streams of the forward current, where `OnSlot` has made gradients, without an order.
+        """Makes the streams of the forward current, on which `OnSlot` has made gradients. It orders nothing.
 
-        `SlotGradients` and side streams wait for what slots have made. `FromSource` belongs to the source's stream.
+        `SlotGradients` and side streams wait for the slots' gradients. `FromSource` belongs to the source's stream.
         """
         return streams_set(ctx.streams if ctx.gradient_streams is None else ctx.gradient_streams.computing)
 
     @staticmethod
     def adding_streams_set(ctx: Any) -> AbstractContextManager[None]:
-        """Makes the streams current on which gradients of this pass are added: side streams, if there are any."""
-        return streams_set({} if (found := _side_streams(ctx)) is None else found.sides)
+        """Makes the streams current that add gradients in this pass: side streams, if there are any."""
+        return streams_set({} if (gradient_streams := _side_streams(ctx)) is None else gradient_streams.sides)
 
     @staticmethod
-    def brought(envelopes: Sequence[Tensor | None]) -> list[SlotGradients | None]:
-        """Each slot's gradients."""
-        return [*map(contents_of, envelopes)]
+    def take_gradients(envelopes: Sequence[Tensor | None]) -> list[SlotGradients | None]:
+        """Takes each slot's gradients out of the envelopes."""
+        return [*map(take_contents, envelopes)]
 
     @staticmethod
-    def summed(ctx: Any, brought: Sequence[SlotGradients | None]) -> Tensor | None:
-        """An envelope with the sums over the slots; ``None`` if there is no gradient. As `total`."""
-        found = ToSlots.total(ctx, brought)
-        return None if found is None else enveloped(found, ctx.source)
+    def sum_into_envelope(ctx: Any, by_slot: Sequence[SlotGradients | None]) -> Tensor | None:
+        """An envelope with the result of `sum_over_slots`; ``None`` if there is no gradient."""
+        sums = ToSlots.sum_over_slots(ctx, by_slot)
+        return None if sums is None else envelope_with(sums, ctx.source_device)
 
     @staticmethod
-    def total(ctx: Any, brought: Sequence[SlotGradients | None]) -> SourceGradients | None:
+    def sum_over_slots(ctx: Any, by_slot: Sequence[SlotGradients | None]) -> SourceGradients | None:
         """The sums over the slots, in slot order; ``None`` if there is no gradient.
 
         The streams of the forward have to be current.
         """
-        present = [of_slot for of_slot in brought if of_slot is not None and not of_slot.is_empty]
+        present = [slot_grads for slot_grads in by_slot if slot_grads is not None and not slot_grads.is_empty]
         if not present:
             return None
         with stage("reduce_add"), settings.held(ctx.settings):
             return _sums(present, ctx)
 
     @staticmethod
-    def handed_on(ctx: Any, grads: Sequence[Tensor | None]) -> Tensor:
-        """An envelope with gradients that are already on the source's device and on its caller's stream."""
-        return enveloped(SourceGradients(grads, None, ctx.source), ctx.source)
+    def envelope_of(ctx: Any, grads: Sequence[Tensor | None]) -> Tensor:
+        """An envelope with gradients that are already on the source's device, on its computing stream."""
+        return envelope_with(SourceGradients(grads, None, ctx.source_device), ctx.source_device)
 
 
 def _side_streams(ctx: Any) -> GradientStreams | None:
     return None if torch.is_grad_enabled() else ctx.gradient_streams
 
 
-def _sums(brought: Sequence[SlotGradients], ctx: Any) -> SourceGradients:
+def _sums(present: Sequence[SlotGradients], ctx: Any) -> SourceGradients:
     gradient_streams = _side_streams(ctx)
-    bucket = brought[0].bucket
-    if any(of_slot.bucket is not bucket for of_slot in brought):
-        brought, bucket = [of_slot.unflattened() for of_slot in brought], None
-    sums: list[Tensor | None] = [None] * brought[0].count
-    if any(of_slot.others for of_slot in brought):
-        sums = _sums_of_others(brought, ctx)
+    bucket = present[0].bucket
+    if any(slot_grads.bucket is not bucket for slot_grads in present):
+        present, bucket = [slot_grads.without_flat() for slot_grads in present], None
+    sums: list[Tensor | None] = [None] * present[0].count
+    if any(slot_grads.separate for slot_grads in present):
+        sums = _separate_sums(present, ctx)
     total = None
     if bucket is not None:
         travelling = None
         if gradient_streams is None:
-            for of_slot in brought:
-                of_slot.receive_flat()
+            for slot_grads in present:
+                slot_grads.receive_flat()
         else:
-            made = [of_slot.made for of_slot in brought if of_slot.flat is not None and of_slot.made is not None]
-            travelling = partial(gradient_streams.side_streams_set, made=made)
-        flats = [of_slot.flat for of_slot in brought if of_slot.flat is not None]
-        total = comm.add_flat(flats, ctx.source, travelling=travelling)
-        for i, part in zip(bucket.indices, unflatten(bucket, total), strict=True):
-            sums[i] = part
-    return SourceGradients(sums, gradient_streams, ctx.source, bucket, total)
+            ready = [grads.ready_event for grads in present if grads.flat is not None and grads.ready_event is not None]
+            travelling = partial(gradient_streams.side_streams_set, ready_events=ready)
+        flats = [slot_grads.flat for slot_grads in present if slot_grads.flat is not None]
+        total = comm.add_flat(flats, ctx.source_device, travelling=travelling)
+        for i, grad in zip(bucket.indices, unflatten(bucket, total), strict=True):
+            sums[i] = grad
+    return SourceGradients(sums, gradient_streams, ctx.source_device, bucket, total)
 
 
-def _sums_of_others(brought: Sequence[SlotGradients], ctx: Any) -> list[Tensor | None]:
+def _separate_sums(present: Sequence[SlotGradients], ctx: Any) -> list[Tensor | None]:
     """The sums of gradients that are not in flat buffers.
 
-    On side streams all memory that is needed is allocated there: on a computing stream it would be free only after all
-    that its thread has launched. ``record_stream`` names the computing stream that uses the sums.
+    Side streams allocate the memory that they need: memory of a computing stream would be free only after all work that
+    this stream has been given. ``record_stream`` names the computing stream, which uses the sums.
     """
     with ToSlots.adding_streams_set(ctx):
-        for of_slot in brought:
-            of_slot.receive_others()
-        others = [[*map(of_slot.others.get, range(of_slot.count))] for of_slot in brought]
-        sums = sums_over_slots(others, ctx.source)
+        for slot_grads in present:
+            slot_grads.receive_separate()
+        separate = [[*map(slot_grads.separate.get, range(slot_grads.count))] for slot_grads in present]
+        sums = sums_over_slots(separate, ctx.source_device)
     if (gradient_streams := _side_streams(ctx)) is not None:
         for memory in chain.from_iterable(memory_of(total) for total in sums if total is not None):
-            memory.record_stream(gradient_streams.computing[ctx.source])
+            memory.record_stream(gradient_streams.computing[ctx.source_device])
     return sums
 
 
 class FromSource(Node):
-    """``FromSource.apply(*tensors)``: a handle for them. Backward returns their gradients.
+    """``FromSource.apply(*tensors)`` returns a handle for the tensors. Backward returns their gradients.
 
-    The node belongs to the stream that is current in its forward. The engine makes it wait for the sums before it runs
-    the node, which it does when the root's thread has nothing else to do: after the root's own backward. A parameter's
-    ``AccumulateGrad`` that is new belongs to that stream too, so a loss that uses the parameter adds on it as well.
+    The node belongs to the stream that is current in its forward. The engine makes that stream wait for the sums, and
+    runs the node when the root's thread has nothing else to do: after the root's own backward. A new ``AccumulateGrad``
+    of a parameter belongs to that stream too, so a loss that uses the parameter itself adds on the same stream.
     """
 
     @staticmethod
@@ -242,7 +240,7 @@ class FromSource(Node):
 
     @staticmethod
     def backward(ctx: Any, envelope: Tensor | None) -> tuple[Tensor | None, ...]:
-        found: SourceGradients | None = contents_of(envelope)
-        if found is None:
+        sums: SourceGradients | None = take_contents(envelope)
+        if sums is None:
             return (None,) * ctx.count
-        return tuple(found.take())
+        return tuple(sums.take())

@@ -1,7 +1,7 @@
-"""``comm`` as autograd functions: Broadcast, Collect, ReduceAddCoalesced, Scatter, Gather. Each is one node.
+"""`Broadcast`, `Collect`, `ReduceAddCoalesced`, `Scatter` and `Gather`: ``comm`` as autograd functions, one node each.
 
-Each backward is another of these functions, so all are twice differentiable. A gradient is ``None`` where every slot's
-gradient is ``None``, else the sum, in slot order, of the gradients that exist. Buckets have nodes of their own.
+Each backward calls another of these functions, so all are twice differentiable. A sum is ``None`` if every slot's
+gradient is ``None``, else it adds the gradients that exist, in slot order. ``bucket_nodes`` has the nodes of buckets.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dataparallel.devices import DeviceLike, resolve_each
 from dataparallel.profiling import stage
 
 _ONE_BUFFER = sys.maxsize
-"""Tensors of one call and one dtype travel as one flat buffer. Callers with many tensors make one call per bucket."""
+"""One buffer for all tensors of a call with one dtype. Callers with many tensors make one call per bucket."""
 
 
 class Broadcast(Node):
-    """``Broadcast.apply(devices, *tensors)``: the tensors on every slot, as one flat tuple, slot by slot.
+    """``Broadcast.apply(devices, *tensors)``: the tensors on every slot, in one tuple, slot by slot.
 
     A result on the tensor's own device shares its memory. Backward sums over the slots as soon as the last gradient has
     arrived.
@@ -54,12 +54,12 @@ class Broadcast(Node):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         count = len(ctx.sources)
         with forward_streams_set(ctx, grads):
-            of_slots = [grads[k : k + count] for k in range(0, len(grads), count)]
+            by_slot = [grads[k : k + count] for k in range(0, len(grads), count)]
             sums: list[Tensor | None] = [None] * count
             with stage("reduce_add"), settings.held(ctx.settings):
                 for source in dict.fromkeys(ctx.sources):
                     indices = [i for i in range(count) if ctx.needs_input_grad[1 + i] and ctx.sources[i] == source]
-                    totals = sums_over_slots([[of_slot[i] for i in indices] for of_slot in of_slots], source)
+                    totals = sums_over_slots([[slot_grads[i] for i in indices] for slot_grads in by_slot], source)
                     for i, total in zip(indices, totals, strict=True):
                         sums[i] = total
             return (None, *sums)
@@ -72,7 +72,7 @@ def copies_for_slots(
     planned: Planned | None = None,
     later: Later | None = None,
 ) -> list[list[Tensor]]:
-    """The tensors on every slot, as outputs for a node. No two slots get the same object, and none gets the source's.
+    """The tensors on every slot, as outputs for a node: each slot gets new tensor objects.
 
     ``planned``: the result of `plan_buckets` for the tensors as one bucket, if the caller has it. ``later``: see
     `comm.broadcast_coalesced`.
@@ -90,17 +90,17 @@ def copies_for_slots(
     return copies
 
 
-def sums_over_slots(of_slots: Sequence[Sequence[Tensor | None]], destination: torch.device) -> list[Tensor | None]:
-    """For each position the sum over slots, or ``None`` where every slot has ``None``. Recorded if grad mode is on.
+def sums_over_slots(by_slot: Sequence[Sequence[Tensor | None]], destination: torch.device) -> list[Tensor | None]:
+    """For each position the sum over slots, or ``None`` if every slot has ``None``. Grad mode records the sum.
 
     Gradients that exist on the same slots travel together.
     """
     groups: dict[tuple[bool, ...], list[int]] = defaultdict(list)
-    for i, of_tensor in enumerate(zip(*of_slots, strict=True)):
-        groups[tuple([grad is not None for grad in of_tensor])].append(i)
-    sums: list[Tensor | None] = [None] * len(of_slots[0])
+    for i, terms in enumerate(zip(*by_slot, strict=True)):
+        groups[tuple([grad is not None for grad in terms])].append(i)
+    sums: list[Tensor | None] = [None] * len(by_slot[0])
     for present, indices in groups.items():
-        inputs: Any = [[of_slot[i] for i in indices] for of_slot in compress(of_slots, present)]
+        inputs: Any = [[slot_grads[i] for i in indices] for slot_grads in compress(by_slot, present)]
         if not inputs:
             continue
         if torch.is_grad_enabled():
@@ -139,13 +139,13 @@ class ReduceAddCoalesced(Node):
         results: list[Tensor | None] = [None] * (len(ctx.slots) * ctx.count)
         if present:
             with forward_streams_set(ctx, grads):
-                for k, on_slot in enumerate(_spread(ctx, [grads[i] for i in present])):
-                    for i, grad in zip(present, on_slot, strict=True):
+                for k, slot_grads in enumerate(_broadcast_to_slots(ctx, [grads[i] for i in present])):
+                    for i, grad in zip(present, slot_grads, strict=True):
                         results[k * ctx.count + i] = grad
         return (None, None, *results)
 
 
-def _spread(ctx: Any, tensors: list[Tensor | None]) -> list[Sequence[Tensor]]:
+def _broadcast_to_slots(ctx: Any, tensors: list[Tensor | None]) -> list[Sequence[Tensor]]:
     with settings.held(ctx.settings):
         if torch.is_grad_enabled():
             flat = Broadcast.apply(ctx.slots, *tensors)
@@ -156,8 +156,8 @@ def _spread(ctx: Any, tensors: list[Tensor | None]) -> list[Sequence[Tensor]]:
 class Scatter(Node):
     """``Scatter.apply(devices, chunk_sizes, dim, tensor)``: consecutive chunks, one for each slot.
 
-    ``chunk_sizes=None`` makes near-equal chunks. A chunk that stays on its device shares the tensor's memory. Backward
-    gathers; it uses zeros for a slot without a gradient, unless no slot has one.
+    ``chunk_sizes=None`` makes near-equal chunks. A chunk on the tensor's device shares its memory. Backward gathers,
+    with zeros for a slot without a gradient, unless no slot has one.
     """
 
     @staticmethod
@@ -165,9 +165,9 @@ class Scatter(Node):
         ctx: Any, devices: Sequence[DeviceLike], chunk_sizes: Sequence[int] | None, dim: int, tensor: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Aliases, because autograd forbids in-place changes of views that a function returns.
+        # These are aliases, because autograd forbids in-place changes of views that a function returns.
         chunks = tuple(alias(part, k) for k, part in enumerate(comm.scatter(tensor, devices, chunk_sizes, dim)))
-        ctx.source, ctx.dim, ctx.settings = tensor.device, dim, settings.current()
+        ctx.source_device, ctx.dim, ctx.settings = tensor.device, dim, settings.current()
         note_forward_streams(ctx, [tensor.device], [chunk.device for chunk in chunks])
         ctx.chunks = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
         return chunks
@@ -177,15 +177,15 @@ class Scatter(Node):
         if all(grad is None for grad in grads):
             return None, None, None, None
         with forward_streams_set(ctx, grads), settings.held(ctx.settings):
-            whole = [
+            present = [
                 torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
                 for grad, (shape, dtype, device) in zip(grads, ctx.chunks, strict=True)
             ]
-            if not all(grad.is_sparse for grad in whole):
-                whole = [grad.to_dense() if grad.is_sparse else grad for grad in whole]
+            if not all(grad.is_sparse for grad in present):
+                present = [grad.to_dense() if grad.is_sparse else grad for grad in present]
             if torch.is_grad_enabled():
-                return None, None, None, Gather.apply(ctx.source, ctx.dim, *whole)
-            return None, None, None, comm.gather(whole, ctx.dim, ctx.source)
+                return None, None, None, Gather.apply(ctx.source_device, ctx.dim, *present)
+            return None, None, None, comm.gather(present, ctx.dim, ctx.source_device)
 
 
 class Gather(Node):
@@ -197,8 +197,8 @@ class Gather(Node):
     @staticmethod
     def forward(ctx: Any, destination: DeviceLike, dim: int, *tensors: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.scalars = all(tensor.dim() == 0 for tensor in tensors)
-        if ctx.scalars:
+        ctx.are_scalars = all(tensor.dim() == 0 for tensor in tensors)
+        if ctx.are_scalars:
             dim, tensors = 0, tuple(tensor.reshape(1) for tensor in tensors)
         ctx.slots = [tensor.device for tensor in tensors]
         ctx.dim, ctx.settings = dim, settings.current()
@@ -212,21 +212,21 @@ class Gather(Node):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * (2 + len(ctx.slots))
-        # This needs no further order. The engine knows the stream from which the gradient leaves, and what that stream
-        # is given next comes after the copies. If it leaves from the host, the host waits for them.
+        # This orders no further streams. The engine knows the stream from which the gradient leaves, and later work of
+        # that stream comes after the copies. If the gradient leaves from host memory, the host waits for the copies.
         with streams_set(ctx.streams), settings.held(ctx.settings):
             recompute_here(ctx, ctx.slots)
             if torch.is_grad_enabled():
                 chunks = Scatter.apply(ctx.slots, ctx.sizes, ctx.dim, grad)
             else:
                 chunks = comm.scatter(grad, ctx.slots, ctx.sizes, ctx.dim)
-        if ctx.scalars:
+        if ctx.are_scalars:
             chunks = tuple(chunk.reshape(()) for chunk in chunks)
         return (None, None, *chunks)
 
 
 class Collect(Broadcast):
-    """``Collect.apply(devices, *tensors)``: the tensors on the only one of ``devices``, wherever they were.
+    """``Collect.apply(devices, *tensors)``: tensors of any devices, on the only one of ``devices``.
 
     Backward sends each gradient to the device of its tensor, from this one node.
     """
@@ -239,23 +239,23 @@ class Collect(Broadcast):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        # What is computed again reads no gradient, and what uses it is ordered by the end of `Broadcast.backward`.
+        # The recomputation reads no gradient. The end of `Broadcast.backward` orders the nodes that use its results.
         with streams_set(ctx.streams), settings.held(ctx.settings):
             recompute_here(ctx, ctx.sources)
         return Broadcast.backward(ctx, *grads)
 
 
-# ---- checkpoints: one recomputation, and the CPU generator as it was -------------------------------------------------
+# ---- checkpoints: recompute once, and restore the CPU generator ------------------------------------------------------
 
-# Nodes that join the outputs of slots call these functions, because their backward comes first.
+# Nodes that join the outputs of slots call these functions, because their backward runs before the replicas' nodes.
 
 
 def restore_after_backward() -> None:
-    """Restores the CPU generator's state of now when the running backward pass ends.
+    """Notes the CPU generator's state, and restores it when the running backward pass ends.
 
-    torch's checkpoints save, set and restore it around each recomputation. On distinct accelerators several threads of
-    the engine do so at the same time, and the last one may restore what another one has set: shuffles and seeds repeat.
-    Called in a node's backward. Draws that the user's hooks make in the same pass are undone too.
+    torch's checkpoints save, set and restore the state around each recomputation. On distinct accelerators several
+    threads of the engine do so at the same time, and one may restore a state that another has set: then shuffles and
+    seeds repeat. Called in a node's backward. It also undoes draws that the user's hooks make in the same pass.
     """
     if "torch.utils.checkpoint" not in sys.modules:
         return
@@ -267,19 +267,19 @@ def restore_after_backward() -> None:
 
 
 def note_whether_to_recompute(ctx: Any, slots: Sequence[torch.device], output: Tensor) -> None:
-    """In the forward of a node that joins the outputs of ``slots``, for `recompute_here`."""
-    ctx.is_unpacked_here = run_apart(slots) and _torch.top_saved_tensors_hooks(True) is not None
-    if ctx.is_unpacked_here:
+    """Called in the forward of a node that joins the outputs of ``slots``; prepares `recompute_here`."""
+    ctx.has_saved_tensor = run_apart(slots) and _torch.top_saved_tensors_hooks(True) is not None
+    if ctx.has_saved_tensor:
         ctx.save_for_backward(output.new_empty(0))
 
 
 def recompute_here(ctx: Any, slots: Sequence[torch.device]) -> None:
-    """In the backward of such a node, before the replicas' nodes run.
+    """Called in the backward of such a node: makes a checkpoint around the wrapper recompute here, once.
 
-    A checkpoint around the wrapper then recomputes here, once. Otherwise the replicas' nodes would make the engine's
-    threads of all devices recompute the same region.
+    Otherwise the replicas' nodes, which run later, would make the engine's threads of all devices recompute the same
+    region.
     """
-    if ctx.is_unpacked_here:
-        _ = ctx.saved_tensors
+    if ctx.has_saved_tensor:
+        _ = ctx.saved_tensors  # the checkpoint's hook recomputes
     if run_apart(slots):
         restore_after_backward()

@@ -1,6 +1,6 @@
-"""The base class of all autograd functions of the library, the order in which they run, and one node for many tensors.
+"""`Node`: the base class of the library's autograd functions; their order and streams; `OneNode` for many tensors.
 
-Files that define autograd functions use it; ``torch.autograd.Function`` is for users.
+All autograd functions of the library derive from `Node`, never from ``torch.autograd.Function``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataparallel.devices import CPU
 class Node(Function):
     """A ``torch.autograd.Function`` whose ``backward`` is never compiled by ``torch.compile``.
 
-    The engine calls it in the thread of ``loss.backward()``, which may be part of a compiled function.
+    The engine calls ``backward`` in the thread of ``loss.backward()``, which may be part of a compiled function.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -43,21 +43,21 @@ def run_first(node: Any) -> None:
 def run_last(node: Any) -> None:
     """Makes the engine's thread of the node's device run all other ready nodes first.
 
-    So a backward that computes on the device runs to its end before the node: each of its nodes makes the next ready.
+    So a backward that computes on the device ends before this node runs: each node there makes the next one ready.
     """
     _torch.set_sequence_nr(node, 0)
 
 
 def run_before_last(node: Any) -> None:
-    """As `run_last`, but before the nodes for which that was called."""
+    """As `run_last`, but before the nodes for which `run_last` was called."""
     _torch.set_sequence_nr(node, 1)
 
 
 def note_forward_streams(node: Any, inputs: Sequence[torch.device], outputs: Sequence[torch.device]) -> None:
-    """Called in a forward: notes what `forward_streams_set` needs in the backward."""
+    """Called in a forward: notes the streams for `forward_streams_set` in the backward."""
     node.streams = current_streams([*inputs, *outputs])
     node.grad_input_devices = {*inputs} - {CPU}
-    # The engine takes the stream of the first output on an accelerator for the node's.
+    # The engine runs the node on the stream of its first output on an accelerator.
     node.engine_device = next((device for device in outputs if device != CPU), None)
 
 
@@ -65,10 +65,10 @@ def note_forward_streams(node: Any, inputs: Sequence[torch.device], outputs: Seq
 def forward_streams_set(node: Any, grads: Sequence[Tensor | None]) -> Iterator[None]:
     """Makes the streams of the node's forward current again inside its backward, in order with other nodes.
 
-    The engine orders the stream of the node's first output on an accelerator. So the streams of gradients on other
-    devices wait for the engine's stream first, and at the end it waits for the streams of results. A gradient of
-    another device may have been made on any stream there, so ``record_stream`` is called on its memory. For a node
-    whose outputs are all on the CPU the engine orders each device's current stream.
+    The engine orders only the stream of the node's first output on an accelerator. So the streams of gradients on other
+    devices wait for the engine's stream first, and at the end the engine's stream waits for the streams of results. A
+    gradient on another device may have been made on any stream there, so ``record_stream`` is called on its memory. For
+    a node whose outputs are all on the CPU the engine orders each device's current stream.
     """
     current = current_streams(node.streams)
     engine_streams = {device: current[node.engine_device or device] for device in node.streams}
@@ -88,12 +88,13 @@ def forward_streams_set(node: Any, grads: Sequence[Tensor | None]) -> Iterator[N
 class OneNode(Node):
     """``OneNode.apply(*tensors)``: other tensor objects on the same memory, with the same version counters.
 
-    The backward behind it begins when all their gradients are there. With a node for each output of a replica they come
-    at times that differ from run to run, and the engine adds gradients of a tensor in the order in which they come, so
-    sums would not have the same bits in every run.
+    The backward behind the node begins when all gradients are there. With a node for each output of a replica gradients
+    would arrive in an order that differs from run to run. The engine adds gradients of one tensor in the order of their
+    arrival, so sums would not have the same bits in every run.
 
-    A backward that reaches one output of the node reaches all: what made the others gets ``None``, and frees what it
-    has saved. On one device that happens only to what outputs share, so ``joined`` joins only these: see `sharing`.
+    A backward that reaches one output of the node reaches all: the nodes that made the other outputs get ``None``, and
+    free their saved tensors. Without this node that happens only behind tensors that share a part of the graph. So on
+    one device only such tensors are joined: see `groups_that_share`.
     """
 
     @staticmethod
@@ -106,15 +107,15 @@ class OneNode(Node):
         return grads
 
 
-def sharing(makers: Sequence[Any]) -> list[list[int]]:
-    """Positions of those nodes that share one with saved tensors further back, in groups of at least two.
+def groups_that_share(makers: Sequence[Any]) -> list[list[int]]:
+    """Groups of at least two positions, whose nodes in ``makers`` share a node with saved tensors further back.
 
-    The search goes back in the order of the engine, and ends when all are one group. A node is left out if a user's
-    Python function behind it is not shared by its whole group: that would be called with zeros in place of ``None``.
+    The search goes back in the order of the engine, and ends when all positions are one group. It leaves out a node if
+    a user's Python function behind it does not serve the whole group: that would get zeros in place of ``None``.
     """
-    of = [*range(len(makers))]  # the group of each position
-    reached: dict[Any, set[int]] = {}
-    written: list[Any] = []  # nodes of users' Python functions
+    group_of = [*range(len(makers))]  # by position
+    reached: dict[Any, set[int]] = {}  # for each node the positions in front of it
+    users_nodes: list[Any] = []  # nodes of users' Python functions
     queue: list[tuple[int, int, Any]] = []  # by sequence number, highest first
 
     def reach(node: Any, positions: set[int]) -> None:
@@ -125,29 +126,28 @@ def sharing(makers: Sequence[Any]) -> list[list[int]]:
 
     for position, maker in enumerate(makers):
         reach(maker, {position})
-    while queue and len({*of}) > 1:
+    while queue and len({*group_of}) > 1:
         *_, node = heapq.heappop(queue)
         positions, kind = reached[node], node.__class__
         if _is_users(kind):
-            written.append(node)
+            users_nodes.append(node)
         if len(positions) > 1 and _saves_tensors(kind):
-            groups = {of[position] for position in positions}
-            of = [min(groups) if group in groups else group for group in of]
+            groups = {group_of[position] for position in positions}
+            group_of = [min(groups) if group in groups else group for group in group_of]
         for following, _ in node.next_functions:
-            if following is not None and following.next_functions:  # all else is `AccumulateGrad`
+            if following is not None and following.next_functions:  # a node without any is `AccumulateGrad`
                 reach(following, positions)
-    found = [[position for position, group in enumerate(of) if group == first] for first in dict.fromkeys(of)]
-    users = [reached[node] for node in written]  # the positions in front of each
+    members = [[at for at, group in enumerate(group_of) if group == first] for first in dict.fromkeys(group_of)]
     kept: list[list[int]] = []
-    for group in found:
-        partly = [positions for positions in users if not positions.issuperset(group)]
+    for group in members:
+        partly = [reached[node] for node in users_nodes if not reached[node].issuperset(group)]
         kept.append([position for position in group if not any(position in positions for positions in partly)])
     return [group for group in kept if len(group) > 1]
 
 
 @cache
 def _saves_tensors(kind: Any) -> bool:
-    """True for nodes that may save tensors: those of torch, and of other code that is written in Python."""
+    """True for nodes that may save tensors: nodes of torch, and of users' Python functions."""
     return _is_users(kind) or (not _is_ours(kind) and any(name.startswith("_raw_saved_") for name in dir(kind)))
 
 

@@ -1,7 +1,7 @@
-"""One pass of backward: what belongs to it while it runs, and what happens when it ends, in success or in failure.
+"""`PassOfBackward`: keeps objects while a backward pass runs, and calls functions when it succeeds or fails.
 
-A pass is one run of torch's engine, also one that a reentrant checkpoint nests in another. Whoever needs to know of
-a pass asks `running_pass` in the backward of a node. What a pass computes is not known here.
+A pass is one run of torch's engine, also one that a reentrant checkpoint nests in another. The backward of a node calls
+`running_pass` to get its pass. This file does not know what a pass computes.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from dataparallel import _torch
 
 T = TypeVar("T")
 
-_passes: dict[int, PassOfBackward] = {}  # those that run, by the engine's number
+_passes: dict[int, PassOfBackward] = {}  # the passes that run, by the engine's number
 
 
 def running_pass() -> PassOfBackward:
-    """The pass that the calling thread runs a node or an end of. Any thread of the engine gets the same object.
+    """The pass in which the calling thread runs a node or an end function. All its threads get the same object.
 
     Raises:
         RuntimeError: no backward runs in this thread.
     """
     number = _torch.current_graph_task_id()
-    found = _passes.get(number)
-    if found is None:
-        made = PassOfBackward(number)
-        found = _passes.setdefault(number, made)  # without a lock: the garbage collector may end a pass anywhere
-        if found is made:
+    running = _passes.get(number)
+    if running is None:
+        new = PassOfBackward(number)
+        running = _passes.setdefault(number, new)  # without a lock: the garbage collector may end a pass anywhere
+        if running is new:
             try:
-                _torch.queue_callback(_End(made))
+                _torch.queue_callback(_EndCallback(new))
             except BaseException:
                 del _passes[number]
                 raise
-    return found
+    return running
 
 
 def error_of_failed_pass() -> RuntimeError:
-    """What is told to others when a pass has failed. The engine raises the pass's own error where it was called."""
+    """An error for threads that wait for a failed pass. The engine raises the pass's own error at ``backward()``."""
     return RuntimeError("a backward has failed; it raised its own error")
 
 
 class PassOfBackward:
-    """One pass. Its threads may use it at the same time.
+    """One pass. Its threads may use this object at the same time.
 
     Attributes:
-        contents: what its users keep for as long as it runs, by keys of theirs.
+        contents: objects that other files keep until the pass ends, under keys of their own.
     """
 
     def __init__(self, number: int) -> None:
@@ -57,23 +57,23 @@ class PassOfBackward:
         self._lock = threading.RLock()
 
     def get(self, key: Hashable, make: Callable[[PassOfBackward], T]) -> T:
-        """What is kept under ``key``. The first call in the pass makes it by ``make(self)``."""
+        """The object that is kept under ``key``. The first call in the pass makes it by ``make(self)``."""
         with self._lock:
             if key not in self.contents:
                 self.contents[key] = make(self)
             return self.contents[key]  # type: ignore[return-value]
 
     def is_first(self, key: Hashable) -> bool:
-        """True for the first call with this key."""
+        """True for the first call with this key in the pass."""
         token = object()
         return self.contents.setdefault(key, token) is token
 
     def on_end(self, function: Callable[[bool], object]) -> None:
-        """Calls ``function(ok)`` when the pass ends, in the order of these calls.
+        """Calls ``function(ok)`` when the pass ends, after the functions of earlier calls of this method.
 
-        With ``True`` it has succeeded so far: the function runs where ``backward()`` was called, and what it raises is
-        the error of the pass, of which the functions after it hear. With ``False`` it has failed, and all threads have
-        left it: the function runs in any of them.
+        ``True`` means that the pass has succeeded so far. The function runs where ``backward()`` was called. If it
+        raises, the pass has failed, and later functions get ``False``. ``False`` also means that an error has ended the
+        pass and all threads have left it; the function runs in any thread.
         """
         self._at_end.append(function)
 
@@ -81,7 +81,7 @@ class PassOfBackward:
         """Calls the functions that have not been called."""
         try:
             while self._at_end:
-                self._at_end.popleft()(ok)  # a function may hold much, and goes when it has been called
+                self._at_end.popleft()(ok)  # a function may hold much memory, and is dropped when it has been called
         except BaseException as error:
             try:
                 self.end_pass(False)
@@ -92,11 +92,11 @@ class PassOfBackward:
         _passes.pop(self._number, None)
 
 
-class _End:
-    """What the engine calls when a pass succeeds. If the pass fails, the engine drops it when all threads have left."""
+class _EndCallback:
+    """The engine calls this object when a pass succeeds. If it fails, the engine drops this when all threads left."""
 
-    def __init__(self, of_pass: PassOfBackward) -> None:
-        self._pass = of_pass
+    def __init__(self, running: PassOfBackward) -> None:
+        self._pass = running
 
     def __call__(self) -> None:
         self._pass.end_pass(True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.autograd.functions import Gather
-from dataparallel.autograd.node import OneNode, sharing
+from dataparallel.autograd.node import OneNode, groups_that_share
 from dataparallel.batches import ragged
 from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
 from dataparallel.batches.samples import check_entries, joined_samples
@@ -61,7 +61,7 @@ def _of_one_node(outputs: Sequence[Any]) -> dict[int, Tensor]:
         if len({*makers}) < 2:
             continue
         if len(made) not in groups:
-            groups[len(made)] = sharing(makers)
+            groups[len(made)] = groups_that_share(makers)
         for group in groups[len(made)]:
             of_group = [made[i] for i in group]
             found.update(zip(map(id, of_group), OneNode.apply(*of_group), strict=True))

@@ -23,7 +23,7 @@ from dataparallel.comm.checks import (
     why_not_gatherable,
 )
 from dataparallel.comm.choice import Choice
-from dataparallel.comm.matrices import Memory, are_apart, memory
+from dataparallel.comm.matrices import Allocate, allocate, are_apart
 from dataparallel.comm.select import choose_transport, transport_for
 from dataparallel.comm.settings import using
 from dataparallel.comm.transport import FlatBroadcast, Later, Travelling
@@ -74,7 +74,7 @@ def broadcast(
 
 
 def broadcast_into(buffers: Sequence[Tensor], bucket: Bucket, tensors: Sequence[Tensor]) -> FlatBroadcast:
-    """The broadcast of a bucket of ``tensors`` into flat buffers of its size, still to be launched."""
+    """The broadcast of a bucket of ``tensors`` into flat buffers of its size. The caller launches it."""
     return FlatBroadcast(
         bucket.indices,
         read=partial(flatten, bucket, tensors),
@@ -115,7 +115,7 @@ def broadcast_coalesced(
         buffer_size: above 0.
         own_storage: every slot but the first gets storage that nothing else uses.
         planned: the result of ``comm.buckets.plan_buckets`` for these tensors and this size, if the caller has it.
-        later: takes the broadcast of each flat buffer. The caller launches them, and until then the results have no
+        later: receives the broadcast of each flat buffer. The caller launches it; until then the results have no
             values. Not with ``own_storage``.
 
     Raises:
@@ -129,9 +129,9 @@ def broadcast_coalesced(
 
 @torch.no_grad()
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each of ``sources`` into the tensor of ``targets`` at its position, one after the other.
+    """Copies source i into target i, one after the other, on the current streams.
 
-    They have the same shapes, and one dtype. All targets are on one device. Copies run on the current streams.
+    Source i and target i have the same shape; all have one dtype. All targets are on one device.
     """
     transport = transport_for("gather", _places([targets[0].device], [source.device for source in sources]), sources)
     for target, source in zip(targets, sources, strict=True):
@@ -149,15 +149,15 @@ def all_gather(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def reduce_scatter(
-    matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory = memory, overwrite: bool = False
+    matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate = allocate, overwrite: bool = False
 ) -> None:
     """Copies row j of the sum of ``matrices``, added in the order given, into ``out[j]``, on the current streams.
 
     Args:
         matrices: contiguous, of one shape and dtype.
-        out: one-dimensional, one for each row. They may be wider than the matrices: terms are added in their dtype.
-        empty: makes memory for what travels.
-        overwrite: the matrices may be written to, so that less of that is needed.
+        out: one-dimensional, one for each row. The dtype of ``out``, in which terms are added, may be wider.
+        empty: allocates the buffers that receive rows.
+        overwrite: partial sums may overwrite the matrices, so that fewer buffers are needed.
     """
     places = _places([target.device for target in out], [matrix.device for matrix in matrices])
     transport_for("reduce_scatter", places, matrices[:1]).reduce_scatter(matrices, out, empty, overwrite)
@@ -168,7 +168,7 @@ def reduce_scatter(
 def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) -> Tensor:
     """The sum of the tensors, added in the order given, on ``destination`` (default: the first tensor's device).
 
-    A single tensor that is there already is returned as it is.
+    A single tensor that is on ``destination`` already is returned as it is.
 
     Raises:
         ValueError: no tensor, shapes or dtypes that differ (the message says which).
@@ -220,7 +220,7 @@ def reduce_add_coalesced(
 def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> bool:
     """True if gradients of ``tensors``, on each of ``slots``, travel to the tensors' device in flat buffers.
 
-    They do not if all of them are on that device already, or if kernels read them where they lie.
+    They do not if all slots are on that device, or if the transport's kernels read gradients where they lie.
     """
     source = tensors[0].device
     if all(slot == source for slot in slots):
@@ -232,8 +232,8 @@ def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -
 def add_flat(flats: Sequence[Tensor], destination: torch.device, *, travelling: Travelling | None = None) -> Tensor:
     """The sum of flat buffers of one size and dtype, in the order given. It may overwrite the buffers.
 
-    ``travelling`` opens the context in which the buffers are copied and added, to make other streams current there. Its
-    argument is every buffer that is used there. The cupy transport does not call it: its launch orders the streams.
+    ``travelling`` opens the context in which buffers are copied and added, and may make other streams current. Its
+    argument lists all buffers that are used there. The cupy transport does not call it: its launch orders the streams.
     """
     transport = transport_for("reduce_add", _places([destination], [flat.device for flat in flats]), flats[:1])
     return transport.add_flat(flats, destination, travelling=travelling)
@@ -252,7 +252,7 @@ def scatter(
     """Consecutive chunks of ``tensor`` along ``dim``, one on each device (or copied into ``out``).
 
     Without ``chunk_sizes`` the chunks are near-equal (`near_equal_sizes`); a small tensor has fewer chunks than there
-    are devices. Chunks that need not move are views.
+    are devices. Chunks that stay on the tensor's device are views.
 
     Raises:
         IndexError: the tensor has no dimension ``dim``.

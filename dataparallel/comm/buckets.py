@@ -1,6 +1,6 @@
-"""Buckets: groups of tensors of one device and dtype that travel as one flat buffer.
+"""`Bucket`: a group of tensors of one device and dtype that travels as one flat buffer.
 
-It says which tensors can, and how they lie. It moves nothing between devices.
+`plan_buckets` groups tensors, `flatten` makes the buffer, `unflatten` splits it. Nothing here moves between devices.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PLAIN_TYPES: frozenset[type] = frozenset({Tensor, torch.nn.Parameter, ReplicaPar
 
 
 class FlatLayout(NamedTuple):
-    """How one tensor lies in a flat buffer. Repeated dimensions are stored once: they have size 1 in ``core_shape``.
+    """How one tensor lies in a flat buffer. Repeated dimensions are stored once, with size 1 in ``core_shape``.
 
-    ``numel`` counts the stored elements; they are ``row_major`` if they lie in the order of a contiguous tensor.
+    ``numel`` counts the stored elements. ``row_major`` is True if they lie in the order of a contiguous tensor.
     """
 
     shape: tuple[int, ...]
@@ -39,8 +39,8 @@ class FlatLayout(NamedTuple):
 class Bucket:
     """Tensors of one dtype and device, by their positions in a list, in the order of the flat buffer.
 
-    ``runs`` has each layout with the number of tensors that share it; they are neighbours. `unflatten` splits a run in
-    one step, so its cost depends on the number of different layouts more than on the number of tensors.
+    ``runs`` has each layout with the number of tensors that share it. These tensors are neighbours, so `unflatten`
+    splits a run in one step: its cost depends on the number of layouts more than on the number of tensors.
     """
 
     indices: list[int]
@@ -55,7 +55,7 @@ class Bucket:
 
     @property
     def keeps_repeats(self) -> bool:
-        """True if a tensor in it has repeated dimensions that are stored once; see `layout_of`."""
+        """True if the bucket stores repeated dimensions of a tensor once; see `layout_of`."""
         return any(layout.core_shape != layout.shape for layout, _ in self.runs)
 
     @classmethod
@@ -121,7 +121,7 @@ def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> FlatLayout:
 def travels_flat(tensor: Tensor) -> bool:
     """True if a flat copy of the data is a full copy of the tensor.
 
-    It is not for subclasses, for sparse, quantised, nested and lazily conjugated tensors, and for tensors with Python
+    False for subclasses, for sparse, quantised, nested and lazily conjugated tensors, and for tensors with Python
     attributes.
     """
     return (
@@ -144,7 +144,7 @@ def plan_buckets(
     """Groups tensors into buckets of at most ``cap_bytes`` (or one tensor), in order, by device and dtype.
 
     Returns the buckets, and the positions of tensors that have to travel singly. ``candidates``: the positions of the
-    tensors to group. ``keep_repeats``: see `layout_of`; False if others of the same shapes will be flattened too.
+    tensors to group. ``keep_repeats``: see `layout_of`; False if the buckets will flatten other tensors too.
     """
     if cap_bytes <= 0:
         raise ValueError(f"a bucket holds more than 0 bytes; got {cap_bytes}")
@@ -180,7 +180,7 @@ def fill_buckets(
 
     It looks only at sizes: `plan_buckets` says how a group travels. The first group has at most ``first_cap_bytes``,
     and each later group may have twice the bytes of the group before. A group of more than a quarter of ``cap_bytes``
-    takes at most half of what is left, so that the last groups are smaller again.
+    takes at most half of the remaining bytes, so that the last groups are smaller again.
     """
     order = list(order)
     left = sum([tensors[index].numel() * tensors[index].itemsize for index in order])
@@ -237,13 +237,13 @@ def _flat_view(tensor: Tensor, layout: FlatLayout) -> Tensor:
 def unflatten(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     """The bucket's tensors as parts of ``flat``, in the order of ``bucket.indices``.
 
-    They share its memory, but autograd does not take them for views, and each has its own version counter: an in-place
-    change of one does not look like a change of its neighbours.
+    The parts share the memory of ``flat``, but autograd does not take them for views. Each has its own version counter,
+    so an in-place change of one part does not look like a change of its neighbours.
     """
     parts: list[Tensor] = []
     offset = flat.storage_offset()
     flat = flat.detach()
-    # Below the dispatch key that makes views of tensors that share memory.
+    # This runs below the dispatch key that makes views of tensors that share memory.
     with _torch.without_view_tracking():
         for layout, count in bucket.runs:
             size, stride = layout.core_shape, layout.core_stride
@@ -257,7 +257,7 @@ def unflatten(bucket: Bucket, flat: Tensor) -> list[Tensor]:
 
 
 def same_kind(new: Tensor, original: Tensor) -> Tensor:
-    """``new``, which holds a copy of the data of ``original``, with the class and the Python attributes of that."""
+    """Gives ``new``, a copy of the data of ``original``, the class and the Python attributes of ``original``."""
     if type(new) is Tensor and type(original) not in PLAIN_TYPES:
         new = new.as_subclass(type(original))
     if original.__dict__:

@@ -1,4 +1,4 @@
-"""Checks of a call's arguments, before anything is moved. ``batches`` call it too."""
+"""Checks of the arguments of ``comm``'s functions, before a tensor moves. ``batches`` calls them too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The choice of transport and route for a call: pure functions, so that a test can try any machine.
+"""`choose`: decides on transport and route of a call, by pure functions, so that a test can try any machine.
 
-``comm.select`` collects the facts. Plain copies take the route that takes the least time, by the formulas below. A
-transport that was asked for serves the calls that it supports; all others fall back to plain copies, with a reason.
+``comm.select`` collects the facts. Plain copies take the fastest route, by the formulas below. A transport that the
+user asks for serves the calls that it supports; all other calls fall back to plain copies, with a reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from dataparallel.comm.links import PEER_CHECK_VARIABLE, Links, Pair
+from dataparallel.comm.links import Links
+from dataparallel.comm.peers import PEER_CHECK_VARIABLE, Pair
 from dataparallel.comm.settings import Settings
 
 Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "all_gather", "reduce_scatter"]
@@ -21,17 +22,17 @@ SUPPORTED: dict[str, tuple[Collective, ...]] = {
     "nccl": ("broadcast", "reduce_add", "all_gather", "reduce_scatter"),
     "cupy": ("broadcast", "reduce_add"),
 }
-"""What these transports support between CUDA devices. Plain copies and the host support everything.
+"""The operations that these transports support between CUDA devices. Plain copies and the host support all.
 
 *nccl* makes sums only if the caller allows any order, and takes each device once. A call with the CPU, with another
-type of accelerator, or with fewer than two accelerators falls back to plain copies. Within a call that it serves, a
-transport leaves to them: tensors that do not travel flat, dtypes that it cannot add, and *nccl*'s sums on a device that
-brings no term.
+type of accelerator, or with fewer than two accelerators falls back to plain copies. In a call that these transports
+serve, plain copies still carry tensors that do not travel flat, sums in dtypes that a transport cannot add, and
+*nccl*'s sums on a device that brings no term.
 """
 
 
 class Choice(NamedTuple):
-    """A transport, a route, and the reason in words. Only *copy* has routes; other transports have "star" there."""
+    """A transport, a route, and the reason in words. Only *copy* has routes; for other transports it is "star"."""
 
     transport: str
     route: str
@@ -44,7 +45,7 @@ def choose(
     nbytes: int,
     settings: Settings,
     unavailable: str | None,
-    untrusted: Collection[Pair],
+    failed_pairs: Collection[Pair],
     links: Links,
     widened: bool = False,
 ) -> Choice:
@@ -52,11 +53,11 @@ def choose(
 
     Args:
         work: the operation.
-        devices: in slot order, the source's or the destination's included. One may be listed several times.
+        devices: in slot order, with the source's or the destination's device. A device may be listed several times.
         nbytes: the bytes that each device receives in a broadcast, or brings to a sum.
-        settings: what the user asks for. A route without a transport asks for plain copies: only they have routes.
-        unavailable: why the transport that is asked for is not available between these devices.
-        untrusted: ordered pairs that have failed their check: a call with both goes through the host.
+        settings: the user's. A route without a transport asks for plain copies, because only they have routes.
+        unavailable: why the transport of ``settings`` is not available between these devices; ``None`` if it is.
+        failed_pairs: ordered pairs that have failed their check: a call with both devices goes through the host.
         links: between the accelerators.
         widened: True for 16-bit floats, which are summed in 32 bits.
 
@@ -66,28 +67,28 @@ def choose(
     distinct = [*dict.fromkeys(devices)]
     if len(distinct) < 2:
         return Choice("copy", "star", "fewer than two devices, so nothing has to travel")
-    broken = next((pair for pair in permutations(distinct, 2) if pair in untrusted), None)
-    asked = settings.transport
+    failed_pair = next((pair for pair in permutations(distinct, 2) if pair in failed_pairs), None)
+    transport = settings.transport
     preface = "plain tensor copies serve every backend"
-    if asked == "host":
+    if transport == "host":
         return Choice("host", "star", "it was asked for")
-    if asked == "copy":
+    if transport == "copy":
         preface = "plain tensor copies were asked for"
-    elif asked is not None:
-        why_not = _why_not_supported(asked, work, devices, settings)
+    elif transport is not None:
+        why_not = _why_not_supported(transport, work, devices, settings)
         if why_not is None:
-            problem = _why_unavailable(distinct, unavailable, broken)
+            problem = _why_unavailable(distinct, unavailable, failed_pair)
             if problem is not None:
                 raise ValueError(
-                    f"transport {asked!r} was asked for and cannot serve this {work} "
+                    f"transport {transport!r} was asked for and cannot serve this {work} "
                     f"between {', '.join(map(str, distinct))}: {problem}"
                 )
-            return Choice(asked, "star", "it was asked for")
-        preface = f"{asked!r} was asked for, but this {work} falls back to plain copies: {why_not}"
-    if broken is not None:
-        return Choice("host", "star", f"copies from {broken[0]} to {broken[1]} have failed their check")
+            return Choice(transport, "star", "it was asked for")
+        preface = f"{transport!r} was asked for, but this {work} falls back to plain copies: {why_not}"
+    if failed_pair is not None:
+        return Choice("host", "star", f"copies from {failed_pair[0]} to {failed_pair[1]} have failed their check")
     if len(distinct) < len(devices):
-        # Slots on one device share its links, and by shards each of them would need memory of its own there.
+        # Slots on one device share its links, and by shards each slot would need its own memory there.
         links = links._replace(is_all_to_all=False)
     route, reason = _route(work, distinct, nbytes, settings, links, widened)
     return Choice("copy", route, f"{preface}; {route}: {reason}")
@@ -114,7 +115,7 @@ def _route(
     if number == 2:
         return "star", "two devices"
     if any(device.type == "cpu" for device in distinct):
-        # Copies from and to the CPU block, so a chain would wait at each chunk.
+        # The host waits for copies from and to the CPU, so a chain would wait at each piece.
         return "star", "the cpu is one of the devices"
     amount = f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
     linked = "all-to-all links" if links.is_all_to_all else "links that may be shared"
@@ -135,7 +136,7 @@ def _why_not_supported(
     if len({*accelerators}) < 2:
         return f"{transport} works between accelerators, and there are fewer than two"
     if all(device.type != "cuda" for device in accelerators):
-        return None  # `_why_unavailable` says so, and the call raises
+        return None  # `_why_unavailable` gives the reason, and the call raises
     other = next((device for device in devices if device.type != "cuda"), None)
     if other is not None:
         return f"{transport} works between CUDA devices, and {other} is none"
@@ -145,16 +146,16 @@ def _why_not_supported(
     return None
 
 
-def _why_unavailable(distinct: Sequence[torch.device], unavailable: str | None, broken: Pair | None) -> str | None:
+def _why_unavailable(distinct: Sequence[torch.device], unavailable: str | None, failed_pair: Pair | None) -> str | None:
     """Why a transport can do nothing between these devices; ``None`` if it can serve them."""
     for device in distinct:
         if device.type not in ("cuda", "cpu"):
             return f"it needs CUDA devices, and {device} is none"
     if unavailable is not None:
         return unavailable
-    if broken is not None:
+    if failed_pair is not None:
         return (
-            f"copies from {broken[0]} to {broken[1]} have failed their check; use 'host', "
+            f"copies from {failed_pair[0]} to {failed_pair[1]} have failed their check; use 'host', "
             f"or set {PEER_CHECK_VARIABLE}=0 if you know better"
         )
     return None
@@ -164,48 +165,48 @@ def _why_unavailable(distinct: Sequence[torch.device], unavailable: str | None, 
 
 # Let n be the number of devices, s the bytes, k the number of pieces, a the time until a copy begins to move data, b
 # the bytes per second of a link, and t(x) = a + x/b the time of a copy. A device sends one copy at a time, and receives
-# another one meanwhile. Adding x bytes takes d(x): the latency of a kernel and three accesses to memory for each byte.
+# one meanwhile. Adding x bytes takes d(x): the latency of a kernel and three accesses to memory for each byte.
 #
 # Broadcasts. A star takes (n - 1) t(s), a binomial tree ceil(log2(n)) t(s), a chain (n - 2 + k) t(s/k); the next bucket
 # of a model follows along a chain after k steps. By shards the root would send every byte twice, 2 (n - 1) t(s/n): a
-# chain of n pieces takes no longer. So that is no route of a broadcast.
+# chain of n pieces takes no longer. So broadcasts have no route by shards.
 #
 # Sums, in slot order. A star takes (n - 1) (t(s) + d(s)). A chain takes n t(s/k) + (n - 1) d(s/k) for the first piece,
 # and t(s/k) + d(s/k)/2 for each further one, because two pieces are under way on each device; partial sums of 16-bit
-# floats travel in 32 bits. By shards slot j adds the j-th part of all slots, and the root collects the sums:
-# 2 (n - 1) t(s/n) + (n - 1) d(s/n). Every pair then needs a way of its own: only where links are all-to-all.
+# floats travel in 32 bits. By shards slot j adds the j-th shard of all slots, and the root collects the sums:
+# 2 (n - 1) t(s/n) + (n - 1) d(s/n). Each pair then needs a link of its own, so links must be all-to-all.
 #
 # The host launches one operation after the other: a route takes at least the time of its launches and its last copy.
 #
-# Weights travel bucket after bucket, so a broadcast is judged by the time of one bucket and of those that follow. Sums
+# Weights travel bucket after bucket, so a broadcast is judged by the time of one bucket and of the following ones. Sums
 # are hidden behind the backward pass, except the last ones, which are small. So a sum is judged by the time until the
-# next one may follow, and by its launches, because the host could launch the backward meanwhile. Only for a tensor that
-# is larger than any bucket its own time counts. There shards may win, because a chain has to be filled.
+# next sum may follow, and by its launches, because the host could launch the backward meanwhile. The whole time of a
+# sum counts only for a tensor larger than any bucket. There shards may win, because a chain has to be filled.
 
 MOST_PIECES = 16
-"""Pieces of a chain. More would save less than a tenth of the time, and each is one more launch on every device."""
+"""Pieces of a chain. More would save less than a tenth of the time, and each piece is a launch on every device."""
 
-_FOLLOWING = 12
-"""Buckets that follow another one: twelve of 25 MiB are a model of some hundred megabytes."""
+_FOLLOWING_BUCKETS = 12
+"""The number of following buckets: twelve of 25 MiB are a model of some hundred megabytes."""
 
-_HIDDEN = 8
-"""The time of a sum is divided by this number when routes are compared, because the backward pass and other sums go on
-meanwhile. The time until the next sum may follow counts in full, or that of the host's launches if it is longer."""
+_HIDDEN_DIVISOR = 8
+"""The time of a sum is divided by this number when routes are compared, because the backward pass and other sums run
+meanwhile. The time until the next sum may follow counts in full, or the time of the host's launches if it is longer."""
 
-_LARGE = 25 * 2**20
-"""Bytes. A bucket of more is one tensor, most often an embedding, whose gradient comes last: its sum is not hidden."""
+_HIDDEN_UP_TO_BYTES = 25 * 2**20
+"""Bytes. A larger bucket is one tensor, most often an embedding, whose gradient comes last: its sum is not hidden."""
 
-_HOST = {"broadcast": 7e-6, "reduce_add": 5e-6}
-"""Seconds of the host for each launch: of a Python thread, and of a thread of the autograd engine, which makes sums."""
+_LAUNCH_SECONDS = {"broadcast": 7e-6, "reduce_add": 5e-6}
+"""Seconds of the host for each launch: by a Python thread, and by a thread of the autograd engine, which adds."""
 
-_KERNEL = 3e-6  # seconds of a small kernel
-_MEMORY = 1.5e12  # bytes per second between a device and its own memory
+_KERNEL_SECONDS = 3e-6  # seconds of a small kernel
+_MEMORY_BANDWIDTH = 1.5e12  # bytes per second between a device and its own memory
 
 Routed = Literal["broadcast", "reduce_add"]
 
 
 class _Cost(NamedTuple):
-    """Of a bucket: seconds of the devices, seconds until the next bucket may follow, launches, bytes of a copy."""
+    """For a bucket: seconds on the devices, seconds until the next bucket may follow, launches, bytes of a copy."""
 
     seconds: float
     until_next: float
@@ -214,9 +215,9 @@ class _Cost(NamedTuple):
 
 
 def fastest(work: Routed, number: int, nbytes: int, links: Links, widened: bool = False) -> str:
-    """The route that takes the least time; of two that take the same, the simpler one.
+    """The route that takes the least time; the simpler one if two routes take the same.
 
-    ``number``: of distinct devices. ``nbytes``: of a bucket. ``widened``: True for a sum of 16-bit floats.
+    ``number``: how many distinct devices. ``nbytes``: the size of a bucket. ``widened``: True for 16-bit floats.
     """
     if number <= 2:
         return "star"
@@ -245,11 +246,12 @@ def time_of(
         count = pieces(work, number, nbytes, links, widened)
     bucket = nbytes * (2 if widened and route == "chain" else 1)
     cost = _COSTS[work, route](number, bucket, links, count or 1)
-    launching = cost.launches * _HOST[work]
-    one = max(cost.seconds, launching + _copy(links, cost.copied))
-    if work == "reduce_add":
-        return max(launching, cost.until_next) + cost.seconds / _HIDDEN if nbytes <= _LARGE else one
-    return one + _FOLLOWING * max(cost.until_next, launching)
+    launching = cost.launches * _LAUNCH_SECONDS[work]
+    seconds = max(cost.seconds, launching + _copy(links, cost.copied))
+    if work == "broadcast":
+        return seconds + _FOLLOWING_BUCKETS * max(cost.until_next, launching)
+    is_hidden = nbytes <= _HIDDEN_UP_TO_BYTES
+    return max(launching, cost.until_next) + cost.seconds / _HIDDEN_DIVISOR if is_hidden else seconds
 
 
 def _copy(links: Links, nbytes: float) -> float:
@@ -257,7 +259,7 @@ def _copy(links: Links, nbytes: float) -> float:
 
 
 def _addition(nbytes: float) -> float:
-    return _KERNEL + 3 * nbytes / _MEMORY
+    return _KERNEL_SECONDS + 3 * nbytes / _MEMORY_BANDWIDTH
 
 
 def _broadcast_star(n: int, s: float, links: Links, k: int) -> _Cost:
@@ -272,7 +274,7 @@ def _broadcast_tree(n: int, s: float, links: Links, k: int) -> _Cost:
 
 def _broadcast_chain(n: int, s: float, links: Links, k: int) -> _Cost:
     step = _copy(links, s / k)
-    return _Cost((n - 2 + k) * step, k * step, (n - 1) * k + _waits(n, k), s / k)
+    return _Cost((n - 2 + k) * step, k * step, (n - 1) * k + _wait_launches(n, k), s / k)
 
 
 def _sum_star(n: int, s: float, links: Links, k: int) -> _Cost:
@@ -283,7 +285,7 @@ def _sum_star(n: int, s: float, links: Links, k: int) -> _Cost:
 def _sum_chain(n: int, s: float, links: Links, k: int) -> _Cost:
     copy, addition = _copy(links, s / k), _addition(s / k)
     seconds = n * copy + (n - 1) * addition + (k - 1) * (copy + addition / 2)
-    return _Cost(seconds, (k + 1) * (copy + addition / 2), (2 * n - 1) * k + _waits(n, k), s / k)
+    return _Cost(seconds, (k + 1) * (copy + addition / 2), (2 * n - 1) * k + _wait_launches(n, k), s / k)
 
 
 def _sum_shards(n: int, s: float, links: Links, k: int) -> _Cost:
@@ -291,8 +293,8 @@ def _sum_shards(n: int, s: float, links: Links, k: int) -> _Cost:
     return _Cost(seconds, seconds, (n - 1) * (2 * n + 1) + n, s / n)
 
 
-def _waits(n: int, k: int) -> int:
-    """The two waits on each device with which a second stream begins and ends cost about as much as a launch."""
+def _wait_launches(n: int, k: int) -> int:
+    """Launches that cost as much as a second stream's two waits on each device: about one for each device."""
     return n if k > 1 else 0
 
 

@@ -1,7 +1,7 @@
-"""The cupy transport: one launch copies many tensors, or sums them over the slots, without flattening them first.
+"""`Cupy`: a transport whose kernels copy many tensors in one launch, or sum them over the slots, without flattening.
 
-If a tensor lies as it would in a flat buffer, a kernel needs only its address; the rest is left to plain copies. It has
-not run on a GPU, and is used only if a user asks for it (``transport="cupy"``).
+A kernel needs only the address of a tensor that is dense in memory, as in a flat buffer; plain copies carry all others.
+This transport has not run on a GPU. It is used only if a user asks for it (``transport="cupy"``).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from dataparallel.profiling import note_copied_bytes, note_copy
 
 
 class Cupy(Transport):
-    """Kernels read and write tensors where they lie, on any of the devices."""
+    """The transport by kernels, which read and write tensors where they lie, on any of the devices."""
 
     sums_flat_buffers = False
 
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
-        """One launch."""
+        """Copies with one launch."""
         self.broadcast_into(buffers, source)
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        """One launch, or torch's copies if the dtype has no kernel."""
+        """Adds with one launch, or by torch's copies if the dtype has no kernel."""
         return self.reduce_add_coalesced([[flat] for flat in flats], destination)[0]
 
     def add_flat(
@@ -53,19 +53,19 @@ class Cupy(Transport):
         planned: Planned | None = None,
         later: Later | None = None,
     ) -> list[list[Tensor]]:
-        """One launch for each bucket, whose copies lie in one buffer."""
+        """Copies each bucket with one launch. On a device the copies of a bucket lie in one buffer."""
         results = [list(tensors) for _ in devices]
-        buckets, left = plan_buckets(tensors, buffer_size, keep_repeats=False)
+        buckets, unread = plan_buckets(tensors, buffer_size, keep_repeats=False)
         for bucket in buckets:
-            left += _copy_bucket(bucket, tensors, devices, own, results, later)
-        rest = STAR.broadcast_coalesced([tensors[i] for i in left], devices, own=own)
-        for result, copied in zip(results, rest, strict=True):
-            for index, copy in zip(left, copied, strict=True):
+            unread += _copy_bucket(bucket, tensors, devices, own, results, later)
+        plain_copies = STAR.broadcast_coalesced([tensors[i] for i in unread], devices, own=own)
+        for result, copies in zip(results, plain_copies, strict=True):
+            for index, copy in zip(unread, copies, strict=True):
                 result[index] = copy
         return results
 
     def broadcast_into(self, out: Sequence[Tensor], tensor: Tensor) -> None:
-        """One launch if all of ``out`` lie in memory as ``tensor`` does, as flat buffers do; else torch's copies."""
+        """Copies with one launch if all of ``out`` lie in memory as ``tensor`` does; else by torch's copies."""
         if not out or not all(_lies_alike(target, tensor) for target in out) or _overlap([tensor, *out]):
             STAR.broadcast_into(out, tensor)
             return
@@ -73,7 +73,7 @@ class Cupy(Transport):
             note_copy("cupy", tensor, target.device)
         rows = [[each.data_ptr()] for each in (tensor, *out)]
         kernels.launch(COPY_KERNEL, rows, [tensor.nbytes], tensor.device, [target.device for target in out])
-        # Autograd does not see what kernels write, so it is told that these tensors have changed.
+        # Autograd does not see writes by kernels, so this tells it that these tensors have changed.
         increment_version(out)
 
     def reduce_add_coalesced(
@@ -82,16 +82,16 @@ class Cupy(Transport):
         destination: torch.device,
         buffer_size: int = sys.maxsize,
     ) -> list[Tensor]:
-        """One launch for each dtype, whatever the ``buffer_size``."""
+        """Adds with one launch for each dtype, whatever the ``buffer_size``."""
         first = inputs[0]
         results = list(first)
         flat_ones = travel_flat_on_every_slot(inputs) if len(inputs) > 1 else []
-        left = sorted({*range(len(first))}.difference(flat_ones))
+        unread = sorted({*range(len(first))}.difference(flat_ones))
         buckets, _ = plan_buckets(first, sys.maxsize, candidates=flat_ones, keep_repeats=False)
         for bucket in buckets:
-            left += _sum_bucket(bucket, inputs, destination, results)
-        rest = STAR.reduce_add_coalesced([[tensors[i] for i in left] for tensors in inputs], destination)
-        for index, total in zip(left, rest, strict=True):
+            unread += _sum_bucket(bucket, inputs, destination, results)
+        plain_sums = STAR.reduce_add_coalesced([[tensors[i] for i in unread] for tensors in inputs], destination)
+        for index, total in zip(unread, plain_sums, strict=True):
             results[index] = total
         return results
 
@@ -104,15 +104,15 @@ def _copy_bucket(
     results: Sequence[list[Tensor]],
     later: Later | None,
 ) -> list[int]:
-    """Puts copies of the bucket's tensors into ``results``. Returns the indices of those that kernels cannot read.
+    """Puts copies of the bucket's tensors into ``results``. Returns the indices of tensors that kernels cannot read.
 
-    ``later`` takes the launch.
+    ``later`` receives the launch.
     """
     first = tensors[bucket.indices[0]]
     needing = [slot for slot, device in enumerate(devices) if device != first.device or (own and slot > 0)]
     if not needing:
         return []
-    bucket, addresses, left = _readable(bucket, [tensors], COPY_KERNEL.itemsize)
+    bucket, addresses, unread = _split_off_readable(bucket, [tensors], COPY_KERNEL.itemsize)
     nbytes = [layout.numel * first.itemsize for layout in bucket.layouts]
     buffers: list[Tensor] = []
     shared: dict[torch.device, list[Tensor]] = {}
@@ -138,11 +138,11 @@ def _copy_bucket(
     else:
         sources = [tensors[i] for i in bucket.indices]
         later(FlatBroadcast(bucket.indices, read_and_write, lambda flat: None, buffers, sources))
-    return left
+    return unread
 
 
 def _lies_alike(target: Tensor, tensor: Tensor) -> bool:
-    """True if the bytes of ``tensor``, in the order in which they lie in memory, are those that ``target`` needs."""
+    """True if a plain copy of the memory of ``tensor`` makes ``target`` equal to it."""
     if target.dtype != tensor.dtype or not (travels_flat(target) and travels_flat(tensor)):
         return False
     if target.is_contiguous() and tensor.is_contiguous():
@@ -159,51 +159,51 @@ def _overlap(tensors: Sequence[Tensor]) -> bool:
 def _sum_bucket(
     bucket: Bucket, inputs: Sequence[Sequence[Tensor]], destination: torch.device, results: list[Tensor]
 ) -> list[int]:
-    """Puts sums of the bucket's tensors into ``results``. Returns the indices of those that kernels cannot read."""
-    of_slots = [tensors[bucket.indices[0]] for tensors in inputs]
-    dtype = of_slots[0].dtype
+    """Puts sums of the bucket's tensors into ``results``. Returns the indices of tensors that kernels cannot read."""
+    first_on_slots = [tensors[bucket.indices[0]] for tensors in inputs]
+    dtype = first_on_slots[0].dtype
     kernel = SUM_KERNELS.get(dtype)
     if kernel is None:
         return bucket.indices
-    bucket, addresses, left = _readable(bucket, inputs, kernel.itemsize)
+    bucket, addresses, unread = _split_off_readable(bucket, inputs, kernel.itemsize)
     numels = [layout.numel for layout in bucket.layouts]
     buffer = _flat_buffer(bucket, dtype, destination)
     for index, total in zip(bucket.indices, unflatten(bucket, buffer), strict=True):
         results[index] = total
     rows = [_addresses(buffer, [numel * dtype.itemsize for numel in numels]), *addresses]
     counts = [numel * (dtype.itemsize // kernel.itemsize) for numel in numels]
-    for tensor in of_slots:
+    for tensor in first_on_slots:
         note_copied_bytes("cupy", sum(numels) * dtype.itemsize, tensor.device, destination)
-    kernels.launch(kernel, rows, counts, destination, [tensor.device for tensor in of_slots])
-    return left
+    kernels.launch(kernel, rows, counts, destination, [tensor.device for tensor in first_on_slots])
+    return unread
 
 
-def _readable(
+def _split_off_readable(
     bucket: Bucket, inputs: Sequence[Sequence[Tensor]], alignment: int
 ) -> tuple[Bucket, list[list[int]], list[int]]:
-    """The part of a bucket that kernels can read where it lies, on every slot; its addresses there; the other indices.
+    """Returns a bucket of the tensors that kernels can read on every slot, their addresses, and all other indices.
 
     The bucket was planned with ``keep_repeats=False``. Addresses have to be multiples of ``alignment`` bytes.
     """
-    odd: set[int] = set()
+    unreadable: set[int] = set()
     addresses = []
     is_row_major = all(layout.row_major for layout, _ in bucket.runs)
-    # With thousands of tensors, one question asked of all tensors at a time is several times faster.
+    # With thousands of tensors, one ``map`` over all of them is several times faster than a loop.
     for tensors in inputs:
         members = [tensors[i] for i in bucket.indices]
         if not (is_row_major and all(map(Tensor.is_contiguous, members))):
             pairs = zip(members, bucket.layouts, strict=True)
-            odd.update(k for k, (tensor, layout) in enumerate(pairs) if not _lies_as(tensor, layout))
+            unreadable.update(k for k, (tensor, layout) in enumerate(pairs) if not _lies_as(tensor, layout))
         row = [*map(Tensor.data_ptr, members)]
         if reduce(or_, row) % alignment:
-            odd.update(k for k, address in enumerate(row) if address % alignment)
+            unreadable.update(k for k, address in enumerate(row) if address % alignment)
         addresses.append(row)
-    if not odd:
+    if not unreadable:
         return bucket, addresses, []
-    kept = [k for k in range(len(bucket.indices)) if k not in odd]
-    # A part of a bucket keeps the bucket's order.
-    part = Bucket.of([(bucket.indices[k], bucket.layouts[k]) for k in kept])
-    return part, [[row[k] for k in kept] for row in addresses], [bucket.indices[k] for k in sorted(odd)]
+    kept = [k for k in range(len(bucket.indices)) if k not in unreadable]
+    # `Bucket.of` keeps the order of a bucket's tensors.
+    readable = Bucket.of([(bucket.indices[k], bucket.layouts[k]) for k in kept])
+    return readable, [[row[k] for k in kept] for row in addresses], [bucket.indices[k] for k in sorted(unreadable)]
 
 
 def _lies_as(tensor: Tensor, layout: FlatLayout) -> bool:

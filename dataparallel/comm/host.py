@@ -1,7 +1,7 @@
-"""The host transport: from one accelerator to another through host memory. It works on every device, but slowly.
+"""`ThroughHost`: a transport that copies from one accelerator to another through host memory, slowly.
 
-Both copies block: the staging buffer is read when it is complete, and freed when it has been read, whatever streams
-they run on. So no memory has to be held. As ever, the current streams of both ends are ordered around a copy.
+The host waits for the copy into the staging buffer and for the copy out of it, so it can free the buffer at once,
+whatever streams the copies run on. The current streams of both devices are ordered as for a copy by torch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from dataparallel.profiling import note_copy
 
 
 def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
-    """``tensor`` on ``device``, as `Transport.to_device` returns it, with no copy from accelerator to accelerator.
+    """The tensor on ``device``, as `Transport.to_device` returns it, without a copy from accelerator to accelerator.
 
-    The copies run on the current streams of the tensor's device and of ``device``.
+    The copies run on the current streams of both devices.
     """
     if tensor.device == device or "cpu" in (tensor.device.type, device.type):
         return STAR.to_device(tensor, device, own=own)
     original, tensor = tensor, tensor.detach()
-    with _ordered(tensor.device, [device]):
+    with _streams_ordered(tensor.device, [device]):
         note_copy("host", original, CPU)
         if travels_flat(original) and can_pin(tensor.device.type):
             # Devices read and write pinned memory at full speed. The strides are those that `Tensor.to` gives.
@@ -43,27 +43,27 @@ def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
 
 
 @contextmanager
-def _ordered(source: torch.device, targets: Iterable[torch.device]) -> Iterator[None]:
-    """Copies from the source to the targets, which the block launches, come after what their current streams do.
+def _streams_ordered(source: torch.device, targets: Iterable[torch.device]) -> Iterator[None]:
+    """Orders the current streams as if the copies of the block ran on those of the source and of all targets.
 
-    What the source's stream is given next comes after them too. The targets' streams need not wait for the source's:
-    the host has waited for it.
+    The source's stream waits for the targets' streams, at the beginning and at the end of the block. They need not wait
+    for the source's stream, because the host has waited for it.
     """
     streams = current_streams([source, *targets])
-    sending = streams.pop(source, None)
-    if sending is None:  # the source is in host memory
+    source_stream = streams.pop(source, None)
+    if source_stream is None:  # the source is in host memory
         yield
         return
-    for receiving in streams.values():
-        Event(receiving).make_wait(sending)
+    for target_stream in streams.values():
+        Event(target_stream).make_wait(source_stream)
     yield
-    for receiving in streams.values():
-        Event(receiving).make_wait(sending)
+    for target_stream in streams.values():
+        Event(target_stream).make_wait(source_stream)
 
 
 @cache
 def can_pin(device_type: str) -> bool:
-    """True if the backend has pinned host memory. torch has no question for it, so this tries."""
+    """True if the backend has pinned host memory. torch has no function that tells, so this allocates some."""
     try:
         return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
     except RuntimeError:
@@ -71,22 +71,22 @@ def can_pin(device_type: str) -> bool:
 
 
 class ThroughHost(Transport):
-    """Every copy between accelerators goes through the host."""
+    """The transport that copies between accelerators through the host."""
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """See the function `send`; on the tensor's own device it makes a clone."""
+        """The function `send`, except that it returns a clone if the tensor is already on ``device``."""
         return send(tensor, device, own=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """A source on the device of ``target`` is copied directly."""
-        with _ordered(source.device, [target.device]):
+        """Copies ``source`` into ``target``: directly if both are on one device."""
+        with _streams_ordered(source.device, [target.device]):
             target.copy_(send(source, target.device))
 
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
-        """One copy to the host, and one from there to each device."""
+        """Copies the source to the host once, and from there into each buffer."""
         if buffers:
-            with _ordered(source.device, [buffer.device for buffer in buffers]):
-                staged = send(source, CPU)
+            with _streams_ordered(source.device, [buffer.device for buffer in buffers]):
+                on_host = send(source, CPU)
                 for buffer in buffers:
-                    note_copy("host", staged, buffer.device)
-                    buffer.copy_(staged)
+                    note_copy("host", on_host, buffer.device)
+                    buffer.copy_(on_host)

@@ -1,7 +1,7 @@
-"""Launches the kernels of the cupy transport: one launch copies many tensors, or sums them over the slots.
+"""`launch`: launches a kernel of the cupy transport, which copies many tensors, or sums them over the slots.
 
-It sees addresses, no tensors. A kernel runs on one device and reads and writes the memory of its peers. It has not run
-on a GPU: tests check the kernels and their tables on the CPU, but not the launches.
+A launch gets addresses, no tensors. A kernel runs on one device and reads and writes the memory of its peers. This code
+has not run on a GPU: tests check the kernels and their tables on the CPU, but not the launches.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _LARGEST_CHUNK = 16 * _SMALLEST_CHUNK
 
 
 class Launch(NamedTuple):
-    """One launch: the kernel's name, its arguments (``table`` by its pointer) and the number of blocks."""
+    """One launch: the kernel's name, its arguments (the address of ``table`` and three numbers), and its blocks."""
 
     kernel: str
     table: Tensor
@@ -73,15 +73,15 @@ class Launch(NamedTuple):
 
 
 def pack(kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int], *, max_blocks: int) -> Launch:
-    """The launch of a kernel on dense memory. It has 0 blocks if no tensor has an element.
+    """Prepares the launch of a kernel on dense memory. The launch has 0 blocks if all tensors are empty.
 
     Args:
         kernel: `COPY_KERNEL` or one of `SUM_KERNELS`.
         pointers: rows, each with one pointer for every tensor. For copies: the sources, then each list of destinations;
             no destination overlaps a source. For sums: the results, then each slot in turn; a result overlaps nothing,
             or is one slot's tensor at the same position. A sum's pointers are multiples of the kernel's ``itemsize``.
-        counts: the number of elements of every tensor. The pointer of an empty tensor is not followed.
-        max_blocks: above 0; a good number is that of the blocks that the device runs at once.
+        counts: the number of elements of every tensor. Kernels do not read the pointer of an empty tensor.
+        max_blocks: above 0; best the number of blocks that the device runs at once.
 
     Raises:
         ValueError: a row that is not as long as ``counts``.
@@ -96,7 +96,7 @@ def pack(kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int
 
 
 def _chunk_bytes(total: int, max_blocks: int) -> int:
-    """The size of a chunk: small enough to give every block one, else large, to cost fewer searches in the table."""
+    """The size of a chunk: small enough that every block gets one, else large, for fewer searches in the table."""
     share = -(-total // max_blocks)
     return min(max(1 << (share - 1).bit_length(), _SMALLEST_CHUNK), _LARGEST_CHUNK)
 
@@ -119,7 +119,7 @@ class _LaunchStream(NamedTuple):
     ptr: int
 
 
-# Tables whose launches may not have run yet, each with an event after its launch.
+# Tables that launches may still read, with an event after each launch.
 _held: list[tuple[torch.cuda.Event, list[Tensor]]] = []
 _held_lock = threading.Lock()
 
@@ -148,7 +148,7 @@ def why_not(devices: Iterable[torch.device] = ()) -> str | None:
 
 
 def why_not_installed() -> str | None:
-    """As `why_not`, as far as that is known without an import of CuPy."""
+    """As `why_not`, but without an import of CuPy, so that it finds fewer reasons."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if torch.version.hip is not None:
@@ -167,8 +167,8 @@ def launch(
 ) -> None:
     """Launches a kernel on the current stream of ``device``, unless no tensor has an element.
 
-    Earlier work on the current streams of ``others`` runs before it, later work there runs after it. The caller holds
-    the memory, which is on these devices, until this returns. Kernels, pointers and counts: see `pack`.
+    Earlier work on the current streams of ``others`` runs before the kernel, later work there runs after it. The memory
+    is on these devices; the caller holds it until this function returns. Kernels, pointers and counts: see `pack`.
 
     Raises:
         ValueError: a device that is not on CUDA, rows of different lengths.
@@ -192,7 +192,7 @@ def _launch(packed: Launch, device: torch.device, others: Iterable[torch.device]
     peers = [torch.cuda.current_stream(other) for other in others]
     stream = torch.cuda.current_stream(device)
     for peer in peers:
-        # Memory that the kernel reads there must have been written, and memory that it writes must no longer be read.
+        # Earlier work must have written the memory that the kernel reads, and must have read what the kernel writes.
         stream.wait_stream(peer)
     kernel, entries, *arguments, blocks = packed
     with torch.cuda.device(device), cupy.cuda.Device(device.index):
@@ -212,7 +212,7 @@ def _make_reachable(device: torch.device, others: Sequence[torch.device]) -> Non
     """Makes torch map the memory of ``others`` for ``device``, and the reverse, once for each pair.
 
     torch enables peer access only when it copies, and only for the device that the copy comes from. A kernel that reads
-    memory that is not mapped breaks CUDA for the whole process. The peer check copies too, but may be turned off.
+    unmapped memory breaks CUDA for the whole process. The check of ``peers`` copies too, but a user may turn it off.
     """
     if all(frozenset((device, other)) in _reachable for other in others):
         return
@@ -226,12 +226,12 @@ def _make_reachable(device: torch.device, others: Sequence[torch.device]) -> Non
 
 
 def _copy(source: torch.device, target: torch.device) -> None:
-    """A copy of one byte by torch."""
+    """Copies one byte by torch."""
     torch.empty(1, dtype=torch.uint8, device=target).copy_(torch.empty(1, dtype=torch.uint8, device=source))
 
 
 def _hold_until(done: torch.cuda.Event, tables: list[Tensor]) -> None:
-    """Keeps tables until the event has passed, and frees those of earlier launches that have run."""
+    """Keeps ``tables`` until the event has passed, and frees the tables of earlier launches that have run."""
     global _held
     with _held_lock:
         # `before` frees the tables when it goes out of scope, after the lock is released.
@@ -262,7 +262,7 @@ def _max_blocks(device: torch.device) -> int:
 
 @in_forked_child
 def forget() -> None:
-    """Forgets which pairs are mapped. A forked child does: the parent's mappings do not hold there.
+    """Forgets which pairs are mapped, in a forked child, where the parent's mappings are not valid.
 
     It makes a new lock, because another thread of the parent may have held the old one.
     """

@@ -1,7 +1,7 @@
-"""Collectives of matrices that have a row for each device: ``fully_shard`` gathers parameters and adds up gradients.
+"""`all_gather` and `reduce_scatter` of matrices with a row for each device, for ``fully_shard``. Each device has one.
 
-If each device pulled a row from each other one, n devices would launch n * n copies, and launches take longer than the
-copies of few bytes. Here the copies of a device are few. A transport calls these functions with its own copies.
+If every device pulled a row from every other device, n devices would launch n * n copies, and a launch takes longer
+than a copy of few bytes. These functions launch few copies for each device. A transport passes its own copy function.
 """
 
 from __future__ import annotations
@@ -18,73 +18,72 @@ from dataparallel.comm.streams.current import Event
 from dataparallel.devices import CPU
 
 Copy = Callable[[Tensor, Tensor], object]
-"""Copies into the first tensor what the second one has. Dtypes are the same."""
+"""Copies the second tensor into the first one, which has the same dtype."""
 
-Memory = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
+Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 """Makes a tensor without values."""
 
 
-def memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`Memory` of torch's."""
+def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocates with ``torch.empty``."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-_PIECES, _IN_PIECES_FROM = 4, 2**18
-"""Along a chain a matrix of more bytes than this travels in so many pieces. Up to so many devices form no chain for
-it."""
+_PIECES, _CUT_ABOVE_BYTES = 4, 2**18
+"""A chain cuts a matrix above this size into ``_PIECES`` pieces. As many devices, or fewer, form no chain for it."""
 
-_LARGE = 2**22
-"""Bytes. Devices send and receive parts of matrices of more bytes than this at the same time."""
+_OVERLAP_ABOVE_BYTES = 2**22
+"""For matrices above this size each device sends and receives at the same time, on two streams."""
 
-_VERY_LARGE = 2**26
-"""Bytes. The rows of a larger matrix go straight to their owners. Along a chain of 8 devices it takes a millisecond, at
-225 GB/s, and the launches that a chain saves take half of that."""
+_NO_CHAIN_ABOVE_BYTES = 2**26
+"""No number of devices forms a chain for a matrix above this size. Along a chain of 8 devices the matrix would take a
+millisecond, at 225 GB/s, and the launches that the chain saves take half of that."""
 
 
 def are_apart(devices: Sequence[torch.device]) -> bool:
-    """True for distinct accelerators."""
+    """True if ``devices`` are distinct accelerators."""
     return len({*devices}) == len(devices) and CPU not in devices
 
 
 def all_gather(copy: Copy, matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-    """Copies all ``rows`` into each of the matrices. The matrix at a position is where the row at it is.
+    """Copies all ``rows`` into each of the matrices. Matrix i is on the device of row i.
 
-    In each round a device copies all rows that another one has: about log2(n) copies on each device, which receives
+    In each round a device copies all rows that another device has. So it launches about log2(n) copies, and receives
     each row once (Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing
     systems", 1997).
     """
     count, number = len(rows), _streams_for(matrices[0])
     for slot, (matrix, row) in enumerate(zip(matrices, rows, strict=True)):
         copy(matrix[slot], row)
-    have = 1  # each slot has so many rows, from its own one on; the first row comes after the last one
+    have = 1  # how many rows each slot has: its own one and those after it, modulo ``count``
     with piece_streams([row.device for row in rows], number) as streams:
         for round in range((count - 1).bit_length()):
-            # What a device has received in the round before is sent from the stream that it came on. The other stream,
-            # on which it receives now, has what came before that.
+            # A device sends the rows of the last round from the stream on which it received them. That stream waits for
+            # the other one, which received the rows before, and on which the device receives now.
             for row in rows if round > 1 else ():
                 streams.order(row.device, round + 1, round)
-            more = min(have, count - have)
+            copied = min(have, count - have)
             for receiver in range(count) if number > 1 else _in_phases(count, have):
                 sender = (receiver + have) % count
                 streams.use(rows[sender].device, round)
                 streams.use(rows[receiver].device, round + 1)
-                until = min(sender + more, count)
-                copy(matrices[receiver][sender:until], matrices[sender][sender:until])
-                if (rest := sender + more - until) > 0:
+                end = min(sender + copied, count)
+                copy(matrices[receiver][sender:end], matrices[sender][sender:end])
+                if (rest := sender + copied - end) > 0:
                     copy(matrices[receiver][:rest], matrices[sender][:rest])
-            have += more
+            have += copied
 
 
 def _streams_for(matrix: Tensor) -> int:
-    """How many streams of each device its copies take."""
-    return 2 if matrix.nbytes > _LARGE else 1
+    """The number of streams on each device that the copies of the matrix take."""
+    return 2 if matrix.nbytes > _OVERLAP_ABOVE_BYTES else 1
 
 
 def _in_phases(count: int, distance: int) -> Iterator[int]:
-    """All slots, each of which is to receive from the one at this ``distance``, in the order of the launches.
+    """All slots in the order in which their copies are launched. Each slot receives from the slot ``distance`` further.
 
-    On one stream a device that sends cannot receive meanwhile, because a copy takes the streams of both ends. So first
-    every other slot receives, and then the rest: one after the other, each copy would wait for the one before.
+    On one stream a device cannot receive while it sends, because a copy takes the streams of both devices. If slots
+    received in their order, each copy would wait for the one before. So every other slot receives first.
     """
     circles = gcd(count, distance)
     length = count // circles
@@ -95,31 +94,31 @@ def _in_phases(count: int, distance: int) -> Iterator[int]:
 
 
 def reduce_scatter(
-    copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory = memory, overwrite: bool = False
+    copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate = allocate, overwrite: bool = False
 ) -> None:
-    """Copies row j of the sum of ``matrices``, which is added in the order given, into ``out[j]``.
+    """Adds ``matrices`` in the order given, and copies row j of the sum into ``out[j]``. See `comm.reduce_scatter`.
 
-    Partial sums pass from each device to the next, and the last one sends each device its row: two launches for each
-    device and piece. A large matrix on few devices takes no more launches if each device gets its row from each other
-    one, and less time. For a very large one the launches do not count. See `comm.reduce_scatter`.
+    Along a chain each device passes partial sums to the next one, and the last device sends each device its row: two
+    launches for each device and piece. If few devices have a large matrix, sums at the owners of the rows take no more
+    launches than a chain, and less time. For a very large matrix launches do not count.
     """
     devices = [matrix.device for matrix in matrices]
     if len(matrices) > 2 and are_apart(devices):
         is_square = devices == [total.device for total in out]
-        if is_square and matrices[0].nbytes > (_IN_PIECES_FROM if len(matrices) <= _PIECES else _VERY_LARGE):
-            _from_each(copy, matrices, out, empty)
+        if is_square and matrices[0].nbytes > (_CUT_ABOVE_BYTES if len(matrices) <= _PIECES else _NO_CHAIN_ABOVE_BYTES):
+            _sum_at_owners(copy, matrices, out, empty)
         else:
-            _along_a_chain(copy, matrices, out, empty, overwrite)
+            _sum_along_chain(copy, matrices, out, empty, overwrite)
         return
     for owner, total in enumerate(out):
         _add_rows(copy, [matrix[owner] for matrix in matrices], total, empty)
 
 
-def _add_rows(copy: Copy, rows: Sequence[Tensor], total: Tensor, empty: Memory) -> None:
-    """Adds the rows where ``total`` is, one after the other. Rows that travel are there one at a time."""
+def _add_rows(copy: Copy, rows: Sequence[Tensor], total: Tensor, empty: Allocate) -> None:
+    """Adds the rows on the device of ``total``, one after the other. One buffer receives the rows of other devices."""
     rows = [*rows]
     if len(rows) > 1 and rows[1].dtype == total.dtype and rows[0].device == total.device != rows[1].device:
-        rows[:2] = rows[1], rows[0]  # their sum has the same bits, and what travels needs no memory of its own
+        rows[:2] = rows[1], rows[0]  # the sum has the same bits, and ``total`` itself receives the row
     received: Tensor | None = None
     for at, row in enumerate(rows):
         if row.device != total.device and (at or row.dtype != total.dtype):
@@ -134,10 +133,10 @@ def _add_rows(copy: Copy, rows: Sequence[Tensor], total: Tensor, empty: Memory) 
             total.copy_(row)
 
 
-def _from_each(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory) -> None:
-    """Each device gets its row from one device after the other, in slot order. In each step it sends to another one."""
+def _sum_at_owners(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate) -> None:
+    """Each device receives and adds its row from all slots, in slot order. In each step it sends to another device."""
     count, devices = len(matrices), [matrix.device for matrix in matrices]
-    rooms = [empty(total.shape, matrices[0].dtype, total.device) for total in out]
+    buffers = [empty(total.shape, matrices[0].dtype, total.device) for total in out]
     with piece_streams(devices, _streams_for(matrices[0])) as streams:
         for step in range(2 * count - 1):
             for owner in range(max(step - count + 1, 0), min(step + 1, count)):
@@ -146,7 +145,7 @@ def _from_each(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], em
                 streams.use(devices[owner], RECEIVING)
                 if slot != owner:
                     streams.use(devices[slot], SENDING)
-                    received = total if slot == 0 and row.dtype == total.dtype else rooms[owner]
+                    received = total if slot == 0 and row.dtype == total.dtype else buffers[owner]
                     copy(received, row)
                     row = received
                 if slot:
@@ -155,61 +154,61 @@ def _from_each(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], em
                     total.copy_(row)
 
 
-def _along_a_chain(
-    copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory, overwrite: bool
+def _sum_along_chain(
+    copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate, overwrite: bool
 ) -> None:
-    """Each device adds its own terms to what it receives, and sends on the sum. The last one sends it to the rows.
+    """Each device receives a partial sum, adds its own term, and sends on the result. The last device sends the rows.
 
-    A matrix travels in pieces. A device receives and adds a piece of a large one while it sends the piece before, so it
-    needs memory for two sums, unless they may take the place of its own terms. The first device sends its terms as they
-    are, if they have the dtype of the sums.
+    A matrix travels in pieces. While a device sends a piece of a large matrix, it receives and adds the next piece. So
+    it needs memory for two sums, unless sums may overwrite its own terms. The first device adds nothing: its sums are
+    its terms, if both have the same dtype.
     """
     dtype, last, devices = out[0].dtype, len(matrices) - 1, [matrix.device for matrix in matrices]
-    size = -(-matrices[0].numel() // (_PIECES if matrices[0].nbytes > _IN_PIECES_FROM else 1))
+    size = -(-matrices[0].numel() // (_PIECES if matrices[0].nbytes > _CUT_ABOVE_BYTES else 1))
     terms = [matrix.view(-1).split(size) for matrix in matrices]
     count, is_wide, number = len(terms[0]), matrices[0].dtype != dtype, _streams_for(matrices[0])
-    is_own = [not is_wide and (slot == 0 or overwrite) for slot in range(last + 1)]  # where sums are
-    needs = [0 if own and slot == 0 else 1 if own else number for slot, own in enumerate(is_own)]
-    rooms = [[empty((size,), dtype, device) for _ in range(n)] for n, device in zip(needs, devices, strict=True)]
+    is_in_place = [not is_wide and (slot == 0 or overwrite) for slot in range(last + 1)]  # sums take the terms' memory
+    counts = [(1 if slot else 0) if in_place else number for slot, in_place in enumerate(is_in_place)]
+    buffers = [[empty((size,), dtype, device) for _ in range(n)] for n, device in zip(counts, devices, strict=True)]
     sums = [
-        of_slot if own else [room[piece % number][: len(term)] for piece, term in enumerate(of_slot)]
-        for own, room, of_slot in zip(is_own, rooms, terms, strict=True)
+        slot_terms if in_place else [slot_buffers[at % number][: len(term)] for at, term in enumerate(slot_terms)]
+        for in_place, slot_buffers, slot_terms in zip(is_in_place, buffers, terms, strict=True)
     ]
-    left: list[deque[Event]] = [deque() for _ in devices]  # behind each send of a sum whose memory is used again
+    sends: list[deque[Event]] = [deque() for _ in devices]  # an event after each send from a buffer that is used again
     with piece_streams(devices, number) as streams:
         for step in range(last + count):
-            # A device sends a sum on before it gets the next piece, for which its sending stream would wait.
+            # A device sends a sum on before it receives the next piece, because the send would wait for that receive.
             for piece in range(max(step - last, 0), min(step + 1, count)):
                 slot = step - piece
                 total, own = sums[slot][piece], terms[slot][piece]
-                if len(left[slot]) > 1:
-                    left[slot].popleft().make_wait(streams.of_device(devices[slot])[RECEIVING])
+                if len(sends[slot]) > 1:
+                    sends[slot].popleft().make_wait(streams.of_device(devices[slot])[RECEIVING])
                 streams.use(devices[slot], RECEIVING)
                 if slot:
                     streams.use(devices[slot - 1], SENDING)
-                    received = rooms[slot][0][: len(own)] if is_own[slot] else total
+                    received = buffers[slot][0][: len(own)] if is_in_place[slot] else total
                     copy(received, sums[slot - 1][piece])
-                    total.add_(received if is_own[slot] else own)
+                    total.add_(received if is_in_place[slot] else own)
                 elif is_wide:
                     total.copy_(own)
                 if slot or is_wide:
                     streams.order(devices[slot], RECEIVING, SENDING)
                 if slot == last:
                     streams.use(devices[last], SENDING)
-                    for target, part in _parts_of_rows(out, total, piece * size):
+                    for target, part in _row_parts(out, total, piece * size):
                         if target.device != devices[last]:
                             streams.use(target.device, RECEIVING)
                         copy(target, part)
                 senders = (slot - 1, slot) if slot == last else (slot - 1,)
                 for sender in senders if number > 1 and slot else ():
-                    if not is_own[sender]:
-                        left[sender].append(Event(streams.of_device(devices[sender])[SENDING]))
+                    if not is_in_place[sender]:
+                        sends[sender].append(Event(streams.of_device(devices[sender])[SENDING]))
 
 
-def _parts_of_rows(rows: Sequence[Tensor], piece: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The parts of rows that a piece of the matrix has, which begins at the element ``start``, and what they get."""
+def _row_parts(rows: Sequence[Tensor], piece: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of a part of a row and the part of ``piece`` for it. The piece begins at element ``start`` of a matrix."""
     length, end = rows[0].numel(), start + len(piece)
-    for number in range(start // length, -(-end // length)):
-        begin = number * length
-        first, until = max(start, begin), min(end, begin + length)
-        yield rows[number].view(-1)[first - begin : until - begin], piece[first - start : until - start]
+    for at in range(start // length, -(-end // length)):
+        row_start = at * length
+        first, last = max(start, row_start), min(end, row_start + length)
+        yield rows[at].view(-1)[first - row_start : last - row_start], piece[first - start : last - start]

@@ -1,7 +1,7 @@
-"""The NCCL transport: flat buffers between distinct CUDA devices by torch's in-process NCCL.
+"""`Nccl`: a transport that moves flat buffers between distinct CUDA devices by torch's in-process NCCL.
 
-Broadcasts move bytes. NCCL adds in an order of its own, so it makes sums only if the caller allows any order. This file
-has not run on GPUs: its tests look at what it asks ``torch.cuda.nccl`` for.
+Broadcasts move bytes. NCCL adds in an order of its own, so it makes sums only if the caller allows any order. This code
+has not run on GPUs: its tests look at its calls of ``torch.cuda.nccl``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.cuda import nccl
 
 from dataparallel import _torch
-from dataparallel.comm.matrices import Memory
+from dataparallel.comm.matrices import Allocate
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.transport import Transport
 from dataparallel.profiling import note_copy
@@ -26,7 +26,7 @@ _SUMMED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8),
 }
-"""The dtypes that NCCL adds as torch does. It adds ``bool`` and 8-bit floats as bytes; torch hands it no others."""
+"""The dtypes that NCCL adds as torch does. NCCL adds ``bool`` and 8-bit floats as bytes; torch passes it no others."""
 
 _launching = threading.Lock()
 """NCCL forbids launches from several threads at once, on any communicators: two launches that wait for each other's
@@ -35,7 +35,7 @@ of its own, but not those that the user makes."""
 
 
 def launching() -> AbstractContextManager[object]:
-    """Inside, no other thread of this process launches NCCL for the library."""
+    """Inside the context, no other thread of this process launches NCCL for the library."""
     return _launching
 
 
@@ -51,39 +51,41 @@ class Nccl(Transport):
         self._sums = sums
 
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
-        """One launch on every device, on its current stream."""
+        """Broadcasts with one launch on every device, on its current stream."""
         if buffers:
             for buffer in buffers:
                 note_copy("nccl", source, buffer.device)
-            # As bytes: torch refuses to hand NCCL buffers of int16, of complex numbers and of unsigned 16 to 64 bits.
+            # As bytes, because torch refuses to pass NCCL int16, complex numbers and unsigned 16 to 64 bits.
             with _launching:
                 nccl.broadcast([flat.view(torch.uint8) for flat in (source, *buffers)], root=0)
-            # Autograd does not see what NCCL writes, so it is told that these tensors have changed.
+            # Autograd does not see writes by NCCL, so this tells it that these tensors have changed.
             increment_version(buffers)
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        """One launch on every device. Sums that NCCL may not or cannot make are made by torch, in slot order."""
+        """Adds with one launch on every device. torch makes sums that NCCL may not or cannot make, in slot order."""
         flats = list(flats)
-        places = [place for place, flat in enumerate(flats) if flat.device == destination]
-        if not self._sums or not places or flats[0].dtype not in _SUMMED:
+        roots = [rank for rank, flat in enumerate(flats) if flat.device == destination]
+        if not self._sums or not roots or flats[0].dtype not in _SUMMED:
             return STAR.add_up(flats, destination)
         for flat in flats:
             note_copy("nccl", flat, destination)
-        total = torch.empty_like(flats[places[0]])
+        total = torch.empty_like(flats[roots[0]])
         with _launching:
-            nccl.reduce(flats, output=total, root=places[0])
+            nccl.reduce(flats, output=total, root=roots[0])
         return total
 
     def all_gather(self, matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        """One launch on every device."""
+        """Gathers with one launch on every device."""
         for row, matrix in product(rows, matrices):
             note_copy("nccl", row, matrix.device)
         with _launching:
             nccl.all_gather([row.view(torch.uint8) for row in rows], [m.view(torch.uint8).flatten() for m in matrices])
         increment_version(matrices)
 
-    def reduce_scatter(self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory, overwrite: bool) -> None:
-        """One launch on every device. Sums that NCCL may not or cannot make are made by torch, in slot order."""
+    def reduce_scatter(
+        self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate, overwrite: bool
+    ) -> None:
+        """Adds as `add_up` does: with one launch on every device, or by torch."""
         is_square = [matrix.device for matrix in matrices] == [target.device for target in out]
         dtypes = {tensor.dtype for tensor in (*matrices, *out)}
         if not self._sums or not is_square or len(dtypes) > 1 or not dtypes <= _SUMMED:

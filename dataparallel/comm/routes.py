@@ -1,6 +1,6 @@
-"""torch's own copies, along a route: who sends to whom, in how many pieces, in which order.
+"""`TorchCopies`: a transport that uses torch's copies. Its route says who sends to whom, in pieces, in which order.
 
-``comm.choice`` describes the routes. All of them add in slot order, and so give the same bits.
+``comm.choice`` describes the routes. Sums add in slot order along every route, so all routes give the same bits.
 """
 
 from __future__ import annotations
@@ -13,50 +13,45 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dataparallel.comm.duplex import (
-    RECEIVING,
-    SENDING,
-    are_pieces_under_way,
-    piece_streams,
-    piece_streams_kept,
-)
+from dataparallel.comm.duplex import RECEIVING, SENDING, are_pieces_under_way, piece_streams, shared_piece_streams
 from dataparallel.comm.transport import Transport, summed_in
 from dataparallel.profiling import note_copy
 
 P = TypeVar("P")
 
 _ALIGNED = 128
-"""Elements. Pieces begin at multiples of it, where an access of any width may begin."""
+"""Pieces begin at multiples of this number of elements, where a load or store of any width may begin."""
 
 
 @dataclass(frozen=True)
 class TorchCopies(Transport):
-    """torch's own copies, along a route. A chain cuts each buffer into ``pieces``."""
+    """torch's copies along ``route``. Along a chain each buffer is cut into ``pieces``."""
 
     route: str
     pieces: int = 4
 
     @property
     def flattens_single_tensors(self) -> bool:
-        """A star sends a single tensor as it is: a flat buffer would only be one more copy."""
+        """False for a star, which sends a single tensor as it is: a flat buffer would only be one more copy."""
         return self.route != "star"
 
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Along a star or a tree one copy for each buffer; along a chain one for each piece of each buffer.
+        """Copies the source into each buffer: along a star or a tree at once, along a chain piece by piece.
 
-        A small buffer that follows others along a chain takes that too: otherwise it would wait for all their pieces,
-        and what follows would wait for it. Only sums go by shards: see `choice`.
+        A small buffer that follows others along a chain takes the chain too: otherwise it would wait for all their
+        pieces, and later buffers would wait for it. Only sums go by shards (see `choice`): a broadcast takes a chain.
         """
-        follows = self.route in ("star", "tree") and are_pieces_under_way([flat.device for flat in (source, *buffers)])
-        if self.route in ("chain", "shards") or follows:
-            _broadcast_along_chain(source, buffers, 1 if follows else self.pieces)
+        devices = [flat.device for flat in (source, *buffers)]
+        is_behind_pieces = self.route in ("star", "tree") and are_pieces_under_way(devices)
+        if self.route in ("chain", "shards") or is_behind_pieces:
+            _broadcast_along_chain(source, buffers, 1 if is_behind_pieces else self.pieces)
         else:
             for sender, receiver in hops(self.route, [source, *buffers]):
                 note_copy(self.route, sender, receiver.device)
                 receiver.copy_(sender)
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        """Along a chain or by shards, if that is the route; else the destination adds one by one."""
+        """The sum along a chain or by shards; on another route the destination adds one buffer after the other."""
         if self.route == "chain":
             return _sum_along_chain([*flats], destination, self.pieces)
         if self.route == "shards":
@@ -68,9 +63,9 @@ STAR = TorchCopies("star")
 
 
 def hops(route: str, places: Sequence[P]) -> list[tuple[P, P]]:
-    """Pairs of sender and receiver, in order, by which a buffer gets from the first of ``places`` to all others.
+    """Pairs of sender and receiver, in order, along which a buffer gets from the first of ``places`` to all others.
 
-    In a tree, place k gets it from the place whose number is k without its highest bit.
+    In a tree, place k receives from the place whose number is k without its highest bit.
     """
     senders = {"star": lambda k: 0, "tree": lambda k: k - (1 << (k.bit_length() - 1))}[route]
     return [(places[senders(k)], places[k]) for k in range(1, len(places))]
@@ -85,19 +80,19 @@ def _split(flat: Tensor, count: int) -> Sequence[Tensor]:
 
 # ---- a chain: each device passes a buffer piece by piece to the next -------------------------------------------------
 
-# A piece stays on one stream of every device that it passes, so torch's own order of copies is enough: it arrives, is
-# added to, and is sent on. The next piece is on another stream and arrives meanwhile. The first device sends all pieces
-# from one stream, since two copies at a time would only share its link.
+# On each device one stream receives a piece, adds to it and sends it on, so torch's own order of copies is enough. The
+# next piece takes another stream and arrives meanwhile. The first device sends all pieces from one stream, since two
+# copies at a time would only share its link.
 
 
 def _broadcast_along_chain(source: Tensor, buffers: Sequence[Tensor], count: int) -> None:
-    """Copies ``source`` into the first buffer in ``count`` pieces, from there into the next, and so on."""
+    """Copies ``source`` in ``count`` pieces into the first buffer, from there into the second one, and so on."""
     flats = [source, *buffers]
     pieces = [_split(flat, count) for flat in flats]
     devices = [flat.device for flat in flats]
-    with piece_streams_kept(devices, min(2, len(pieces[0]))) as streams:
-        first = streams.turn
-        streams.turn += len(pieces[0])
+    with shared_piece_streams(devices, min(2, len(pieces[0]))) as streams:
+        first = streams.broadcast_pieces
+        streams.broadcast_pieces += len(pieces[0])
         for hop, piece in _wavefront(len(buffers), len(pieces[0])):
             streams.use(devices[hop], first + piece if hop else 0)
             streams.use(devices[hop + 1], first + piece)
@@ -108,18 +103,18 @@ def _broadcast_along_chain(source: Tensor, buffers: Sequence[Tensor], count: int
 def _sum_along_chain(flats: Sequence[Tensor], destination: torch.device, count: int) -> Tensor:
     """The sum of ``flats`` in the order given, on ``destination``, in ``count`` pieces. It overwrites the buffers.
 
-    The sum goes into the first buffer that lies on the destination: its own term has been added by the time a piece of
-    the sum arrives. Each device that receives needs memory for one buffer of partial sums.
+    The result goes into the first buffer that lies on the destination: its terms have been added when a piece of the
+    sum arrives. Each device that receives needs memory for one buffer of partial sums.
     """
     dtype, wide = flats[0].dtype, summed_in(flats[0].dtype)
     stations = list(_stations(flats))
     partial = [flats[0].to(wide), *(torch.empty_like(station[0], dtype=wide) for station in stations[1:])]
-    # The last device rounds into the memory of its last term, which has been added by then.
+    # The last device rounds the sum into the memory of its last term, which has been added before.
     total = partial[-1] if wide == dtype else flats[-1]
     result = total
     if total.device != destination:
-        there = [flat for flat in flats if flat.device == destination]
-        result = there[0] if there else torch.empty_like(total, device=destination)
+        on_destination = [flat for flat in flats if flat.device == destination]
+        result = on_destination[0] if on_destination else torch.empty_like(total, device=destination)
     sums, totals, results = [_split(flat, count) for flat in partial], _split(total, count), _split(result, count)
     terms = [[_split(flat, count) for flat in (station if at else station[1:])] for at, station in enumerate(stations)]
     devices = [*(flat.device for flat in partial), destination]
@@ -145,7 +140,7 @@ def _sum_along_chain(flats: Sequence[Tensor], destination: torch.device, count: 
 
 
 def _stations(flats: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive buffers on one device: nothing has to travel between them."""
+    """Groups of consecutive buffers on one device, which adds a whole group before it sends the sum on."""
     station = [flats[0]]
     for before, flat in pairwise(flats):
         if flat.device != before.device:
@@ -156,48 +151,48 @@ def _stations(flats: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _wavefront(hops: int, pieces: int) -> list[tuple[int, int]]:
-    """Pairs of hop and piece in the order of their launches, in which no fast device waits for the host."""
+    """Pairs of hop and piece, in the order in which the host launches them so that no device waits for the host."""
     steps = range(hops + pieces - 1)
     return [(step - piece, piece) for step in steps for piece in range(pieces) if 0 <= step - piece < hops]
 
 
-# ---- by shards: slot j adds the j-th part of the buffers of all slots ------------------------------------------------
+# ---- by shards: slot j adds the j-th shard of the buffers of all slots -----------------------------------------------
 
-# In round r slot i sends to slot i + r, counted modulo the number of slots. In a round each device sends one copy and
-# receives another. No order between the two may arise, so it sends from its second stream and receives on the caller's.
+# In round r slot i sends to slot i + r, modulo the number of slots. Each device sends one copy in a round and receives
+# another. Neither may wait for the other, so the device sends from its second stream and receives on the caller's.
 
 
 def _sum_by_shards(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
     """The sum of ``flats`` in the order given, on ``destination``. It overwrites the buffers.
 
-    The sum goes into the first buffer that lies on the destination: its shards have been sent and added by the time
-    their sums arrive. Each slot needs memory for the shards that it receives, less than one buffer.
+    The sum goes into the first buffer that lies on the destination: its shards have been sent and added when the sums
+    of other devices arrive. Each slot needs memory for the shards that it receives, less than one buffer.
     """
     devices = [flat.device for flat in flats]
     shards = [_split(flat, len(flats)) for flat in flats]
     owners = range(len(shards[0]))
-    # terms[j][i]: shard j of slot i, where slot j can read it. On one device it is read where it is.
+    # terms[j][i]: shard j of slot i, on the device of slot j.
     terms = [[shards[slot][owner] for slot in range(len(flats))] for owner in owners]
     travelling = [(i, j) for i, j in _rounds(len(flats)) if j in owners and devices[i] != devices[j]]
     for owner in owners:
         senders = [i for i, j in travelling if j == owner]
         if senders:
             received = flats[0].new_empty((len(senders), shards[0][owner].numel()), device=devices[owner])
-            for sender, place in zip(senders, received.unbind(), strict=True):
-                terms[owner][sender] = place
+            for sender, term in zip(senders, received.unbind(), strict=True):
+                terms[owner][sender] = term
     with piece_streams(devices, min(2, len(owners))) as streams:
         for sender, owner in travelling:
             streams.use(devices[sender], SENDING)
             streams.use(devices[owner], RECEIVING)
             note_copy("shards", shards[sender][owner], devices[owner])
             terms[owner][sender].copy_(shards[sender][owner])
-    sums = [STAR.add_up(of_owner, of_owner[0].device) for of_owner in terms]
-    there = [flat for flat in flats if flat.device == destination]
-    total = there[0] if there else torch.empty_like(flats[0], device=destination)
-    for place, shard in zip(_split(total, len(flats)), sums, strict=True):
-        if place.data_ptr() != shard.data_ptr():
+    sums = [STAR.add_up(shard_terms, shard_terms[0].device) for shard_terms in terms]
+    on_destination = [flat for flat in flats if flat.device == destination]
+    total = on_destination[0] if on_destination else torch.empty_like(flats[0], device=destination)
+    for target, shard in zip(_split(total, len(flats)), sums, strict=True):
+        if target.data_ptr() != shard.data_ptr():
             note_copy("shards", shard, destination)
-            place.copy_(shard)
+            target.copy_(shard)
     return total
 
 

@@ -1,6 +1,6 @@
-"""The user's settings for how tensors travel: the transport, the route, and whether sums keep their order.
+"""`Settings`: the user's transport and route, and whether sums keep their order.
 
-`using` sets them for a block of code, two environment variables for the process; ``choice`` knows what they mean.
+`using` sets them for a block of code, two environment variables for the process. ``choice`` reads them.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Settings:
 
 _NOTHING: Mapping[str, Any] = {}
 
-# The settings that the blocks around this code have named. A context variable, so that threads which run in a copy of
-# the caller's context see the caller's settings.
-_named: ContextVar[Mapping[str, Any]] = ContextVar("dataparallel.comm.settings", default=_NOTHING)
+# The settings of all blocks around this code. A context variable, so that threads which run in a copy of the caller's
+# context see the caller's settings.
+_in_blocks: ContextVar[Mapping[str, Any]] = ContextVar("dataparallel.comm.settings", default=_NOTHING)
 
 
 @contextmanager
-def _naming(settings: Mapping[str, Any]) -> Iterator[None]:
-    token = _named.set(settings)
+def _set(settings: Mapping[str, Any]) -> Iterator[None]:
+    token = _in_blocks.set(settings)
     try:
         yield
     finally:
-        _named.reset(token)
+        _in_blocks.reset(token)
 
 
 @contextmanager
@@ -57,13 +57,13 @@ def using(
 ) -> Iterator[None]:
     """Inside, tensors travel as set here. An argument that is ``None`` keeps the setting of the block around it.
 
-    It holds in this thread and in the library's workers. A thread that a user starts sees it if it runs in a copy of
-    the context (``contextvars.copy_context``).
+    The settings hold in this thread and in the library's workers. A thread that a user starts has them if it runs in a
+    copy of the context (``contextvars.copy_context``).
 
     Args:
-        transport: one of `TRANSPORTS`. It serves the calls that it supports, and the rest falls back to plain copies;
-            see ``dataparallel.comm.choice``.
-        route: one of `ROUTES`: the way of a broadcast or a sum between more than two devices.
+        transport: one of `TRANSPORTS`. It serves the calls that it supports; other calls fall back to plain copies, see
+            ``dataparallel.comm.choice``.
+        route: one of `ROUTES`, for a broadcast or a sum between more than two devices.
         deterministic: see `Settings`.
 
     Raises:
@@ -78,22 +78,22 @@ def using(
         raise TypeError(f"deterministic is True or False; got {deterministic!r}")
     arguments = {"transport": transport, "route": route, "deterministic": deterministic}
     named = {name: value for name, value in arguments.items() if value is not None}
-    with _naming({**_named.get(), **named}):
+    with _set({**_in_blocks.get(), **named}):
         yield
 
 
 def held(settings: Settings) -> AbstractContextManager[None]:
     """Inside, `current` returns ``settings``: for later work in another thread, such as a backward pass."""
-    return _naming(vars(settings))
+    return _set(vars(settings))
 
 
 def current() -> Settings:
     """The settings that hold here: those of `using`, else those of the environment, else the defaults.
 
     Raises:
-        ValueError: an environment variable that is used has an impossible value.
+        ValueError: an environment variable that counts has an impossible value.
     """
-    named = _named.get()
+    named = _in_blocks.get()
     return Settings(
         transport=named.get("transport") or _from_environment(TRANSPORT_VARIABLE, TRANSPORTS),
         route=named.get("route") or _from_environment(ROUTE_VARIABLE, ROUTES),

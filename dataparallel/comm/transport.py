@@ -1,7 +1,7 @@
-"""What every transport does: tensors are copied to slots, and summed over slots in slot order, in flat buckets.
+"""`Transport`: the base class of all transports. It copies tensors to slots and sums them over slots, in flat buckets.
 
-A copy begins after what the current streams of both ends have been given, and what they are given next comes after it:
-who makes one of the two wait has ordered it. Copies from and to the host block.
+A copy begins after all earlier work on the current streams of both devices, and later work there begins after the copy:
+to order a copy, it is enough to make one of the two streams wait. The host waits for copies from and to host memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.comm import matrices as of_rows
+from dataparallel.comm import matrices as matrix_collectives
 from dataparallel.comm.buckets import (
     Bucket,
     Planned,
@@ -31,17 +31,17 @@ from dataparallel.comm.buckets import (
 from dataparallel.profiling import note_copy
 
 Travelling: TypeAlias = "Callable[[Sequence[Tensor]], AbstractContextManager[None]]"
-"""Opens the context in which flat buffers are copied and added. Its argument is every buffer that is used there."""
+"""Opens the context in which flat buffers are copied and added. The argument lists all buffers that are used there."""
 
 
 class FlatBroadcast(NamedTuple):
-    """The broadcast of one bucket that is still to be launched.
+    """The broadcast of one bucket, before it is launched.
 
     Attributes:
         indices: positions of the bucket's tensors in the caller's list.
-        read: makes the flat buffer to send, from the tensors as they are then. When it has run they may be changed.
-        send: sends it into ``buffers``.
-        buffers: the memory that receives it.
+        read: makes the flat buffer from the tensors' current values. After that the tensors may be changed.
+        send: sends the flat buffer into ``buffers``.
+        buffers: the buffers that receive, one for each device.
         sources: the bucket's tensors.
     """
 
@@ -53,11 +53,11 @@ class FlatBroadcast(NamedTuple):
 
 
 Later: TypeAlias = "Callable[[FlatBroadcast], object]"
-"""Takes the broadcast of a bucket, to launch it later."""
+"""Receives the broadcast of a bucket, and launches it later."""
 
 
 class Transport(ABC):
-    """A way for tensors from device to device. Results own their memory unless a method says otherwise."""
+    """Copies and sums tensors across devices. Results own their memory unless a method says otherwise."""
 
     sums_flat_buffers = True
     """True if sums read flat buffers. A transport that reads tensors where they lie sets it to False."""
@@ -89,29 +89,29 @@ class Transport(ABC):
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
         """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers.
 
-        By default the destination takes each from ``flats`` after adding the one before.
+        By default the destination takes a buffer from ``flats`` when it has added the buffer before.
         """
-        waiting = iter(flats)
-        first = next(waiting)
+        remaining = iter(flats)
+        first = next(remaining)
         total = self.to_device(first, destination).to(summed_in(first.dtype))
-        for flat in waiting:
+        for flat in remaining:
             total.add_(self.to_device(flat, destination))
         return total.to(first.dtype)
 
     def all_gather(self, matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         """`matrices.all_gather`. The rows are on distinct accelerators."""
-        of_rows.all_gather(self.copy, matrices, rows)
+        matrix_collectives.all_gather(self.copy, matrices, rows)
 
     def reduce_scatter(
-        self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: of_rows.Memory, overwrite: bool
+        self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: matrix_collectives.Allocate, overwrite: bool
     ) -> None:
         """`matrices.reduce_scatter`."""
-        of_rows.reduce_scatter(self.copy, matrices, out, empty, overwrite)
+        matrix_collectives.reduce_scatter(self.copy, matrices, out, empty, overwrite)
 
     # ---- one tensor --------------------------------------------------------------------------------------------------
 
     def to_device(self, tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
-        """``tensor`` on ``device``: the tensor itself if it is there already, a clone of it if ``own``."""
+        """``tensor`` on ``device``. If it is there already: the tensor itself, or a clone if ``own``."""
         if tensor.device == device:
             return same_kind(tensor.detach().clone(), tensor) if own else tensor
         return same_kind(self.send(tensor.detach(), device), tensor)
@@ -138,7 +138,7 @@ class Transport(ABC):
         """Copies ``tensor`` into each of ``out``, whose dtypes may differ from its own."""
         devices = [target.device for target in out]
         are_apart = len({tensor.device, *devices}) == 1 + len(devices)
-        # A device may pass on what it received: no target may have rounded it to another dtype.
+        # A device may pass on the values that it received, so no target may have rounded them to another dtype.
         if are_apart and all(target.dtype == tensor.dtype for target in out) and all(map(_is_flat, (tensor, *out))):
             self.broadcast_flat(tensor, out)
         else:
@@ -161,7 +161,7 @@ class Transport(ABC):
         for tensor in inputs[1:]:
             term = self.to_device(tensor, destination).to(total.dtype)
             if total.is_sparse and not term.is_sparse:
-                # torch adds sparse to dense, not dense to sparse. The sum of two has the same bits either way.
+                # torch adds sparse to dense, not dense to sparse. Two terms have the same sum in either order.
                 total, term = term, total
             # Repeated indices are summed first: added to dense memory, CUDA would take them in any order.
             total = total + (term.coalesce() if term.is_sparse and not total.is_sparse else term)
@@ -179,12 +179,12 @@ class Transport(ABC):
         planned: Planned | None = None,
         later: Later | None = None,
     ) -> list[list[Tensor]]:
-        """`comm.broadcast_coalesced`. Slots on one device share one copy; if ``own``, each has its own.
+        """`comm.broadcast_coalesced`. Slots on one device share one copy; if ``own``, each slot has its own.
 
-        ``later`` cannot go with ``own``, which copies what has arrived.
+        ``later`` cannot go with ``own``, which clones buffers that have arrived.
         """
         results = [list(tensors) for _ in devices]
-        # If all slots are on one device, tensors that are there already stay, unless slots need their own.
+        # If all slots are on one device, tensors on that device stay, unless each slot needs its own copy.
         stays = devices[0] if len({*devices}) == 1 and not (own and len(devices) > 1) else None
         moving = [i for i, tensor in enumerate(tensors) if tensor.device != stays]
         if planned is None or len(moving) < len(tensors):
@@ -249,13 +249,13 @@ class Transport(ABC):
         dtype = inputs[0][bucket.indices[0]].dtype
         is_there = [tensors[bucket.indices[0]].device == destination for tensors in inputs]
         if summed_in(dtype) == dtype and all(is_there):
-            # Nothing has to travel, so nothing has to be flattened.
+            # No tensor has to travel, so none has to be flattened.
             terms = [[tensors[i] for i in bucket.indices] for tensors in inputs]
             totals = _torch.foreach_add(terms[0], terms[1])
             for term in terms[2:]:
                 _torch.foreach_add_(totals, term)
             return list(totals)
-        # A generator: a star flattens the next slot's tensors when it has added the buffer before.
+        # A generator, because a star flattens the next slot's tensors when it has added the buffer before.
         flats = (flatten(bucket, tensors) for tensors in inputs)
         return unflatten(bucket, self.add_up(flats, destination))
 
@@ -266,7 +266,7 @@ class Transport(ABC):
         if travelling is None:
             return self.add_up(flats, destination)
         flats = [*flats]
-        # The memory of the sum is made outside, so that it belongs to the stream that is current there.
+        # The sum's memory is allocated outside of the context, so that it belongs to the caller's current stream.
         total = flats[0] if flats[0].device == destination else torch.empty_like(flats[0], device=destination)
         with travelling([*flats, total]):
             added = self.add_up(flats, destination)
@@ -289,7 +289,7 @@ class Transport(ABC):
         return [same_kind(self.to_device(chunk, device), tensor) for chunk, device in zip(chunks, devices, strict=True)]
 
     def gather(self, tensors: Sequence[Tensor], dim: int, destination: torch.device) -> Tensor:
-        """The tensors one after the other along ``dim``. A single one that is there already is returned as it is."""
+        """The tensors one after the other along ``dim``. A single tensor on ``destination`` is returned as it is."""
         if len(tensors) == 1:
             return self.to_device(tensors[0], destination)
         if all(tensor.device == destination for tensor in tensors) or not all(map(travels_flat, tensors)):
@@ -309,7 +309,7 @@ class Transport(ABC):
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which terms are added: ``float32`` for 16-bit floats, which are rounded once, else ``dtype``."""
+    """The dtype of partial sums: ``float32`` for 16-bit floats, so that a sum is rounded once; else ``dtype``."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

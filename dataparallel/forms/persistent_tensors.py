@@ -314,7 +314,7 @@ class _PersistentCopies:
             outputs = broadcast_bucket(
                 self.slots,
                 sources[position],
-                None if gradient_streams is None else gradient_streams.of_bucket(position),
+                None if gradient_streams is None else gradient_streams.for_bucket(position),
                 partial(to_slots, position),
                 lambda: sums.are_on,
                 # Arrival is noted on the slots: if the root's thread is late, it has a choice of many buckets.

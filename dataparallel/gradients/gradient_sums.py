@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
-from dataparallel.autograd.bucket_gradients import GradientStreams, Made, SlotGradients
+from dataparallel.autograd.bucket_gradients import GradientStreams, ReadyEvent, SlotGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.comm.streams.current import streams_joined, streams_set
@@ -59,18 +59,18 @@ class PersistentToSlots(ToSlots):
         bucket: SourceBucket = ctx.bucket
         from_source = next(following for following, _ in ctx.next_functions if following is not None)
         reached, written = reached_sources(from_source, bucket.sources)
-        by_slot = ToSlots.brought(envelopes[:-1])
+        by_slot = ToSlots.take_gradients(envelopes[:-1])
         if not reached:  # only the order of the nodes makes the engine run this one
             return None, None, None, None
         sums = bucket.sums
         with ToSlots.computing_streams_set(ctx):
             if written:
                 if bucket.has_leaves_only and not sums.are_on and not torch.is_grad_enabled():
-                    return None, None, ToSlots.handed_on(ctx, sums.keep(bucket, by_slot, written)), None
+                    return None, None, ToSlots.envelope_of(ctx, sums.keep(bucket, by_slot, written)), None
                 if taken := sums.take(bucket, written):
                     with ToSlots.adding_streams_set(ctx):
                         by_slot = bucket.added(by_slot, taken)
-            return None, None, ToSlots.summed(ctx, by_slot), None
+            return None, None, ToSlots.sum_into_envelope(ctx, by_slot), None
 
 
 def reached_sources(from_source: Any, sources: Sequence[Tensor]) -> tuple[bool, set[int]]:
@@ -116,10 +116,10 @@ class SourceBucket:
         self, by_slot: Sequence[SlotGradients | None], taken: Mapping[tuple[int, int], Kept]
     ) -> list[SlotGradients | None]:
         """The gradients of this pass plus those that `GradientSums.take` has taken, on the current streams."""
-        unflattened = [None if of_slot is None else of_slot.unflattened() for of_slot in by_slot]
+        unflattened = [None if of_slot is None else of_slot.without_flat() for of_slot in by_slot]
         for of_slot in unflattened:
             if of_slot is not None:
-                of_slot.receive_others()
+                of_slot.receive_separate()
         lists = self.as_lists(unflattened)
         positions = {id(source): position for position, source in enumerate(self.sources)}
         for (slot, source), kept in taken.items():
@@ -134,7 +134,7 @@ class Kept(NamedTuple):
 
     source: Tensor
     grad: Tensor
-    made: Made | None
+    made: ReadyEvent | None
     streams: dict[torch.device, torch.Stream]  # the computing streams of the forward
 
     def received(self) -> Tensor:
@@ -216,11 +216,11 @@ class GradientSums:
         for slot, grads in enumerate(others, start=1):
             if (of_slot := by_slot[slot]) is not None:
                 kept = [
-                    Kept(bucket.sources[position], grad, of_slot.made, bucket.streams)
+                    Kept(bucket.sources[position], grad, of_slot.ready_event, bucket.streams)
                     for position in written
                     if (grad := grads[position]) is not None
                 ]
-                self._add(slot, kept, of_slot.made)
+                self._add(slot, kept, of_slot.ready_event)
         self._note_pass({id(bucket.sources[position]) for position in written})
         return [grad if position in written else None for position, grad in enumerate(first)]
 
@@ -277,7 +277,7 @@ class GradientSums:
             if ok and former is not None and former.source.grad is not None:
                 former.look()
 
-    def _add(self, slot: int, kept: Sequence[Kept], made: Made | None) -> None:
+    def _add(self, slot: int, kept: Sequence[Kept], made: ReadyEvent | None) -> None:
         """Adds to the gradients that wait on a slot, on the stream that makes the slot's gradients.
 
         Each step is atomic: passes in several threads may add and take at the same time.
@@ -288,7 +288,7 @@ class GradientSums:
             if former:
                 with streams_set({} if made is None else {made.stream.device: made.stream}):
                     sums = {each: found.received() + left[each].grad for each, found in former.items()}
-                made = None if made is None else Made(made.stream)
+                made = None if made is None else ReadyEvent(made.stream)
                 left.update({each: left[each]._replace(grad=total, made=made) for each, total in sums.items()})
             for each, found in [*left.items()]:
                 if self._kept.setdefault((slot, each), found) is found:

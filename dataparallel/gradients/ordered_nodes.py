@@ -125,7 +125,7 @@ class LaunchBucket(PersistentToSlots):
     @staticmethod
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
         """Launches the sums over the slots, or keeps the gradients."""
-        by_slot = ToSlots.brought(envelopes[:-1])
+        by_slot = ToSlots.take_gradients(envelopes[:-1])
         running = ctx.ordered.passes.running_over(ctx.ordered)
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -138,7 +138,7 @@ class LaunchBucket(PersistentToSlots):
                 running.launch_bucket(ctx, ctx.index, by_slot)
                 return None, None, None, None
             kept = running.keep_on_slots(ctx.index, by_slot)
-            return None, None, None if kept is None else ToSlots.handed_on(ctx, kept), None
+            return None, None, None if kept is None else ToSlots.envelope_of(ctx, kept), None
 
 
 class EndOfLaunches(Node):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dataparallel.autograd.bucket_gradients import Made, SourceGradients
+from dataparallel.autograd.bucket_gradients import ReadyEvent, SourceGradients
 from dataparallel.comm.buckets import Bucket, FlatLayout, flatten
 from dataparallel.gradients.gradient_sums import FormerGrad, GradientSums, Kept, SourceBucket
 
@@ -58,7 +58,7 @@ class ReducerSums(GradientSums):
                 own.append((each.source, shown if each.sent is None else shown - each.sent))
                 each.source.grad = each.sent
         device = bucket.sources[0].device
-        made = None if device.type == "cpu" else Made(torch.accelerator.current_stream(device))
+        made = None if device.type == "cpu" else ReadyEvent(torch.accelerator.current_stream(device))
         taken.kept.update({(0, id(source)): Kept(source, grad, made, bucket.streams) for source, grad in own})
         return taken
 

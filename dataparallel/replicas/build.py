@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
-from dataparallel.comm.streams.arrivals import Expected
+from dataparallel.comm.streams.arrivals import ExpectedArrivals
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.compiled.calls import CompiledCall
 from dataparallel.replicas.placement import forward_on
@@ -51,7 +51,9 @@ def collector_paused() -> Iterator[None]:
         gc.enable()
 
 
-def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool, expected: Expected | None = None) -> Any:
+def build_replica(
+    plan: ModulePlan, tensors: list[Tensor], record: bool, expected: ExpectedArrivals | None = None
+) -> Any:
     """One replica of the plan's tree, with these tensors.
 
     ``record``: they are outputs of a recorded broadcast. ``expected``: which of them may still be on their way.
@@ -220,13 +222,13 @@ def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any
     return own
 
 
-def parameter_registry(positions: Mapping[str, int], expected: Expected | None) -> dict[str, Any]:
+def parameter_registry(positions: Mapping[str, int], expected: ExpectedArrivals | None) -> dict[str, Any]:
     """An empty registry for the parameters at these positions."""
     return {} if expected is None or not positions else ParameterRegistry(positions, expected)
 
 
 def _fill_registries(
-    entry: ModuleEntry, own: dict[str, Any], modules: list[Any], tensors: list[Any], expected: Expected | None
+    entry: ModuleEntry, own: dict[str, Any], modules: list[Any], tensors: list[Any], expected: ExpectedArrivals | None
 ) -> None:
     """Puts the replica's tensors and children where the source has its own. Both lists end with ``None``."""
     if entry.parameters:
@@ -277,7 +279,7 @@ class ParameterRegistry(dict[str, Any]):
 
     __slots__ = ("_expected", "_positions")
 
-    def __init__(self, positions: Mapping[str, int], expected: Expected) -> None:
+    def __init__(self, positions: Mapping[str, int], expected: ExpectedArrivals) -> None:
         super().__init__()
         self._positions, self._expected = positions, expected
 
@@ -286,7 +288,7 @@ class ParameterRegistry(dict[str, Any]):
         if position is not None:
             expected = self._expected
             arrival = expected.by_position[position]
-            if arrival is not None and (stream := _current_stream(expected.index)) not in arrival.waited:
+            if arrival is not None and (stream := _current_stream(expected.device_index)) not in arrival.waited:
                 arrival.make_wait(stream)
         return _get(self, name)
 
@@ -295,7 +297,7 @@ class ParameterRegistry(dict[str, Any]):
         expected = self._expected
         for position in self._positions.values():
             arrival = expected.by_position[position]
-            if arrival is not None and (stream := _current_stream(expected.index)) not in arrival.waited:
+            if arrival is not None and (stream := _current_stream(expected.device_index)) not in arrival.waited:
                 arrival.make_wait(stream)
 
     def __iter__(self) -> Iterator[str]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dataparallel import ownership
 from dataparallel._torch import HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
-from dataparallel.comm.streams.arrivals import Arrivals, Expected
+from dataparallel.comm.streams.arrivals import Arrivals, ExpectedArrivals
 from dataparallel.replicas.build import (
     bare_module,
     call_compiled,
@@ -128,7 +128,7 @@ class ReplicaModules:
         self._with_children: list[dict[str, Any]] = []  # registries of `_parents`
         self._of_tensors: list[dict[str, Any]] = []  # registries of parameters and of buffers
         # Whoever holds an old registry keeps what that one expects.
-        self._expected = Expected() if self.may_be_late else None
+        self._expected = ExpectedArrivals() if self.may_be_late else None
         for module, (attributes, parameters, buffers, children) in zip(self._modules, self._parts, strict=True):
             own = attributes.copy()
             own_parameters = parameter_registry(dict(parameters), self._expected)

@@ -16,7 +16,7 @@ from dataparallel import _torch, comm
 from dataparallel.autograd.bucket_gradients import GradientStreams
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.comm.buckets import alias, fill_buckets
-from dataparallel.comm.streams.arrivals import Arrivals, Expected, arrivals_for
+from dataparallel.comm.streams.arrivals import Arrivals, ExpectedArrivals, arrivals_for
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.devices import DeviceLike, resolve_slots
@@ -81,7 +81,7 @@ def build_replicas(plan: ModulePlan, copies: list[list[Tensor]], record: bool, a
         return [build_replica(plan, tensors, record) for tensors in copies]
     replicas = []
     for slot, tensors in enumerate(copies):
-        expected = Expected()
+        expected = ExpectedArrivals()
         arrivals.expect(expected, slot, len(tensors) + len(plan.shared) + 1)
         replicas.append(build_replica(plan, tensors, record, expected))
     return replicas
@@ -189,7 +189,7 @@ def _broadcast_in_buckets(
     is_at_root = all(tensors[i].device == slots[0] for i in recorded)
     gradient_streams = GradientStreams.for_forward(slots, current_streams(slots)) if is_at_root else None
     for number, indices in enumerate(fill_buckets(tensors, recorded[::-1], FIRST_BUCKET_BYTES, cap_bytes)):
-        streams = None if gradient_streams is None else gradient_streams.of_bucket(number)
+        streams = None if gradient_streams is None else gradient_streams.for_bucket(number)
         bucket = [tensors[i] for i in indices]
         put(copies, indices, broadcast_bucket(slots, bucket, streams, later=at_positions(indices, later)))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from buckets import broadcast, check, expected, loss_of
 from dataparallel import comm
-from dataparallel.autograd.bucket_gradients import Packing, SlotGradients, contents_of
+from dataparallel.autograd.bucket_gradients import Packing, SlotGradients, take_contents
 from dataparallel.autograd.bucket_nodes import OnSlot
 from dataparallel.comm import using
 from dataparallel.comm.cupy import Cupy
@@ -186,7 +186,7 @@ def test_no_gradient_at_all(slots: list, root: torch.device, sources: list) -> N
     copies = broadcast(slots, sources)
     sum(Nothing.apply(copy).to(root) for of_slot in copies for copy in of_slot).backward()
     assert all(source.grad is None for source in sources)
-    assert contents_of(None) is None
+    assert take_contents(None) is None
     assert OnSlot.__name__ in copies[0][0].grad_fn.name()
 
 

@@ -30,7 +30,7 @@ class TestOnAccelerators:
         def noted(self: SlotGradients, grads: Any, bucket: Any = None) -> None:
             init(self, grads, bucket)
             assert self.flat is not None
-            assert not self.others
+            assert not self.separate
             threads[self.flat.device] = threading.get_ident()
 
         monkeypatch.setattr(SlotGradients, "__init__", noted)
@@ -42,8 +42,10 @@ class TestOnAccelerators:
         self, slots: list, root: torch.device, sources: list, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         summed = []
-        whole = ToSlots.summed
-        monkeypatch.setattr(ToSlots, "summed", lambda ctx, brought: summed.extend(brought) or whole(ctx, brought))
+        sum_all = ToSlots.sum_into_envelope
+        monkeypatch.setattr(
+            ToSlots, "sum_into_envelope", lambda ctx, grads: summed.extend(grads) or sum_all(ctx, grads)
+        )
         loss_of(broadcast(slots, sources, may_flatten=lambda: False), root).backward()
         assert [of_slot.flat for of_slot in summed] == [None] * len(slots)
         check(sources, expected(sources, slots))
@@ -65,13 +67,13 @@ class TestOnAccelerators:
         class Sums(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, handle: Tensor) -> Tensor:
-                ctx.source = root
+                ctx.source_device = root
                 return torch.zeros((), device=root)
 
             @staticmethod
             def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
                 grads = [torch.full((3, 2), 5.0, device=root), None]
-                seen.append(ToSlots.handed_on(ctx, grads))
+                seen.append(ToSlots.envelope_of(ctx, grads))
                 return seen[0]
 
         x = torch.ones(3, 2, device=root, requires_grad=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from clocked import check_clocks
 from dataparallel import DataParallel
-from dataparallel.autograd.bucket_gradients import GradientStreams, Made, SourceGradients
+from dataparallel.autograd.bucket_gradients import GradientStreams, ReadyEvent, SourceGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
 from dataparallel.comm.routes import TorchCopies
 from dataparallel.comm.streams.current import kept_stream
@@ -90,9 +90,11 @@ def buffers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     travelled: list[weakref.ref] = []
     side_streams_set = GradientStreams.side_streams_set
 
-    def noted(self: GradientStreams, buffers: Sequence[Tensor], made: Sequence[Made]) -> AbstractContextManager[None]:
+    def noted(
+        self: GradientStreams, buffers: Sequence[Tensor], ready_events: Sequence[ReadyEvent]
+    ) -> AbstractContextManager[None]:
         travelled.extend(map(weakref.ref, buffers[1:-1]))  # the first and the last are the root's, and become gradients
-        return side_streams_set(self, buffers, made)
+        return side_streams_set(self, buffers, ready_events)
 
     monkeypatch.setattr(GradientStreams, "side_streams_set", noted)
     return travelled
@@ -119,8 +121,8 @@ def test_gradients_travel_on_side_streams_and_arrive_on_the_callers(
     side_streams_set = GradientStreams.side_streams_set
 
     @contextmanager
-    def noted(self: GradientStreams, buffers: Sequence[Tensor], made: Sequence[Made]) -> Iterator[None]:
-        with side_streams_set(self, buffers, made):
+    def noted(self: GradientStreams, buffers: Sequence[Tensor], ready_events: Sequence[ReadyEvent]) -> Iterator[None]:
+        with side_streams_set(self, buffers, ready_events):
             travelled.append(torch.accelerator.current_stream(root))
             yield
 
@@ -142,7 +144,7 @@ def test_gradients_travel_on_side_streams_and_arrive_on_the_callers(
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Collects the sums, in the order in which they are launched."""
     launched: list[Tensor] = []
-    summed = ToSlots.summed
+    summed = ToSlots.sum_into_envelope
 
     def noted(ctx: Any, brought: Any) -> Tensor:
         envelope = summed(ctx, brought)
@@ -151,7 +153,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         launched.extend(total.detach() for total in grads)
         return envelope
 
-    monkeypatch.setattr(ToSlots, "summed", noted)
+    monkeypatch.setattr(ToSlots, "sum_into_envelope", noted)
     return launched
 
 
@@ -312,7 +314,7 @@ def test_what_is_held_is_two_buckets(slots: list, root: torch.device) -> None:
     def travel(gradient_streams: GradientStreams) -> None:
         total, *flats = (torch.zeros(3, device=slot) for slot in slots)
         made.extend(map(weakref.ref, flats))
-        events = [Made(streams[torch.device(slot)]) for slot in slots]
+        events = [ReadyEvent(streams[torch.device(slot)]) for slot in slots]
         with gradient_streams.side_streams_set([total, *flats, total], events):
             assert streams_of(slots) == {device: kept_stream(device, "gradients") for device in streams}
             for flat in flats:

@@ -156,8 +156,8 @@ def test_the_root_computes_its_whole_backward_without_waiting_for_another_slot(
 ) -> None:
     step = Step(form, slots, late=LAYERS)
     ordered, controls, sums = [], [], []
-    summed = ToSlots.summed
-    monkeypatch.setattr(ToSlots, "summed", lambda ctx, brought: sums.append(1) or summed(ctx, brought))
+    summed = ToSlots.sum_into_envelope
+    monkeypatch.setattr(ToSlots, "sum_into_envelope", lambda ctx, brought: sums.append(1) or summed(ctx, brought))
 
     def look(layer: int) -> None:
         if layer > 0:
@@ -183,7 +183,7 @@ def test_a_sum_waits_for_its_gradients_only(form: str, slots: list, monkeypatch:
     """The root's thread is late: the other slots have launched all of their backward before the first sum."""
     step = Step(form, slots, late=0)
     after: list[Event] = []
-    summed = ToSlots.summed
+    summed = ToSlots.sum_into_envelope
     watches = []
 
     def noted(ctx: Any, brought: Any) -> Any:
@@ -192,7 +192,7 @@ def test_a_sum_waits_for_its_gradients_only(form: str, slots: list, monkeypatch:
             after.extend(Event(kept_stream(device, "gradients")) for device in {*slots})
         return envelope
 
-    monkeypatch.setattr(ToSlots, "summed", noted)
+    monkeypatch.setattr(ToSlots, "sum_into_envelope", noted)
     ordered, controls, own = [], [], []
 
     def look(layer: int) -> None:

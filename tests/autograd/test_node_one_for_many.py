@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, _torch
-from dataparallel.autograd.node import OneNode, sharing
+from dataparallel.autograd.node import OneNode, groups_that_share
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.testing.cases import seeded
 from sharded_steps import on_device
@@ -145,7 +145,7 @@ class TestSharing:
 
     @staticmethod
     def of(*tensors: Tensor) -> list[list[int]]:
-        return sharing([tensor.grad_fn for tensor in tensors])
+        return groups_that_share([tensor.grad_fn for tensor in tensors])
 
     @pytest.fixture
     def x(self) -> Tensor:

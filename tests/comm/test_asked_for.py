@@ -14,7 +14,7 @@ from nccl_stand_in import Library
 from torch import nn
 
 from dataparallel import DataParallel, comm
-from dataparallel.comm import kernels, nccl, select
+from dataparallel.comm import compare, kernels, nccl, select
 from dataparallel.comm.choice import Choice, Collective, choose
 from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.routes import STAR
@@ -46,8 +46,8 @@ class Machine:
         self.compared: list[tuple[torch.device, ...]] = []
         self.asked: list[str] = []
         monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", "0")
-        monkeypatch.setattr(select, "_wrong_copies", self.compare)
-        monkeypatch.setattr(select, "wrong_sums", lambda add_up, devices: None)
+        monkeypatch.setattr(compare, "how_copies_differ", self.compare)
+        monkeypatch.setattr(compare, "how_sums_differ", lambda add_up, devices: None)
         monkeypatch.setattr(nccl, "why_not", lambda: self.asked.append("nccl"))
         monkeypatch.setattr(kernels, "why_not", lambda devices: self.asked.append("cupy"))
         monkeypatch.setattr(kernels, "why_not_installed", lambda: self.asked.append("cupy's files"))
@@ -142,8 +142,8 @@ def taken_for_cuda(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Libra
     library = Library()
     monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", "0")
     monkeypatch.setattr(select, "choose", choose_for_cuda)
-    monkeypatch.setattr(select, "_wrong_copies", lambda transport, devices: None)
-    monkeypatch.setattr(select, "wrong_sums", lambda add_up, devices: None)
+    monkeypatch.setattr(compare, "how_copies_differ", lambda transport, devices: None)
+    monkeypatch.setattr(compare, "how_sums_differ", lambda add_up, devices: None)
     monkeypatch.setattr(nccl, "why_not", lambda: None)
     monkeypatch.setattr(nccl, "nccl", library)
     monkeypatch.setattr(kernels, "why_not", lambda devices: None)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataparallel.comm.choice import Choice, choose
-from dataparallel.comm.links import ALL_TO_ALL, SHARED, Links
+from dataparallel.comm.links import ALL_TO_ALL, MAYBE_SHARED, Links
 from dataparallel.comm.settings import ROUTES, TRANSPORTS, Settings
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
@@ -52,10 +52,10 @@ def decide(
     nbytes: int = LARGE,
     settings: Settings = Settings(),  # noqa: B008
     available: dict[str, str | None] = PLAIN,
-    untrusted: object = frozenset(),
-    links: Links = SHARED,
+    failed_pairs: object = frozenset(),
+    links: Links = MAYBE_SHARED,
 ) -> Choice:
-    return choose(work, where, nbytes, settings, available.get(settings.transport or ""), untrusted, links)
+    return choose(work, where, nbytes, settings, available.get(settings.transport or ""), failed_pairs, links)
 
 
 # devices, work, bytes -> route
@@ -189,7 +189,7 @@ def test_a_call_that_a_transport_does_not_support_falls_back_to_plain_copies(
 def test_a_call_that_falls_back_is_not_refused_for_a_broken_pair(transport: str) -> None:
     with_cpu = [CPU, *cuda(0, 1, 2)]
     for work, where in (("gather", CUDA_8), ("scatter", with_cpu), ("broadcast", with_cpu), ("reduce_add", with_cpu)):
-        assert decide(work, where, settings=Settings(transport), untrusted={BROKEN}).transport == "host"
+        assert decide(work, where, settings=Settings(transport), failed_pairs={BROKEN}).transport == "host"
 
 
 @pytest.mark.parametrize(
@@ -236,13 +236,13 @@ def test_a_call_with_a_broken_pair_goes_through_the_host(work: str, settings: Se
 def test_calls_without_the_broken_pair_are_as_ever() -> None:
     for where in (CUDA_2, cuda(0, 2, 3), SIM_8):
         as_ever = decide("broadcast", where, available=ALL)
-        assert decide("broadcast", where, available=ALL, untrusted=[BROKEN]) == as_ever
+        assert decide("broadcast", where, available=ALL, failed_pairs=[BROKEN]) == as_ever
 
 
 @pytest.mark.parametrize("transport", ["nccl", "cupy"])
 def test_a_transport_that_needs_the_broken_pair_is_refused(transport: str) -> None:
     with pytest.raises(ValueError, match="from cuda:2 to cuda:1") as caught:
-        decide("broadcast", CUDA_8, settings=Settings(transport), available=ALL, untrusted=[BROKEN])
+        decide("broadcast", CUDA_8, settings=Settings(transport), available=ALL, failed_pairs=[BROKEN])
     assert "'host'" in str(caught.value)
     assert "DATAPARALLEL_PEER_CHECK" in str(caught.value)
 
@@ -257,7 +257,7 @@ AVAILABLE = st.fixed_dictionaries({name: st.sampled_from([None, "it is not here"
 MACHINES = DEVICES.flatmap(lambda kinds: st.lists(st.sampled_from(kinds), min_size=1, max_size=6))
 
 
-LINKS = st.sampled_from([SHARED, ALL_TO_ALL])
+LINKS = st.sampled_from([MAYBE_SHARED, ALL_TO_ALL])
 
 
 @given(st.sampled_from(WORK), MACHINES, st.integers(0, 2**27), SETTINGS, AVAILABLE, LINKS, st.booleans(), st.data())
@@ -272,23 +272,23 @@ def test_a_choice_can_always_be_carried_out(
     data: st.DataObject,
 ) -> None:
     pairs = list(itertools.permutations([d for d in dict.fromkeys(where) if d.type != "cpu"], 2))
-    untrusted = data.draw(st.sets(st.sampled_from(pairs), max_size=1)) if pairs else set()
+    failed_pairs = data.draw(st.sets(st.sampled_from(pairs), max_size=1)) if pairs else set()
     try:
         problem = available.get(settings.transport)
-        choice = choose(work, where, nbytes, settings, problem, untrusted, links, widened)
+        choice = choose(work, where, nbytes, settings, problem, failed_pairs, links, widened)
     except ValueError:
         assert settings.transport in ("nccl", "cupy"), "only what is asked for is refused"
         assert work in ("broadcast", "reduce_add")
         assert len([device for device in where if device.type != "cpu"]) > 1
         kinds = {device.type for device in where}
         assert "cpu" not in kinds or "cuda" not in kinds, "what ends on the CPU goes by plain copies"
-        assert "cuda" not in kinds or available[settings.transport] is not None or untrusted
+        assert "cuda" not in kinds or available[settings.transport] is not None or failed_pairs
         return
     assert choice.reason
     if len(set(where)) < 2:
         assert choice[:2] == ("copy", "star")
         return
-    if untrusted:
+    if failed_pairs:
         assert choice.transport == "host"
     if choice.transport in ("nccl", "cupy"):
         assert available[choice.transport] is None

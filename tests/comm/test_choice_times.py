@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from dataparallel.comm import choice
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
 from dataparallel.comm.choice import MOST_PIECES, fastest, pieces, time_of
-from dataparallel.comm.links import ALL_TO_ALL, SHARED, Links
+from dataparallel.comm.links import ALL_TO_ALL, MAYBE_SHARED, Links
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -19,10 +19,10 @@ ROUTES = {"broadcast": ["star", "tree", "chain"], "reduce_add": ["star", "chain"
 @pytest.fixture
 def only_bytes(monkeypatch: pytest.MonkeyPatch) -> Links:
     """Links of one byte per second, where nothing else takes time."""
-    monkeypatch.setattr(choice, "_HOST", dict.fromkeys(WORK, 0.0))
-    monkeypatch.setattr(choice, "_KERNEL", 0.0)
-    monkeypatch.setattr(choice, "_MEMORY", float("inf"))
-    monkeypatch.setattr(choice, "_LARGE", 0)  # the time of a sum itself counts
+    monkeypatch.setattr(choice, "_LAUNCH_SECONDS", dict.fromkeys(WORK, 0.0))
+    monkeypatch.setattr(choice, "_KERNEL_SECONDS", 0.0)
+    monkeypatch.setattr(choice, "_MEMORY_BANDWIDTH", float("inf"))
+    monkeypatch.setattr(choice, "_HIDDEN_UP_TO_BYTES", 0)  # the time of a sum itself counts
     return Links(True, 0.0, 1.0)
 
 
@@ -46,14 +46,14 @@ def test_with_many_bytes_the_table_of_the_manual(place: int, number: int, only_b
         assert time_of("reduce_add", route, number, 960, only_bytes, count=16) == pytest.approx(960 * seconds[place])
     for route, seconds in BROADCASTS.items():
         found = time_of("broadcast", route, number, 960, only_bytes, count=16)
-        assert found == pytest.approx(960 * (seconds[place] + choice._FOLLOWING * FOLLOWING[route][place]))
+        assert found == pytest.approx(960 * (seconds[place] + choice._FOLLOWING_BUCKETS * FOLLOWING[route][place]))
 
 
 @given(st.sampled_from(WORK), st.integers(3, 64), st.integers(0, 2**30), st.booleans(), st.booleans())
 def test_the_fastest_is_no_slower_than_any_other(
     work: str, number: int, nbytes: int, all_to_all: bool, widened: bool
 ) -> None:
-    links = ALL_TO_ALL if all_to_all else SHARED
+    links = ALL_TO_ALL if all_to_all else MAYBE_SHARED
     widened = widened and work == "reduce_add"
     chosen = time_of(work, fastest(work, number, nbytes, links, widened), number, nbytes, links, widened)
     for route in ROUTES[work]:
@@ -61,7 +61,7 @@ def test_the_fastest_is_no_slower_than_any_other(
             assert chosen <= time_of(work, route, number, nbytes, links, widened)
 
 
-@given(st.sampled_from(WORK), st.integers(2, 64), st.integers(0, 2**30), st.sampled_from([SHARED, ALL_TO_ALL]))
+@given(st.sampled_from(WORK), st.integers(2, 64), st.integers(0, 2**30), st.sampled_from([MAYBE_SHARED, ALL_TO_ALL]))
 def test_no_other_number_of_pieces_is_better(work: str, number: int, nbytes: int, links: Links) -> None:
     count = pieces(work, number, nbytes, links)
     assert 1 <= count <= MOST_PIECES
@@ -69,7 +69,7 @@ def test_no_other_number_of_pieces_is_better(work: str, number: int, nbytes: int
     assert all(best <= time_of(work, "chain", number, nbytes, links, count=k) for k in range(1, MOST_PIECES + 1))
 
 
-@pytest.mark.parametrize("links", [SHARED, ALL_TO_ALL])
+@pytest.mark.parametrize("links", [MAYBE_SHARED, ALL_TO_ALL])
 def test_few_bytes_take_few_copies_in_a_row(links: Links) -> None:
     for number in (4, 8):
         assert fastest("broadcast", number, 1, links) == "tree"
@@ -78,7 +78,7 @@ def test_few_bytes_take_few_copies_in_a_row(links: Links) -> None:
         assert pieces(work, 8, 1, links) == 1
 
 
-@pytest.mark.parametrize("links", [SHARED, ALL_TO_ALL])
+@pytest.mark.parametrize("links", [MAYBE_SHARED, ALL_TO_ALL])
 @pytest.mark.parametrize("work", WORK)
 def test_two_devices_need_no_route(work: str, links: Links) -> None:
     assert fastest(work, 2, 2**30, links) == "star"
@@ -86,12 +86,12 @@ def test_two_devices_need_no_route(work: str, links: Links) -> None:
 
 
 def test_weights_and_hidden_sums_stream_along_a_chain_and_large_tensors_add_by_shards() -> None:
-    for links in (SHARED, ALL_TO_ALL):
+    for links in (MAYBE_SHARED, ALL_TO_ALL):
         assert fastest("broadcast", 8, BUCKET, links) == "chain"
         assert fastest("reduce_add", 8, BUCKET, links) == "chain"
     for number in (4, 8):
         assert fastest("reduce_add", number, 60 * 2**20, ALL_TO_ALL) == "shards"
-        assert fastest("reduce_add", number, 60 * 2**20, SHARED) == "chain"
+        assert fastest("reduce_add", number, 60 * 2**20, MAYBE_SHARED) == "chain"
 
 
 def test_a_hidden_sum_takes_few_launches() -> None:
@@ -101,8 +101,8 @@ def test_a_hidden_sum_takes_few_launches() -> None:
 
 
 def test_partial_sums_of_16_bit_floats_travel_in_32_bits() -> None:
-    narrow, wide = (time_of("reduce_add", "chain", 8, BUCKET, SHARED, widened, 4) for widened in (False, True))
+    narrow, wide = (time_of("reduce_add", "chain", 8, BUCKET, MAYBE_SHARED, widened, 4) for widened in (False, True))
     assert wide > 1.8 * narrow
-    assert time_of("reduce_add", "shards", 8, BUCKET, SHARED, True) == time_of(
-        "reduce_add", "shards", 8, BUCKET, SHARED
+    assert time_of("reduce_add", "shards", 8, BUCKET, MAYBE_SHARED, True) == time_of(
+        "reduce_add", "shards", 8, BUCKET, MAYBE_SHARED
     )

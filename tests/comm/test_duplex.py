@@ -11,7 +11,7 @@ from tensor_kinds import devices_of, of_many_magnitudes
 from torch import Tensor
 
 from clocked import check_clocks
-from dataparallel.comm.duplex import piece_streams, piece_streams_kept
+from dataparallel.comm.duplex import piece_streams, shared_piece_streams
 from dataparallel.comm.routes import TorchCopies
 from dataparallel.comm.streams.current import streams_set
 from orders import race
@@ -82,7 +82,7 @@ def test_buckets_in_one_block_follow_each_other_without_a_gap(
     buckets = [
         [torch.full((SIZE,), number + i, device=device) for i, device in enumerate(everyone)] for number in (1, 9)
     ]
-    with Ports(monkeypatch) as ports, piece_streams_kept(everyone):
+    with Ports(monkeypatch) as ports, shared_piece_streams(everyone):
         for source, *buffers in buckets:
             TorchCopies("chain", pieces).broadcast_flat(source, buffers)
     assert ports.steps == (len(everyone) - 2 + pieces) + pieces
@@ -101,7 +101,7 @@ def test_a_small_buffer_that_follows_along_a_chain_takes_one_step(
         [torch.full((size,), number + i, device=device) for i, device in enumerate(everyone)]
         for number, size in enumerate(sizes)
     ]
-    with Ports(monkeypatch) as ports, piece_streams_kept(everyone, 3):
+    with Ports(monkeypatch) as ports, shared_piece_streams(everyone, 3):
         for (source, *buffers), size in zip(buckets, sizes, strict=True):
             TorchCopies("chain" if size == SIZE else route, 2).broadcast_flat(source, buffers)
     assert ports.steps == (len(everyone) - 2 + 2) + 1 + 2
@@ -112,7 +112,7 @@ def test_a_small_buffer_that_follows_along_a_chain_takes_one_step(
 @pytest.mark.slots(3)
 def test_what_a_bucket_came_on_is_told_once(everyone: list) -> None:
     buckets = [[torch.zeros(SIZE, device=device) for device in everyone] for _ in range(3)]
-    with piece_streams_kept(everyone, 3) as streams:
+    with shared_piece_streams(everyone, 3) as streams:
         first, second, third = streams.of_device(everyone[1])
         expected = [[first, second], [third], [first, second, third]]
         for (source, *buffers), pieces, came_on in zip(buckets, [2, 1, 4], expected, strict=True):
@@ -124,21 +124,21 @@ def test_what_a_bucket_came_on_is_told_once(everyone: list) -> None:
 
 @pytest.mark.slots(4)
 def test_a_block_is_for_its_devices_and_their_current_streams_only(everyone: list) -> None:
-    with piece_streams_kept(everyone[:3]) as outer:
+    with shared_piece_streams(everyone[:3]) as outer:
         for stream in outer.of_device(everyone[0])[:1]:
             assert stream == torch.accelerator.current_stream(everyone[0])
-        with piece_streams_kept(everyone[:2]) as inner:
+        with shared_piece_streams(everyone[:2]) as inner:
             assert inner is outer
-        with piece_streams_kept(everyone) as inner:
+        with shared_piece_streams(everyone) as inner:
             assert inner is not outer
         other = torch.Stream(everyone[0])
-        with streams_set({everyone[0]: other}), piece_streams_kept(everyone[:2]) as inner:
+        with streams_set({everyone[0]: other}), shared_piece_streams(everyone[:2]) as inner:
             assert inner is not outer
-        with piece_streams_kept(everyone[:2]) as inner:
+        with shared_piece_streams(everyone[:2]) as inner:
             assert inner is outer
-    with piece_streams_kept(everyone[:3]) as later:
+    with shared_piece_streams(everyone[:3]) as later:
         assert later is not outer
-    with piece_streams_kept(everyone, 1) as none:
+    with shared_piece_streams(everyone, 1) as none:
         assert none.of_device(everyone[0]) == ()
 
 
@@ -194,7 +194,7 @@ def test_with_three_streams_a_piece_may_arrive_before_the_last_but_one_has_left(
             arrived.append(torch.accelerator.current_stream(target.device).record_event())
         return result
 
-    with pytest.MonkeyPatch.context() as inside, piece_streams_kept(everyone, number):
+    with pytest.MonkeyPatch.context() as inside, shared_piece_streams(everyone, number):
         inside.setattr(Tensor, "copy_", noting)
         TorchCopies("chain", 3).broadcast_flat(source, [middle, end])
     reader = torch.Stream(everyone[2])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dataparallel.comm import links
-from dataparallel.comm.links import ALL_TO_ALL, SHARED, links_between, nvlink_joins_all
+from dataparallel.comm.links import ALL_TO_ALL, MAYBE_SHARED, links_between, nvlink_joins_all
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -80,7 +80,7 @@ def test_gpus_that_nvlink_joins_are_linked_all_to_all(install: Callable) -> None
 @pytest.mark.parametrize("pair", list(permutations(["GPU-0", "GPU-1", "GPU-3"], 2)))
 def test_one_pair_without_nvlink_is_enough_to_doubt(pair: tuple, install: Callable) -> None:
     install(Nvml(4, {pair}))
-    assert links_between(CUDA) == SHARED
+    assert links_between(CUDA) == MAYBE_SHARED
 
 
 @pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetP2PStatus"])
@@ -92,19 +92,19 @@ def test_if_nvml_fails_links_are_unknown(function: str) -> None:
 
 def test_without_nvml_links_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert links_between(CUDA) == SHARED
+    assert links_between(CUDA) == MAYBE_SHARED
 
 
 def test_a_device_module_may_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace()
     monkeypatch.setattr(torch, "get_device_module", lambda device_type: module)
     here = [torch.device("xpu", index) for index in range(2)]
-    assert links_between(here) == SHARED
+    assert links_between(here) == MAYBE_SHARED
     links.forget()
     module.links_are_all_to_all = True
     assert links_between(here) == ALL_TO_ALL
-    assert links_between([*here, *CUDA]) == SHARED, "of two types nothing is known"
-    assert links_between([torch.device("cpu")]) == SHARED
+    assert links_between([*here, *CUDA]) == MAYBE_SHARED, "of two types nothing is known"
+    assert links_between([torch.device("cpu")]) == MAYBE_SHARED
 
 
 @pytest.mark.devices("sim")

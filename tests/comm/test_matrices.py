@@ -34,8 +34,8 @@ def sum_of(found: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of any size travel in pieces, on two streams of each device."""
-    monkeypatch.setattr(matrices, "_IN_PIECES_FROM", 0)
-    monkeypatch.setattr(matrices, "_LARGE", 0)
+    monkeypatch.setattr(matrices, "_CUT_ABOVE_BYTES", 0)
+    monkeypatch.setattr(matrices, "_OVERLAP_ABOVE_BYTES", 0)
 
 
 @pytest.mark.slots(2, 3, 4, 8, long=[5, 6, 7])
@@ -43,7 +43,7 @@ class TestReduceScatter:
     @pytest.fixture(autouse=True, params=["whole", "in pieces", "on two streams"])
     def pieces(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         if request.param == "in pieces":
-            monkeypatch.setattr(matrices, "_IN_PIECES_FROM", 0)
+            monkeypatch.setattr(matrices, "_CUT_ABOVE_BYTES", 0)
         if request.param == "on two streams":
             large(monkeypatch)
 
@@ -121,7 +121,7 @@ class TestOnDevices:
     @pytest.mark.slots(3, 8)
     def test_very_large_sums_go_straight_to_their_owners(self, slots: list, monkeypatch: pytest.MonkeyPatch):
         large(monkeypatch)
-        monkeypatch.setattr(matrices, "_VERY_LARGE", 0)
+        monkeypatch.setattr(matrices, "_NO_CHAIN_ABOVE_BYTES", 0)
         found = matrices_on(slots, len(slots))
         expected = sum_of(found, torch.float32)
         out = [torch.empty(COLUMNS, device=slot) for slot in slots]

@@ -11,7 +11,7 @@ from tensor_kinds import devices_of
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
-from dataparallel.comm import kernels, links, select
+from dataparallel.comm import compare, kernels, peers, select
 from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.kernels import SUM_KERNELS
@@ -52,9 +52,9 @@ def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypa
     def garbage(source: Tensor, target: Tensor) -> None:
         target.fill_(0)
 
-    links.forget()
+    peers.forget()
     monkeypatch.setattr(torch.get_device_module(slots[0]), "copies_cannot_fail", False, raising=False)
-    monkeypatch.setattr(links, "_copy", garbage)
+    monkeypatch.setattr(peers, "_copy", garbage)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -69,7 +69,7 @@ def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypa
         chunks = comm.scatter(torch.arange(6.0, device=slots[0]), slots)
         assert torch.equal(comm.gather(chunks, 0, slots[0]).cpu(), torch.arange(6.0))
     finally:
-        links.forget()
+        peers.forget()
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -126,10 +126,10 @@ def test_a_transport_that_fails_its_first_comparison_is_dropped(fault: str, why:
     theirs = Faulty(fault)
     devices = tuple(devices_of(slots))
     with pytest.warns(RuntimeWarning, match=rf"'theirs' is not used between .*{why}"):
-        assert why in str(select.why_dropped("theirs", theirs, devices))
+        assert why in str(compare.why_unusable("theirs", theirs, devices))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert why in str(select.why_dropped("theirs", theirs, devices))
+        assert why in str(compare.why_unusable("theirs", theirs, devices))
     assert theirs.used == 1
 
 
@@ -137,7 +137,7 @@ def test_a_transport_that_fails_its_first_comparison_is_dropped(fault: str, why:
 @pytest.mark.slots(3)
 def test_one_that_does_not_stays(slots: list) -> None:
     state = torch.get_rng_state()
-    assert select.why_dropped("theirs", Faulty(), tuple(devices_of(slots))) is None
+    assert compare.why_unusable("theirs", Faulty(), tuple(devices_of(slots))) is None
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -150,9 +150,9 @@ def test_kernels_whose_copies_are_right_and_whose_sums_are_not_are_dropped(slots
 
     devices = tuple(devices_of(slots))
     with pytest.warns(RuntimeWarning, match=r"'cupy' is not used between .*: in torch.float32 it has made 0.0 of"):
-        assert select.why_dropped("cupy", Faulty(add_up=flushing), devices) is not None
-    select.forget()
-    assert select.why_dropped("cupy", Faulty(), devices) is None
+        assert compare.why_unusable("cupy", Faulty(add_up=flushing), devices) is not None
+    compare.forget()
+    assert compare.why_unusable("cupy", Faulty(), devices) is None
 
 
 def test_the_sums_that_are_compared_are_launches_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,8 +112,8 @@ def _gradients(devices, batch_size=16, passes=2):
 @pytest.mark.parametrize("batch_size", [16, 2])  # of 2 rows, not all slots get one
 @pytest.mark.parametrize("whole", [0, 2**18], ids=["in pieces", "whole"])
 def test_sums_have_the_same_bits_wherever_they_are_made(slots, monkeypatch, batch_size, whole):
-    monkeypatch.setattr(matrices, "_IN_PIECES_FROM", whole)
-    monkeypatch.setattr(matrices, "_LARGE", whole)  # on two streams
+    monkeypatch.setattr(matrices, "_CUT_ABOVE_BYTES", whole)
+    monkeypatch.setattr(matrices, "_OVERLAP_ABOVE_BYTES", whole)  # on two streams
     found = _gradients(slots, batch_size)
     monkeypatch.setattr(matrices, "are_apart", lambda devices: False)
     assert all(map(torch.equal, found, _gradients(slots, batch_size)))

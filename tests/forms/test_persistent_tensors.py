@@ -246,7 +246,7 @@ def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeyp
     root, other = torch.device(0), torch.device(1)
     left = {root: 2 * layers, other: 2 * layers}
     done = {device: threading.Event() for device in left}
-    backward, brought = OnSlot.backward, ToSlots.brought
+    backward, brought = OnSlot.backward, ToSlots.take_gradients
 
     def noted(ctx, *grads):
         if ctx.device == other:
@@ -265,7 +265,7 @@ def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeyp
     wrapped = with_persistent_replicas(net, [root, other])
     with monkeypatch.context() as patch:
         patch.setattr(OnSlot, "backward", noted)
-        patch.setattr(ToSlots, "brought", late)
+        patch.setattr(ToSlots, "take_gradients", late)
         loss(wrapped(numbers(root, 4))).backward()
     loss(wrapped(numbers(root, 4))).backward()
     order = [i // 2 for group in tensors_of(wrapped).copies.buckets for i in group]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.comm.streams.arrivals import Expected
+from dataparallel.comm.streams.arrivals import ExpectedArrivals
 from dataparallel.replicas.build import ParameterRegistry, bare_module, build_replica, collector_paused
 from dataparallel.replicas.plan import ModulePlan
 
@@ -93,7 +93,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list:
 
 def registry_of(first: Bucket, second: Bucket) -> ParameterRegistry:
     """Two parameters in two buckets, one that is ``None``, and a third bucket of another module."""
-    expected = Expected()
+    expected = ExpectedArrivals()
     expected.by_position = [first, second, None]  # type: ignore[list-item]
     registry = ParameterRegistry({"weight": 0, "bias": 1, "none": -1}, expected)
     registry.update(weight=torch.ones(1), bias=torch.zeros(1), none=None)

@@ -1,7 +1,7 @@
-"""Copies of parameters that travel while replicas already compute, and who has to wait for which of them.
+"""`Arrivals`: sends buckets of parameters on side streams, while replicas already compute with the first of them.
 
-A forward needs the first layer's parameters first. So buckets are sent in the order of use, on one side stream for each
-device, and a lookup of a parameter makes the current stream wait for its bucket only (``replicas.build``).
+A forward needs the first layer's parameters first. So buckets are sent in the order of use, and a lookup of a parameter
+(``replicas.build``) makes the current stream wait for one bucket only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.comm.duplex import PieceStreams, piece_streams_kept
+from dataparallel.comm.duplex import PieceStreams, shared_piece_streams
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, run_apart, streams_set
 from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.environment import says_no
@@ -23,21 +23,21 @@ from dataparallel.environment import says_no
 VARIABLE = "DATAPARALLEL_LATE_COPIES"
 
 _FLATS_HELD = 2
-"""How many flat buffers there are at a time: one is sent while the next one is filled."""
+"""The number of flat buffers at a time: one is sent while the next one is filled."""
 
 _PIECE_STREAMS = 3
-"""Streams that pieces take in turn on each device (``comm.duplex``). Those of different buckets differ in size."""
+"""The streams that pieces take in turn on each device (``comm.duplex``). Pieces of different buckets differ in size."""
 
 
 def parameter_stream(device: torch.device) -> torch.Stream:
-    """The stream of an accelerator on which parameters travel."""
+    """The side stream of an accelerator that sends or receives parameters."""
     return kept_stream(device, "parameters")
 
 
 class Arrival:
-    """Events on one device after which a bucket may be used there. It came on these streams.
+    """The arrival of a bucket on one device: events on the ``streams`` that received it, or read it on the root.
 
-    ``waited``: the streams that have waited for it.
+    ``waited``: the streams that have waited for the bucket.
     """
 
     __slots__ = ("_events", "waited")
@@ -50,32 +50,32 @@ class Arrival:
         """Makes ``stream`` wait for the bucket."""
         for event in self._events:
             event.make_wait(stream)
-        self.waited.add(stream)  # after the wait: another thread may use the stream as soon as it finds it here
+        self.waited.add(stream)  # after the wait: another thread may then use the stream without a wait
 
 
-class Expected:
-    """What one replica waits for: the index of its device, and for each position in the plan its bucket's `Arrival`."""
+class ExpectedArrivals:
+    """The arrivals that one replica waits for, on the device ``device_index``, by position of a tensor in the plan."""
 
-    __slots__ = ("by_position", "index")
+    __slots__ = ("by_position", "device_index")
 
     def __init__(self) -> None:
-        self.index = 0
+        self.device_index = 0
         self.by_position: Sequence[Arrival | None] = ()
 
 
 class Arrivals:
-    """The late copies of one call, for replicas on ``slots``, which are accelerators. The first slot is the root.
+    """The late copies of one set of replicas on ``slots``, which are accelerators. The first slot is the root.
 
     - The side streams wait for the computing streams before they read a source or write a copy. The memory of copies
       belongs to the computing streams, and earlier work there may still use it.
-    - The root fills flat buffers on a stream of its own, so that it fills one while it sends another. They are memory
-      of this stream, so each is held until it waits for the send; before it fills a third one, it waits for the first.
+    - The root fills flat buffers on a filling stream, so that it fills one while it sends another. A buffer belongs to
+      that stream, so it is freed only when the stream waits for its send: before the next buffer but one is filled.
     - Buckets follow each other on the streams of ``comm.duplex``, without waiting for each other.
-    - An event follows each bucket on each stream that it came on. On the root, where replicas share the source's
-      memory, an event follows the read of the source: a forward may write to it.
-    - When the call ends, also if it fails, the computing streams wait for the side streams, so that all that comes
-      later there comes after the copies. Until then the copies are held, and the memory of the sources too: somebody
-      may give a source other memory. Until then only slot 0's lookups order writes to the source.
+    - An event follows each bucket on each stream that received it. On the root, where replicas share the source's
+      memory, an event follows the read of the source, because a forward may write to the source.
+    - When the call ends, also if it fails, the computing streams wait for the side streams, so that later work there
+      comes after the copies. Until then this object holds the copies, and the memory of the sources too, because
+      somebody may give a source other memory. Until then only slot 0's lookups order writes to the source.
     """
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
@@ -89,28 +89,28 @@ class Arrivals:
     def launch(self, broadcasts: Iterable[FlatBroadcast], at_once: Set[int]) -> None:
         """Sends buckets from the root, in this order, and returns when all are launched.
 
-        ``at_once``: positions of tensors that are read without a lookup. Their buckets go first, and the computing
-        streams wait for them.
+        ``at_once``: positions of tensors that are read without a lookup. Their buckets are sent first, and the
+        computing streams wait for those buckets.
         """
         root = self._slots[0]
         sides = {device: parameter_stream(device) for device in self._computing}
         filling = kept_stream(root, "flat buffers")
         for device, side in [*sides.items(), (root, filling)]:
             Event(self._computing[device]).make_wait(side)
-        sent: deque[tuple[Tensor, Event]] = deque()  # flat buffers, and an event after the send of each
+        sent: deque[tuple[Tensor, Event]] = deque()  # flat buffers, each with an event after its send
         try:
-            with streams_set(sides), piece_streams_kept([*sides], _PIECE_STREAMS) as pieces:
+            with streams_set(sides), shared_piece_streams([*sides], _PIECE_STREAMS) as pieces:
                 for broadcast in sorted(broadcasts, key=lambda broadcast: at_once.isdisjoint(broadcast.indices)):
                     if len(sent) == _FLATS_HELD:
-                        oldest, is_sent = sent.popleft()
-                        is_sent.make_wait(filling)
+                        oldest, sent_event = sent.popleft()
+                        sent_event.make_wait(filling)
                         del oldest
                     sent.append(self._launch(broadcast, sides, filling, pieces))
         finally:
             Event(sides[root]).make_wait(filling)
             sent.clear()
         for device, stream in self._computing.items():
-            # On the root, what follows the send follows the read too.
+            # On the root, a stream that waits for the send has waited for the read too.
             for arrival in {self._arrived[device][i] for i in at_once & self._read.keys()}:
                 arrival.make_wait(stream)
 
@@ -121,7 +121,7 @@ class Arrivals:
         filling: torch.Stream,
         pieces: PieceStreams,
     ) -> tuple[Tensor, Event]:
-        """Fills a flat buffer and sends it. Returns it, with an event after the send."""
+        """Fills a flat buffer and sends it. Returns the buffer and an event after the send."""
         root = self._slots[0]
         self._held += [broadcast.buffers, [source.untyped_storage() for source in broadcast.sources]]
         with streams_set({root: filling}):
@@ -129,22 +129,22 @@ class Arrivals:
         read = Arrival(filling)
         Event(filling).make_wait(sides[root])
         broadcast.send(flat)
-        arrived = {device: Arrival(*(pieces.taken(device) or (side,))) for device, side in sides.items()}
+        arrived = {device: Arrival(*(pieces.take_used(device) or (side,))) for device, side in sides.items()}
         for i in broadcast.indices:
             self._read[i] = read
             for device, arrival in arrived.items():
                 self._arrived[device][i] = arrival
         return flat, Event(sides[root])
 
-    def expect(self, expected: Expected, slot: int, positions: int) -> None:
-        """Fills ``expected`` for a replica. Negative positions count from the end of the plan."""
+    def expect(self, expected: ExpectedArrivals, slot: int, positions: int) -> None:
+        """Fills ``expected`` for the replica on ``slot``. Negative positions count from the end of the plan."""
         device = self._slots[slot]
         arrivals = self._read if device == self._slots[0] else self._arrived[device]
-        expected.index = device.index
+        expected.device_index = device.index
         expected.by_position = [*map(arrivals.get, range(positions))]
 
     def wait_for_copies(self) -> None:
-        """Makes the computing streams wait for the copies, and releases them."""
+        """Makes the computing streams wait for the copies, and releases the memory that is held."""
         if self._held:
             for device, stream in self._computing.items():
                 Event(parameter_stream(device)).make_wait(stream)
@@ -152,47 +152,47 @@ class Arrivals:
 
 
 LATE_FROM_BYTES = 16 * 2**20
-"""Copies of a smaller model are on all devices within a fraction of a millisecond. That is about what the host needs
-for the lookups of one forward, each of which costs it about a microsecond more if copies may be late."""
+"""Copies of a smaller model arrive within a fraction of a millisecond. The lookups of one forward would cost the host
+about as much, because each takes about a microsecond more if copies may be late."""
 
-_open = threading.local()
+_call = threading.local()
 
 
 class LateCopies:
-    """The sets of late copies that one call makes. Inside `may_begin` they may be late, if ``allowed``."""
+    """All `Arrivals` of one call, which makes some inside `may_begin` if ``allowed``."""
 
     def __init__(self, allowed: bool) -> None:
         self._allowed = allowed
-        self._begun: list[Arrivals] = []
+        self._arrivals: list[Arrivals] = []
 
     @contextmanager
     def may_begin(self) -> Iterator[None]:
-        """Inside the block `arrivals_for` lets copies be late in this thread, if that is allowed."""
-        outer = getattr(_open, "copies", None)
+        """Inside the block, `arrivals_for` lets copies be late in this thread, if the call allows it."""
+        outer = getattr(_call, "copies", None)
         try:
-            _open.copies = self if self._allowed else None
+            _call.copies = self if self._allowed else None
             yield
         finally:
-            _open.copies = outer
+            _call.copies = outer
 
     def wait_for_copies(self) -> None:
         """Makes the computing streams wait for all copies of the call."""
-        while self._begun:
-            self._begun[-1].wait_for_copies()
-            self._begun.pop()  # after the wait: if that fails, the memory is held as long as this object
+        while self._arrivals:
+            self._arrivals[-1].wait_for_copies()
+            self._arrivals.pop()  # after the wait: if the wait fails, the memory is held as long as this object
 
     def add(self, arrivals: Arrivals) -> None:
-        """Notes a set of copies that this call makes."""
-        self._begun.append(arrivals)
+        """Adds arrivals for which `wait_for_copies` waits."""
+        self._arrivals.append(arrivals)
 
 
 def arrivals_for(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> Arrivals | None:
-    """The late copies for new replicas on ``slots``; ``None`` if copies have to be ordered on the computing streams.
+    """`Arrivals` for new replicas on ``slots``; ``None`` if their copies may not be late.
 
-    So they are where something has been compiled: compiled code may read parameters past the registries. ``tensors``:
-    those of which each replica gets copies.
+    Where code has been compiled they may not, because such code may read parameters past the registries. ``tensors``:
+    each replica gets copies of them.
     """
-    call: LateCopies | None = getattr(_open, "copies", None)
+    call: LateCopies | None = getattr(_call, "copies", None)
     if call is None or sum([tensor.numel() * tensor.itemsize for tensor in tensors]) < LATE_FROM_BYTES:
         return None
     if says_no(VARIABLE) or _torch.note_whether_compiler_is_in_use():

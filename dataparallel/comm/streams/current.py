@@ -1,7 +1,7 @@
-"""Current streams, kept streams and events, safe for several threads and for devices that nobody uses.
+"""`Event`, `streams_set` and `kept_stream`: events and streams, safe for several threads and for unused devices.
 
-torch has these too, but some of their effects hurt a library that runs in one process: see `streams_set`, `Event` and
-`GivenEvents`. The other rooms decide which stream does what.
+torch's own events and contexts have effects that hurt a library with many threads in one process: `streams_set`,
+`Event` and `GivenEvents` name them. Other files decide which stream does what.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ _STREAMS: Mapping[str, tuple[int, ...]] = {
     "shards leave": (4, 5, 6, 7),
     "pieces": (7, 6),
 }
-"""For each purpose its streams on a device, which are taken in turn: eight, whatever the number of slots and models.
+"""For each purpose the numbers of its streams on a device, taken in turn. Eight streams serve all slots and models.
 
 CUDA puts the streams of a device into as many hardware queues as ``CUDA_DEVICE_MAX_CONNECTIONS`` says, eight if it is
 not set, and streams in one queue wait for each other. torch has 32 streams for each device, and then hands out the
 same ones again. So purposes share streams, by this table and nowhere else.
 
-Streams that are shared cannot wait for each other in a circle: a stream only waits for what was launched before. But
-work that waits long holds up what is launched behind it. So a stream has purposes of different forms, since a model has
-one form, or those that wait for each other anyway:
+A shared stream cannot cause a deadlock, because a stream waits only for earlier launches. But work that waits long
+holds up later work on its stream. So a stream serves purposes of different forms, because a model has one form, or
+purposes that wait for each other anyway:
 
-- Shards are cast after all that the call began with, which is what ``calls meet`` stands for.
-- ``pulls meet`` where the first slot receives. They do not meet where sums do: what waits for pulls, as every pass of
-  backward does at its end, need not wait for the sums of a pass that is not the last.
-- In backward a gather ahead waits for the last sums, which are what ``sums meet`` stands for.
+- The cast of shards waits for all work that the call began with, for which ``calls meet`` stands.
+- ``pulls meet`` on the stream on which the first slot receives, and not where sums meet: every pass of backward waits
+  for its pulls at its end, and need not wait for sums, except the last pass.
+- In backward a gather ahead waits for the last sums, for which ``sums meet`` stands.
 - The first owner's sum waits for the deliveries that meet.
 - Shards leave for several slots on four streams in turn. With two, a device was seen to wait for slots that lag:
   predicted steps on 8 devices took a third longer. With four they took 2 % longer than with a stream for each slot.
 
-``hooks`` and ``collectives`` launch what waits for other machines, which runs on streams of the process group.
+``hooks`` and ``collectives`` launch work that waits for other machines, which runs on streams of the process group.
 """
 
 _kept: dict[tuple[torch.device, int], torch.Stream] = {}
 
 
 def kept_stream(device: torch.device, purpose: str, number: int = 0) -> torch.Stream:
-    """A stream of an accelerator that the library keeps for the whole process. Threads that ask get the same one.
+    """A stream of an accelerator that the library keeps for the whole process. All threads get the same one.
 
-    ``number``: of a slot or a bucket, which take the purpose's streams in turn.
+    ``number``: of a slot or a bucket. Slots, or buckets, take the purpose's streams in turn.
     """
     streams = _STREAMS[purpose]
     key = device, streams[number % len(streams)]
@@ -77,7 +77,7 @@ def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch
 
 
 def run_apart(slots: Sequence[torch.device]) -> bool:
-    """True if slots compute on several streams: on two or more accelerators."""
+    """True if slots compute on several streams, because they are on two or more accelerators."""
     return len({*slots} - {CPU}) > 1
 
 
@@ -85,8 +85,8 @@ def run_apart(slots: Sequence[torch.device]) -> bool:
 def streams_set(streams: Mapping[torch.device, torch.Stream]) -> Iterator[None]:
     """Makes each of ``streams`` its device's current stream inside the block. The current device does not change.
 
-    ``with stream:`` stores the former stream on the stream object: of two threads that enter one stream at the same
-    time, each could end on the other's. This stores it in the call. Without accelerators nothing is done.
+    ``with stream:`` stores the former stream on the stream object. If two threads enter one stream at the same time,
+    each may go back to the other's stream. This function stores the former streams in the call.
     """
     before = [current_stream_at(device.index) for device in streams]
     try:
@@ -100,16 +100,16 @@ def streams_set(streams: Mapping[torch.device, torch.Stream]) -> Iterator[None]:
 def streams_joined(streams: Mapping[torch.device, torch.Stream]) -> Iterator[None]:
     """`streams_set`, ordered against the streams that were current.
 
-    The block runs after everything that was launched on those streams before it, and before everything that is launched
-    on them after it. On each device whose stream changes, one event at the beginning and one at the end order this.
+    The block runs after all earlier work of the streams that were current, and before all their later work. On each
+    device whose stream changes, one event at the beginning and one at the end order this.
     """
-    here = current_streams(streams)
-    others = {device: stream for device, stream in here.items() if stream != streams[device]}
-    for device, stream in others.items():
+    before = current_streams(streams)
+    replaced = {device: stream for device, stream in before.items() if stream != streams[device]}
+    for device, stream in replaced.items():
         Event(stream).make_wait(streams[device])
     with streams_set(streams):
         yield
-    for device, stream in others.items():
+    for device, stream in replaced.items():
         Event(streams[device]).make_wait(stream)
 
 
@@ -123,10 +123,10 @@ def make_current(streams: Collection[torch.Stream]) -> None:
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:
-    """Tensors on which ``record_stream`` can be called, and that hold the data of ``tensor``.
+    """The tensors that hold the data of ``tensor``, on which ``record_stream`` can be called.
 
-    They are not the tensor itself if it has no memory of its own (sparse, subclass). Nor if it is conjugated or negated
-    lazily: torch would call ``record_stream`` on a temporary copy, and then corrupt the memory of the process.
+    They are other tensors if ``tensor`` has no memory of its own (sparse, subclass), or is lazily conjugated or
+    negated: torch would call ``record_stream`` on a temporary copy, and then corrupt the memory of the process.
     """
     if tensor.layout is torch.sparse_coo:
         return [*_torch.sparse_memory(tensor)]
@@ -143,11 +143,11 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
 
 
 class Event:
-    """The work that ``stream`` has been given until the event is made. Any thread may use the event.
+    """An event after all work that ``stream`` has been given so far. Any thread may use it.
 
-    A ``torch.Event`` creates a context, which takes hundreds of megabytes, on the device that is current but not used,
-    when it is freed and, before torch 2.15, when it is recorded or waited for. So the stream's device is current
-    meanwhile, and torch goes back to the former one only when that is used again.
+    When a ``torch.Event`` is freed and, before torch 2.15, recorded or waited for, torch creates a context on the
+    current device, even if that device is unused. A context takes hundreds of megabytes. So this class makes the
+    stream's device current meanwhile, and torch goes back to the former device only when it is used again.
     """
 
     def __init__(self, stream: torch.Stream) -> None:
@@ -171,13 +171,13 @@ class Event:
         self._event.synchronize()
 
     def has_passed(self) -> bool:
-        """True if the device has come to the event. The host does not wait."""
+        """True if the device has done the work before the event. The host does not wait."""
         return bool(self._event.query())
 
     def __del__(
         self, exchange: Callable[[int], int] = exchange_device, go_back: Callable[[int], object] = go_back_to_device
     ) -> None:
-        # Bound here, because the module's names may be gone when the interpreter exits.
+        # Default arguments, because the module's names may be gone when the interpreter exits.
         if hasattr(self, "_event"):
             before = exchange(self._index)
             try:
@@ -187,9 +187,9 @@ class Event:
 
 
 class GivenEvents(Event):
-    """Events that a user has recorded, of torch's class or of the backend's. All of them have to pass.
+    """Events that a user has recorded, of torch's class or of the backend's, as one event.
 
-    ``stream.wait_event`` does not wait for a backend's event, without an error; ``event.wait(stream)`` is always right.
+    ``stream.wait_event`` silently does not wait for a backend's event; ``event.wait(stream)`` works for both classes.
     """
 
     def __init__(self, events: Iterable[torch.Event]) -> None:
@@ -207,13 +207,13 @@ class GivenEvents(Event):
             event.synchronize()
 
     def has_passed(self) -> bool:
-        """True if the device has come to all of the events."""
+        """True if the devices have done the work before all events."""
         return all(event.query() for event in self._events)
 
 
 def _make_wait(stream: torch.Stream, event: torch.Event) -> None:
     if type(event) is not torch.Event:
-        # A backend's event takes the backend's streams. Older releases of torch read any other as if it were one.
+        # A backend's event takes the backend's streams. Older releases of torch misread a stream of another class.
         kind = getattr(torch.get_device_module(stream.device), "Stream", type(stream))
         if not isinstance(stream, kind):
             index, type_ = stream.device_index, stream.device_type
@@ -222,7 +222,7 @@ def _make_wait(stream: torch.Stream, event: torch.Event) -> None:
 
 
 class TimedEvent(Event):
-    """An event that knows when it has passed. A backend without such events raises as torch does."""
+    """An event that records its time. A backend without such events raises as torch does."""
 
     def __init__(self, stream: torch.Stream) -> None:
         self._index = stream.device_index
@@ -234,7 +234,7 @@ class TimedEvent(Event):
             go_back_to_device(before)
 
     def seconds_until(self, later: TimedEvent) -> float:
-        """The seconds between two events of one device. Both must have passed."""
+        """The seconds between two events of one device, which must have passed both."""
         return 1e-3 * float(self._event.elapsed_time(later._event))
 
 
@@ -243,10 +243,10 @@ Marks: TypeAlias = "dict[Any, TimedEvent]"
 
 
 class DeviceClock:
-    """Marks streams, and says later how long devices took between two marks. Any thread may use it.
+    """Records marks on streams, and measures the time between two marks. Any thread may use it.
 
-    A time includes what a stream waits for: other streams, and a host that has launched nothing yet. It has not run on
-    GPUs.
+    A time includes the waits of a stream for other streams, and for a host that has launched nothing yet. This class
+    has not run on GPUs.
     """
 
     def __init__(self) -> None:
@@ -263,17 +263,17 @@ class DeviceClock:
             return {}
 
     def seconds(self, begin: Marks, end: Marks) -> dict[Any, float]:
-        """For each key of both the seconds between its marks, to which the devices have come."""
+        """The seconds between two marks, for each key that has both. The devices must have passed them."""
         return {key: begin[key].seconds_until(end[key]) for key in begin.keys() & end.keys()}
 
     @staticmethod
     def have_passed(marks: Marks) -> bool:
-        """True if the devices have come to all of these marks. The host does not wait."""
+        """True if the devices have passed all of these marks. The host does not wait."""
         return all(event.has_passed() for event in marks.values())
 
     @staticmethod
     def wait_for(marks: Iterable[Marks]) -> None:
-        """Makes the host wait for marks."""
-        for each in marks:
-            for event in each.values():
+        """Makes the host wait until the devices have passed all marks."""
+        for events in marks:
+            for event in events.values():
                 event.synchronize()

@@ -14,7 +14,7 @@ from kernel_launches import Launches, assert_alike, made
 from tensor_kinds import tagged, with_attribute
 from torch import Tensor, nn
 
-from dataparallel.comm import cupy, select
+from dataparallel.comm import compare, cupy
 from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.routes import STAR
 
@@ -161,12 +161,12 @@ def test_the_transport_is_tried_by_the_same_launch(
 ) -> None:
     launches = Launches(launch)
     monkeypatch.setattr(cupy, "kernels", launches)
-    select.forget()
-    assert select.why_dropped("kernels, copies only", KERNELS, tuple(map(torch.device, slots))) is None
+    compare.forget()
+    assert compare.why_unusable("kernels, copies only", KERNELS, tuple(map(torch.device, slots))) is None
     ((name, rows, counts),) = launches.noted
     assert (name, [len(row) for row in rows]) == ("copy_many", [1] * len(slots))
     assert len(counts) == 1
-    select.forget()
+    compare.forget()
 
 
 def test_each_tensor_of_the_caller_is_asked_once_and_no_result(

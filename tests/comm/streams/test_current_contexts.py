@@ -101,10 +101,10 @@ def test_training_a_replicated_module(available: None, printed: str) -> None:
 @pytest.mark.ahead(
     BEGIN
     + """
-from dataparallel.comm.links import untrusted_pairs
+from dataparallel.comm.peers import failed_pairs
 
 torch.sim.copies_cannot_fail = False
-assert untrusted_pairs(used) == []
+assert failed_pairs(used) == []
 check()
 DataParallel(net, [1, 1, 2, 2])(batch).square().sum().backward()
 check()

@@ -8,8 +8,8 @@ from kernel_runner import Kernels, summing
 from tensor_kinds import devices_of
 from torch import Tensor
 
+from dataparallel.comm.compare import AddUp, how_sums_differ
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.select import AddUp, wrong_sums
 
 CPUS = [torch.device("cpu")] * 3
 
@@ -48,7 +48,7 @@ def failing(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
 
 @pytest.mark.slots(2, 3, 8)
 def test_plain_copies_sums_are_right_whatever_their_route(slots: list) -> None:
-    assert wrong_sums(STAR.add_up, devices_of(slots)) is None
+    assert how_sums_differ(STAR.add_up, devices_of(slots)) is None
 
 
 @pytest.mark.slots(2, 3)
@@ -63,12 +63,12 @@ def test_plain_copies_sums_are_right_whatever_their_route(slots: list) -> None:
     ],
 )
 def test_other_sums_are_told_by_an_example(add_up: AddUp, why: str, slots: list) -> None:
-    assert why in str(wrong_sums(add_up, devices_of(slots)))
+    assert why in str(how_sums_differ(add_up, devices_of(slots)))
 
 
 @pytest.mark.slots(3)
 def test_halves_that_are_rounded_each_time_are_found_out(slots: list) -> None:
-    assert "in torch.float16 it has made" in str(wrong_sums(rounding_each_time, devices_of(slots)))
+    assert "in torch.float16 it has made" in str(how_sums_differ(rounding_each_time, devices_of(slots)))
 
 
 @pytest.mark.slots(2)
@@ -77,7 +77,7 @@ def test_every_dtype_is_tried(dtype: torch.dtype, slots: list) -> None:
     def add_up(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
         return (flushing_terms if flats[0].dtype == dtype else STAR.add_up)(flats, destination)
 
-    assert f"in {dtype} it has made" in str(wrong_sums(add_up, devices_of(slots)))
+    assert f"in {dtype} it has made" in str(how_sums_differ(add_up, devices_of(slots)))
 
 
 @pytest.fixture
@@ -107,5 +107,5 @@ def test_the_kernels_are_right_unless_they_flush(kernels: Kernels) -> None:
         finally:
             torch.set_flush_denormal(False)
 
-    assert wrong_sums(add_up, CPUS) is None
-    assert "in torch.float32 it has made" in str(wrong_sums(add_up_flushing, CPUS))
+    assert how_sums_differ(add_up, CPUS) is None
+    assert "in torch.float32 it has made" in str(how_sums_differ(add_up_flushing, CPUS))

@@ -1,6 +1,6 @@
-"""A pair of devices is trusted after random data has gone from one to the other; a broken pair is noticed.
+"""A pair of devices passes its check if random data goes from one to the other; a broken pair is noticed.
 
-A copy that brings garbage, or nothing, plays a broken pair. It replaces `links._copy`, because machines that run
+A copy that brings garbage, or nothing, plays a broken pair. It replaces `peers._copy`, because machines that run
 these tests have no broken pair. The script of the forked child holds the private lock, as a thread of the parent may.
 """
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dataparallel.comm import links
-from dataparallel.comm.links import trusted, untrusted_pairs
+from dataparallel.comm import peers
+from dataparallel.comm.peers import failed_pairs, passes_check
 from processes import run_script
 
 CPU = torch.device("cpu")
@@ -26,21 +26,21 @@ on_devices = pytest.mark.devices("sim", "cuda")
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("DATAPARALLEL_PEER_CHECK", raising=False)
     monkeypatch.setattr(torch.get_device_module(), "copies_cannot_fail", False, raising=False)
-    links.forget()
+    peers.forget()
     yield
-    links.forget()
+    peers.forget()
 
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list:
     """The pairs between which a checked copy has been made."""
-    made, copy = [], links._copy
+    made, copy = [], peers._copy
 
     def noted(source: Tensor, target: Tensor) -> None:
         made.append((source.device, target.device))
         copy(source, target)
 
-    monkeypatch.setattr(links, "_copy", noted)
+    monkeypatch.setattr(peers, "_copy", noted)
     return made
 
 
@@ -83,13 +83,13 @@ def test_every_ordered_pair_is_checked_once(slots: list, copies: list) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            assert untrusted_pairs([*slots, CPU, slots[0]]) == []
-            assert all(trusted(*pair) for pair in expected)
+            assert failed_pairs([*slots, CPU, slots[0]]) == []
+            assert all(passes_check(*pair) for pair in expected)
     assert copies == expected
 
 
-def test_a_device_is_trusted_with_its_own_and_with_the_hosts_memory(root: torch.device, copies: list) -> None:
-    assert untrusted_pairs([root, CPU, root]) == []
+def test_a_device_is_not_checked_with_itself_nor_with_the_host(root: torch.device, copies: list) -> None:
+    assert failed_pairs([root, CPU, root]) == []
     assert copies == []
 
 
@@ -98,9 +98,9 @@ def test_a_device_is_trusted_with_its_own_and_with_the_hosts_memory(root: torch.
 def test_a_broken_pair_is_noticed_in_the_direction_that_is_broken(
     pair: tuple, copy: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "_copy", broken_at(pair, copy))
+    monkeypatch.setattr(peers, "_copy", broken_at(pair, copy))
     with pytest.warns(RuntimeWarning, match=f"from {pair[0]} to {pair[1]} .* through the host"):
-        assert untrusted_pairs(pair) == [pair]
+        assert failed_pairs(pair) == [pair]
 
 
 @on_devices
@@ -112,40 +112,40 @@ def test_what_has_not_arrived_cannot_look_as_if_it_had(pair: tuple, monkeypatch:
         differing.append(bool((wanted != found).all()))
         target.copy_(source)
 
-    monkeypatch.setattr(links, "_copy", noted)
-    assert trusted(*pair)
+    monkeypatch.setattr(peers, "_copy", noted)
+    assert passes_check(*pair)
     assert differing == [True]
 
 
 @on_devices
 def test_it_warns_once_and_keeps_the_answer(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_copy", broken_at(pair))
+    monkeypatch.setattr(peers, "_copy", broken_at(pair))
     with pytest.warns(RuntimeWarning, match="DATAPARALLEL_PEER_CHECK=0"):
-        assert not trusted(*pair)
+        assert not passes_check(*pair)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not trusted(*pair)
-        assert untrusted_pairs(pair) == [pair]
+        assert not passes_check(*pair)
+        assert failed_pairs(pair) == [pair]
 
 
 @on_devices
 def test_a_warning_that_is_an_error_leaves_the_answer(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_copy", broken_at(pair))
+    monkeypatch.setattr(peers, "_copy", broken_at(pair))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="did not arrive"):
-            trusted(*pair)
-        assert not trusted(*pair)
+            passes_check(*pair)
+        assert not passes_check(*pair)
 
 
 @on_devices
 def test_who_shows_the_warning_may_ask(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(links, "_copy", broken_at(pair))
-    monkeypatch.setattr(warnings, "showwarning", lambda *_: asked.append(trusted(*pair[::-1])))
+    monkeypatch.setattr(peers, "_copy", broken_at(pair))
+    monkeypatch.setattr(warnings, "showwarning", lambda *_: asked.append(passes_check(*pair[::-1])))
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        assert not trusted(*pair)
+        assert not passes_check(*pair)
     assert asked == [True]
 
 
@@ -155,17 +155,17 @@ def test_a_check_that_could_not_be_made_is_made_again(pair: tuple, monkeypatch: 
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(links, "_copy", fails)
+        patch.setattr(peers, "_copy", fails)
         with pytest.raises(RuntimeError, match="out of memory"):
-            trusted(*pair)
-    assert trusted(*pair)
+            passes_check(*pair)
+    assert passes_check(*pair)
 
 
 @on_devices
 @pytest.mark.parametrize("value", ["0", "no", "False", "off"])
 def test_it_can_be_turned_off(pair: tuple, value: str, copies: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", value)
-    assert untrusted_pairs(pair) == []
+    assert failed_pairs(pair) == []
     assert copies == []
 
 
@@ -185,9 +185,9 @@ def test_threads_that_ask_at_once_wait_for_one_answer(
 
     def ask() -> None:
         asking.release()
-        answers.append(trusted(*pair))
+        answers.append(passes_check(*pair))
 
-    monkeypatch.setattr(links, "_copy", slow)
+    monkeypatch.setattr(peers, "_copy", slow)
     monkeypatch.setattr(warnings, "warn", lambda *args, **_: said.append(args))
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -214,7 +214,7 @@ def test_random_states_and_what_is_current_stay(pair: tuple) -> None:
         return [torch.accelerator.current_device_index(), *streams]
 
     before, random = now(), states()
-    assert trusted(*pair)
+    assert passes_check(*pair)
     assert now() == before
     assert all(map(torch.equal, random, states()))
 
@@ -223,7 +223,7 @@ def test_random_states_and_what_is_current_stay(pair: tuple) -> None:
 def test_nobodys_work_is_waited_for(pair: tuple) -> None:
     """What was launched on the current streams is no more known to be over than before."""
     made = [torch.ones(4, device=device) for device in pair]
-    assert trusted(*pair)
+    assert passes_check(*pair)
     for device, tensor in zip(pair, made, strict=True):
         with torch.Stream(device), pytest.raises(RuntimeError, match="order"):
             tensor.add_(1)
@@ -234,7 +234,7 @@ def test_nobodys_work_is_waited_for(pair: tuple) -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_in_any_mode(pair: tuple, mode: Callable) -> None:
     with mode():
-        assert trusted(*pair)
+        assert passes_check(*pair)
 
 
 @pytest.mark.long
@@ -244,15 +244,15 @@ def test_a_forked_child_knows_nothing_and_waits_for_nobody() -> None:
     run_script("""
 import os, threading, warnings
 import torch
-from dataparallel.comm import links
+from dataparallel.comm import peers
 warnings.simplefilter("ignore")
 pair = torch.device("xpu", 0), torch.device("xpu", 1)
-links._answers[pair] = False
+peers._results[pair] = False
 checking, forked = threading.Event(), threading.Event()
 
 
 def check():
-    with links._lock:
+    with peers._lock:
         checking.set()
         forked.wait(20)
 
@@ -260,13 +260,13 @@ def check():
 thread = threading.Thread(target=check)
 thread.start()
 checking.wait()
-links._arrives_unharmed = lambda source, target: True
+peers._arrives_unchanged = lambda source, target: True
 child = os.fork()
 if child == 0:
-    assert not links._lock.locked()
-    os._exit(0 if links.trusted(*pair) else 1)
+    assert not peers._lock.locked()
+    os._exit(0 if peers.passes_check(*pair) else 1)
 assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 0
 forked.set()
 thread.join()
-assert not links.trusted(*pair)
+assert not peers.passes_check(*pair)
 """)
