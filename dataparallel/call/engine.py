@@ -108,7 +108,7 @@ class CallEngine:
         """
         loss = None
         if self._options.loss is not None:
-            kwargs, loss = self._options.loss.asked(kwargs)
+            kwargs, loss = self._options.loss.begin_call(kwargs)
         if not self._options.slots:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
             return self._alone(method, loss)(*inputs, **kwargs)
@@ -159,7 +159,7 @@ class CallEngine:
                 overridden = self._overridden("replicate", call)
                 replicas = maker.replicas(method, lent, slots) if overridden is None else overridden(slots)
                 replicas = call.uses(replicas)
-                then = None if loss is None else loss.on_slots(slots, kwargs, options.dim, options.cap_bytes)
+                then = None if loss is None else loss.loss_functions(slots, kwargs, options.dim, options.cap_bytes)
             with stage("parallel_apply"):
                 overridden = self._overridden("parallel_apply", call)
                 if overridden is None or then is not None:
@@ -180,7 +180,7 @@ class CallEngine:
                     outputs = overridden(replicas, inputs, kwargs)
         with stage("gather"):
             join = self._overridden("gather", call) or partial(gather, target_device=output_device, dim=options.dim)
-            output = join(outputs) if loss is None else loss.of_batch(outputs, join)
+            output = join(outputs) if loss is None else loss.loss_of_batch(outputs, join)
         maker.returns(output)
         if peers is not None:
             peers.watch(output)
@@ -194,7 +194,7 @@ class CallEngine:
     def _alone(self, method: Method, loss: CallLoss | None) -> Callable[..., Any]:
         """What runs ``method`` without replicas, and computes the loss if there is one."""
         run = self._maker.alone(method)
-        return run if loss is None else loss.alone(run)
+        return run if loss is None else loss.without_replicas(run)
 
 
 def run_alone(

@@ -26,7 +26,7 @@ from dataparallel.replicas.build import build_replica, collector_paused
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.kept_modules import CycleBreaker, ReplicaModules, TreeSnapshot
 from dataparallel.replicas.kept_tensors import KeptCopies, ReplicaTensors
-from dataparallel.replicas.placement import refuse_constants
+from dataparallel.replicas.placement import refuse_script_constants
 from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.replicate import build_replicas
 
@@ -149,7 +149,7 @@ class KeptReplicas:
             if kept.is_free() and kept.serves(network, slots):
                 return kept.lease(len(slots))
         plan = self._plan_of(network)
-        refuse_constants(plan, slots)
+        refuse_script_constants(plan, slots)
         copies = KeptCopies().refreshed(plan, slots, cap_bytes)
         made = _FrozenSet(network, slots, [build_replica(plan, tensors, record=False) for tensors in copies])
         # A set of fewer slots was made for a smaller batch. It is dropped if the new set serves its calls too.
@@ -168,7 +168,7 @@ class KeptReplicas:
             self._modules, self._snapshot = [], None
             plan = self._plan_of(network)
             self._snapshot = TreeSnapshot(plan) if plan.is_plain else None
-        refuse_constants(plan, slots)
+        refuse_script_constants(plan, slots)
         arrivals = arrivals_for(slots, plan.tensors)
         copies = self._tensors.for_call(plan, slots, cap_bytes, record, arrivals)
         if self._snapshot is None or not ownership.are_counts_trusted():

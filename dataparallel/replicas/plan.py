@@ -20,7 +20,7 @@ from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.comm.buckets import PLAIN_TYPES
 from dataparallel.devices import CPU
 from dataparallel.replicas.compiled.calls import Compiled, compiled_here
-from dataparallel.replicas.placement import constants_of, devices_of, is_graph
+from dataparallel.replicas.placement import constant_devices, constant_tensors, is_graph
 from dataparallel.replicas.references import ATOMIC, behind_proxy, compiled_over, reached
 
 TABLES = frozenset({dict, OrderedDict, list, tuple, set})
@@ -221,13 +221,13 @@ class ModulePlan:
         for entry in self.entries if root != CPU else ():  # on the CPU all slots share them
             if not is_graph(entry.module):
                 continue
-            for holder, key, tensor in constants_of(entry.module, root):
+            for holder, key, tensor in constant_tensors(entry.module, root):
                 at = position.get(id(holder), NONE_POSITION)
                 if at >= 0:
                     of = self.entries[at]
                     of.buffers[key] = self._add(tensor, False, found, of, key)
                     of.constants.append(key)
-            if root in devices_of(entry.module):
+            if root in constant_devices(entry.module):
                 entry.fixed_to = root
                 self.has_references = self.may_hold_cycles = True  # replicas have a bound method
 
