@@ -159,10 +159,10 @@ class CallEngine:
                 overridden = self._overridden("replicate", call)
                 replicas = maker.replicas(method, lent, slots) if overridden is None else overridden(slots)
                 replicas = call.uses(replicas)
-                then = None if loss is None else loss.loss_functions(slots, kwargs, options.dim, options.cap_bytes)
+                functions = None if loss is None else loss.loss_functions(slots, kwargs, options.dim, options.cap_bytes)
             with stage("parallel_apply"):
                 overridden = self._overridden("parallel_apply", call)
-                if overridden is None or then is not None:
+                if overridden is None or functions is not None:
                     outputs = run_replicas(
                         replicas,
                         inputs,
@@ -173,7 +173,7 @@ class CallEngine:
                         chooser=options.permits,
                         method=method.name,
                         balanced=call.balanced,
-                        then=then,
+                        output_functions=functions,
                         machines=peers,
                     )
                 else:

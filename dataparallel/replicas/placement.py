@@ -158,8 +158,8 @@ def refuse_script_constants(plan: ModulePlan, slots: Sequence[torch.device]) -> 
             if other is not None and device != CPU:
                 raise RuntimeError(
                     f"cannot replicate the ScriptModule {entry.name or 'at the root'!r} to {other}: {constant} on "
-                    f"{device} is a constant of its code, because it was traced or frozen there. Wrap the module that is not "
-                    "frozen, script it instead of tracing it, or make the tensor a buffer of the module before"
+                    f"{device} is a constant of its code, because it was traced or frozen there. Wrap the module that "
+                    "is not frozen, script it instead of tracing it, or make the tensor a buffer of the module before"
                 )
 
 
