@@ -78,7 +78,7 @@ class BalancedCall(ChoosingCall):
         if slots != len(self._situation.slots):  # code of the user scatters to other slots
             return near_equal_sizes(total, slots)
         if sum(self.chunks) != total or not self.chunks:  # what a call scatters in several steps is split alike
-            self.chunks = self._balancer._sizes(self._situation, total, self.alone)
+            self.chunks = self._balancer._sizes(self._situation, total, self.is_alone)
         return list(self.chunks)
 
     def measures(self, slots: Sequence[torch.device]) -> SlotTimes | None:
@@ -114,7 +114,7 @@ class Balancer(Chooser["_Situation", "_Choice"]):
         with self._lock:
             self._running.discard(call)
             situation, times = call._situation, call.times
-            if failed or not call.alone:
+            if failed or not call.is_alone:
                 return
             if times is not None and len(times.seconds) == len(call.chunks) and situation.note(call, times):
                 self._note_choice(situation.kind, situation.choice)
@@ -132,7 +132,7 @@ class Balancer(Chooser["_Situation", "_Choice"]):
 
     def _times(self, call: BalancedCall, slots: Sequence[torch.device]) -> SlotTimes | None:
         with self._lock:
-            return call._situation.times(slots) if call.alone else None
+            return call._situation.times(slots) if call.is_alone else None
 
 
 @dataclass(frozen=True)
