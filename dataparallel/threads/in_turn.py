@@ -109,14 +109,14 @@ class SerialTasks:
                 self._hand_over([*self._take_waiting()], permits=1, running=[slot])
         assert self._handed_over is not None
         park = partial(self._handed_over[1].park, slot, unpark)
-        return self._run_in_worker(park) if threading.current_thread() is threading.main_thread() else park()
+        return self._step_in_worker(park) if threading.current_thread() is threading.main_thread() else park()
 
     def unpark(self, slots: Sequence[int]) -> None:
         """See `meetings.Scheduler`."""
         if self._handed_over is not None:
             self._handed_over[1].unpark(slots)
 
-    def _run_in_worker(self, step: Callable[[], Turn | None]) -> Any:
+    def _step_in_worker(self, step: Callable[[], Turn | None]) -> Any:
         """Runs a ``step`` of the gang in a worker, because Ctrl-C in the main thread could leave the step half done.
 
         If Ctrl-C comes meanwhile, the step may run later, or never if it has no worker yet.
@@ -155,7 +155,7 @@ class SerialTasks:
         failed = caller_slot is not None and self._outcomes[caller_slot].error is not None
         interrupted = any(isinstance(outcome.error, KeyboardInterrupt) for outcome in self._outcomes)
         try:
-            self._run_in_worker(partial(gang.remove_caller, caller_slot, failed))
+            self._step_in_worker(partial(gang.remove_caller, caller_slot, failed))
         except RuntimeError:  # the system has no thread for a worker
             gang.remove_caller(caller_slot, failed)
         outcomes = gang.cancel_tasks() if interrupted else gang.finish_tasks()
