@@ -8,7 +8,7 @@ from torch import nn
 
 from around import assert_trains_alike, batches
 from dataparallel import DataParallel, replicate
-from dataparallel.replicas.placement import forward_on
+from dataparallel.replicas.placement import patched_forward
 from dataparallel.testing.parity import Perturbation, assert_same_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -156,8 +156,8 @@ def test_the_same_code_serves_each_call(root):
     source, target = torch.device("cpu"), torch.device("meta")
     if root.type != "cpu":
         source = root
-    code = forward_on(forward, source, target)
-    assert code is forward_on(forward, source, target)
+    code = patched_forward(forward, source, target)
+    assert code is patched_forward(forward, source, target)
     assert code is not forward
     assert code.__globals__["device"](source.type, source.index) == target
     assert code.__globals__["device"]("cuda:7") == torch.device("cuda:7")
@@ -168,7 +168,7 @@ def test_code_that_names_devices_in_another_way_is_refused(root):
     vars(torch.fx)  # what torch.fx puts into the globals of its code is not a promise of torch
     forward.__globals__["device"] = str
     with pytest.raises(RuntimeError, match="Wrap the module of which the graph was made"):
-        forward_on(forward, root, torch.device("meta"))
+        patched_forward(forward, root, torch.device("meta"))
 
 
 @pytest.mark.devices("sim", "cuda")

@@ -1,6 +1,6 @@
-"""``chunk_sizes=``: how many samples of a batch each slot gets.
+"""`FixedSplit` checks the argument ``chunk_sizes=`` and says how many samples of a batch each slot gets.
 
-It checks what users pass, and splits the size of a batch. ``"balanced"`` is for ``threads.balance``.
+``threads.balance`` handles ``"balanced"``.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ ChunkSizes: TypeAlias = "Sequence[float] | Literal['balanced'] | None"
 
 
 class Split(Protocol):
-    """What says how a batch is split."""
+    """Decides how a batch is split."""
 
     def sizes(self, total: int, slots: int) -> list[int]:
-        """The sizes of the chunks of ``total`` samples, for the first slots, at least 1 each."""
+        """Returns the sizes of the chunks of ``total`` samples, for the first slots, at least 1 each."""
 
 
 class FixedSplit:
-    """What ``chunk_sizes`` says of every batch: numbers of samples, shares, or near-equal chunks for ``None``.
+    """Splits every batch alike: by numbers of samples, by shares, or into near-equal chunks for ``None``.
 
     Args:
-        given: anything but ``"balanced"``.
-        slots: how many there are; ``None`` if that is not known yet.
+        given: the user's ``chunk_sizes``; anything but ``"balanced"``.
+        slots: the number of slots; ``None`` if it is not known yet.
 
     Raises:
         TypeError: ``given`` is no sequence of numbers.
@@ -44,7 +44,7 @@ class FixedSplit:
         self.given = None if given is None else _checked(given, slots)
 
     def sizes(self, total: int, slots: int) -> list[int]:
-        """The sizes of the chunks. Raises ``ValueError`` if the given numbers do not fit."""
+        """Returns the sizes of the chunks. Raises ``ValueError`` if the given numbers do not fit."""
         if self.given is None:
             return near_equal_sizes(total, slots)
         samples = [number for number in self.given if isinstance(number, int)]
@@ -97,7 +97,7 @@ def _split(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def split_by_shares(total: int, shares: Sequence[float]) -> list[int]:
-    """``total`` samples in the ratio of ``shares``, by largest remainders.
+    """Splits ``total`` samples in the ratio of ``shares``, by largest remainders.
 
     Each slot gets its quota rounded down. The samples that are left go to the slots whose quotas have lost most, lower
     slots first. A slot gets at least one sample, and of two slots that with the larger share gets no fewer. With fewer

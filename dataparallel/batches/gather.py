@@ -51,7 +51,7 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
 
 
 def _of_one_node(outputs: Sequence[Any]) -> dict[int, Tensor]:
-    """What is gathered in place of tensors that share a graph on their replica, by the `id` of each: see `OneNode`."""
+    """Passes tensors of a replica that share a graph through one `OneNode`. Returns its outputs by the tensors' ids."""
     found: dict[int, Tensor] = {}
     groups: dict[int, list[list[int]]] = {}  # by the number of tensors: replicas that return as many are alike
     for output in outputs if len(outputs) > 1 else ():
@@ -69,11 +69,11 @@ def _of_one_node(outputs: Sequence[Any]) -> dict[int, Tensor]:
 
 
 class _Joins(NamedTuple):
-    """One gather.
+    """The arguments of one gather.
 
     Attributes:
-        offsets: those of the ragged tensors that it has joined.
-        of_one_node: see `_of_one_node`.
+        offsets: the cache of `ragged.joined`.
+        of_one_node: the result of `_of_one_node`.
     """
 
     target: torch.device

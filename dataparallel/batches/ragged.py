@@ -1,8 +1,7 @@
-"""How sparse CSR matrices and jagged nested tensors are cut along their rows, moved and joined.
+"""`RaggedCopies` scatters sparse CSR matrices and jagged nested tensors along their rows, and `joined` gathers them.
 
-Both have values one after the other, and offsets that say where those of each row begin: ``crow_indices()`` of a CSR
-matrix, ``offsets()`` of a jagged tensor. So both are cut into plain tensors, which travel by the functions of
-``autograd.functions``, and built again on their device. Gradients go the same way.
+Both layouts store all values in one tensor, and the place where each row begins in offsets: ``crow_indices()`` of a CSR
+matrix, ``offsets()`` of a jagged tensor. ``autograd.functions`` move these tensors, and their gradients back.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ _ORIGIN = "_dataparallel_cut_from"
 
 
 class _Origin(NamedTuple):
-    """What a chunk's offsets were cut from, as a weak reference; the chunk's place, and how many chunks there are."""
+    """Says that a chunk's offsets are chunk ``place`` of ``chunks``, cut from ``offsets`` (a weak reference)."""
 
     offsets: Any
     place: int
     chunks: int
 
 
-class _Rows(NamedTuple):
-    """A CSR matrix or a jagged tensor in parts.
+class _Components(NamedTuple):
+    """The plain tensors of which a CSR matrix or a jagged tensor consists.
 
     Attributes:
         offsets: where the values of each row begin, and at last where they end.
-        values: what ``offsets`` cut along ``dim``; the first has the gradients.
-        dim: a dimension of ``values``.
+        values: the tensors that ``offsets`` divide into rows; the first has the gradients.
+        dim: the dimension of ``values`` along which they are divided.
         lengths: how many values each row has, if there are gaps between rows.
     """
 
@@ -45,7 +44,7 @@ class _Rows(NamedTuple):
     lengths: Tensor | None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Rows:
+    def of(cls, tensor: Tensor) -> _Components:
         if tensor.layout is torch.sparse_csr:
             return cls(tensor.crow_indices(), [tensor.values(), tensor.col_indices()], 0, None)
         nested: Any = tensor
@@ -55,8 +54,8 @@ class _Rows(NamedTuple):
     def is_jagged(self) -> bool:
         return len(self.values) == 1
 
-    def built(self, like: Tensor) -> Tensor:
-        """The tensor with these parts, of the layout and the width of ``like``."""
+    def build(self, like: Tensor) -> Tensor:
+        """Returns the ragged tensor of these components, with the layout and the width of ``like``."""
         if like.layout is torch.sparse_csr:
             values, columns = self.values
             size = (len(self.offsets) - 1, like.shape[1], *values.shape[1:])
@@ -71,7 +70,7 @@ def is_ragged(tensor: Tensor) -> bool:
 
 
 def why_not_split(tensor: Tensor, dim: int) -> str | None:
-    """Why a tensor that is not strided cannot be split along ``dim``, with what to do; ``None`` if it can."""
+    """Returns why a tensor cannot be split along ``dim``, and what to do; ``None`` if it can be split."""
     if tensor.is_nested and tensor.layout is not torch.jagged:
         return (
             "it is a nested tensor of layout torch.strided; make it with layout=torch.jagged, or pass its tensors as a "
@@ -96,130 +95,131 @@ def why_not_split(tensor: Tensor, dim: int) -> str | None:
 class RaggedCopies:
     """Makes the chunks and the copies of one scatter.
 
-    torch takes two jagged tensors for equally ragged only if they have one offsets object. So tensors that share
-    offsets share them on each slot, and after `joined` too. If all parts of a joined tensor have the offsets of the
-    chunks of one scatter, it is as ragged as the tensor that was scattered, and may be added to it.
+    For torch two jagged tensors have equal shapes only if both have the same offsets object. So tensors that share
+    offsets share them on each slot, and after `joined` too. If the offsets of joined tensors are those of all chunks of
+    one scatter, the result gets the offsets of the scattered tensor, and can be added to the scattered tensor.
     """
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self._slots = slots
-        # Keyed by id, with the tensor beside it so that the id stays taken.
-        self._done: dict[tuple[int, bool], tuple[Tensor, Sequence[Tensor]]] = {}
+        # The key has the id of a tensor. The entry holds this tensor, so that no other tensor gets the id.
+        self._cache: dict[tuple[int, bool], tuple[Tensor, Sequence[Tensor]]] = {}
 
     def chunks(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The tensor cut along its rows. The host reads offsets, so it waits if they are on an accelerator."""
+        """Cuts the tensor along its rows. The host reads offsets, so it waits if they are on an accelerator."""
         if len(sizes) == 1:
             return self.copies(tensor)
-        rows = _Rows.of(tensor)
+        source = _Components.of(tensor)
         bounds = [0, *accumulate(sizes)]
-        ends: list[int] = rows.offsets.cpu()[bounds].tolist()
+        ends: list[int] = source.offsets.cpu()[bounds].tolist()
         counts = [end - start for start, end in pairwise(ends)]
-        offsets = self._once(rows.offsets, True, lambda: self._cut_offsets(rows, bounds, ends))
+        offsets = self._cached(source.offsets, True, lambda: self._cut_offsets(source, bounds, ends))
         lengths: Sequence[Tensor | None] = [None] * len(sizes)
-        if rows.lengths is not None:
-            source = rows.lengths
-            lengths = self._once(source, True, lambda: Scatter.apply(self._slots, sizes, 0, source))
+        if source.lengths is not None:
+            all_lengths = source.lengths
+            lengths = self._cached(all_lengths, True, lambda: Scatter.apply(self._slots, sizes, 0, all_lengths))
         values = [
-            Scatter.apply(self._slots, counts, rows.dim, each.narrow(rows.dim, ends[0], sum(counts)))
-            for each in rows.values
+            Scatter.apply(self._slots, counts, source.dim, each.narrow(source.dim, ends[0], sum(counts)))
+            for each in source.values
         ]
         return [
-            _Rows(of_slot[0], list(of_slot[2:]), rows.dim, of_slot[1]).built(tensor)
-            for of_slot in zip(offsets, lengths, *values, strict=True)
+            _Components(slot_offsets, slot_values, source.dim, slot_lengths).build(tensor)
+            for slot_offsets, slot_lengths, *slot_values in zip(offsets, lengths, *values, strict=True)
         ]
 
     def copies(self, tensor: Tensor) -> list[Tensor]:
-        """The whole tensor on each slot."""
-        rows, count = _Rows.of(tensor), len(self._slots)
-        offsets = self._once(rows.offsets, False, lambda: self._moved_offsets(rows))
+        """Copies the whole tensor to each slot."""
+        source, count = _Components.of(tensor), len(self._slots)
+        offsets = self._cached(source.offsets, False, lambda: self._copy_offsets(source))
         lengths: Sequence[Tensor | None] = [None] * count
-        if rows.lengths is not None:
-            source = rows.lengths
-            lengths = self._once(source, False, lambda: Broadcast.apply(self._slots, source))
-        flat = Broadcast.apply(self._slots, *rows.values)
-        width = len(rows.values)
+        if source.lengths is not None:
+            all_lengths = source.lengths
+            lengths = self._cached(all_lengths, False, lambda: Broadcast.apply(self._slots, all_lengths))
+        flat = Broadcast.apply(self._slots, *source.values)
+        width = len(source.values)
         return [
-            _Rows(offsets[k], list(flat[k * width : (k + 1) * width]), rows.dim, lengths[k]).built(tensor)
+            _Components(offsets[k], list(flat[k * width : (k + 1) * width]), source.dim, lengths[k]).build(tensor)
             for k in range(count)
         ]
 
-    def _once(self, source: Tensor, is_cut: bool, make: Any) -> Sequence[Tensor]:
+    def _cached(self, source: Tensor, is_cut: bool, make: Any) -> Sequence[Tensor]:
+        """Returns what ``make`` has returned for ``source``. It is called once for chunks and once for copies."""
         key = id(source), is_cut
-        if key not in self._done:
-            self._done[key] = source, make()
-        return self._done[key][1]
+        if key not in self._cache:
+            self._cache[key] = source, make()
+        return self._cache[key][1]
 
-    def _moved_offsets(self, rows: _Rows) -> Sequence[Tensor]:
-        if rows.is_jagged and rows.lengths is None:
-            total = rows.values[0].shape[rows.dim]
-            return [_moved_offsets(rows.offsets, total, slot) for slot in self._slots]
-        copies: Sequence[Tensor] = Broadcast.apply(self._slots, rows.offsets)
+    def _copy_offsets(self, source: _Components) -> Sequence[Tensor]:
+        if source.is_jagged and source.lengths is None:
+            total = source.values[0].shape[source.dim]
+            return [_offsets_on(slot, source.offsets, total) for slot in self._slots]
+        copies: Sequence[Tensor] = Broadcast.apply(self._slots, source.offsets)
         return copies
 
-    def _cut_offsets(self, rows: _Rows, bounds: list[int], ends: list[int]) -> Sequence[Tensor]:
-        """For each chunk its offsets, from 0 on. Neighbours share the row where one ends and the other begins."""
-        parts = [rows.offsets[a : b + 1] - start for (a, b), start in zip(pairwise(bounds), ends, strict=False)]
-        chunks: Sequence[Tensor] = Scatter.apply(self._slots, [len(part) for part in parts], 0, torch.cat(parts))
-        if rows.is_jagged and ends[0] == 0 and rows.lengths is None:
-            # All values are in rows, so joined chunks have these offsets again.
+    def _cut_offsets(self, source: _Components, bounds: list[int], ends: list[int]) -> Sequence[Tensor]:
+        """Returns the offsets of each chunk, from 0 on. The end of a chunk is also the start of the next one."""
+        cuts = [source.offsets[a : b + 1] - start for (a, b), start in zip(pairwise(bounds), ends, strict=False)]
+        chunks: Sequence[Tensor] = Scatter.apply(self._slots, [len(cut) for cut in cuts], 0, torch.cat(cuts))
+        if source.is_jagged and ends[0] == 0 and source.lengths is None:
+            # All values are in rows, so joined chunks have the offsets of the source again.
             for place, chunk in enumerate(chunks):
-                setattr(chunk, _ORIGIN, _Origin(weakref.ref(rows.offsets), place, len(chunks)))
+                setattr(chunk, _ORIGIN, _Origin(weakref.ref(source.offsets), place, len(chunks)))
         return chunks
 
 
-def why_not_joinable(parts: Sequence[Tensor]) -> str | None:
-    """Why jagged tensors cannot be joined, as a sentence on replicas; ``None`` if they can."""
-    shapes = [[size if isinstance(size, int) else "*" for size in part.shape] for part in parts]
-    for replica, part in enumerate(parts):
+def why_not_joinable(tensors: Sequence[Tensor]) -> str | None:
+    """Returns why jagged outputs of replicas cannot be joined; ``None`` if they can."""
+    shapes = [[size if isinstance(size, int) else "*" for size in tensor.shape] for tensor in tensors]
+    for replica, tensor in enumerate(tensors):
         if shapes[replica][1:] != shapes[0][1:]:
             return f"replica 0 has shape {_shown(shapes[0])}, replica {replica} has {_shown(shapes[replica])}"
-        if part.dtype != parts[0].dtype:
-            return f"replica 0 has dtype {parts[0].dtype}, replica {replica} has {part.dtype}"
+        if tensor.dtype != tensors[0].dtype:
+            return f"replica 0 has dtype {tensors[0].dtype}, replica {replica} has {tensor.dtype}"
     return None
 
 
-def joined(parts: Sequence[Tensor], device: torch.device, done: dict[Any, Any]) -> Tensor:
-    """The rows of all parts in order, on ``device``. By ``done``, a dict for each gather, results share offsets."""
-    found = [_Rows.of(part) for part in parts]
-    first = found[0]
-    values = [Gather.apply(device, first.dim, *each) for each in zip(*(rows.values for rows in found), strict=True)]
-    totals = [rows.values[0].shape[first.dim] for rows in found]
-    key = tuple(id(rows.offsets) for rows in found)
-    if key not in done:  # with the offsets, so that their ids stay taken
-        done[key] = found, _joined_offsets([rows.offsets for rows in found], totals, device)
-    lengths = None
-    if any(rows.lengths is not None for rows in found):
-        each_length = [rows.offsets.diff() if rows.lengths is None else rows.lengths for rows in found]
-        key = tuple(id(length) for length in each_length)
-        if key not in done:
-            done[key] = each_length, Gather.apply(device, 0, *each_length)
-        lengths = done[key][1]
-    return _Rows(done[tuple(id(rows.offsets) for rows in found)][1], values, first.dim, lengths).built(parts[0])
+def joined(tensors: Sequence[Tensor], device: torch.device, cache: dict[Any, Any]) -> Tensor:
+    """Joins the rows of all ``tensors`` on ``device``. Results of one gather share offsets through its ``cache``."""
+    sources = [_Components.of(tensor) for tensor in tensors]
+    dim = sources[0].dim
+    values = [Gather.apply(device, dim, *each) for each in zip(*(source.values for source in sources), strict=True)]
+    totals = [source.values[0].shape[dim] for source in sources]
+    key = tuple(id(source.offsets) for source in sources)
+    if key not in cache:  # the entry holds the offsets, so that no other tensors get their ids
+        cache[key] = sources, _joined_offsets([source.offsets for source in sources], totals, device)
+    offsets, lengths = cache[key][1], None
+    if any(source.lengths is not None for source in sources):
+        all_lengths = [source.offsets.diff() if source.lengths is None else source.lengths for source in sources]
+        key = tuple(id(each) for each in all_lengths)
+        if key not in cache:
+            cache[key] = all_lengths, Gather.apply(device, 0, *all_lengths)
+        lengths = cache[key][1]
+    return _Components(offsets, values, dim, lengths).build(tensors[0])
 
 
-def _joined_offsets(parts: Sequence[Tensor], totals: Sequence[int], device: torch.device) -> Tensor:
-    origins: list[_Origin | None] = [getattr(part, _ORIGIN, None) for part in parts]
-    if [origin and origin[1:] for origin in origins] == [(place, len(parts)) for place in range(len(parts))]:
+def _joined_offsets(offsets: Sequence[Tensor], totals: Sequence[int], device: torch.device) -> Tensor:
+    origins: list[_Origin | None] = [getattr(each, _ORIGIN, None) for each in offsets]
+    if [origin and origin[1:] for origin in origins] == [(place, len(offsets)) for place in range(len(offsets))]:
         sources = {id(source): source for origin in origins if origin and (source := origin.offsets()) is not None}
         if len(sources) == 1:
             (source,) = sources.values()
-            return _moved_offsets(source, sum(totals), device)
+            return _offsets_on(device, source, sum(totals))
     starts = [0, *accumulate(totals)]
-    shifted = [part[:-1] + start for part, start in zip(parts, starts, strict=False)]
-    shifted[-1] = parts[-1] + starts[len(parts) - 1]
+    shifted = [each[:-1] + start for each, start in zip(offsets, starts, strict=False)]
+    shifted[-1] = offsets[-1] + starts[len(offsets) - 1]
     result: Tensor = Gather.apply(device, 0, *shifted)
     return result
 
 
-def _moved_offsets(offsets: Tensor, total: int, device: torch.device) -> Tensor:
-    """The offsets of ``total`` values on ``device``, where they are as ragged for torch as the old ones."""
+def _offsets_on(device: torch.device, offsets: Tensor, total: int) -> Tensor:
+    """Copies the offsets of ``total`` values to ``device``. For torch the copy stands for the same ragged shape."""
     if offsets.device == device:
         return offsets
-    # What torch knows of them goes along with a tensor. This one has no memory.
+    # torch keeps the ragged shape when it moves a jagged tensor, so a jagged tensor without memory is moved.
     empty = torch.nested.nested_tensor_from_jagged(torch.empty(total, 0, device=offsets.device), offsets)
     moved: Any = empty.to(device)
-    found: Tensor = moved.offsets()
-    return found
+    moved_offsets: Tensor = moved.offsets()
+    return moved_offsets
 
 
 def _ragged_dim(tensor: Tensor) -> int:

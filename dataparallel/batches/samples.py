@@ -1,7 +1,7 @@
-"""How lists with one entry for each sample (`dataparallel.samples`) are cut, moved and joined.
+"""`SampleCopies` scatters lists with one entry for each sample (`dataparallel.samples`). `joined_samples` joins them.
 
-Tensors inside are moved whole. All that go to the same slots travel by one ``Broadcast``, so those of one dtype share a
-flat buffer, and one node of the graph has all their gradients.
+Tensors inside are moved whole. Tensors that go to the same slots travel by one ``Broadcast``, so tensors of one dtype
+share a flat buffer, and one node of the graph has all gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataparallel.samples import Samples
 
 
 def check_entries(marked: Samples[Any], path: str) -> None:
-    """Checks that all that is inside can be moved.
+    """Checks that everything inside can be moved.
 
     Raises:
         ValueError: a tensor has no data; a container contains itself; there is a `PerReplica`. The message names the
@@ -56,11 +56,11 @@ class SampleCopies:
         self._copies: list[dict[int, Tensor]] = [{} for _ in slots]
         for group, tensors in groups.items():
             copies = _on_slots(tensors, [slots[slot] for slot in group])
-            for slot, of_slot in zip(group, copies, strict=True):
-                self._copies[slot].update(zip(map(id, tensors), of_slot, strict=True))
+            for slot, slot_copies in zip(group, copies, strict=True):
+                self._copies[slot].update(zip(map(id, tensors), slot_copies, strict=True))
 
     def of(self, marked: Samples[Any]) -> list[Samples[Any]]:
-        """The chunks of a list for each slot, with the copies in place of the tensors."""
+        """Returns the chunk of a list for each slot, with the slot's copies in place of the tensors."""
         _, parts = self._parts[id(marked)]
         return [
             _rebuilt(part, copies, slot) for part, copies, slot in zip(parts, self._copies, self._slots, strict=True)
@@ -68,12 +68,12 @@ class SampleCopies:
 
 
 def slots_of_tensors(found: Iterable[Samples[Any]], sizes: Sequence[int]) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Each tensor inside lists of samples, once, with the numbers of the slots that get it."""
+    """Returns each tensor inside lists of samples once, with the numbers of the slots that get it."""
     return _holding(_cut(marked, sizes) for marked in found)
 
 
 def joined_samples(parts: Sequence[Samples[Any]], device: torch.device) -> Samples[Any]:
-    """The entries of all lists in order, with every tensor on ``device``; one node of the graph has all tensors."""
+    """Joins the entries of all lists in order, with tensors on ``device``. One node of the graph has all tensors."""
     tensors = {id(tensor): tensor for part in parts for tensor in tensors_in(part)}
     plain = {name: tensor for name, tensor in tensors.items() if not is_ragged(tensor)}
     if len(parts) > 1 or any(tensor.device != device for tensor in plain.values()):
@@ -90,8 +90,8 @@ def _cut(marked: Samples[Any], sizes: Sequence[int]) -> list[Samples[Any]]:
 
 
 def _holding(lists: Iterable[Sequence[Samples[Any]]]) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Each tensor inside lists that have been cut, once, with the numbers of the slots that get it, in order."""
-    # Keyed by id, with the tensor beside it so that the id stays taken.
+    """Returns each tensor inside chunks of lists once, with the numbers of the slots that get it, in order."""
+    # The key is the id of a tensor. The entry holds this tensor, so that no other tensor gets the id.
     found: dict[int, tuple[Tensor, set[int]]] = {}
     for parts in lists:
         for slot, part in enumerate(parts):
@@ -101,7 +101,7 @@ def _holding(lists: Iterable[Sequence[Samples[Any]]]) -> list[tuple[Tensor, tupl
 
 
 def _on_slots(tensors: list[Tensor], slots: Sequence[torch.device]) -> Iterator[Sequence[Tensor]]:
-    """For each slot the tensors there. With a single slot, those that are there already are not copied."""
+    """Yields the tensors of each slot. With a single slot, tensors that are there already are not copied."""
     copies: dict[int, Sequence[Tensor]] = {}
     moving = [i for i, tensor in enumerate(tensors) if len(slots) > 1 or tensor.device != slots[0]]
     of_ragged = RaggedCopies(slots)
@@ -122,7 +122,7 @@ def _on_slots(tensors: list[Tensor], slots: Sequence[torch.device]) -> Iterator[
 
 
 def _rebuilt(obj: Any, copy_of: dict[int, Tensor], device: torch.device) -> Any:
-    """The structure with the copies of its tensors, by their ids. Batches in it are moved whole."""
+    """Returns the structure with copies in place of its tensors. ``copy_of`` has the copies by the tensors' ids."""
     if isinstance(obj, Tensor):
         return copy_of[id(obj)]
     batch = None if isinstance(obj, Samples) else batch_of(obj)

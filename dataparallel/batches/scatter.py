@@ -119,7 +119,7 @@ def _scatter(
 
 
 def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
-    """The batch size of all leaves that are to be split; ``None`` if there are none."""
+    """Returns the batch size of all leaves that are to be split; ``None`` if there are none."""
     first: tuple[str, int] | None = None
     for path, leaf in found:
         if isinstance(leaf, Tensor):
@@ -168,15 +168,15 @@ class _Splitter:
         self.samples: SampleCopies | None = None
         self.ragged = ragged.RaggedCopies(slots)
         # A tensor in two places becomes one chunk in two places: attention tests whether query is key.
-        # Keyed by id, with the tensor beside it so that the id stays taken.
-        self.done: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
+        # The key is the id of a tensor. The entry holds this tensor, so that no other tensor gets the id.
+        self.chunks: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
 
     def split(self, obj: Any) -> list[Any]:
-        """``obj`` for each slot."""
+        """Returns the chunk of ``obj`` for each slot."""
         if isinstance(obj, Tensor):
-            if id(obj) not in self.done:
-                self.done[id(obj)] = obj, self.split_tensor(obj)
-            return list(self.done[id(obj)][1])
+            if id(obj) not in self.chunks:
+                self.chunks[id(obj)] = obj, self.split_tensor(obj)
+            return list(self.chunks[id(obj)][1])
         if type(obj) is Arguments:
             return list(zip(*map(self.split, obj), strict=True))
         if isinstance(obj, PerReplica):
@@ -199,7 +199,7 @@ class _Splitter:
         return [container.rebuild(obj, [column[slot] for column in columns]) for slot in range(len(self.slots))]
 
     def sizes_of(self, tensor: Tensor) -> list[int] | None:
-        """The sizes of its chunks; ``None`` if every slot gets the whole tensor."""
+        """Returns the sizes of the tensor's chunks; ``None`` if every slot gets the whole tensor."""
         return None if is_whole(tensor) else self.sizes
 
     def split_tensor(self, tensor: Tensor) -> Sequence[Tensor]:
@@ -223,7 +223,7 @@ class _Splitter:
 
 
 def moved(obj: Any, device: torch.device) -> Any:
-    """The nested structure with every tensor and batch on ``device``; the same object if all are there already."""
+    """Returns a copy of the structure with all tensors and batches on ``device``, or ``obj`` if all are there."""
     return with_leaves(obj, partial(_moved_leaf, device=device))
 
 

@@ -1,6 +1,6 @@
-"""Walks nested arguments: finds their leaves, marks tensors as `whole`, and counts the replicas that they are for.
+"""`leaves` and `with_leaves` walk nested arguments, `whole` marks tensors, `number_of_replicas` counts replicas.
 
-``batch_types`` says which types are containers. Nothing is moved here: that is what ``scatter`` and ``gather`` do.
+``batch_types`` says which types are containers. ``scatter`` and ``gather`` move the tensors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _WHOLE = "_dataparallel_whole"
 
 @_torch.not_traced
 def whole(tensor: Tensor) -> Tensor:
-    """Marks a tensor (a mask, a table) of which every replica gets all, instead of a chunk.
+    """Marks a tensor (a mask, a table), so that every replica gets the whole tensor instead of a chunk.
 
-    Returns another tensor on the same memory and in the same graph, or a copy of a sparse one that needs gradients. The
+    Returns another tensor on the same memory and in the same graph. A sparse tensor that needs gradients is copied. The
     argument itself is not marked. Results of operators are not marked, so mark last:
-    ``model(x, mask=dataparallel.whole(mask))``. For a module that is not wrapped it is an ordinary tensor.
+    ``model(x, mask=dataparallel.whole(mask))``. A module that is not wrapped ignores the mark.
 
     Raises:
         TypeError: ``tensor`` is no tensor.
@@ -37,7 +37,7 @@ def whole(tensor: Tensor) -> Tensor:
         )
     marked = alias(tensor, 0)
     if tensor.requires_grad and torch.is_grad_enabled():
-        has_views = tensor.layout in (torch.strided, torch.jagged)  # sparse ones have none
+        has_views = tensor.layout in (torch.strided, torch.jagged)  # a sparse tensor has no views
         marked = tensor.view_as(tensor) if has_views else tensor.clone()
     mark_whole(marked)
     return marked
@@ -60,7 +60,7 @@ class Arguments(tuple[Any, ...]):
 
 
 def children_of(obj: Any, path: str) -> list[tuple[str, Any]] | None:
-    """Paths and values of a container's children; ``None`` for a leaf."""
+    """Returns the paths and values of a container's children; ``None`` for a leaf."""
     if type(obj) is Arguments:
         args, kwargs = obj
         return [("args", args), ("kwargs", kwargs)]
@@ -71,7 +71,7 @@ def children_of(obj: Any, path: str) -> list[tuple[str, Any]] | None:
 
 
 def leaves(obj: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Paths and values of everything that is no container, in order.
+    """Yields the path and value of each leaf (all that is no container), in order. ``above``: ids of containers around.
 
     Raises:
         ValueError: a container contains itself.
@@ -87,7 +87,7 @@ def leaves(obj: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[s
 
 
 def with_leaves(obj: Any, change: Callable[[Any], Any]) -> Any:
-    """The structure with ``change(leaf)`` in place of each leaf; the same object if that changes nothing."""
+    """Returns a copy of the structure with ``change(leaf)`` in place of each leaf, or ``obj`` if no leaf changes."""
     container = None if isinstance(obj, (Tensor, Samples)) or batch_of(obj) is not None else container_of(obj)
     if container is None:
         return change(obj)
@@ -97,7 +97,7 @@ def with_leaves(obj: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def tensors_in(obj: Any) -> Iterator[Tensor]:
-    """The tensors of a nested structure, in order. Of batches it looks only into `Samples`."""
+    """Yields the tensors of a nested structure, in order. Of the batch types it looks only into `Samples`."""
     for _, leaf in leaves(obj, ""):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -106,31 +106,31 @@ def tensors_in(obj: Any) -> Iterator[Tensor]:
 
 
 def number_of_replicas(
-    found_leaves: Sequence[tuple[str, Any]], batch_size: int | None, sizes: Sequence[int] | None, slots: int
+    paths_and_leaves: Sequence[tuple[str, Any]], batch_size: int | None, chunk_sizes: Sequence[int] | None, slots: int
 ) -> int:
-    """The number of replicas that get a structure, from its `leaves`. ``sizes`` of chunks: ``None`` without tensors.
+    """Returns how many replicas get arguments with the given `leaves`. Without a batch ``chunk_sizes`` is ``None``.
 
     Raises:
         ValueError: a `PerReplica` has another number of entries; replicas would share an object that they write to.
     """
-    found: tuple[str, int] | None = None
-    if sizes is not None:
-        found = f"a batch of {batch_size} on {slots} slots is for {len(sizes)}", len(sizes)
-    for path, leaf in found_leaves:
+    expected: tuple[str, int] | None = None  # the reason for the number, and the number
+    if chunk_sizes is not None:
+        expected = f"a batch of {batch_size} on {slots} slots is for {len(chunk_sizes)}", len(chunk_sizes)
+    for path, leaf in paths_and_leaves:
         if not isinstance(leaf, PerReplica):
             continue
         if not leaf:
             raise ValueError(f"{path} is an empty PerReplica; it needs one entry for each replica")
-        if found is None and len(leaf) > slots:
-            found = "there is only 1 slot" if slots == 1 else f"there are only {slots} slots", slots
-        if found is not None and len(leaf) != found[1]:
+        if expected is None and len(leaf) > slots:
+            expected = "there is only 1 slot" if slots == 1 else f"there are only {slots} slots", slots
+        if expected is not None and len(leaf) != expected[1]:
             raise ValueError(
-                f"{path} has entries for {len(leaf)} replicas, but {found[0]}; pass a PerReplica to calls with as many "
-                "replicas as the one that returned it"
+                f"{path} has entries for {len(leaf)} replicas, but {expected[0]}; pass a PerReplica to calls with as "
+                "many replicas as the one that returned it"
             )
-        found = f"{path} has entries for {len(leaf)}", len(leaf)
-    replicas = slots if found is None else found[1]
-    for path, leaf in found_leaves:
+        expected = f"{path} has entries for {len(leaf)}", len(leaf)
+    replicas = slots if expected is None else expected[1]
+    for path, leaf in paths_and_leaves:
         if replicas > 1 and is_written_to(leaf):
             raise ValueError(
                 f"{path} is one {type(leaf).__name__}, to which {replicas} replicas would write at the same time; let "
@@ -142,28 +142,28 @@ def number_of_replicas(
 
 
 def arguments_of_one(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call without slots. Each `PerReplica` in them is replaced by its only entry.
+    """Returns the arguments of a call without slots, with each `PerReplica` replaced by its only entry.
 
     Raises:
-        ValueError: a `PerReplica` has another number of entries; the message names the place.
+        ValueError: a `PerReplica` has more or fewer entries than one; the message names its path.
     """
-    # The compiler cannot follow the walk: a `PerReplica` is handed on as it is.
+    # The compiler cannot trace the walk, so a `PerReplica` stays in the arguments.
     if torch.compiler.is_dynamo_compiling():
         return inputs, kwargs
-    both = Arguments((inputs, kwargs))
-    if not _holds_entries(both, ()):
+    arguments = Arguments((inputs, kwargs))
+    if not _has_per_replica(arguments, ()):
         return inputs, kwargs
-    number_of_replicas([*leaves(both, "")], None, None, 1)
-    return with_leaves(inputs, _entry_of_one), with_leaves(kwargs, _entry_of_one)
+    number_of_replicas([*leaves(arguments, "")], None, None, 1)  # raises the error
+    return with_leaves(inputs, _first_entry), with_leaves(kwargs, _first_entry)
 
 
-def _entry_of_one(leaf: Any) -> Any:
+def _first_entry(leaf: Any) -> Any:
     return leaf[0] if isinstance(leaf, PerReplica) else leaf
 
 
-def _holds_entries(obj: Any, above: tuple[int, ...]) -> bool:
-    """True if there is a `PerReplica` in a structure. Without slots, structures may contain themselves."""
+def _has_per_replica(obj: Any, above: tuple[int, ...]) -> bool:
+    """True if the structure contains a `PerReplica`. Without slots a structure may contain itself, so this may too."""
     if isinstance(obj, PerReplica):
         return True
     children = None if id(obj) in above else children_of(obj, "")
-    return children is not None and any(_holds_entries(child, (*above, id(obj))) for _, child in children)
+    return children is not None and any(_has_per_replica(child, (*above, id(obj))) for _, child in children)

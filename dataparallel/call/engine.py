@@ -1,7 +1,7 @@
-"""`CallEngine`: one call of any form, scatter -> replicate -> parallel_apply -> gather.
+"""`CallEngine` makes a call of any form: scatter -> replicate -> parallel_apply -> gather.
 
-What a user has chosen is in `CallOptions`. What differs between the forms is in their `ReplicaMaker`. `Call` is what
-surrounds the stages. ``torch.compile`` traces none of it, unless there are no slots.
+`CallOptions` has the user's options. Each form has its own `ReplicaMaker`. `Call` is the context around the stages.
+``torch.compile`` does not trace this file, unless there are no slots.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ R = TypeVar("R", bound=Sequence[nn.Module])
 
 
 class Method(NamedTuple):
-    """A method that runs on the slots: each replica runs its own of this ``name``, a single slot the module's."""
+    """A method to run on the slots. Replicas run their method of this ``name``, a single slot runs ``of_module``."""
 
     name: str
     of_module: Callable[..., Any]
 
 
 class ReplicaMaker(ABC):
-    """What differs between the forms: how replicas are made, of fresh copies, of copies that stay, or of shards.
+    """Makes the replicas of a form: from fresh copies, from copies that stay, or from shards. Forms subclass it.
 
     Attributes:
-        form: its name, for recordings.
-        may_use_source: code of the user may write to parameters between the stages: see `Call`.
-        kept: makes the replicas.
+        form: the form's name, for recordings.
+        may_use_source: true if code of the user may write to parameters between the stages: see `Call`.
+        kept: makes and keeps the replicas.
     """
 
     form: str
@@ -62,18 +62,18 @@ class ReplicaMaker(ABC):
 
     @abstractmethod
     def source(self) -> nn.Module:
-        """The module that is called."""
+        """Returns the module that is called."""
 
     def spans_machines(self, method: Method) -> AbstractContextManager[PeerCall | None]:
-        """A context around a call. Over several machines it has what spans them in forward, and a failure is told."""
+        """Returns a context around a call. Over several machines it gives a `PeerCall`, and tells them of a failure."""
         return nullcontext()
 
     @abstractmethod
     def check(self, slots: Sequence[torch.device]) -> None:
-        """Before each call. Raises ``RuntimeError`` if a tensor is not where it is expected."""
+        """Called before each call. Raises ``RuntimeError`` if a tensor is not on the expected device."""
 
     def alone(self, method: Method) -> Callable[..., Any]:
-        """What runs ``method`` without replicas."""
+        """Returns a function that runs ``method`` without replicas."""
         return method.of_module
 
     def needs_no_replica(self) -> bool:
@@ -81,15 +81,15 @@ class ReplicaMaker(ABC):
         return True
 
     def lends(self, slots: Sequence[torch.device]) -> AbstractContextManager[Any]:
-        """A context around ``replicate`` and ``parallel_apply``. What it has is ``lent`` to the replicas."""
+        """Returns a context around ``replicate`` and ``parallel_apply``. `replicas` gets its value as ``lent``."""
         return nullcontext()
 
     @abstractmethod
     def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
-        """The stage ``replicate``."""
+        """Runs the stage ``replicate``: returns the replicas for ``slots``."""
 
     def returns(self, output: Any) -> None:  # noqa: B027 - most forms do nothing
-        """After a call that has made replicas, with its output."""
+        """Called with the output of each call that has made replicas."""
 
 
 class CallEngine:
@@ -99,7 +99,7 @@ class CallEngine:
         self._options, self._maker = options, maker
 
     def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of ``method`` for the whole batch, on the output device.
+        """Returns the output of ``method`` for the whole batch, on the output device.
 
         Raises:
             RuntimeError: a parameter or buffer is not on the first slot; a replica cannot be made or run here.
@@ -108,7 +108,7 @@ class CallEngine:
         """
         loss = None
         if self._options.loss is not None:
-            kwargs, loss = self._options.loss.asked(kwargs)
+            kwargs, loss = self._options.loss.begin_call(kwargs)
         if not self._options.slots:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
             return self._alone(method, loss)(*inputs, **kwargs)
@@ -118,7 +118,7 @@ class CallEngine:
     def _run_on_slots(
         self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: CallLoss | None
     ) -> Any:
-        """The checks before the four stages, and the contexts around them."""
+        """Makes the checks before the four stages, enters the contexts around the stages, and runs the stages."""
         options, maker = self._options, self._maker
         with maker.spans_machines(method) as peers:
             slots = [resolve(device) for device in options.slots]
@@ -140,7 +140,7 @@ class CallEngine:
         loss: CallLoss | None,
         peers: PeerCall | None,
     ) -> Any:
-        """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
+        """Runs the four stages. ``inputs`` and ``kwargs`` are the batch's; scatter makes one entry per slot."""
         options, maker = self._options, self._maker
         with stage("scatter"):
             overridden = self._overridden("scatter", call)
@@ -159,10 +159,10 @@ class CallEngine:
                 overridden = self._overridden("replicate", call)
                 replicas = maker.replicas(method, lent, slots) if overridden is None else overridden(slots)
                 replicas = call.uses(replicas)
-                then = None if loss is None else loss.on_slots(slots, kwargs, options.dim, options.cap_bytes)
+                functions = None if loss is None else loss.loss_functions(slots, kwargs, options.dim, options.cap_bytes)
             with stage("parallel_apply"):
                 overridden = self._overridden("parallel_apply", call)
-                if overridden is None or then is not None:
+                if overridden is None or functions is not None:
                     outputs = run_replicas(
                         replicas,
                         inputs,
@@ -173,28 +173,28 @@ class CallEngine:
                         chooser=options.permits,
                         method=method.name,
                         balanced=call.balanced,
-                        then=then,
+                        output_functions=functions,
                         machines=peers,
                     )
                 else:
                     outputs = overridden(replicas, inputs, kwargs)
         with stage("gather"):
             join = self._overridden("gather", call) or partial(gather, target_device=output_device, dim=options.dim)
-            output = join(outputs) if loss is None else loss.of_batch(outputs, join)
+            output = join(outputs) if loss is None else loss.loss_of_batch(outputs, join)
         maker.returns(output)
         if peers is not None:
             peers.watch(output)
         return output
 
     def _overridden(self, name: str, call: Call) -> Callable[..., Any] | None:
-        """The stage that a subclass has in place of the engine's."""
+        """Returns the stage of a subclass that overrides the engine's stage, if any."""
         overridden = self._options.overridden.get(name)
         return None if overridden is None else call.known_to(overridden)
 
     def _alone(self, method: Method, loss: CallLoss | None) -> Callable[..., Any]:
-        """What runs ``method`` without replicas, and computes the loss if there is one."""
+        """Returns a function that runs ``method`` without replicas, and computes the loss if there is one."""
         run = self._maker.alone(method)
-        return run if loss is None else loss.alone(run)
+        return run if loss is None else loss.without_replicas(run)
 
 
 def run_alone(
@@ -210,20 +210,20 @@ def run_alone(
     return output if output_device == slot else moved(output, output_device)
 
 
-# ---- what surrounds the stages ---------------------------------------------------------------------------------------
+# ---- the context around the stages -----------------------------------------------------------------------------------
 
 _of_thread = threading.local()
-"""``call``: whose overridden stage this thread runs. Such a stage calls the wrapper's own by ``super()``, and the
-signature of that is torch's, which has no place for the call."""
+"""``call``: the `Call` whose overridden stage this thread runs. The stage calls the wrapper's stage by ``super()``,
+which has torch's signature, with no parameter for the call."""
 
 
 class Call:
-    """A context around the stages of one call: refusals before them, and what is released after them.
+    """A context around the stages of one call. It refuses calls that cannot run, and releases memory after the stages.
 
-    When it ends without an error, activations and copies are freed, except what the output, ``kept`` or other code
-    still holds. The stages are a function of their own, so their local variables are gone when the context ends. If the
-    call fails, the traceback keeps them and this object alive. When it is dropped, the `CycleBreaker` takes circular
-    replicas apart.
+    When the call ends without an error, activations and copies are freed, unless the output, ``kept`` or other code
+    still holds them. The stages are a function of their own, so their local variables are gone when the context ends.
+    If the call fails, the traceback keeps the variables and this object alive. When the traceback is dropped, the
+    `CycleBreaker` takes circular replicas apart.
 
     However the call ends, the host then waits until no copy reads pinned memory of the caller. The copies wait for
     nothing that the devices compute.
@@ -231,9 +231,9 @@ class Call:
     Args:
         kept: is told how the call ends.
         serial: as in ``parallel_apply``. If replicas run one after the other, no copies of parameters are late: the
-            computing streams wait for all of them before the first replica starts.
-        may_use_source: true if code of the user runs between the stages, which may write to the source or step an
-            optimizer. Then no copies are late either, because only lookups in replicas wait for those.
+            computing streams wait for all copies before the first replica starts.
+        may_use_source: true if code of the user runs between the stages. It may write to the source or step an
+            optimizer. Then no copies are late either, because only lookups in replicas wait for late copies.
         split: is told how a balanced call ends.
 
     Attributes:
@@ -254,7 +254,7 @@ class Call:
     ) -> None:
         if len(slots) > 1:
             refuse_what_cannot_be_shared()
-        self.kept, self._of_form = kept, split
+        self.kept, self._form_split = kept, split
         self.balanced: BalancedCall | None = None
         self._breaker: CycleBreaker | None = None
         is_compiler_in_use = _torch.note_whether_compiler_is_in_use()
@@ -263,24 +263,24 @@ class Call:
 
     @property
     def split(self) -> Split:
-        """What splits the batch of this call."""
-        return self.balanced or self._of_form.fixed
+        """The split of this call's batch."""
+        return self.balanced or self._form_split.fixed
 
     def known_to(self, overridden: Callable[..., Any]) -> Callable[..., Any]:
-        """A stage that a subclass overrides. `call_of_this_thread` finds the call inside."""
+        """Wraps a stage of a subclass, so that `call_of_this_thread` finds the call inside the stage."""
 
         def run(*args: Any) -> Any:
-            before = getattr(_of_thread, "call", None)
+            outer_call = getattr(_of_thread, "call", None)
             _of_thread.call = self
             try:
                 return overridden(*args)
             finally:
-                _of_thread.call = before
+                _of_thread.call = outer_call
 
         return run
 
     def replicates(self) -> AbstractContextManager[None]:
-        """Around the stage ``replicate``, whose copies of parameters may be late. It is the only one."""
+        """Returns a context around the stage ``replicate``. Only in this stage copies of parameters may be late."""
         return self._copies.may_begin()
 
     def uses(self, replicas: R) -> R:
@@ -292,7 +292,7 @@ class Call:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        _torch.note_whether_compiler_is_in_use()  # before the next call, torch may be told to forget what was compiled
+        _torch.note_whether_compiler_is_in_use()  # before the next call, code may make torch forget compiled code
         failed = True
         try:
             self._copies.wait_for_copies()  # first: what follows frees memory
@@ -302,10 +302,10 @@ class Call:
                 self._release_replicas(failed)
             finally:
                 self.reads.wait_for_copies()
-                self._of_form.end_call(self.balanced, kind is not None)
+                self._form_split.end_call(self.balanced, kind is not None)
 
     def _release_replicas(self, failed: bool) -> None:
-        if self._breaker is None:  # there are no replicas
+        if self._breaker is None:  # the call has made no replicas
             return
         if failed:
             self.kept.forget_last_call()
@@ -315,6 +315,6 @@ class Call:
 
 
 def call_of_this_thread(kept: KeptReplicas) -> Call | None:
-    """The call whose overridden stage this thread runs, if its replicas come from ``kept``."""
+    """Returns the call whose overridden stage this thread runs, if its replicas come from ``kept``."""
     call: Call | None = getattr(_of_thread, "call", None)
     return call if call is not None and call.kept is kept else None

@@ -1,7 +1,6 @@
-"""The loss on the replicas: each computes that of its chunk, and only scalars go to the output device.
+"""`ReplicaLoss`, the ``loss=`` option: each replica computes the loss of its chunk, and only scalars are gathered.
 
-A form with ``loss=criterion`` keeps a `ReplicaLoss`. Each replica has a total and a count (`Part`). The loss of the
-whole batch is the sum of the totals over that of the counts. What a chunk counts depends on the criterion.
+The loss of the batch is the sum of the chunks' totals divided by the sum of their weights: see `ChunkLoss`.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ Criterion = Callable[[Any, Any], Any]
 TARGET, OUTPUTS = "target", "outputs"
 
 
-class Part(NamedTuple):
-    """The loss of a chunk. ``count`` is ``None`` if nothing is divided, and ``total`` then is the loss itself."""
+class ChunkLoss(NamedTuple):
+    """The loss of a chunk: ``total / weight``, or ``total`` alone if ``weight`` is ``None``."""
 
     total: Any
-    count: Any
+    weight: Any
     output: Any
 
 
 class ReplicaLoss:
-    """A criterion, and how the losses of chunks become that of the batch.
+    """The criterion of a form. The class of the criterion decides how the losses of chunks become the batch's loss.
 
     ============================================  =====================================================================
-    the criterion                                 what a chunk counts
+    the criterion                                 the weight of a chunk
     ============================================  =====================================================================
-    ``reduction="none"``                          nothing: losses are gathered as outputs are
-    ``reduction="sum"``                           nothing: losses are added
-    ``CrossEntropyLoss``, ``NLLLoss`` of classes  the weights of its targets, without those that are ignored
+    ``reduction="none"``                          none: losses are gathered as outputs are
+    ``reduction="sum"``                           none: losses are added
+    ``CrossEntropyLoss``, ``NLLLoss`` of classes  the sum of the class weights of its targets, except ignored ones
     returns ``(total, count)``                    ``count``
-    any other                                     its samples: the loss of a chunk is a mean over them
+    any other                                     the number of its samples: the loss of a chunk is a mean over them
     ============================================  =====================================================================
 
     Args:
         criterion: ``criterion(output, target)`` returns a tensor, or a pair of a total and a count.
-        module: what is wrapped.
+        module: the module that the form wraps.
 
     Raises:
         TypeError: ``criterion`` cannot be called.
@@ -68,30 +67,30 @@ class ReplicaLoss:
             )
         self.criterion = criterion
 
-    def asked(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], CallLoss | None]:
-        """The arguments of a call without ``outputs``, and its loss; ``None`` if none is asked for.
+    def begin_call(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], CallLoss | None]:
+        """Returns ``kwargs`` without ``outputs``, and the call's loss; ``None`` if the call has no ``target``.
 
         Raises:
             TypeError: ``outputs`` without ``target``.
         """
         if TARGET in kwargs:
-            others = {name: value for name, value in kwargs.items() if name != OUTPUTS}
-            return others, CallLoss(self.criterion, bool(kwargs.get(OUTPUTS)))
+            without_outputs = {name: value for name, value in kwargs.items() if name != OUTPUTS}
+            return without_outputs, CallLoss(self.criterion, bool(kwargs.get(OUTPUTS)))
         if OUTPUTS in kwargs:
             raise TypeError("outputs= goes with target=: without a target the call returns outputs anyway")
         return kwargs, None
 
 
 class CallLoss:
-    """The loss of one call. ``keeps``: outputs are asked for too."""
+    """The loss of one call. With ``with_outputs`` the call returns outputs too."""
 
-    def __init__(self, criterion: Criterion, keeps: bool) -> None:
-        self._criterion, self._keeps = criterion, keeps
+    def __init__(self, criterion: Criterion, with_outputs: bool) -> None:
+        self._criterion, self._with_outputs = criterion, with_outputs
 
-    def on_slots(
+    def loss_functions(
         self, slots: Sequence[torch.device], kwargs: Sequence[dict[str, Any]], dim: int, cap_bytes: int
-    ) -> list[Callable[[Any], Part]]:
-        """For each slot what computes the loss of its output. Takes the targets out of ``kwargs``.
+    ) -> list[Callable[[Any], ChunkLoss]]:
+        """Returns for each slot a function of the replica's output. Removes ``target`` from each slot's ``kwargs``.
 
         Raises:
             RuntimeError: a tensor of the criterion is not on the first slot.
@@ -101,77 +100,78 @@ class CallLoss:
             check_placement(self._criterion, slots[0])
             criteria = make_replicas(self._criterion, [*slots], cap_bytes)
         return [
-            partial(_part, criterion, own.pop(TARGET), dim, self._keeps)
-            for criterion, own in zip(criteria, kwargs, strict=True)
+            partial(_chunk_loss, criterion, slot_kwargs.pop(TARGET), dim, self._with_outputs)
+            for criterion, slot_kwargs in zip(criteria, kwargs, strict=True)
         ]
 
-    def alone(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The call without replicas, of which ``run`` makes the output."""
+    def without_replicas(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that calls ``run``, the plain module, and returns the loss of its output."""
 
         def run_with_loss(*inputs: Any, **kwargs: Any) -> Any:
             target = kwargs.pop(TARGET)
             output = run(*inputs, **kwargs)
             loss = self._criterion(output, target)
             if isinstance(loss, tuple):
-                total, count = loss
-                loss = total / count
-            return (loss, output) if self._keeps else loss
+                total, weight = loss
+                loss = total / weight
+            return (loss, output) if self._with_outputs else loss
 
         return run_with_loss
 
-    def of_batch(self, parts: Sequence[Part], gather: Callable[[list[Any]], Any]) -> Any:
-        """The loss of the whole batch on the output device, with the gathered outputs if they are asked for."""
-        loss = gather([part.total for part in parts])
-        if parts[0].count is not None:
-            counts = [part.count for part in parts]
-            loss = loss.sum() / (gather(counts).sum() if isinstance(counts[0], Tensor) else sum(counts))
-        elif parts[0].total.dim() == 0:
+    def loss_of_batch(self, chunks: Sequence[ChunkLoss], gather: Callable[[list[Any]], Any]) -> Any:
+        """Returns the batch's loss on the output device, in a pair with the gathered outputs if the call wants them."""
+        loss = gather([chunk.total for chunk in chunks])
+        if chunks[0].weight is not None:
+            weights = [chunk.weight for chunk in chunks]
+            loss = loss.sum() / (gather(weights).sum() if isinstance(weights[0], Tensor) else sum(weights))
+        elif chunks[0].total.dim() == 0:
             loss = loss.sum()
-        return (loss, gather([part.output for part in parts])) if self._keeps else loss
+        return (loss, gather([chunk.output for chunk in chunks])) if self._with_outputs else loss
 
 
 def _has_tensors(module: nn.Module) -> bool:
     return next(chain(module.parameters(), module.buffers()), None) is not None
 
 
-def _part(criterion: Any, target: Any, dim: int, keeps: bool, output: Any) -> Part:
-    """The loss of a chunk, computed in its replica."""
-    kept = output if keeps else None
-    if getattr(criterion, "reduction", None) == "mean" and _has_classes(criterion, target):
-        total = _summing(criterion)(output, target)
-        return Part(total, _counted(criterion, target).to(total.dtype), kept)
+def _chunk_loss(criterion: Any, target: Any, dim: int, with_output: bool, output: Any) -> ChunkLoss:
+    """Computes the loss of a chunk in the thread of its replica."""
+    kept_output = output if with_output else None
+    if getattr(criterion, "reduction", None) == "mean" and _has_class_targets(criterion, target):
+        total = _with_sum_reduction(criterion)(output, target)
+        return ChunkLoss(total, _weight_of_targets(criterion, target).to(total.dtype), kept_output)
     loss = criterion(output, target)
     if isinstance(loss, tuple):
-        total, count = loss
-        return Part(total, count, kept)
+        total, weight = loss
+        return ChunkLoss(total, weight, kept_output)
     if getattr(criterion, "reduction", None) in ("sum", "none") or loss.dim() > 0:
-        return Part(loss, None, kept)
-    samples = _samples(target, output, dim)
-    return Part(loss * samples, samples, kept)
+        return ChunkLoss(loss, None, kept_output)
+    samples = _number_of_samples(target, output, dim)
+    return ChunkLoss(loss * samples, samples, kept_output)
 
 
-def _has_classes(criterion: Any, target: Any) -> bool:
-    known = isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss))
-    return known and isinstance(target, Tensor) and not target.is_floating_point()
+def _has_class_targets(criterion: Any, target: Any) -> bool:
+    takes_classes = isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss))
+    return takes_classes and isinstance(target, Tensor) and not target.is_floating_point()
 
 
-def _summing(criterion: nn.Module) -> Any:
-    """The same criterion with sums in place of means. It shares all tensors."""
-    summing: Any = copy.copy(criterion)
-    summing.reduction = "sum"
-    return summing
+def _with_sum_reduction(criterion: nn.Module) -> Any:
+    """Returns a shallow copy of the criterion with ``reduction="sum"``."""
+    copied: Any = copy.copy(criterion)
+    copied.reduction = "sum"
+    return copied
 
 
-def _counted(criterion: Any, target: Tensor) -> Tensor:
-    """The weights of all targets that are not ignored."""
-    counted = target != criterion.ignore_index
+def _weight_of_targets(criterion: Any, target: Tensor) -> Tensor:
+    """Returns the sum of the class weights of all targets, except ignored ones."""
+    is_used = target != criterion.ignore_index
     if criterion.weight is None:
-        return counted.sum()
-    weights = criterion.weight[torch.where(counted, target, 0)]
-    return torch.where(counted, weights, 0).sum()
+        return is_used.sum()
+    weights = criterion.weight[torch.where(is_used, target, 0)]
+    return torch.where(is_used, weights, 0).sum()
 
 
-def _samples(target: Any, output: Any, dim: int) -> int:
+def _number_of_samples(target: Any, output: Any, dim: int) -> int:
+    """Returns the batch size of the first tensor or batch in ``target``, else in ``output``; 1 if there is none."""
     for _, leaf in leaves((target, output), ""):
         if isinstance(leaf, Tensor):
             if not is_whole(leaf):

@@ -1,4 +1,4 @@
-"""`CallOptions`: what the calls of one form have in common, and how they split their batches."""
+"""`CallOptions` holds the options of a form, which all its calls share. `BatchSplit` splits the batches."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dataparallel.threads.permits import PermitChooser, kind_of_call, size_of
 
 
 class BatchSplit:
-    """How a form splits the batches of its calls: by what the user gave as ``chunk_sizes``, or by a `Balancer`.
+    """Splits the batches of a form's calls: by the user's ``chunk_sizes``, or by a `Balancer`.
 
     Args:
-        given: ints, floats, ``"balanced"`` or ``None``.
-        slots: how many there are; 0 if there is no accelerator, and then nothing is split.
+        given: the user's ``chunk_sizes``: ints, floats, ``"balanced"`` or ``None``.
+        slots: the number of slots; 0 if there is no accelerator, and then nothing is split.
 
     Attributes:
-        given: the argument; a sequence as a tuple, so that it is assigned and not changed.
-        fixed: what splits every call alike, if calls are not balanced.
+        given: the argument; a sequence is kept as a tuple, so that users assign it and cannot change it in place.
+        fixed: splits every call alike, if calls are not balanced.
 
     Raises:
         TypeError, ValueError: as `FixedSplit`.
@@ -44,17 +44,17 @@ class BatchSplit:
         return BatchSplit, (self.given, self._slots)
 
     def sizes(self, total: int, slots: int) -> list[int]:
-        """The sizes of the chunks that the next call will have of ``total`` samples; if it is balanced, probably.
+        """Returns the chunk sizes of the next call for ``total`` samples. With a `Balancer` they may still change.
 
         Raises:
-            ValueError: the sizes that were given do not fit.
+            ValueError: the given sizes do not fit.
         """
         return self.fixed.sizes(total, slots) if self._balancer is None else self._balancer.next_sizes(total, slots)
 
     def begin_call(
         self, module: Any, slots: Sequence[torch.device], inputs: Any, kwargs: Any, method: str
     ) -> BalancedCall | None:
-        """The split of a call with the arguments of a whole batch; ``None`` if calls are not balanced.
+        """Returns the split of a call; ``None`` if calls are not balanced. ``inputs`` and ``kwargs``: the whole batch.
 
         `end_call` has to follow.
         """
@@ -71,19 +71,19 @@ class BatchSplit:
 
 @dataclass
 class CallOptions:
-    """What the calls of one form have in common.
+    """The options of one form, which all its calls share.
 
     Attributes:
-        slots: where replicas run; none if there is no accelerator, and then the module just runs.
-        output_device: of the outputs; ``None`` is the first slot.
+        slots: the slots. Without accelerator there are none, and the module runs without replicas.
+        output_device: the device of the outputs; ``None`` is the first slot.
         dim: the batch dimension of inputs and outputs.
-        split: how the slots share a batch.
-        cap_bytes: the largest bucket.
+        split: splits a batch among the slots.
+        cap_bytes: the size of the largest bucket.
         workers, serial: as for `parallel_apply`.
-        loss: what replicas compute of their outputs.
+        loss: the loss that replicas compute from their outputs, if any.
         permits: chooses how many replicas run at a time, and learns from each call.
-        overridden: what a user's subclass has in place of the engine's stages, by name.
-        may_use_source: one of them may write to parameters: see `call.engine.Call`.
+        overridden: by name the stages that a user's subclass overrides.
+        may_use_source: true if an overridden stage may write to parameters: see `call.engine.Call`.
     """
 
     slots: Sequence[DeviceLike]
@@ -112,11 +112,11 @@ class CallOptions:
         serial: bool | None,
         loss: Criterion | None,
     ) -> CallOptions:
-        """The options that a user gave for ``modules``, which are called as one form.
+        """Checks a user's options for ``modules``, which are called as one form, and returns them.
 
         Raises:
             TypeError: ``dim`` is no int; ``loss`` cannot be called; ``chunk_sizes`` are no numbers.
-            ValueError: ``output_device`` is none; ``workers`` is below 1; ``bucket_cap_mb`` is not above 0;
+            ValueError: ``output_device`` is no device; ``workers`` is below 1; ``bucket_cap_mb`` is not above 0;
                 ``chunk_sizes`` are not one positive number for each slot; ``forward`` has a parameter with a name that
                 ``loss`` needs.
         """

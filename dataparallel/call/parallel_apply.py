@@ -1,8 +1,7 @@
-"""The stage ``parallel_apply``: runs each replica on its device, and raises the first error.
+"""`parallel_apply` runs each replica on its device, and returns the outputs in slot order or raises the first error.
 
-It takes replicas and their inputs, and returns their outputs in slot order. ``threads.gang`` and ``threads.in_turn``
-run the calls, and ``threads.settings`` gives them the caller's settings. This file decides which replicas may run
-at the same time, if they need worker threads, and which error is raised.
+``threads.gang`` and ``threads.in_turn`` run the calls, and ``threads.settings`` gives them the caller's settings. This
+file decides which replicas may run at the same time, if they need worker threads, and which error is raised.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def run_replicas(
     chooser: PermitChooser | None = None,
     method: str = CALL,
     balanced: BalancedCall | None = None,
-    then: Sequence[Callable[[Any], Any]] | None = None,
+    output_functions: Sequence[Callable[[Any], Any]] | None = None,
     machines: Any = None,
 ) -> list[Any]:
     """`parallel_apply`, for wrappers.
@@ -96,10 +95,9 @@ def run_replicas(
         chooser: chooses how many replicas run at the same time, unless ``workers`` says so or only one can.
         method: the name of the method that is called; `CALL` is the module itself, with its hooks.
         balanced: the call whose replicas may have to be timed, with ``chunk_sizes="balanced"``.
-        then: a function for each replica, which gets the output in the replica's thread, and returns what counts as
-            its output.
-        machines: the ``machines.peer_rounds.PeerCall`` by which replicas meet those of other machines, if the form
-            spans several.
+        output_functions: a function for each replica. It runs in the replica's thread, and its result replaces the
+            output.
+        machines: the ``machines.peer_rounds.PeerCall`` of a form that spans machines: replicas meet through it.
     """
     if not modules:
         raise ValueError("parallel_apply needs at least one module; got none")
@@ -113,45 +111,45 @@ def run_replicas(
     slots = resolve_slots(cast("Sequence[DeviceLike]", devices))
     arguments = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
     calls: list[Callable[[], Any]] = [
-        partial(_called(module, method), *args, **kwargs)
+        partial(_callable_of(module, method), *args, **kwargs)
         for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
-    if then is not None:
-        calls = [partial(_followed, call, function) for call, function in zip(calls, then, strict=True)]
+    if output_functions is not None:
+        calls = [partial(_composed, call, function) for call, function in zip(calls, output_functions, strict=True)]
     meeting = Meeting(slots, machines, is_serial(serial))
-    if len(calls) > 1 or machines is not None:  # otherwise there is nobody to meet
+    if len(calls) > 1 or machines is not None:  # otherwise the only replica meets no other
         calls = [partial(meeting.run_replica, slot, call) for slot, call in enumerate(calls)]
     times = None if balanced is None else balanced.measures(slots)
     if times is not None:
         calls = [partial(times.run_replica, slot, call) for slot, call in enumerate(calls)]
     state = CallerState(slots)
-    watch = replicas(type(modules[0]).__name__, slots)
-    permits, groups = (1, None) if meeting.is_serial else _who_may_run_together(modules[0], slots, state, workers)
+    recorder = replicas(type(modules[0]).__name__, slots)
+    permits, groups = (1, None) if meeting.is_serial else _permits_and_groups(modules[0], slots, state, workers)
     if times is not None:
         times.begin_call(state.streams, zip(arguments, keywords, strict=True))
     if balanced is not None:
         balanced.runs_with(permits, groups)
     if permits == 1:
-        here, in_workers = (_tasks(run, calls, watch) for run in (state.run_here, state.run_in_worker))
-        meeting.turns = SerialTasks(here, in_workers, devices=slots, watch=watch)
-        outcomes = meeting.turns.run_tasks()
+        tasks, worker_tasks = (_tasks(run, calls, recorder) for run in (state.run_here, state.run_in_worker))
+        meeting.scheduler = SerialTasks(tasks, worker_tasks, devices=slots, recorder=recorder)
+        outcomes = meeting.scheduler.run_tasks()
     elif chooser is None or workers is not None or (times is not None and slots[0] != CPU):
-        # A replica that is timed waits for its device, so that all have to run at the same time.
-        # Compiled code is for a number of intra-op threads, so that does not depend on the permits.
-        parts = workers if workers is not None and _has_compiled(modules[0]) else permits
-        with state.intra_op_threads_divided(parts):
-            tasks = _tasks(state.run_in_worker, calls, watch)
-            meeting.turns = Gang(tasks, permits, groups, devices=slots, watch=watch)
-            outcomes = meeting.turns.run_tasks()
+        # A replica that is timed waits for its device, so all replicas have to run at the same time.
+        # Code is compiled for a number of intra-op threads, so for compiled code it does not depend on the permits.
+        divisor = workers if workers is not None and _has_compiled(modules[0]) else permits
+        with state.intra_op_threads_divided(divisor):
+            tasks = _tasks(state.run_in_worker, calls, recorder)
+            meeting.scheduler = Gang(tasks, permits, groups, devices=slots, recorder=recorder)
+            outcomes = meeting.scheduler.run_tasks()
     else:
-        compiled = _has_compiled(modules[0])
+        has_compiled = _has_compiled(modules[0])
         kind = kind_of_call(modules[0], slots)
         size = size_of(arguments[0], keywords[0]) if balanced is None else balanced.size
-        call = chooser.begin_call(kind, size, permits, first_in_turn=compiled, fixed=times is not None)
+        call = chooser.begin_call(kind, size, permits, first_in_turn=has_compiled, fixed=times is not None)
         if balanced is not None:
             balanced.runs_with(call.permits, groups)
-        parts = chooser.largest if compiled else call.permits
-        outcomes = _run_with_permits(chooser, call, calls, permits, groups, state, parts, watch, meeting)
+        divisor = chooser.largest if has_compiled else call.permits
+        outcomes = _run_with_permits(chooser, call, calls, permits, groups, state, divisor, recorder, meeting)
     if any(outcome.error is not None for outcome in outcomes):
         raise _first_error(outcomes, slots)
     if times is not None:
@@ -160,24 +158,24 @@ def run_replicas(
 
 
 def check_workers(workers: int | None) -> None:
-    """Raises ``ValueError`` if no replica could run."""
+    """Raises ``ValueError`` if ``workers`` is below 1."""
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers}: at least 1 replica has to run")
 
 
 def is_serial(serial: bool | None) -> bool:
-    """True if replicas run in the calling thread: the argument ``serial``, or else the environment, says so."""
+    """True if replicas run in the calling thread. The argument ``serial`` decides, or else the environment."""
     if serial is not None:
         return serial
     return bool(os.environ.get(SERIAL_VARIABLE)) and not says_no(SERIAL_VARIABLE)
 
 
 def _tasks(
-    run: Callable[[int, Callable[[], Any]], Any], calls: Sequence[Callable[[], Any]], watch: Replicas | None
+    run: Callable[[int, Callable[[], Any]], Any], calls: Sequence[Callable[[], Any]], recorder: Replicas | None
 ) -> list[Callable[[], Any]]:
-    """Each of ``calls``, run by a method of `CallerState`, and recorded if anybody watches."""
+    """Returns a task for each of ``calls``. ``run``, a method of `CallerState`, makes the call in the task."""
     tasks: list[Callable[[], Any]] = [partial(run, slot, call) for slot, call in enumerate(calls)]
-    return tasks if watch is None else [partial(watch.run_replica, slot, task) for slot, task in enumerate(tasks)]
+    return tasks if recorder is None else [partial(recorder.run_replica, slot, task) for slot, task in enumerate(tasks)]
 
 
 def _run_with_permits(
@@ -187,45 +185,45 @@ def _run_with_permits(
     at_once: int,
     groups: Sequence[Hashable | None] | None,
     state: CallerState,
-    parts: int,
-    watch: Replicas | None,
+    divisor: int,
+    recorder: Replicas | None,
     meeting: Meeting,
 ) -> list[Outcome]:
     """Runs ``calls`` with the chosen permits, and tells the chooser how long they took.
 
-    Each has one of ``parts`` equal parts of the intra-op threads.
+    Each replica has as many intra-op threads as the caller, divided by ``divisor``.
     """
-    in_workers, slots = _tasks(state.run_in_worker, calls, watch), state.slots
-    # After a stall workers must be free to run all tasks at once, also together with the replica that waits.
+    worker_tasks, slots = _tasks(state.run_in_worker, calls, recorder), state.slots
+    # `SerialTasks` has no groups: after a stall all tasks run at the same time.
     if call.permits == 1 and at_once == len(slots):
-        in_turn = _tasks(state.run_here, calls, watch)
-        tasks: SerialTasks | Gang = SerialTasks(in_turn, in_workers, call.stall_timeout, slots, watch)
+        caller_tasks = _tasks(state.run_here, calls, recorder)
+        scheduler: SerialTasks | Gang = SerialTasks(caller_tasks, worker_tasks, call.stall_timeout, slots, recorder)
     else:
-        tasks = Gang(in_workers, call.permits, groups, call.stall_timeout, slots, watch=watch)
-    meeting.turns = tasks
+        scheduler = Gang(worker_tasks, call.permits, groups, call.stall_timeout, slots, recorder=recorder)
+    meeting.scheduler = scheduler
     seconds, after, turns = None, None, gate.turns
     before = chooser.marks(call, state.streams)
     try:
         start = time.perf_counter()
-        with state.intra_op_threads_divided(parts, here=isinstance(tasks, SerialTasks)):
-            outcomes = tasks.run_tasks()
+        with state.intra_op_threads_divided(divisor, here=isinstance(scheduler, SerialTasks)):
+            outcomes = scheduler.run_tasks()
         if all(outcome.error is None for outcome in outcomes) and gate.turns == turns and not gate.is_taken:
             seconds, after = time.perf_counter() - start, chooser.marks(call, state.streams)
         return outcomes
     finally:
-        chooser.end_call(call, seconds, tasks.stalled, before, after)
+        chooser.end_call(call, seconds, scheduler.stalled, before, after)
 
 
-def _called(module: Any, method: str) -> Callable[..., Any]:
-    """The module itself or its method. A compiled ``forward`` is reached by way of the module, which has no hooks."""
+def _callable_of(module: Any, method: str) -> Callable[..., Any]:
+    """Returns the module or its method. A compiled ``forward`` is called through the module, which has no hooks."""
     if method == CALL or (method == "forward" and module._compiled_call_impl is not None):
-        called: Callable[..., Any] = module
+        result: Callable[..., Any] = module
     else:
-        called = getattr(module, method)
-    return called
+        result = getattr(module, method)
+    return result
 
 
-def _followed(call: Callable[[], Any], function: Callable[[Any], Any]) -> Any:
+def _composed(call: Callable[[], Any], function: Callable[[Any], Any]) -> Any:
     return function(call())
 
 
@@ -237,7 +235,7 @@ def _has_compiled(module: Any) -> bool:
 def _devices_of(
     inputs: Sequence[Any], keywords: Sequence[dict[str, Any]], given: Sequence[DeviceLike | None]
 ) -> list[DeviceLike]:
-    """The device of each slot: the given one, that of its first tensor, or the current device of the others' type."""
+    """Returns the device of each slot: the given one, the first tensor's, or the current device of the same type."""
     found: list[DeviceLike | None] = []
     for args, kwargs, device in zip(inputs, keywords, given, strict=True):
         tensor = next(tensors_in((args, kwargs)), None) if device is None else None
@@ -246,26 +244,26 @@ def _devices_of(
     return [current_device(like=known) if device is None else device for device in found]
 
 
-def _who_may_run_together(
+def _permits_and_groups(
     module: Any, slots: Sequence[torch.device], state: CallerState, workers: int | None
 ) -> tuple[int, list[Hashable | None] | None]:
-    """How many replicas can run at a time, and each slot's group if some must not run at the same time."""
+    """Returns how many replicas can run at a time, and each slot's group if some must not run at the same time."""
     if state.one_at_a_time:
         return 1, None
     if workers is not None:
         return min(workers, len(slots)), None
-    # In training mode draws are likely. They need a fixed order without gradients too, because a reentrant checkpoint
-    # around the call runs it first without gradients, then with them, and needs the same draws.
+    # In training mode random draws are likely. Their order must be fixed without gradients too: a reentrant checkpoint
+    # around the call runs the call first without gradients and then with them, and needs the same draws.
     if not (torch.is_grad_enabled() or _is_training(module)):
         return len(slots), None
     return len({*slots}), list(slots)  # a group for each random generator: every device has one
 
 
 def _first_error(outcomes: Sequence[Outcome], slots: Sequence[torch.device]) -> BaseException:
-    """The first original error in slot order, with notes. Removes all errors from ``outcomes``.
+    """Returns the first original error in slot order, with notes. Removes all errors from ``outcomes``.
 
-    An error holds its traceback, and through it frames with activations. If anything that these frames reach held the
-    error, only the garbage collector would free the memory of a failed call.
+    An error holds a traceback, and the traceback holds frames with activations. If these frames could reach the error,
+    only the garbage collector would free the memory of a failed call.
     """
     failed = [(slot, outcome.error) for slot, outcome in enumerate(outcomes) if outcome.error is not None]
     for outcome in outcomes:

@@ -18,7 +18,7 @@ from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGIST
 from dataparallel.comm.streams.arrivals import ExpectedArrivals
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.compiled.calls import CompiledCall
-from dataparallel.replicas.placement import forward_on
+from dataparallel.replicas.placement import patched_forward
 from dataparallel.replicas.plan import (
     HAS_COMPILED,
     MADE_FOR_ATTRIBUTES,
@@ -149,7 +149,7 @@ def _rebind_attributes(
                         f"{type(attributes[key]).__name__} that refers to their replicas could not be built"
                     ) from error
         if entry.fixed_to is not None and device not in (None, entry.fixed_to) and "forward" not in attributes:
-            code = forward_on(original_class(entry.cls).forward, entry.fixed_to, device)
+            code = patched_forward(original_class(entry.cls).forward, entry.fixed_to, device)
             attributes["forward"] = MethodType(code, module)
             rebinding.made.append(attributes["forward"])
     if plan.may_hold_cycles:

@@ -1,6 +1,6 @@
-"""Copies whose memory stays: each call writes the source's current values to it, and undoes what ``forward`` did to it.
+"""For copies that stay: `CurrentValues` sends the source's values to their memory at each forward.
 
-`MemoryOfCopies` gives copies back the memory that they were made with. `CurrentValues` sends values there.
+`MemoryOfCopies` gives a copy its memory back, if ``forward`` has given it other memory.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ _READS: tuple[Callable[[Tensor], Any], ...] = (
 
 
 class MemoryOfCopies:
-    """The memory that ``copies``, which are strided tensors, have now.
+    """Remembers the memory that ``copies``, which are strided tensors, have now.
 
-    ``forward`` gives a copy other memory by ``set_`` or ``.data =``, or as ``flatten_parameters`` of torch's RNNs does
-    on CUDA.
+    ``forward`` may give a copy other memory: by ``set_``, by ``.data =``, or on CUDA by ``flatten_parameters`` of
+    torch's RNNs.
     """
 
     def __init__(self, copies: Sequence[Tensor]) -> None:
         self._copies = copies
         self._memory = [copy.data for copy in copies]
         self._reads = (*_READS, Tensor.is_conj) if any(copy.is_complex() for copy in copies) else _READS
-        self._places = self._read(copies)
+        self._layouts = self._read(copies)
 
     def restore(self) -> bool:
-        """Gives each copy its memory back and leaves its version as it is.
+        """Gives each copy its memory back, without a change of the copy's version.
 
-        Returns ``False`` if that memory is somewhere else now, because its storage has been resized.
+        Returns ``False`` if the memory has another address now, because its storage has been resized.
         """
-        found = self._read(self._copies)
-        if found == self._places:
+        current = self._read(self._copies)
+        if current == self._layouts:
             return True
-        places = self._read(self._memory)
-        for copy, memory, now, own in zip(
-            self._copies, self._memory, zip(*found, strict=True), zip(*places, strict=True), strict=True
+        original = self._read(self._memory)
+        for copy, memory, current_layout, layout in zip(
+            self._copies, self._memory, zip(*current, strict=True), zip(*original, strict=True), strict=True
         ):
-            if now != own:
+            if current_layout != layout:
                 copy.data = memory
-        return places == self._places
+        return original == self._layouts
 
     def _read(self, tensors: Sequence[Tensor]) -> list[list[Any]]:
         return [list(map(read, tensors)) for read in self._reads]
@@ -66,32 +66,31 @@ class CurrentValues:
     """Sends the source's values to copies at each forward.
 
     Autograd does not notice the writes. If the source has not changed, the values are the same, and a graph that waits
-    for its backward stays valid. If the version of a source's tensor has changed since the last forward, such a graph
-    has used another value: the versions of the copies are changed too, so that its backward raises the error that torch
-    raises on one device. Writes through ``.data`` change no version.
+    for its backward stays valid. If the version of a source's tensor has changed since the last forward, the graph has
+    used another value. So the versions of the copies are changed too, and the graph's backward raises the error that
+    torch raises on one device. Writes through ``.data`` change no version.
 
     Args:
         plan, slots: the source, and where its copies are.
-        by_slot: for each slot a copy of each of the plan's tensors, as soon as it is made. The caller fills it in.
+        by_slot: for each slot a copy of each of the plan's tensors. The caller fills the lists later.
     """
 
     def __init__(self, plan: ModulePlan, slots: list[torch.device], by_slot: list[list[Tensor]]) -> None:
         self._tensors, self._slots, self._by_slot = plan.tensors, slots, by_slot
         recorded = {i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad}
         self._may_be_late = recorded.union(plan.parameters)
-        self._at_once = plan.read_directly.union(recorded.difference(plan.parameters))
-        # What each forward sends: flat buckets and single tensors, each with the memory that receives it, and sparse
-        # tensors, each with whether every slot has its own copy.
-        self._flat: list[tuple[Bucket, list[Tensor]]] = []
-        self._singles: list[tuple[int, list[Tensor]]] = []
-        self._sparse: list[tuple[int, bool]] = []
+        self._needed_first = plan.read_directly.union(recorded.difference(plan.parameters))
+        # Each forward sends:
+        self._buckets: list[tuple[Bucket, list[Tensor]]] = []  # buckets, each with the flat buffers of its copies
+        self._singles: list[tuple[int, list[Tensor]]] = []  # single tensors, with their copies' memory
+        self._sparse: list[tuple[int, bool]] = []  # sparse tensors, and if each slot has its own copy
         self._versions: list[int] = []
-        self._in_pass = -1  # the number of the backward in which the copies have got values
+        self._backward = -1  # the number of the backward in which values were last sent; -1: in no backward
 
     def send_at_each_forward(self, indices: list[int], cap_bytes: int, own: bool) -> None:
-        """Has `refresh` fill the memory of copies that were just made, as one buffer if it is in one piece.
+        """`refresh` will fill the memory of these copies, as one buffer if their memory is in one piece.
 
-        ``own``: slots on one device have their own copies.
+        ``own``: each slot has its own copies. Otherwise slots on one device share them.
         """
         sparse = [i for i in indices if self._tensors[i].layout not in (torch.strided, torch.jagged)]
         self._sparse += [(i, own) for i in sparse]
@@ -100,49 +99,49 @@ class CurrentValues:
         if not slots:
             return
         buckets, singles = plan_buckets([self._tensors[i] for i in indices], cap_bytes)
-        alone = [indices[k] for k in singles]
+        single_indices = [indices[k] for k in singles]
         for planned in buckets:
             members = [indices[k] for k in planned.indices]
             bucket = Bucket.of(list(zip(members, planned.layouts, strict=True)))
-            flat = [_flat_buffer_of(self._by_slot[slot][members[0]]) for slot in slots]
-            if all(_are_parts(self._by_slot[slot], bucket, buffer) for slot, buffer in zip(slots, flat, strict=True)):
-                self._flat.append((bucket, flat))
-            else:  # made by a transport with another order
-                alone += members
-        self._singles += [(i, [self._by_slot[slot][i].data for slot in slots]) for i in alone]
+            flats = [_flat_buffer_of(self._by_slot[slot][members[0]]) for slot in slots]
+            if all(_consists_of(flat, self._by_slot[slot], bucket) for slot, flat in zip(slots, flats, strict=True)):
+                self._buckets.append((bucket, flats))
+            else:  # the transport that made the copies has ordered them in another way
+                single_indices += members
+        self._singles += [(i, [self._by_slot[slot][i].data for slot in slots]) for i in single_indices]
 
     def note_versions(self) -> None:
-        """The copies were just made from the versions that the source's tensors have now."""
-        self._versions, self._in_pass = _versions(self._tensors), _torch.current_graph_task_id()
+        """Notes that the copies were just made from the current versions of the source's tensors."""
+        self._versions, self._backward = _versions(self._tensors), _torch.current_graph_task_id()
 
     def _slots_with_memory(self, source: torch.device, own: bool) -> list[int]:
-        """One slot for each copy that has its own memory. Tensors come from the device ``source``."""
-        found: dict[Any, int] = {}
+        """Returns one slot for each copy that has its own memory. The source's tensors are on the device ``source``."""
+        first_slots: dict[Any, int] = {}
         for slot, device in enumerate(self._slots):
             if slot > 0 and (own or device != source):
-                found.setdefault(slot if own else device, slot)
-        return list(found.values())
+                first_slots.setdefault(slot if own else device, slot)
+        return list(first_slots.values())
 
     @torch.no_grad()
     def refresh(self, arrivals: Arrivals | None = None) -> None:
-        """Gives the copies current values. ``arrivals``: parameters may still be on their way when this returns.
+        """Gives the copies current values. ``arrivals``: parameters may arrive after this returns.
 
-        A second forward inside one backward, as checkpoints run it, sends nothing that the first one has sent: threads
-        of other devices still compute gradients from these copies, and nothing orders them after another write.
+        Checkpoints run forwards inside a backward. A second one in the same backward does not send values again:
+        threads of other devices still compute gradients from these copies, and are not ordered with another write.
         """
         tensors, versions = self._tensors, _versions(self._tensors)
-        former, self._in_pass = self._in_pass, _torch.current_graph_task_id()
-        is_second = self._in_pass == former != -1
+        former, self._backward = self._backward, _torch.current_graph_task_id()
+        is_second = self._backward == former != -1
         sent = {i for i, version in enumerate(versions) if is_second and version == self._versions[i]}
-        flat = [each for each in self._flat if not sent.issuperset(each[0].indices)]
-        late = send_buckets(flat, tensors, () if arrivals is None else self._may_be_late)
+        buckets = [each for each in self._buckets if not sent.issuperset(each[0].indices)]
+        late = send_buckets(buckets, tensors, () if arrivals is None else self._may_be_late)
         if arrivals is not None:
             self.launch(late, arrivals)
         for i, copies in self._singles:
             for copy in copies if i not in sent else ():
                 note_copy("direct", tensors[i], copy.device)
                 copy.copy_(tensors[i])
-        for i, own in self._sparse:  # in new memory: a write may replace its indices
+        for i, own in self._sparse:  # sent to new memory, because the source may have new indices
             if i in sent:
                 continue
             on_slots = comm.broadcast_coalesced([tensors[i]], self._slots, own_storage=own)
@@ -157,23 +156,23 @@ class CurrentValues:
 
     def launch(self, late: Sequence[FlatBroadcast], arrivals: Arrivals) -> None:
         """Launches the broadcasts of parameters in the order of use."""
-        # Buckets with gradients were made in reverse order of their gradients, which is about the order of use.
-        # Constant parameters have no gradients and go where they are registered.
+        # The order of use is about the reverse order of gradients, in which the buckets with gradients were made.
+        # Constant parameters have no gradients. They are merged in the order in which parameters are registered.
         recorded = [broadcast for broadcast in late if self._tensors[broadcast.indices[0]].requires_grad]
         constant = [broadcast for broadcast in late if not self._tensors[broadcast.indices[0]].requires_grad]
         merged = heapq.merge(recorded, constant, key=lambda broadcast: min(broadcast.indices))
-        arrivals.launch(merged, self._at_once)
+        arrivals.launch(merged, self._needed_first)
 
 
 def send_buckets(
-    flat: Iterable[tuple[Bucket, list[Tensor]]], tensors: Sequence[Tensor], may_be_late: Collection[int]
+    buckets: Iterable[tuple[Bucket, list[Tensor]]], tensors: Sequence[Tensor], may_be_late: Collection[int]
 ) -> list[FlatBroadcast]:
-    """Sends the tensors of each bucket to its flat buffers. Buckets of those that may be late are left to the caller.
+    """Sends the tensors of each bucket to the bucket's flat buffers, except tensors that may be late.
 
-    ``may_be_late`` are positions of tensors; returned are the broadcasts of their buckets, to be launched.
+    ``may_be_late`` has positions of tensors. Returns the broadcasts of their buckets, which the caller launches.
     """
     late = []
-    for bucket, buffers in flat:
+    for bucket, buffers in buckets:
         if bucket.indices[0] in may_be_late:
             late.append(comm.broadcast_into(buffers, bucket, tensors))
         else:
@@ -182,7 +181,7 @@ def send_buckets(
 
 
 def has_strides(tensor: Tensor) -> bool:
-    """True unless it is sparse, nested or of another layout without strides."""
+    """True unless the tensor is sparse, nested or of another layout without strides."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
@@ -193,16 +192,16 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
         return [0 if tensor.is_inference() else _torch.version_of(tensor) for tensor in tensors]
 
 
-def _flat_buffer_of(part: Tensor) -> Tensor:
-    """The flat buffer that ``part`` is a part of, with its own version counter."""
-    storage = part.untyped_storage()
-    flat = torch.empty(0, dtype=part.dtype, device=part.device)
-    return flat.set_(storage, 0, (storage.nbytes() // part.itemsize,), (1,))
+def _flat_buffer_of(tensor: Tensor) -> Tensor:
+    """Returns a flat view of the tensor's whole storage. The view has its own version counter."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return flat.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
 
 
-def _are_parts(tensors: Sequence[Tensor], bucket: Bucket, flat: Tensor) -> bool:
-    """True if ``flat`` consists of the bucket's tensors, in the bucket's order."""
+def _consists_of(flat: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> bool:
+    """True if ``flat`` consists of the bucket's ``tensors``, in the bucket's order."""
     if flat.numel() != bucket.numel:
         return False
-    parts = unflatten(bucket, flat)
-    return all(part.data_ptr() == tensors[i].data_ptr() for i, part in zip(bucket.indices, parts, strict=True))
+    views = unflatten(bucket, flat)
+    return all(view.data_ptr() == tensors[i].data_ptr() for i, view in zip(bucket.indices, views, strict=True))

@@ -1,8 +1,8 @@
-"""What of a module is bound to one device: its tensors, and code in which devices or tensors are constants.
+"""`check_placement` checks that a module's tensors are on the root. The rest handles code with devices as constants.
 
-Graphs of ``torch.fx``, as exported programs have them, and traced ScriptModules have the device of the example where
-the module asked an input for its device, and a tensor where the module made one. A replica of a graph gets its own of
-both. TorchScript owns its code, so there it is refused.
+Tracing bakes the device of the example inputs, and tensors on it, into graphs of ``torch.fx`` (exported programs too)
+and ScriptModules. `constant_tensors`, `constant_devices` and `patched_forward` let a graph run on another device.
+TorchScript code cannot be patched, so `refuse_script_constants` refuses such a ScriptModule.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def check_placement(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[int] = (),
 ) -> None:
-    """Checks every parameter and buffer, except ``ignored_parameters`` (ids) and those below ``ignored_modules``.
+    """Checks every parameter and buffer, except ``ignored_parameters`` (ids) and tensors of ``ignored_modules``.
 
     Raises:
-        RuntimeError: one is not on ``root``; the message names it and says what to call.
+        RuntimeError: a tensor is not on ``root``; the message names the tensor and says what to call.
     """
     for name, submodule in module.named_modules(memo={*ignored_modules}):
         for registry in (submodule._parameters, submodule._buffers):
@@ -40,52 +40,52 @@ def check_placement(
                 if tensor is not None and tensor.device != root and id(tensor) not in ignored_parameters:
                     kind = "parameter" if registry is submodule._parameters else "buffer"
                     path = f"{name}.{key}" if name else key
-                    raise _misplaced(f"{kind} {path!r}", tensor, root)
+                    raise _placement_error(f"{kind} {path!r}", tensor, root)
 
 
-def _misplaced(what: str, tensor: Tensor, root: torch.device) -> RuntimeError:
-    # The first sentence is torch.nn.DataParallel's, which people search for.
-    words = (
+def _placement_error(tensor_name: str, tensor: Tensor, root: torch.device) -> RuntimeError:
+    # People search for torch.nn.DataParallel's message, so this one begins in the same words.
+    first_sentence = (
         f"module must have its parameters and buffers on device {root} (device_ids[0]) but found one of them "
         f"on device: {tensor.device}. "
     )
     if tensor.device.type == "meta":
         return RuntimeError(
-            f"{words}It is {what}, which has no values there; materialise it first: call "
+            f"{first_sentence}It is {tensor_name}, which has no values there; materialise it first: call "
             f"module.to_empty(device={str(root)!r}), then load a state dict or initialise all parameters and buffers"
         )
-    return RuntimeError(f"{words}It is {what}; call module.to({str(root)!r}) before the forward")
+    return RuntimeError(f"{first_sentence}It is {tensor_name}; call module.to({str(root)!r}) before the forward")
 
 
-# ---- code of graphs --------------------------------------------------------------------------------------------------
+# ---- graphs of torch.fx ----------------------------------------------------------------------------------------------
 
 
-class _Named(NamedTuple):
-    names: tuple[str, ...]
-    """Names of what the graph reads from its module: parameters, buffers and constants, at any depth."""
+class _GraphConstants(NamedTuple):
+    attribute_paths: tuple[str, ...]
+    """Dotted names of the attributes that the graph reads: parameters, buffers and constant tensors."""
     devices: frozenset[torch.device]
-    """The devices that the graph names."""
+    """The devices that the graph's code names."""
 
 
-_known: weakref.WeakKeyDictionary[Any, _Named] = weakref.WeakKeyDictionary()
-"""By the function that torch.fx has made of the graph: it makes another one where a graph is compiled anew."""
+# Both caches are keyed by the graph's generated ``forward``: torch.fx makes a new function when a graph is recompiled.
+_graph_constants: weakref.WeakKeyDictionary[Any, _GraphConstants] = weakref.WeakKeyDictionary()
 
-_on_devices: weakref.WeakKeyDictionary[Any, dict[tuple[torch.device, torch.device], FunctionType]]
-_on_devices = weakref.WeakKeyDictionary()
-"""What `forward_on` has made of such a function."""
+_patched_forwards: weakref.WeakKeyDictionary[Any, dict[tuple[torch.device, torch.device], FunctionType]]
+_patched_forwards = weakref.WeakKeyDictionary()
+"""The results of `patched_forward`, by source and target device."""
 
 
 def is_graph(module: nn.Module) -> bool:
-    """True if the module's forward is the code of a graph of ``torch.fx``."""
+    """True if torch.fx has generated the module's forward from a graph."""
     return isinstance(module, torch.fx.GraphModule)
 
 
-def constants_of(module: Any, device: torch.device) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Tensors on ``device`` that the graph reads from plain attributes: who has it, under which name, the tensor."""
-    for path in _read(module).names:
-        owner, _, key = path.rpartition(".")
+def constant_tensors(module: Any, device: torch.device) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yields module, attribute and tensor for each tensor on ``device`` that the graph reads from a plain attribute."""
+    for path in _constants_of_graph(module).attribute_paths:
+        holder_path, _, key = path.rpartition(".")
         try:
-            holder = module.get_submodule(owner)
+            holder = module.get_submodule(holder_path)
         except AttributeError:
             continue
         value = vars(holder).get(key)
@@ -93,21 +93,21 @@ def constants_of(module: Any, device: torch.device) -> Iterator[tuple[nn.Module,
             yield holder, key, value
 
 
-def devices_of(module: Any) -> frozenset[torch.device]:
-    """The devices that the graph names."""
-    return _read(module).devices
+def constant_devices(module: Any) -> frozenset[torch.device]:
+    """Returns the devices that the graph's code names."""
+    return _constants_of_graph(module).devices
 
 
-def forward_on(forward: Any, source: torch.device, target: torch.device) -> FunctionType:
-    """The code of a graph that names ``source``, for replicas on ``target``: the same function each time.
+def patched_forward(forward: Any, source: torch.device, target: torch.device) -> FunctionType:
+    """Returns a copy of a graph's ``forward`` that uses ``target`` where its code names ``source``. Copies are cached.
 
-    The code names devices as ``device(...)``, and in the function that is returned that name means another function.
+    The code names devices as ``device(...)``. In the copy, the global ``device`` is a function that swaps the two.
 
     Raises:
-        RuntimeError: it names devices in another way.
+        RuntimeError: the code names devices in another way.
     """
-    made = _on_devices.setdefault(forward, {})
-    if (source, target) not in made:
+    copies = _patched_forwards.setdefault(forward, {})
+    if (source, target) not in copies:
         if forward.__globals__.get("device") is not torch.device:
             raise RuntimeError(
                 f"cannot replicate a graph of torch.fx to {target}: it names {source}, and in a way that this library "
@@ -118,60 +118,60 @@ def forward_on(forward: Any, source: torch.device, target: torch.device) -> Func
             named = torch.device(*args, **kwargs)
             return target if named == source else named
 
-        code = FunctionType(forward.__code__, {**forward.__globals__, "device": device}, forward.__name__)
-        code.__defaults__, code.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
-        made[source, target] = code
-    return made[source, target]
+        copy = FunctionType(forward.__code__, {**forward.__globals__, "device": device}, forward.__name__)
+        copy.__defaults__, copy.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+        copies[source, target] = copy
+    return copies[source, target]
 
 
-def _read(module: Any) -> _Named:
+def _constants_of_graph(module: Any) -> _GraphConstants:
     forward: Callable[..., Any] = type(module).forward
-    if forward not in _known:
-        names = tuple(dict.fromkeys(str(node.target) for node in module.graph.find_nodes(op="get_attr")))
+    if forward not in _graph_constants:
+        paths = tuple(dict.fromkeys(str(node.target) for node in module.graph.find_nodes(op="get_attr")))
         devices: set[torch.device] = set()
         for node in module.graph.nodes:
             leaves = _torch.pytree.tree_leaves((node.args, node.kwargs))
             devices.update(leaf for leaf in leaves if isinstance(leaf, torch.device))
-        _known[forward] = _Named(names, frozenset(devices))
-    return _known[forward]
+        _graph_constants[forward] = _GraphConstants(paths, frozenset(devices))
+    return _graph_constants[forward]
 
 
 # ---- ScriptModules ---------------------------------------------------------------------------------------------------
 
-_constants_of_scripts: weakref.WeakKeyDictionary[Any, dict[torch.device, str]] = weakref.WeakKeyDictionary()
-"""For each ScriptModule what its code has on a device: an example."""
+_script_constants: weakref.WeakKeyDictionary[Any, dict[torch.device, str]] = weakref.WeakKeyDictionary()
+"""For each ScriptModule the devices of the constants in its code, with a description of one such constant."""
 
 
-def refuse_constants(plan: ModulePlan, slots: Sequence[torch.device]) -> None:
-    """Checks that no ScriptModule has constants on a device that some of the slots are not on.
+def refuse_script_constants(plan: ModulePlan, slots: Sequence[torch.device]) -> None:
+    """Checks that each constant in a ScriptModule's code is on the device of all slots, or on the CPU.
 
     Raises:
-        RuntimeError: one has; the message names it and says what to do.
+        RuntimeError: a constant is not; the message names the ScriptModule and says what to do.
     """
-    inside: set[int] = set()  # their code is part of another's
+    inside: set[int] = set()  # ids of modules whose code has been checked as part of their parent's
     for entry in plan.entries:
         if not entry.is_script or id(entry.module) in inside:
             continue
         inside.update(map(id, entry.module.modules()))
-        for device, what in _constants_of_script(entry.module).items():
+        for device, constant in _constants_of_script(entry.module).items():
             other = next((slot for slot in slots if slot != device), None)
             if other is not None and device != CPU:
                 raise RuntimeError(
-                    f"cannot replicate the ScriptModule {entry.name or 'at the root'!r} to {other}: {what} on {device} "
-                    "is a constant of its code, because it was traced or frozen there. Wrap the module that is not "
-                    "frozen, script it instead of tracing it, or make the tensor a buffer of the module before"
+                    f"cannot replicate the ScriptModule {entry.name or 'at the root'!r} to {other}: {constant} on "
+                    f"{device} is a constant of its code, because it was traced or frozen there. Wrap the module that "
+                    "is not frozen, script it instead of tracing it, or make the tensor a buffer of the module before"
                 )
 
 
 def _constants_of_script(module: Any) -> dict[torch.device, str]:
-    if module not in _constants_of_scripts:
-        found: dict[torch.device, str] = {}
-        graph = getattr(module, "inlined_graph", None)  # none if it has no forward
+    if module not in _script_constants:
+        descriptions: dict[torch.device, str] = {}
+        graph = getattr(module, "inlined_graph", None)  # ``None`` for a module without forward
         for node in [] if graph is None else graph.findAllNodes("prim::Constant"):
             kind = node.output().type().kind()
             if kind == "TensorType" and node.hasAttribute("value"):
-                found.setdefault(node.t("value").device, "a tensor")
+                descriptions.setdefault(node.t("value").device, "a tensor")
             elif kind == "DeviceObjType" and node.hasAttribute("value"):
-                found.setdefault(torch.device(node.s("value")), "the name of a device")
-        _constants_of_scripts[module] = found
-    return _constants_of_scripts[module]
+                descriptions.setdefault(torch.device(node.s("value")), "the name of a device")
+        _script_constants[module] = descriptions
+    return _script_constants[module]

@@ -1,7 +1,7 @@
-"""The plan of a module tree: its modules, tensors, ties, attributes that refer to the tree, classes with own rules.
+"""`ModulePlan` lists what a replica of a module tree needs: modules, tensors, ties, and attributes that refer to them.
 
-It is made from the tree as it is at the start of a call, and read once for each replica: building a replica does not
-look at the source again. It also says which trees cannot be replicated, and why.
+A plan is made from the tree at the start of a call, and read once for each replica: building a replica does not look
+at the source again. Making a plan raises an error if the tree cannot be replicated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.comm.buckets import PLAIN_TYPES
 from dataparallel.devices import CPU
 from dataparallel.replicas.compiled.calls import Compiled, compiled_here
-from dataparallel.replicas.placement import constants_of, devices_of, is_graph
+from dataparallel.replicas.placement import constant_devices, constant_tensors, is_graph
 from dataparallel.replicas.references import ATOMIC, behind_proxy, compiled_over, reached
 
 TABLES = frozenset({dict, OrderedDict, list, tuple, set})
@@ -29,10 +29,10 @@ TABLES = frozenset({dict, OrderedDict, list, tuple, set})
 _RULE_OF_GRAPHS = torch.fx.GraphModule._replicate_for_data_parallel
 
 NONE_POSITION = -1
-"""The position of a name that is registered for ``None``."""
+"""The position of a name that is registered with the value ``None``."""
 
 MADE_FOR_ATTRIBUTES = "_dataparallel_made_for_attributes"
-"""Attribute of a replica's root: the objects that were made for its attributes."""
+"""Attribute of a replica's root: a list of the objects that were made for attributes of the replica's modules."""
 
 HAS_COMPILED = "_dataparallel_has_compiled"
 """Attribute of a replica's root: true if a module of the replica calls compiled code."""
@@ -41,24 +41,24 @@ TWIN_INFO = "_dataparallel_twin_info"
 """Attribute of a root that is the twin of another module: a `TwinInfo`. Replicas do not have it."""
 
 REFUSAL = "_dataparallel_refusal"
-"""Method of modules that cannot be replicated. It takes the name in the tree and returns the error message."""
+"""Method of modules that cannot be replicated. It takes the module's name in the tree and returns the error message."""
 
 ORIGINAL_CLASS = "_dataparallel_original_class"
 """Attribute of a class that a composable form made: the class that the module had before."""
 
 UNIT_MODULE = "_dataparallel_unit_module"
-"""Attribute of a replica's module: what gathers the parameters of its unit on the slot, a `UnitModule`."""
+"""Attribute of a replica's module: the `UnitModule` that gathers the parameters of the module's unit on the slot."""
 
 
 @dataclass(frozen=True, eq=False)
 class TwinInfo:
-    """Describes a twin: a root that replaces a module in its tree, with the same children and tensors.
+    """Describes a twin: a root that has the children and tensors of another module, and is replicated in its place.
 
     Attributes:
-        source_id: the id of that module. In replicas, references to it become references to the replica.
+        source_id: the id of the other module. In replicas, references to this module become references to the replica.
         ignored_modules: modules below the root that all replicas share with the source.
         ignored_parameters: ids of parameters that all replicas share with the source.
-        allowed: modules of this class may be in the tree, although they refuse replicas that others make of them.
+        allowed: modules of this class may be in the tree, although elsewhere they have a `REFUSAL`.
     """
 
     source_id: int
@@ -69,12 +69,12 @@ class TwinInfo:
 
 @dataclass(slots=True, eq=False)
 class ModuleEntry:
-    """One module: positions of its tensors and children in the plan, and attributes that refer to the tree.
+    """One module: positions of its tensors and children in the plan, and names of attributes that refer to the tree.
 
-    A name that is registered for ``None`` has the position `NONE_POSITION`, which is -1. That and lower positions are
-    for `ModulePlan.table`. ``attributes`` is a copy of the module's ``__dict__``, registries
-    included; ``proxied`` names the children that are weak proxies of a module. ``constants`` names plain attributes
-    whose tensors are buffers in replicas, and ``fixed_to`` is the device that its graph names.
+    A name that is registered with ``None`` has the position `NONE_POSITION`, which is -1. See `ModulePlan.table` for
+    this and lower positions. ``attributes`` is a copy of the module's ``__dict__``, with the registries. ``proxied``
+    names the children that are weak proxies of a module. ``constants`` names plain attributes whose tensors become
+    buffers in replicas. ``fixed_to`` is the root if the code of the module's graph names this device.
     """
 
     module: nn.Module
@@ -103,21 +103,21 @@ class ModuleEntry:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Attributes of the source that its replicas have no copy of."""
+        """Names of attributes that replicas do not copy from the source."""
         return (*self.constants, *(() if self.compiled is None else self.compiled.left_out))
 
 
 @dataclass
 class ModulePlan:
-    """A tree. Each module and each tensor is in it once, however often it is used. Position 0 is the root.
+    """A module tree. Each module and each tensor has one position, however often it is used. The root is entry 0.
 
     Attributes:
         parameters: positions of the tensors that are parameters; the others are buffers.
-        source_id: the id of the root or, if the root is a twin, of the module that it replaces.
+        source_id: the id of the root or, if the root is a twin, of the module that it stands for.
         shared: modules and parameters that all replicas share with the source.
-        read_directly: positions of parameters that a replica may read, or slot 0 may write to, without a lookup of
-            their own: by attributes, in ScriptModules, by a ``_replicate_for_data_parallel`` of the class, or by
-            another tensor of the plan on the same storage.
+        read_directly: positions of parameters that a replica may read, or slot 0 may write to, without a lookup in a
+            registry: by attributes, in ScriptModules, by the class's ``_replicate_for_data_parallel``, or by another
+            tensor of the plan on the same storage.
     """
 
     entries: list[ModuleEntry]
@@ -132,9 +132,9 @@ class ModulePlan:
 
     @classmethod
     def of(cls, network: nn.Module, root_call: Compiled | None = None) -> ModulePlan:
-        """The plan of ``network`` as it is now.
+        """Makes the plan of ``network`` as it is now.
 
-        ``root_call``: how its replicas are called, although it is not compiled itself.
+        ``root_call``: how replicas are compiled, if ``network`` is not compiled itself.
 
         Raises:
             RuntimeError: the tree cannot be replicated; the message names the module or parameter.
@@ -150,26 +150,26 @@ class ModulePlan:
                     "module, or pass compile= to the wrapper, not both"
                 )
             entries[0].compiled = root_call
-        position = {id(entry.module): i for i, entry in enumerate(entries)}
+        module_positions = {id(entry.module): i for i, entry in enumerate(entries)}
         plan = cls(entries, [], [], twin.source_id, twin.ignored_parameters)
-        position.update((id(module), plan._share(module)) for module in ignored)
-        found: dict[int, int] = {}
+        module_positions.update((id(module), plan._share(module)) for module in ignored)
+        tensor_positions: dict[int, int] = {}
         # Parameters first: a tensor that is both a parameter and a buffer is a parameter.
         for entry in entries:
             for key, parameter in entry.module._parameters.items():
-                entry.parameters[key] = plan._add(parameter, True, found, entry, key)
+                entry.parameters[key] = plan._add(parameter, True, tensor_positions, entry, key)
         for entry in entries:
             for key, buffer in entry.module._buffers.items():
-                entry.buffers[key] = plan._add(buffer, False, found, entry, key)
+                entry.buffers[key] = plan._add(buffer, False, tensor_positions, entry, key)
             for key, child in entry.module._modules.items():
-                at = NONE_POSITION if child is None else position.get(id(child))
-                if at is None:
-                    at = position[id(behind_proxy(child))]
+                position = NONE_POSITION if child is None else module_positions.get(id(child))
+                if position is None:
+                    position = module_positions[id(behind_proxy(child))]
                     entry.proxied.append(key)
-                entry.children[key] = at
-        plan._find_graphs(position, found)
+                entry.children[key] = position
+        plan._find_graphs(module_positions, tensor_positions)
         modules = {id(entry.module) for entry in entries} | {plan.source_id}
-        plan._find_references(modules, {name: at for name, at in found.items() if name not in plan.ignored_parameters})
+        plan._find_references(modules, {i: p for i, p in tensor_positions.items() if i not in plan.ignored_parameters})
         plan._find_shared_storages()
         return plan
 
@@ -186,94 +186,94 @@ class ModulePlan:
         )
 
     def table(self, own: Sequence[Any]) -> list[Any]:
-        """A replica's tensors or modules, ``own``, and behind them what positions below zero stand for."""
+        """Appends to a replica's tensors or modules the objects that positions below zero stand for."""
         return [*own, *self.shared, None]
 
     def _add(
-        self, tensor: Tensor | None, is_parameter: bool, found: dict[int, int], entry: ModuleEntry, key: str
+        self, tensor: Tensor | None, is_parameter: bool, positions: dict[int, int], entry: ModuleEntry, key: str
     ) -> int:
         if tensor is None:
             return NONE_POSITION
-        if id(tensor) in found:
-            return found[id(tensor)]
+        if id(tensor) in positions:
+            return positions[id(tensor)]
         if id(tensor) in self.ignored_parameters:
-            found[id(tensor)] = self._share(tensor)
+            positions[id(tensor)] = self._share(tensor)
         else:
             if type(tensor) not in PLAIN_TYPES and is_lazy(tensor):
                 raise RuntimeError(
                     f"{dotted(entry.name, key)} is not initialised yet; run the module once on a sample batch "
                     "before it is replicated"
                 )
-            found[id(tensor)] = len(self.tensors)
+            positions[id(tensor)] = len(self.tensors)
             if is_parameter:
                 self.parameters.append(len(self.tensors))
             self.tensors.append(tensor)
-        return found[id(tensor)]
+        return positions[id(tensor)]
 
     def _share(self, item: nn.Module | Tensor) -> int:
         """Adds a module or parameter to `shared` and returns its position."""
         self.shared.insert(0, item)
         return NONE_POSITION - len(self.shared)
 
-    def _find_graphs(self, position: Mapping[int, int], found: dict[int, int]) -> None:
-        """Makes tensors in plain attributes of graphs buffers of replicas, and notes graphs that name the root."""
+    def _find_graphs(self, module_positions: Mapping[int, int], tensor_positions: dict[int, int]) -> None:
+        """Adds the constant tensors of graphs as buffers, and notes graphs whose code names the root."""
         root = self.tensors[0].device if self.tensors else CPU
-        for entry in self.entries if root != CPU else ():  # on the CPU all slots share them
+        for entry in self.entries if root != CPU else ():  # CPU slots share constants
             if not is_graph(entry.module):
                 continue
-            for holder, key, tensor in constants_of(entry.module, root):
-                at = position.get(id(holder), NONE_POSITION)
-                if at >= 0:
-                    of = self.entries[at]
-                    of.buffers[key] = self._add(tensor, False, found, of, key)
-                    of.constants.append(key)
-            if root in devices_of(entry.module):
+            for module, key, tensor in constant_tensors(entry.module, root):
+                position = module_positions.get(id(module), NONE_POSITION)
+                if position >= 0:
+                    holder = self.entries[position]
+                    holder.buffers[key] = self._add(tensor, False, tensor_positions, holder, key)
+                    holder.constants.append(key)
+            if root in constant_devices(entry.module):
                 entry.fixed_to = root
-                self.has_references = self.may_hold_cycles = True  # replicas have a bound method
+                self.has_references = self.may_hold_cycles = True  # `patched_forward` becomes a bound method
 
     def _find_references(self, modules: Set[int], tensors: Mapping[int, int]) -> None:
-        known = modules | tensors.keys()
+        tree_ids = modules | tensors.keys()
         rules: dict[type, tuple[tuple[str, ...], bool]] = {}
         for entry in self.entries:
             cls = entry.cls
             if cls not in rules:
                 rule = original_class(cls)._replicate_for_data_parallel
-                # The rule of graphs makes their code anew, with a class of its own for each copy.
+                # The method of graphs is not called: it would generate the code and a class for each copy.
                 has_own_rule = rule not in (nn.Module._replicate_for_data_parallel, _RULE_OF_GRAPHS)
                 rules[cls] = instance_slots(cls), has_own_rule
             entry.slots, entry.has_own_rule = rules[cls]
             if entry.has_own_rule or entry.is_script:
                 self.read_directly.update(entry.parameters.values())
             # Most attributes are atomic or empty tables.
-            held = [
+            candidates = [
                 (key, value)
                 for key, value in entry.attributes.items()
                 if type(value) not in ATOMIC and (type(value) not in TABLES or value)
             ]
-            for key, value in held:
-                if key in REGISTRIES or key in entry.left_out:  # they are read above
+            for key, value in candidates:
+                if key in REGISTRIES or key in entry.left_out:  # the entry has their positions already
                     continue
                 items = reached(value)
-                if compiled_over(items, known):
+                if compiled_over(items, tree_ids):
                     raise RuntimeError(
                         f"cannot replicate {dotted(entry.name, key)!r}: it was compiled with torch.compile, and the "
                         "compiled code computes with the weights of the source. Compile modules of the tree instead: "
                         "by torch.compile(module) or module.compile()"
                     )
                 ids = {id(item) for item in items}
-                if not ids.isdisjoint(known):
+                if not ids.isdisjoint(tree_ids):
                     entry.references.append(key)
                     self.has_references = True
-                    self.read_directly.update(tensors[name] for name in ids & tensors.keys())
-                    # Tensors refer to nothing. An attribute that leads to a module may lead back to its owner.
+                    self.read_directly.update(tensors[tensor_id] for tensor_id in ids & tensors.keys())
+                    # Tensors refer to nothing. An attribute that refers to a module may close a cycle.
                     self.may_hold_cycles |= not ids.isdisjoint(modules)
 
     def _find_shared_storages(self) -> None:
-        """Adds parameters whose storage belongs to another tensor too, which may be written by the other's name."""
+        """Adds parameters that share storage with another tensor: a write to the other tensor changes the parameter."""
         first: dict[int, int] = {}
         parameters = set(self.parameters)
         for i, tensor in enumerate(self.tensors):
-            # Those with "__tensor_flatten__" stand for other tensors, and have no memory of their own.
+            # Tensors with "__tensor_flatten__" wrap other tensors and have no memory of their own.
             if tensor.layout is not torch.strided or tensor.is_nested or hasattr(tensor, "__tensor_flatten__"):
                 continue
             address = tensor.untyped_storage().data_ptr()
@@ -282,16 +282,16 @@ class ModulePlan:
 
 
 def names_of(plan: ModulePlan) -> dict[int, str]:
-    """The name of each tensor, by its position; that of its first place if it has several."""
-    found: dict[int, str] = {}
+    """Returns the name of each tensor by its position. A tied tensor has the first of its names."""
+    names: dict[int, str] = {}
     for entry in plan.entries:
         for key, position in (*entry.parameters.items(), *entry.buffers.items()):
-            found.setdefault(position, dotted(entry.name, key))
-    return found
+            names.setdefault(position, dotted(entry.name, key))
+    return names
 
 
 def instance_slots(cls: type) -> tuple[str, ...]:
-    """Names of the attributes that instances keep in ``__slots__`` and not in their ``__dict__``."""
+    """Returns the names of attributes that instances keep in ``__slots__`` instead of their ``__dict__``."""
     names = []
     for base in cls.__mro__:
         declared = vars(base).get("__slots__", ())
@@ -303,18 +303,18 @@ def instance_slots(cls: type) -> tuple[str, ...]:
 
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that a module of the class ``cls`` would have without a form."""
-    found: type[nn.Module] = getattr(cls, ORIGINAL_CLASS, cls)
-    return found
+    """Returns the class that a module had before a form changed its class to ``cls``, or else ``cls``."""
+    original: type[nn.Module] = getattr(cls, ORIGINAL_CLASS, cls)
+    return original
 
 
 def dotted(module_name: str, key: str) -> str:
-    """The full name of the attribute ``key`` of the module called ``module_name`` (``""``: the root)."""
+    """Returns the full name of the attribute ``key`` of the module called ``module_name`` (``""``: the root)."""
     return f"{module_name}.{key}" if module_name else key
 
 
 def _check_replicatable(entries: list[ModuleEntry], allowed: type | None) -> None:
-    """Raises ``RuntimeError`` if replicas of the tree would not be copies. Notes how each entry is compiled."""
+    """Raises ``RuntimeError`` if the tree cannot be replicated. Notes in each entry how the module is compiled."""
     for entry in entries:
         module = entry.module
         refusal = getattr(entry.cls, REFUSAL, None)

@@ -1,8 +1,8 @@
-"""``chunk_sizes="balanced"``: the split of a batch is chosen by timing the replicas of a form's calls.
+"""`Balancer` chooses the split of a batch for ``chunk_sizes="balanced"``, by timing the replicas of a form's calls.
 
-The calls of each *situation* are measured in rounds. After each round the slots' costs are computed from all rounds,
-and the next one tries the split that they ask for. When nothing more is to be gained, that split and the one before the
-search are measured in turns, and the better one stays. A slot gets no more samples than its device has memory for.
+The calls of each *situation* are measured in rounds. After each round the slots' costs are fitted to all rounds, and
+the next round tries the best split for these costs. When no better split is predicted, the best round's split and the
+split before the search are measured in turns, and the faster one stays. A slot gets no more samples than fit in memory.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ from dataparallel.threads.slot_costs import (
 log = logging.getLogger("dataparallel")
 
 SAMPLES = 3  # calls of a round
-ROUNDS = 4  # of one search, at most: with the calls that compare, 18 calls decide
+ROUNDS = 4  # rounds of one search, at most: with the compared calls, a choice takes at most 18 calls
 COMPARED = 2  # further calls with each of the two splits that are compared
-GAIN = 1.03  # a split has to be better by this ratio, or the one before the search stays
-FIRST_CHECK = 100  # calls until a choice is checked the first time
+GAIN = 1.03  # a split has to be faster by this ratio, or the split before the search stays
+FIRST_CHECK = 100  # a choice is checked the first time after so many calls
 
 
 @dataclass
 class _Round:
-    """The measured calls with one split, which is kept as shares: batches of a situation may differ a little."""
+    """The measured calls with one split. It is kept as shares, because batches of a situation may differ a little."""
 
     shares: tuple[float, ...]
     calls: list[tuple[list[int], list[float], float]] = field(default_factory=list)  # sizes, seconds, span
 
     def points(self, slot: int) -> list[tuple[float, float]]:
-        """The slot's samples and seconds: the lower third, because other load makes calls longer, never shorter."""
+        """Returns the slot's (samples, seconds) in the fastest third of calls, which other load has slowed least."""
         pairs = sorted(((sizes[slot], seconds[slot]) for sizes, seconds, _ in self.calls), key=lambda p: p[1] / p[0])
         return [(float(samples), seconds) for samples, seconds in pairs[: (len(pairs) + 2) // 3]]
 
     def time(self) -> float:
-        """Seconds of a call for each sample of its batch, of the lower third."""
+        """Returns the seconds of a call per sample of its batch, at the end of the fastest third."""
         return lower_third(span / sum(sizes) for sizes, _, span in self.calls)
 
 
 class BalancedCall(ChoosingCall):
-    """One call: the split that it has, and what is measured in it.
+    """The split and the measurements of one call.
 
     Attributes:
-        size: the size of the whole batch, by which the number of permits is chosen. Chunks change, it does not.
-        chunks: what the call was split into, once it is.
-        times: what measures the replicas, if this call is measured.
+        size: the size of the whole batch. The number of permits is chosen by it, because chunks change.
+        chunks: the sizes of the chunks, once the batch is split.
+        times: the measurements, if this call is measured.
     """
 
     def __init__(self, balancer: Balancer, situation: _Situation, size: Hashable) -> None:
@@ -74,21 +74,21 @@ class BalancedCall(ChoosingCall):
         self.permits: int | None = None
 
     def sizes(self, total: int, slots: int) -> list[int]:
-        """The sizes of the chunks of ``total`` samples."""
+        """Returns the sizes of the chunks of ``total`` samples."""
         if slots != len(self._situation.slots):  # code of the user scatters to other slots
             return near_equal_sizes(total, slots)
-        if sum(self.chunks) != total or not self.chunks:  # what a call scatters in several steps is split alike
-            self.chunks = self._balancer._sizes(self._situation, total, self.alone)
+        if sum(self.chunks) != total or not self.chunks:  # a call may scatter several times: all get the same split
+            self.chunks = self._balancer._sizes(self._situation, total, self.is_alone)
         return list(self.chunks)
 
     def measures(self, slots: Sequence[torch.device]) -> SlotTimes | None:
-        """What measures the replicas on ``slots``; ``None`` if this call is not measured."""
+        """Returns the object that measures the replicas on ``slots``; ``None`` if this call is not measured."""
         if len(self.chunks) == len(slots) == len(self._situation.slots) > 1:
             self.times = self._balancer._times(self, slots)
         return self.times
 
     def runs_with(self, permits: int, groups: Sequence[Hashable | None] | None) -> None:
-        """Notes how many replicas run at a time, and which ones never do together."""
+        """Notes how many replicas run at a time, and which replicas never run together."""
         self.permits, self.groups = permits, groups
 
 
@@ -100,7 +100,7 @@ class Balancer(Chooser["_Situation", "_Choice"]):
         self._last: _Situation | None = None
 
     def begin_call(self, name: str, kind: Hashable, size: Hashable, slots: Sequence[torch.device]) -> BalancedCall:
-        """The next call, of the module with this ``name``. `end_call` has to follow."""
+        """Begins a call of the module with this ``name``. `end_call` has to follow."""
         with self._lock:
             kind = (kind, tuple(slots))
             situation = self._situation(kind, size, lambda start: _Situation(name, kind, slots, start))
@@ -114,13 +114,13 @@ class Balancer(Chooser["_Situation", "_Choice"]):
         with self._lock:
             self._running.discard(call)
             situation, times = call._situation, call.times
-            if failed or not call.alone:
+            if failed or not call.is_alone:
                 return
             if times is not None and len(times.seconds) == len(call.chunks) and situation.note(call, times):
                 self._note_choice(situation.kind, situation.choice)
 
     def next_sizes(self, total: int, slots: int) -> list[int]:
-        """How the next call will probably split ``total`` samples: as the last one would."""
+        """Returns the sizes into which the next call will probably split ``total`` samples: as the last call would."""
         situation = self._last
         if situation is None or len(situation.slots) != slots:
             return split_by_shares(total, [1] * slots)
@@ -132,19 +132,19 @@ class Balancer(Chooser["_Situation", "_Choice"]):
 
     def _times(self, call: BalancedCall, slots: Sequence[torch.device]) -> SlotTimes | None:
         with self._lock:
-            return call._situation.times(slots) if call.alone else None
+            return call._situation.times(slots) if call.is_alone else None
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """Shares of a batch, and how many samples each slot has memory for."""
+    """The shares of a batch, and how many samples each slot has memory for."""
 
     shares: tuple[float, ...]
     most: tuple[float, ...]
 
 
 class _Situation(Situation):
-    """The measurements of calls that are alike, and the choice that follows from them."""
+    """The measured rounds of one situation, and the choice that follows from them."""
 
     def __init__(self, name: str, kind: Hashable, slots: Sequence[torch.device], start: _Choice | None) -> None:
         super().__init__(FIRST_CHECK)
@@ -155,16 +155,16 @@ class _Situation(Situation):
         self._is_compared = False
 
     def sizes(self, total: int, alone: bool) -> list[int]:
-        """The split that is being measured. Calls that overlap are not measured, and have that of the last choice."""
+        """Returns the split that is being measured. A call that overlaps others is not measured: it gets the choice."""
         measured = self._current if alone else None
-        return self._sized((measured or self.choice).shares, total)
+        return self._sizes_for((measured or self.choice).shares, total)
 
-    def _sized(self, shares: Sequence[float], total: int) -> list[int]:
+    def _sizes_for(self, shares: Sequence[float], total: int) -> list[int]:
         sizes = split_by_shares(total, shares)
         return within(sizes, self.choice.most) if len(sizes) == len(self.slots) else sizes
 
     def times(self, slots: Sequence[torch.device]) -> SlotTimes | None:
-        """What measures a call that begins now, if it is measured."""
+        """Returns the object that measures a call that begins now, or ``None``."""
         if self._current is None:
             if not self._is_time_to_measure:
                 return None
@@ -173,7 +173,7 @@ class _Situation(Situation):
         return SlotTimes(slots)
 
     def note(self, call: BalancedCall, times: SlotTimes) -> bool:
-        """Adds a measured call. Returns ``True`` if that decides the choice."""
+        """Adds a measured call. Returns ``True`` if the situation has its choice now."""
         current = self._current
         if current is None or call.permits is None:
             return False
@@ -182,7 +182,7 @@ class _Situation(Situation):
         most = samples_that_fit(self.slots, call.chunks, times.free, times.taken)
         self.choice = _Choice(self.choice.shares, most)
         if self._is_compared:
-            # In turns, so that a load that comes or goes affects both.
+            # The two rounds take turns, so that other load on the machine affects both.
             self._current = min(self._rounds, key=lambda each: len(each.calls))
             return len(self._current.calls) >= SAMPLES + COMPARED and self._decide(call)
         if len(current.calls) < SAMPLES:
@@ -199,19 +199,19 @@ class _Situation(Situation):
         return False
 
     def _proposal(self, call: BalancedCall) -> tuple[float, ...] | None:
-        """The split to try next; ``None`` if it promises nothing or has been tried."""
+        """Returns the split to try next; ``None`` if the best split has been tried, or would gain too little."""
         if len(self._rounds) >= ROUNDS:
             return None
         costs, total = self._costs(), sum(call.chunks)
         # Devices compute at the same time, also if few replicas run Python at a time.
         permits = len(self.slots) if self.slots[0] != CPU or call.permits is None else call.permits
-        found = search(costs, call.chunks, permits, call.groups, self.choice.most)
-        now, then = (
+        best = search(costs, call.chunks, permits, call.groups, self.choice.most)
+        current_time, best_time = (
             predicted([cost.of(size) for cost, size in zip(costs, sizes, strict=True)], permits, call.groups)
-            for sizes in (call.chunks, found)
+            for sizes in (call.chunks, best)
         )
-        is_tried = any(self._sized(each.shares, total) == found for each in self._rounds)
-        return None if is_tried or now < GAIN * then else tuple(map(float, found))
+        is_tried = any(self._sizes_for(each.shares, total) == best for each in self._rounds)
+        return None if is_tried or current_time < GAIN * best_time else tuple(map(float, best))
 
     def _costs(self) -> list[Cost]:
         return [fit([point for each in self._rounds for point in each.points(slot)]) for slot in range(len(self.slots))]
@@ -226,12 +226,12 @@ class _Situation(Situation):
         return True
 
     def _log(self, total: int, before: _Round, winner: _Round) -> None:
-        sizes = self._sized(winner.shares, total)
+        sizes = self._sizes_for(winner.shares, total)
         each = ", ".join(f"{1e3 * cost.of(size) / size:.3g}" for cost, size in zip(self._costs(), sizes, strict=True))
         full = [slot for slot, most in enumerate(self.choice.most) if sizes[slot] >= most]
         gain = "no other split is faster"
         if winner is not before:
-            gain = f"{before.time() / winner.time():.2f} times as fast as {self._sized(before.shares, total)}"
+            gain = f"{before.time() / winner.time():.2f} times as fast as {self._sizes_for(before.shares, total)}"
         log.info(
             "chunk_sizes='balanced': %s on %s: %d samples are split into %s, %s; a sample takes %s ms in forward%s",
             self.name,

@@ -1,8 +1,8 @@
-"""Threads that are kept between calls, by device or any other key; and how the tasks of a call wait and end.
+"""`start` runs a job in a kept thread of its device. `Outcome`, `Turn` and `StallClock` are for the tasks of a call.
 
-A job takes an idle thread of its device, and if there is none a new one is made, so no job waits for another. cuBLAS
-and cuDNN keep handles and memory for each pair of thread and device until the thread ends, so a job never gets a thread
-of another device, as long as the system has threads.
+A job takes an idle thread of its device or else a new thread, so no job waits for another job. cuBLAS and cuDNN keep
+handles and memory for each pair of thread and device until the thread ends. So a job gets a thread of another device
+only if the system has no more threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLL_SECONDS = 0.2
 
 
 class Worker(threading.Thread):
-    """A kept thread."""
+    """A thread that is kept between calls."""
 
     def __init__(self, number: int, device: Hashable) -> None:
         super().__init__(name=f"dataparallel-worker-{number}", daemon=True)
@@ -69,10 +69,10 @@ def start(job: Job, device: Hashable) -> None:
         worker.jobs.put(job)
         return
     worker = Worker(next(_numbers), device)
-    worker.jobs.put(job)  # before it starts, because Ctrl-C may come right after that
+    worker.jobs.put(job)  # before the thread starts, because Ctrl-C may come right after the start
     try:
         worker.start()
-    except RuntimeError:  # the system has no more threads: take an idle one of any device
+    except RuntimeError:  # the system has no more threads: take an idle thread of any device
         idle = next(filter(None, map(_take, list(_idle))), None)
         if idle is None:
             raise
@@ -85,7 +85,7 @@ def release(worker: Worker) -> None:
 
 
 def note_use() -> None:
-    """Notes that replicas have run in this process, in whatever thread. A forked child needs to know."""
+    """Notes that replicas have run in this process, in any thread. `_start_afresh_after_fork` reads this."""
     global _used
     _used = True
 
@@ -129,12 +129,12 @@ class Outcome:
             self.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 
     def clear(self) -> None:
-        """Called when the call raises. It breaks the cycle of the error, its frames, and the outcome that they hold."""
+        """Called when the call raises. Breaks the cycle: the error holds frames, and the frames hold this outcome."""
         self.value = self.error = None
 
 
 class Turn:
-    """What a task waits for until it may go on. It is given once."""
+    """A task that waits calls `wait`, and goes on when another thread has called `give`. That happens once."""
 
     __slots__ = ("_lock",)
 
@@ -152,20 +152,21 @@ class Turn:
         return self._lock.acquire(timeout=seconds)
 
 
-class Polls:
-    """For how long nothing has happened, by polls of `POLL_SECONDS`.
+class StallClock:
+    """Measures for how long the tasks of a call have made no progress, in polls of `POLL_SECONDS`.
 
-    Polls are counted, not seconds, because time in which the whole process was stopped does not count. Nor does time in
-    which somebody compiles.
+    Polls are counted instead of seconds, because time in which the whole process was stopped must not count. Nor must
+    time in which a thread compiles.
     """
 
-    __slots__ = ("_count", "_seen")
+    __slots__ = ("_polls", "_progress")
 
-    def __init__(self, seen: int) -> None:
-        self._count, self._seen = 0, seen
+    def __init__(self, progress: int) -> None:
+        self._polls, self._progress = 0, progress
 
-    def seconds(self, seen: int, waits: bool) -> float:
-        """Called at each poll. ``seen`` changes when something happens; ``waits``: somebody waits for that."""
-        self._count = self._count + 1 if waits and seen == self._seen and not gate.is_taken else 0
-        self._seen = seen
-        return self._count * POLL_SECONDS
+    def poll(self, progress: int, is_anyone_waiting: bool) -> float:
+        """Returns the seconds without progress. ``progress`` is any number that changes when a task gets further."""
+        is_stalled = is_anyone_waiting and progress == self._progress and not gate.is_taken
+        self._polls = self._polls + 1 if is_stalled else 0
+        self._progress = progress
+        return self._polls * POLL_SECONDS

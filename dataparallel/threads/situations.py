@@ -1,7 +1,7 @@
-"""What a form's calls teach, by situation: calls of the same modes and the same size of inputs.
+"""`Chooser` learns from the calls of a form, by situation: calls with the same modes and the same size of inputs.
 
-``permits`` chooses so how many replicas run at a time, and ``balance`` how a batch is split. Both measure the first
-calls of each situation, choose, and check that later, after more and more calls. Nothing here runs or waits.
+``permits`` uses it to choose how many replicas run at a time, and ``balance`` to choose how a batch is split. Both time
+the first calls of each situation, choose, and check the choice later, at longer and longer intervals.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any, Generic, TypeVar
 
 from dataparallel.forks import in_forked_child
 
-SITUATIONS = 64  # how many situations a form remembers, the most recently used ones
-UNMEASURED = 2  # first calls of a situation, which allocate workspaces and choose kernels
-LAST_CHECK = 10_000  # calls until a choice is checked, at most; the number doubles from check to check
+SITUATIONS = 64  # a form remembers so many situations, the most recently used ones
+UNMEASURED = 2  # the first calls of a situation allocate workspaces and choose kernels, so they are not measured
+LAST_CHECK = 10_000  # calls between two checks of a choice, at most; the number doubles from check to check
 
 
 class ChoosingCall:
-    """A call that is told what was chosen. It is ``alone`` until another call of its form runs at the same time."""
+    """A call for which a `Chooser` chooses. ``is_alone``: no other call of the form has run at the same time."""
 
-    __slots__ = ("__weakref__", "alone")
+    __slots__ = ("__weakref__", "is_alone")
 
     def __init__(self) -> None:
-        self.alone = True
+        self.is_alone = True
 
 
 class Situation:
-    """The ``calls`` of one situation, and when they are measured. ``first_check``: calls until the first check."""
+    """Counts the ``calls`` of one situation, and says when to measure. ``first_check``: calls until the first check."""
 
     def __init__(self, first_check: int) -> None:
         self.calls = 0
@@ -51,10 +51,10 @@ _all: weakref.WeakSet[Chooser[Any, Any]] = weakref.WeakSet()
 
 
 class Chooser(Generic[S, C]):
-    """Situations of type ``S`` and choices of type ``C`` of one form, whose calls may come from several threads.
+    """Keeps the situations (type ``S``) and choices (type ``C``) of one form. Any thread may call the form.
 
-    Calls that overlap and calls that fail are not measured: their times say nothing. A copy, also an unpickled one,
-    remembers nothing. ``_lock`` is held around all that is protected here, for a few operations.
+    Calls that overlap and calls that fail are not measured: their times say nothing. A copy of a chooser, also an
+    unpickled one, remembers nothing. Subclasses hold ``_lock`` around each use of the fields.
     """
 
     def __init__(self) -> None:
@@ -62,14 +62,14 @@ class Chooser(Generic[S, C]):
         self._lock = threading.Lock()
         self._situations: OrderedDict[Hashable, S] = OrderedDict()
         self._choices: OrderedDict[Hashable, C] = OrderedDict()  # the last choice for each kind
-        # Weak, so that a call counts as running no longer than it exists, also if Ctrl-C keeps it from being ended.
+        # Weak references, because Ctrl-C may skip the end of a call: a call that no longer exists does not run.
         self._running: weakref.WeakSet[ChoosingCall] = weakref.WeakSet()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
     def _situation(self, kind: Hashable, size: Hashable, make: Callable[[C | None], S]) -> S:
-        """The situation of a call that begins. A new one is made from the last choice for its kind."""
+        """Returns the situation of a call that begins. ``make`` makes a new one from the last choice for its kind."""
         key = kind, size
         if key not in self._situations:
             _put(self._situations, key, make(self._choices.get(kind)))
@@ -78,9 +78,9 @@ class Chooser(Generic[S, C]):
         return self._situations[key]
 
     def _note_begin(self, call: ChoosingCall) -> None:
-        call.alone = not self._running
+        call.is_alone = not self._running
         for other in self._running:
-            other.alone = False
+            other.is_alone = False
         self._running.add(call)
 
     def _note_choice(self, kind: Hashable, choice: C) -> None:
@@ -95,9 +95,9 @@ def _put(recent: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:
 
 
 def lower_third(times: Iterable[float]) -> float:
-    """The time that counts of several: other load makes calls longer, never shorter.
+    """Returns the time at the end of the lowest third, because other load makes calls longer, never shorter.
 
-    The shortest would favour many threads, because the times of threads that compete for Python vary more.
+    The shortest time would favour many threads, because the times of threads that compete for Python vary more.
     """
     ordered = sorted(times)
     return ordered[(len(ordered) - 1) // 3]
@@ -105,6 +105,6 @@ def lower_third(times: Iterable[float]) -> float:
 
 @in_forked_child
 def _start_afresh_after_fork() -> None:
-    """Another thread may have held a lock, or changed a chooser, when the process was forked."""
+    """Resets all choosers: at the fork another thread may have held a lock, or been about to change a chooser."""
     for chooser in list(_all):
         chooser.__init__()  # type: ignore[misc]

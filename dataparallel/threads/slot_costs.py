@@ -1,8 +1,8 @@
-"""What each slot of a call takes, in time and memory, and the best split of a batch that follows.
+"""`SlotTimes` measures the time and memory of each slot in a call, and `search` finds the best split of a batch.
 
-The time of a slot is wall time in the thread that runs the replica, from when it has a permit until its device has
-finished, without waits for other replicas. Only measured calls wait for devices. Memory is estimated: a forward is
-known by what it leaves on a device, and a backward not at all.
+The time of a slot is wall time in the replica's thread, from when the replica has a permit until its device has
+finished, without waits for other replicas. Only measured calls wait for devices. Memory is an estimate: from what a
+forward leaves on a device. The memory of a backward is not known.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dataparallel.forks import in_forked_child
 
 T = TypeVar("T")
 
-USABLE = 0.75  # part of the free memory that a forward may fill: gradients and the gathered output need the rest
-NEARLY = 1.05  # calls that are longer by this ratio are as good, where replicas wait for their turn
-LEAST_SLOPE = 0.05  # part of a slot's time, at least, that is taken to grow with its samples
-FAR = 1.2  # a ratio of sizes from which on their times tell what is fixed
+USABLE = 0.75  # a forward may fill this share of the free memory: gradients and the gathered output need the rest
+NEARLY = 1.05  # if replicas take turns, a call counts as equally fast up to this ratio
+LEAST_SLOPE = 0.05  # at least this share of a slot's time is assumed to grow with its samples
+FAR = 1.2  # sizes have to differ by this ratio, or times do not tell the fixed cost
 
 
 class _Waited(threading.local):
-    """Seconds for which the replica of this thread has waited for others."""
+    """Seconds for which the replica in this thread has waited for other replicas."""
 
     seconds = 0.0
 
@@ -43,7 +43,7 @@ _waited = _Waited()
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Around each wait of a replica for other replicas of its call."""
+    """A context around each wait of a replica for other replicas of its call. `SlotTimes` subtracts the wait."""
     start = time.perf_counter()
     try:
         yield
@@ -55,11 +55,11 @@ class SlotTimes:
     """The measurements of one call with replicas on ``slots``.
 
     Attributes:
-        seconds: for each slot; those that have not ended are missing.
-        span: seconds from the start until the last replica had ended.
-        free: bytes that a tensor could have on each accelerator before the call, where that is known.
-        taken: bytes of the inputs on each accelerator, and those by which the forward has filled it, where that is
-            known: at its peak, if that was the highest ever, or else at its end.
+        seconds: the time of each slot; slots whose replicas have not ended are missing.
+        span: seconds from the start until the last replica ended.
+        free: free bytes on each accelerator before the call. Backends that do not count memory are missing.
+        taken: on each accelerator the bytes of the inputs, and the bytes that the forward has added: at its peak, if
+            that was the highest ever, or else at its end. The same backends are missing.
     """
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
@@ -72,7 +72,7 @@ class SlotTimes:
         self._start = 0.0
 
     def begin_call(self, streams: Iterable[torch.Stream], inputs: Iterable[Any]) -> None:
-        """Waits for what ``streams`` still do, which is no work of this call. ``inputs``: those of each replica."""
+        """Waits for earlier work on ``streams``, and notes the memory before the call. ``inputs``: of each replica."""
         for stream in streams:
             stream.synchronize()
         for device in {*self.slots} - {CPU}:
@@ -88,7 +88,7 @@ class SlotTimes:
 
     def run_replica(self, slot: int, task: Callable[[], T]) -> T:
         """Runs a replica, in its thread and with its streams current, and waits for its device."""
-        outside, _waited.seconds = _waited.seconds, 0.0  # of a replica around this one, if there is any
+        outer_seconds, _waited.seconds = _waited.seconds, 0.0  # a replica of an outer call may run in this thread
         start = time.perf_counter()
         try:
             value = task()
@@ -99,10 +99,10 @@ class SlotTimes:
             self.span = max(self.span, end - self._start)
             return value
         finally:
-            _waited.seconds = outside
+            _waited.seconds = outer_seconds
 
     def end_call(self) -> None:
-        """Notes what the replicas have left in memory."""
+        """Notes how much memory the replicas have added."""
         for device, (allocated, peak) in self._before.items():
             highest = torch.accelerator.max_memory_allocated(device)
             now = torch.accelerator.memory_allocated(device)
@@ -116,9 +116,9 @@ def _start_afresh_after_fork() -> None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """The bytes that a tensor could have: what the device has, and what torch's allocator has of it without using it.
+    """Returns the bytes that a tensor could have: free memory of the device, and unused memory of torch's allocator.
 
-    ``None`` if the backend does not tell.
+    Returns ``None`` if the backend does not tell.
     """
     try:
         free, _ = torch.accelerator.get_memory_info(device)
@@ -133,31 +133,31 @@ def samples_that_fit(
     free: Mapping[torch.device, int],
     taken: Mapping[torch.device, int],
 ) -> tuple[float, ...]:
-    """For each slot the samples that its device has memory for; infinite where that is not known.
+    """Returns for each slot how many samples its device has memory for; infinite where that is not known.
 
-    Slots on one device share it. ``free`` were the bytes before a call in which the forward of ``chunks`` has ``taken``
-    some.
+    Slots on one device share its memory. In a measured call ``free`` bytes were free before, and the forward of
+    ``chunks`` has taken ``taken`` bytes.
     """
-    most = [math.inf] * len(slots)
+    limits = [math.inf] * len(slots)
     for device, bytes_taken in taken.items():
-        here = [slot for slot, other in enumerate(slots) if other == device]
+        device_slots = [slot for slot, other in enumerate(slots) if other == device]
         if bytes_taken > 0:
-            room = USABLE * free[device] * sum(chunks[slot] for slot in here) / bytes_taken
-            for slot in here:
-                most[slot] = math.floor(room / len(here))
-    return tuple(most)
+            samples = USABLE * free[device] * sum(chunks[slot] for slot in device_slots) / bytes_taken
+            for slot in device_slots:
+                limits[slot] = math.floor(samples / len(device_slots))
+    return tuple(limits)
 
 
 def shares_by_memory(slots: Sequence[torch.device]) -> tuple[float, ...]:
-    """Shares before anything is measured: equal, but less where less than half of the largest free memory is free."""
+    """Returns shares before anything is measured: equal, but smaller for slots with less than half the most memory."""
     free = {device: free_bytes(device) for device in {*slots} - {CPU}}
-    known = [(free.get(slot) or 0) / slots.count(slot) for slot in slots]
-    if None in free.values() or not any(known):
+    free_of_slots = [(free.get(slot) or 0) / slots.count(slot) for slot in slots]
+    if None in free.values() or not any(free_of_slots):
         return (1.0,) * len(slots)
-    return tuple(min(1.0, max(2 * each / max(known), 1e-3)) for each in known)
+    return tuple(min(1.0, max(2 * each / max(free_of_slots), 1e-3)) for each in free_of_slots)
 
 
-# ---- the best split: a replica is expected to take a fixed time, and a time for each of its samples ------------------
+# ---- the best split, by a model of the cost: a fixed time for a replica, and a time for each of its samples ----------
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,14 @@ class Cost:
     per_sample: float
 
     def of(self, samples: int) -> float:
-        """Seconds with so many samples."""
+        """Returns the seconds for so many samples."""
         return self.fixed + self.per_sample * samples
 
 
 def fit(points: Sequence[tuple[float, float]]) -> Cost:
-    """The cost of a slot from points of samples and seconds: least squares, if sizes differ enough.
+    """Fits the cost of a slot to points (samples, seconds) by least squares.
 
-    Else all of the time is taken to grow with the samples. Neither part is ever below 0.
+    If sizes do not differ enough, ``fixed`` is 0. ``fixed`` and ``per_sample`` are never negative.
     """
     x = sum(samples for samples, _ in points) / len(points)
     y = max(sum(seconds for _, seconds in points) / len(points), 1e-9)
@@ -188,7 +188,7 @@ def fit(points: Sequence[tuple[float, float]]) -> Cost:
 
 
 def predicted(seconds: Sequence[float], permits: int, groups: Sequence[Hashable | None] | None = None) -> float:
-    """Seconds until the last of the replicas ends, which run as the tasks of a `gang.Gang` do."""
+    """Returns the seconds until the last replica ends, if replicas run as the tasks of a `gang.Gang`."""
     if _run_all_at_once(len(seconds), permits, groups):
         return max(seconds)
     if permits == 1:
@@ -216,17 +216,17 @@ def search(
     groups: Sequence[Hashable | None] | None = None,
     most: Sequence[float] | None = None,
 ) -> list[int]:
-    """The split of as many samples as ``start`` has for which the call is expected to be shortest.
+    """Returns the split of ``sum(start)`` samples for which the predicted time of the call is shortest.
 
-    Where replicas wait for their turn, many splits are nearly as fast. Then it is the most even one of them: costs are
-    measured, and small differences mean nothing. A slot keeps at least one sample, and gets no more than ``most`` says,
-    if the samples fit at all.
+    If replicas take turns, many splits are nearly equally fast. Then the result is the most even one of these splits,
+    because small differences between measured costs mean nothing. A slot keeps at least one sample, and gets no more
+    than ``most`` says if the samples fit at all.
     """
     limits = [math.inf] * len(start) if most is None else list(most)
 
     def call(sizes: Sequence[int]) -> tuple[float, list[float]]:
         seconds = [cost.of(size) for cost, size in zip(costs, sizes, strict=True)]
-        # Of calls that are as long, that with the shorter longest replica is on the way to a shorter one.
+        # Of equally long calls, the one with the shorter longest replica is nearer to a shorter call.
         return float(f"{predicted(seconds, permits, groups):.9g}"), sorted(seconds, reverse=True)
 
     fastest = _climb(within(start, limits), limits, call)
@@ -235,17 +235,17 @@ def search(
     longest = NEARLY * call(fastest)[0]
 
     def unevenness(sizes: Sequence[int]) -> tuple[float, list[float]]:
-        seconds, of_slots = call(sizes)
-        return (0.0 if seconds <= longest else 1.0), of_slots
+        seconds, slot_seconds = call(sizes)
+        return (0.0 if seconds <= longest else 1.0), slot_seconds
 
     return _climb(fastest, limits, unevenness)
 
 
 def _climb(sizes: list[int], limits: Sequence[float], loss: Callable[[Sequence[int]], Any]) -> list[int]:
-    """Moves samples from slot to slot while ``loss`` falls: many at first, then fewer, in the end one by one."""
+    """Moves samples from slot to slot as long as ``loss`` falls: half of them at first, in the end one by one."""
     best, step = loss(sizes), max(1, sum(sizes) // 2)
     while step:
-        found = None
+        better = None
         for source in range(len(sizes)):
             for target in range(len(sizes)):
                 if source == target or sizes[source] - step < 1 or sizes[target] + step > limits[target]:
@@ -253,28 +253,28 @@ def _climb(sizes: list[int], limits: Sequence[float], loss: Callable[[Sequence[i
                 moved = [*sizes]
                 moved[source] -= step
                 moved[target] += step
-                now = loss(moved)
-                if now < best:
-                    found, best = moved, now
-        if found is None:
+                value = loss(moved)
+                if value < best:
+                    better, best = moved, value
+        if better is None:
             step //= 2
         else:
-            sizes = found
+            sizes = better
     return sizes
 
 
 def within(sizes: Sequence[int], most: Sequence[float]) -> list[int]:
-    """``sizes``, with what is above ``most`` moved to the slots that have the most room; at least 1 is left to each.
+    """Returns ``sizes``, with samples above ``most`` moved to the slots with the most room. Each slot keeps at least 1.
 
-    If all slots together have too little room, they share the samples in the ratio of ``most``.
+    If the samples do not fit, the slots share them in the ratio of ``most``.
     """
     limits = [max(1, limit) for limit in most]
-    found, total = list(sizes), sum(sizes)
+    result, total = list(sizes), sum(sizes)
     if sum(limits) < total:
         return split_by_shares(total, limits)
-    while over := [slot for slot, size in enumerate(found) if size > limits[slot]]:
-        fullest = max(over, key=lambda slot: found[slot] - limits[slot])
-        roomiest = max(range(len(found)), key=lambda slot: (limits[slot] - found[slot], -found[slot], -slot))
-        found[fullest] -= 1
-        found[roomiest] += 1
-    return found
+    while over := [slot for slot, size in enumerate(result) if size > limits[slot]]:
+        fullest = max(over, key=lambda slot: result[slot] - limits[slot])
+        roomiest = max(range(len(result)), key=lambda slot: (limits[slot] - result[slot], -result[slot], -slot))
+        result[fullest] -= 1
+        result[roomiest] += 1
+    return result

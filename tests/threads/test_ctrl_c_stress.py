@@ -54,8 +54,8 @@ def tasks_that_meet():
     each = [lambda slot=slot: meeting.run_replica(slot, lambda: meets(slot, count)) for slot in range(count)]
     groups = rng.choice([None, ["a"] * count, [slot % 2 for slot in range(count)]])
     in_turn = rng.random() < 0.5
-    meeting.turns = SerialTasks(each, each) if in_turn else Gang(each, rng.randrange(1, count + 1), groups)
-    return meeting.turns
+    meeting.scheduler = SerialTasks(each, each) if in_turn else Gang(each, rng.randrange(1, count + 1), groups)
+    return meeting.scheduler
 
 
 def press(go, delays):

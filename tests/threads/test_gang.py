@@ -290,7 +290,7 @@ def test_workers_that_come_after_the_end_change_nothing(monkeypatch: pytest.Monk
     values_of(gang)
     forget_idle_threads(monkeypatch)
     for number in range(2):
-        gang._work(None, pool.Worker(number, None))  # as a worker does that was started for a stall, and is late
+        gang._run_in_worker(None, pool.Worker(number, None))  # like a worker that a stall has started, too late
 
 
 def test_a_task_that_fails_after_a_stall_is_reported() -> None:

@@ -159,15 +159,15 @@ def test_in_turn_a_nested_call_between_two_meetings_keeps_the_order() -> None:
 
 
 def test_the_next_wait_is_not_ended_by_the_last_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    step_aside, seen = Gang.step_aside, []
+    park, seen = Gang.park, []
 
-    def slowly(gang: Gang, slot: int, go_on: Sequence[int] = ()) -> Turn:
+    def slowly(gang: Gang, slot: int, unpark: Sequence[int] = ()) -> Turn:
         if len(seen) < 2:
             seen.append(slot)
             # Slot 0 is about to wait when slot 1 comes. Then slot 1 needs longer to let it go on than slot 0 to come
             # to the next meeting.
-            time.sleep(0.5 if go_on else 0.2)
-        return step_aside(gang, slot, go_on)
+            time.sleep(0.5 if unpark else 0.2)
+        return park(gang, slot, unpark)
 
     def replica() -> list[int]:
         place = here()
@@ -177,10 +177,10 @@ def test_the_next_wait_is_not_ended_by_the_last_meeting(monkeypatch: pytest.Monk
         time.sleep(0.3 * place.index)
         return [first, place.meet("second", place.index, lambda values: values[::-1])]
 
-    monkeypatch.setattr(Gang, "step_aside", slowly)
+    monkeypatch.setattr(Gang, "park", slowly)
     meeting = Meeting([torch.device("cpu")] * 2)
     gang = Gang([lambda slot=slot: meeting.run_replica(slot, replica) for slot in range(2)], permits=2)
-    meeting.turns = gang
+    meeting.scheduler = gang
     assert [(outcome.value, outcome.error) for outcome in gang.run_tasks()] == [([1, 1], None), ([0, 0], None)]
     assert seen == [0, 1]
 
@@ -220,8 +220,8 @@ def random_call(draw: random.Random) -> None:
 
     meeting = Meeting([torch.device("cpu")] * count)
     tasks = [lambda slot=slot: meeting.run_replica(slot, lambda: forward(slot)) for slot in range(count)]
-    meeting.turns = SerialTasks(tasks, tasks) if serial else Gang(tasks, permits, groups)
-    check([type(outcome.error) for outcome in meeting.turns.run_tasks()], fault)
+    meeting.scheduler = SerialTasks(tasks, tasks) if serial else Gang(tasks, permits, groups)
+    check([type(outcome.error) for outcome in meeting.scheduler.run_tasks()], fault)
     if fault is None and (serial or groups == ["a"] * count):
         assert order == [(number, slot) for number in range(rounds) for slot in range(count)]
 

@@ -111,7 +111,7 @@ def test_a_kind_says_nothing_about_another() -> None:
     chooser = PermitChooser()
     calls(50, chooser, LAUNCH_BOUND)
     trial = chooser.begin_call("another kind", 0, 8)
-    assert (trial.permits, trial.measured) == (8, False)
+    assert (trial.permits, trial.is_measured) == (8, False)
     chooser.end_call(trial, 1.0)
     assert chooser.begin_call("kind", 0, 3).permits == 3
 
@@ -120,7 +120,7 @@ def test_once_chosen_nothing_is_measured_until_a_check_that_costs_less_than_a_hu
     chooser, measured, seconds = PermitChooser(), [], 0.0
     for number in range(5000):
         trial = chooser.begin_call("kind", 0, 8)
-        measured += [number] * trial.measured
+        measured += [number] * trial.is_measured
         seconds += LAUNCH_BOUND[trial.permits] * (number >= 100)
         chooser.end_call(trial, LAUNCH_BOUND[trial.permits])
     first = [number for number in measured if number < 100]
@@ -161,10 +161,10 @@ def test_times_on_devices_are_read_in_a_later_call_and_nothing_is_measured_befor
         devices.have_come = number % 5 == 4
         trial = chooser.begin_call("kind", number % 2, 8)
         numbers.append(trial.permits)
-        measured += [number] * trial.measured
+        measured += [number] * trial.is_measured
         seconds = COMPUTE_BOUND_ON_2_CORES[trial.permits]
         before, after = {0: 7.0, 1: 3.0}, {0: 7.0 + seconds, 1: 4.0}
-        chooser.end_call(trial, 1e-3, False, *((before, after) if trial.measured else ()))
+        chooser.end_call(trial, 1e-3, False, *((before, after) if trial.is_measured else ()))
     assert len(measured) > 10
     for size in (0, 1):
         own = [number for number in measured if number % 2 == size]
@@ -184,14 +184,14 @@ def is_at_the_beginning(chooser: PermitChooser, size: Any) -> bool:
     """True if the next call of this size measures the first of the numbers, so nothing has been measured yet."""
     trial = chooser.begin_call("kind", size, 8)
     chooser.end_call(trial, None)
-    return (trial.permits, trial.measured) == (8, True)
+    return (trial.permits, trial.is_measured) == (8, True)
 
 
 def test_calls_that_overlap_are_not_counted() -> None:
     chooser = PermitChooser()
     for _ in range(50):
         one, other = chooser.begin_call("kind", 0, 8), chooser.begin_call("kind", 1, 8)
-        assert not other.measured
+        assert not other.is_measured
         chooser.end_call(one, 1.0)
         chooser.end_call(other, 1.0)
     for size in (0, 1):

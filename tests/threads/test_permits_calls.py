@@ -221,4 +221,4 @@ def test_calls_from_several_threads(slots: list, root: torch.device) -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    assert chooser.begin_call("kind", 0, 8).alone, "every call has been ended"
+    assert chooser.begin_call("kind", 0, 8).is_alone, "every call has been ended"

@@ -165,7 +165,7 @@ def test_a_thread_that_is_slow_to_go_idle_keeps_nothing_of_the_call(monkeypatch:
         def __call__(self) -> None:
             pass
 
-    work = Gang._work
+    work = Gang._run_in_worker
 
     def leave_slowly(gang: Gang, slot: int | None, worker: pool.Worker) -> None:
         work(gang, slot, worker)
@@ -175,7 +175,7 @@ def test_a_thread_that_is_slow_to_go_idle_keeps_nothing_of_the_call(monkeypatch:
     alive = weakref.ref(task)
     gc.collect()
     with monkeypatch.context() as patch:
-        patch.setattr(Gang, "_work", leave_slowly)
+        patch.setattr(Gang, "_run_in_worker", leave_slowly)
         Gang([task], 1).run_tasks()
         del task
         assert alive() is None

@@ -21,7 +21,7 @@ from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.replicas.compiled.gate import gate
 from dataparallel.sharded.units.buffers import out_of_memory_error
 from dataparallel.sharded.units.shards import OwnedShards, PullSource, wait_for
-from dataparallel.threads.meetings import Place, Turns, here
+from dataparallel.threads.meetings import Place, Scheduler, here
 from dataparallel.threads.slot_costs import waiting
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class GatherBudget:
         self._lock = threading.Lock()
         self._used = 0  # bytes
         self._gathers: list[JointGathers] = []  # in the order of their launches
-        self._slots_aside: dict[int, Turns] = {}  # slots that wait without a permit
+        self._slots_aside: dict[int, Scheduler] = {}  # slots that wait without a permit
         self._movements = 0  # how often a gather has arrived or been taken
         self._has_given_up = False  # in this call or backward
         self.was_taken = False  # by a gather of this call or backward
@@ -94,7 +94,7 @@ class GatherBudget:
         with self._lock:
             aside, self._slots_aside = self._slots_aside, {}
         for turns in {*aside.values()}:
-            turns.let_go_on([slot for slot, turns_of_slot in aside.items() if turns_of_slot is turns])
+            turns.unpark([slot for slot, turns_of_slot in aside.items() if turns_of_slot is turns])
 
     def drop_passed(self, slot: int, taken: JointGathers) -> None:
         """Drops for a slot all gathers that were launched before ``taken``, which the slot has taken."""
@@ -114,13 +114,13 @@ class GatherBudget:
         Only the thread of a replica's forward waits: any other thread might be one that has to take what has arrived.
         """
         place = here()
-        if place is None or place.count == 1 or place.meeting.turns is None or place.thread != threading.get_ident():
+        if place is None or place.count == 1 or place.thread != threading.get_ident():
             return None
-        if place.meeting.is_serial:
+        if place.meeting.scheduler is None or place.meeting.is_serial:
             return None
-        return gate.run_aside(self._wait, place, place.meeting.turns, needed, attempt)
+        return gate.run_aside(self._wait, place, place.meeting.scheduler, needed, attempt)
 
-    def _wait(self, place: Place, turns: Turns, needed: JointGathers, attempt: Attempt) -> Arrived | bool | None:
+    def _wait(self, place: Place, turns: Scheduler, needed: JointGathers, attempt: Attempt) -> Arrived | bool | None:
         while not self._has_given_up:
             before = self._movements
             for gather in [*self._gathers]:
@@ -131,7 +131,7 @@ class GatherBudget:
             if any(gather is not needed and gather.has_arrived(place.index) for gather in [*self._gathers]):
                 return None
             with waiting():
-                turn = turns.step_aside(place.index)
+                turn = turns.park(place.index)
                 with self._lock:
                     self._slots_aside[place.index] = turns
                     is_late = self._movements != before

@@ -111,7 +111,7 @@ def test_a_step_sends_what_slots_receive_once(slots):
 def may_run(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets so many slots run at a time, at most."""
     room = sys.modules["dataparallel.call.parallel_apply"]
-    monkeypatch.setattr(room, "_who_may_run_together", lambda *args: (number, None))
+    monkeypatch.setattr(room, "_permits_and_groups", lambda *args: (number, None))
 
 
 @pytest.fixture(params=[1, 4])
