@@ -24,7 +24,7 @@ from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.gradients.gradient_sums import GradientSums, PersistentToSlots, SourceBucket
-from dataparallel.gradients.ordered_nodes import OrderedBuckets, Passes
+from dataparallel.gradients.ordered_nodes import BucketRow, ModulePasses
 from dataparallel.gradients.ordered_pass import Reducer
 from dataparallel.gradients.reducer_buckets import ReducerBucket
 from dataparallel.replica_parameter import ReplicaParameter
@@ -57,7 +57,7 @@ class PersistentTensors(ReplicaTensors):
 
     def __init__(self, slots: list[torch.device], first_bytes: int, cap_bytes: int, broadcast_buffers: bool) -> None:
         self.sums = GradientSums()
-        self.passes: Passes | None = None
+        self.passes: ModulePasses | None = None
         self._agreement: Agreement | None = None
         self.copies: _PersistentCopies | None = None
         self._slots, self._broadcast_buffers = slots, broadcast_buffers
@@ -107,7 +107,7 @@ class PersistentTensors(ReplicaTensors):
             self.passes.reducer = reducer
             return
         self.clear()
-        self.passes = Passes(reducer)
+        self.passes = ModulePasses(reducer)
         self.passes.sums.are_on, self.sums.are_on = self.sums.are_on, True  # graphs over former copies sum
         self.sums = self.passes.sums
 
@@ -247,7 +247,7 @@ class _PersistentCopies:
         cap_bytes: int,
         order: BucketOrder,
         sums: GradientSums,
-        passes: Passes | None,
+        passes: ModulePasses | None,
         broadcast_buffers: bool,
         arrivals: Arrivals | None,
     ) -> None:
@@ -282,28 +282,28 @@ class _PersistentCopies:
         )
 
     def _make_recorded(
-        self, order: BucketOrder, sums: GradientSums, passes: Passes | None, later: Later | None
+        self, order: BucketOrder, sums: GradientSums, passes: ModulePasses | None, later: Later | None
     ) -> None:
         """Makes the copies of tensors that need gradients, bucket by bucket."""
         sources = [[self.plan.tensors[i] for i in group] for group in self.buckets]
-        ordered: OrderedBuckets | None = None
+        row: BucketRow | None = None
         if passes is not None and sources:
             names = names_of(self.plan)
             reduced = [
                 ReducerBucket(sums, of_bucket, self._streams, [names[i] for i in group])
                 for of_bucket, group in zip(sources, self.buckets, strict=True)
             ]
-            ordered = OrderedBuckets(passes, reduced, self._streams, order.note_pass)
+            row = BucketRow(passes, reduced, self._streams, order.note_pass)
         handles: Sequence[Tensor | None] = [None] * len(sources)
         token = first_token = torch.empty(0, requires_grad=True)
-        if ordered is not None:
-            handles, token = ordered.make_sources()
+        if row is not None:
+            handles, token = row.make_source_nodes()
 
         def to_slots(position: int, *arguments: Any) -> Sequence[Tensor]:
             """As `ToSlots.apply`. The token is that of the next bucket before, and that of this bucket after it."""
             nonlocal token
-            if ordered is not None:
-                *on_slots, token = ordered.make_to_slots(position, arguments, token)
+            if row is not None:
+                *on_slots, token = row.make_launch_node(position, arguments, token)
             else:
                 *on_slots, token = PersistentToSlots.apply(*arguments, token)
                 token.grad_fn.bucket = SourceBucket(sums, sources[position], self._streams)
@@ -322,11 +322,11 @@ class _PersistentCopies:
                 at_positions(group, later),
                 handles[position],
             )
-            if order.known is None and ordered is None:  # the tokens would impose an order
+            if order.known is None and row is None:  # the tokens would impose an order
                 token = first_token
             put(self.by_slot, group, outputs)
-            if ordered is not None:
-                ordered.note_copies(position, outputs)
+            if row is not None:
+                row.note_copies(position, outputs)
             self.values.send_at_each_forward(group, 2**62, False)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dataparallel.comm import nccl
 from dataparallel.gradients.comm_hooks import Called, CommHook, GradBucket
-from dataparallel.gradients.ordered_pass import Arriving, BucketSum
+from dataparallel.gradients.ordered_pass import AsyncResult, BucketSum
 from dataparallel.machines.collectives import all_reduce, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
@@ -58,7 +58,7 @@ class _MachinePass:
         self._machines, self._round, self._average = machines, round, average
         self.end_pass = round.end
 
-    def launch(self, sums: BucketSum) -> Arriving:
+    def launch(self, sums: BucketSum) -> AsyncResult:
         """See `ReducerPass`."""
         flat = sums.flat
         if self._average:
@@ -73,7 +73,7 @@ class _MachinePass:
 class _Complex:
     """A sum of complex numbers, which travels as pairs of real ones."""
 
-    def __init__(self, launched: Arriving) -> None:
+    def __init__(self, launched: AsyncResult) -> None:
         self._launched = launched
 
     def wait(self) -> Tensor:
