@@ -17,7 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
-from dataparallel.forms.managed import KEY, ManagedModule, name_of_form
+from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, name_of_form
 from dataparallel.replicas import replaced_parameters
 from dataparallel.replicas.plan import ORIGINAL_CLASS
 
@@ -92,7 +92,7 @@ class Form(Generic[P, S]):
                     self._begin(modules, state)
             except BaseException:
                 for each, cls in zip(modules, before, strict=True):
-                    if vars(each).pop(KEY, None) is not None:
+                    if vars(each).pop(FORM_ATTRIBUTE, None) is not None:
                         _set_class(each, cls)
                 raise
             _managed.update((id(each), each) for each in modules)
@@ -125,7 +125,7 @@ class Form(Generic[P, S]):
         """Gives the module its new class, and its state."""
         before, names = type(module), _names(module)
         _set_class(module, self._class_for(before))
-        vars(module)[KEY] = self, state
+        vars(module)[FORM_ATTRIBUTE] = self, state
         if _names(module) != names:
             raise RuntimeError(
                 f"`{self.__name__}` would change parameter names of this {before.__name__}, from {names}; they "
@@ -134,7 +134,7 @@ class Form(Generic[P, S]):
 
     def state(self, module: nn.Module) -> S | None:
         """This form's state for ``module``, or ``None`` if this form is not applied to it."""
-        form, state = vars(module).get(KEY, (None, None))
+        form, state = vars(module).get(FORM_ATTRIBUTE, (None, None))
         return state if form is self else None
 
     def _class_for(self, cls: type[nn.Module]) -> type[nn.Module]:
@@ -155,12 +155,12 @@ class Form(Generic[P, S]):
         """Raises if a module of the tree is managed, or a tree that contains the module."""
         cannot = f"cannot apply `{self.__name__}`"
         for path, child in module.named_modules():
-            if KEY not in vars(child) or (path and self._nests and vars(child)[KEY][0] is self):
+            if FORM_ATTRIBUTE not in vars(child) or (path and self._nests and vars(child)[FORM_ATTRIBUTE][0] is self):
                 continue
             what = f"its child {path!r}" if path else f"the {type(child).__name__}"
             if not self._nests:
                 do = "apply one form, once, to the outermost module only"
-            elif vars(child)[KEY][0] is self:
+            elif vars(child)[FORM_ATTRIBUTE][0] is self:
                 do = "apply it once to each module, to children before their parents"
             else:
                 do = "one tree has one form"
@@ -169,7 +169,7 @@ class Form(Generic[P, S]):
             if not _holds(parent, module):
                 continue
             path = next(path for path, child in parent.named_modules() if child is module)
-            mine = self._nests and vars(parent)[KEY][0] is self
+            mine = self._nests and vars(parent)[FORM_ATTRIBUTE][0] is self
             raise RuntimeError(
                 f"{cannot}: the module is {path!r} in a {type(parent).__name__} that is managed by "
                 f"`{name_of_form(parent)}` already, with all its children"
@@ -188,7 +188,7 @@ class Form(Generic[P, S]):
             if before is not None:
                 raise self._shared(name, f"it was {before[0]}", before[1])
         for other in list(_managed.values()):
-            form, others = vars(other)[KEY]
+            form, others = vars(other)[FORM_ATTRIBUTE]
             # Of most pairs of units it is known without the names that they share nothing.
             if form._nests and not any(others.manages(parameter) for _, parameter in ours.values()):
                 continue

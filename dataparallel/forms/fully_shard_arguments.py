@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
-from dataparallel.forms.managed import KEY, has_forward, own_modules, own_parameters
+from dataparallel.forms.managed import FORM_ATTRIBUTE, has_forward, own_modules, own_parameters
 from dataparallel.sharded.placements import check_placement
 from dataparallel.sharded.tensor import ShardedTensor
 
@@ -245,8 +245,8 @@ def _children(modules: Sequence[nn.Module]) -> list[tuple[str, Any]]:
     """The states of managed modules below, with the names of the modules."""
     own = {id(module) for module in modules}
     return [
-        (path, vars(child)[KEY][1])
+        (path, vars(child)[FORM_ATTRIBUTE][1])
         for module in modules
         for path, child in module.named_modules()
-        if KEY in vars(child) and id(child) not in own
+        if FORM_ATTRIBUTE in vars(child) and id(child) not in own
     ]

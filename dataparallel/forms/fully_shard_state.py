@@ -17,7 +17,7 @@ from dataparallel import _torch
 from dataparallel.call.engine import Method
 from dataparallel.call.options import CallOptions
 from dataparallel.forms.fully_shard_arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from dataparallel.forms.managed import KEY, ManagedModule, StateOnSlots, Twin
+from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, StateOnSlots, Twin
 from dataparallel.forms.unit_tensors import UnitTensors
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.kept_replicas import KeptReplicas
@@ -153,8 +153,8 @@ class FullyShardState(StateOnSlots):
         """Makes the tree anew if its units have changed, and lets them see what has happened to their parameters."""
         states: dict[FullyShardState, str] = {}  # with the paths of their modules, this one first
         for path, module in self.source().named_modules():
-            if KEY in vars(module):
-                states.setdefault(vars(module)[KEY][1], path)
+            if FORM_ATTRIBUTE in vars(module):
+                states.setdefault(vars(module)[FORM_ATTRIBUTE][1], path)
         units = [state.unit for state in states]
         if self._tree is None or self._tree.units != units:
             self._tree = self._made_tree(states)

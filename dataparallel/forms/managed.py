@@ -31,7 +31,7 @@ from dataparallel.replicas.plan import TWIN_INFO, UNIT_ON_SLOT, TwinInfo, dotted
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall, PeerRounds
 
-KEY = "_dataparallel_form"
+FORM_ATTRIBUTE = "_dataparallel_form"
 """The attribute of a managed module that holds its form and the form's state."""
 
 
@@ -62,7 +62,7 @@ class ManagedModule:
 
     def _dataparallel_run(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a method that runs on the slots (``call.engine.Method``)."""
-        return vars(self)[KEY][1].run(method, args, kwargs)
+        return vars(self)[FORM_ATTRIBUTE][1].run(method, args, kwargs)
 
     def _dataparallel_refusal(self, path: str) -> str:
         """The error message for a tree that has this module at ``path``, or as its root (``""``). Plans raise it."""
@@ -140,7 +140,7 @@ def own_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]
     waiting = [(str(i) if len(modules) > 1 else "", module) for i, module in reversed([*enumerate(modules)])]
     while waiting:  # depth first, in the order of `Module.named_modules`
         name, module = waiting.pop()
-        if id(module) in seen or (KEY in vars(module) and id(module) not in roots):
+        if id(module) in seen or (FORM_ATTRIBUTE in vars(module) and id(module) not in roots):
             continue
         seen.add(id(module))
         yield name, module
@@ -165,7 +165,7 @@ def has_forward(module: nn.Module) -> bool:
 
 def name_of_form(module: Any) -> str:
     """The name of the form that manages the module, for messages."""
-    form, _ = vars(module).get(KEY, (None, None))
+    form, _ = vars(module).get(FORM_ATTRIBUTE, (None, None))
     return "a composable form" if form is None else form.__name__
 
 
@@ -178,7 +178,7 @@ def state_of(module: Any) -> Any:
     Raises:
         RuntimeError: it has none, because it is a copy of a managed module.
     """
-    form, state = vars(module).get(KEY, (None, None))
+    form, state = vars(module).get(FORM_ATTRIBUTE, (None, None))
     if form is None:
         raise RuntimeError(
             f"this {type(module).__name__} was not made by a composable form, but copied from one that was"
@@ -306,7 +306,7 @@ class OnSlots:
 
     def _call(self, module: Any, held: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Splits the call, except in a replica and while ``torch.fx`` records it, which has no tensors to split."""
-        _, state = vars(module).get(KEY, (None, None))
+        _, state = vars(module).get(FORM_ATTRIBUTE, (None, None))
         if state is None or self._name not in state.methods:
             return held(*args, **kwargs)
         if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):

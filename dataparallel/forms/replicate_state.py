@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.call.engine import Method
 from dataparallel.call.options import CallOptions
-from dataparallel.forms.managed import KEY, StateOnSlots, Twin
+from dataparallel.forms.managed import FORM_ATTRIBUTE, StateOnSlots, Twin
 from dataparallel.forms.persistent_tensors import PersistentTensors
 from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookedSums
 from dataparallel.replicas.compiled.calls import CompileArgument, call_of, compiled_here
@@ -181,5 +181,5 @@ class ReplicateState(StateOnSlots):
                 "come before `replicate`; on its children it may come at any time"
             )
         twin = self._twin.update(source, method)
-        del vars(twin)[KEY]
+        del vars(twin)[FORM_ATTRIBUTE]
         return twin
