@@ -61,9 +61,9 @@ class GradBucket:
 
     @torch.no_grad()
     def owned(self, value: Tensor) -> Tensor:
-        """Returns ``value``, a hook's tensor, if it is the hook's buffer, else a copy with the buffer's dtype.
+        """Returns a hook's tensor ``value`` if it is the hook's buffer, else a copy in the buffer's dtype.
 
-        The copy is made on the current stream. The hook may keep a ``value`` that it has made.
+        The copy is made on the current stream. So the hook may keep a tensor of its own.
         """
         if value is self.summed:
             return value
@@ -224,8 +224,7 @@ class HookedSums:
             if previous is not None:
                 wait_for(previous)
             hook_call = HookCall(self.hook, bucket)
-            if not hook_call.future.done():
-                self._last_future = hook_call.future
+            self._last_future = None if hook_call.future.done() else hook_call.future
         return hook_call
 
 
@@ -237,7 +236,10 @@ class _HookedPass:
         self._has_failed = False
 
     def launch(self, bucket_sum: BucketSum) -> HookCall | None:
-        """See `ReducerPass`. After an error of the hook, it is not called again. After others, it gets zeros."""
+        """See `ReducerPass`. After an error of the hook itself, the hook is not called again in this pass.
+
+        If the pass fails elsewhere, the hook is still called for the remaining buckets, with zeros.
+        """
         if self._has_failed:
             return None
         try:
@@ -263,7 +265,7 @@ class _KnownResult:
 
 
 class HookCall:
-    """One call of the hook, begun when this is made, after the event ``summed`` or else after the current stream.
+    """One call of the hook, which waits for the event ``summed`` or else for the current stream. It begins at once.
 
     Attributes:
         future: the future that the hook has returned.
