@@ -95,7 +95,7 @@ class ReplicateState(StateOnSlots):
 
     def alone(self, method: Method) -> Callable[..., Any]:
         """Returns the function that runs ``method`` without replicas. It is compiled from the twin if replicas are."""
-        # While dynamo compiles, it compiles the module as a part of other code.
+        # Where dynamo is compiling, it compiles code that calls the module.
         if torch.compiler.is_dynamo_compiling() or method.name != "forward" or not _torch.is_compiler_loaded():
             return method.of_module
         twin = self._updated_twin(method.name)
