@@ -121,8 +121,8 @@ class SourceBucket:
                 of_slot.receive_others()
         lists = self.as_lists(unflattened)
         positions = {id(source): position for position, source in enumerate(self.sources)}
-        for (slot, source), kept in taken.items():
-            position = positions[source]
+        for (slot, source_id), kept in taken.items():
+            position = positions[source_id]
             grad = lists[slot][position]
             lists[slot][position] = kept.receive() if grad is None else kept.receive() + grad
         return [*map(SlotGradients, lists)]
@@ -191,7 +191,7 @@ class GradientSums:
 
     @property
     def count(self) -> int:
-        """How many gradients wait on the slots."""
+        """The number of gradients that wait on the slots."""
         return len(self._kept)
 
     def keep(
@@ -204,14 +204,14 @@ class GradientSums:
         """
         self.drop_void(bucket.sources)
         lists = bucket.as_lists(by_slot)
-        first, *others = lists
+        slot_0, *others = lists
         for position in written:
             if any(grads[position] is not None for grads in lists[self.first_waiting_slot :]):
                 source = bucket.sources[position]
                 if id(source) not in self._snapshots:
                     self.begin_keeping(source)
-                if first[position] is None:
-                    first[position] = torch.zeros_like(source)
+                if slot_0[position] is None:
+                    slot_0[position] = torch.zeros_like(source)
         for slot, grads in enumerate(others, start=1):
             if (of_slot := by_slot[slot]) is not None:
                 kept = [
@@ -221,12 +221,12 @@ class GradientSums:
                 ]
                 self._add_to_kept(slot, kept, of_slot.made)
         self._note_pass({id(bucket.sources[position]) for position in written})
-        return [grad if position in written else None for position, grad in enumerate(first)]
+        return [grad if position in written else None for position, grad in enumerate(slot_0)]
 
     def begin_keeping(self, source: Tensor) -> None:
         """Called before the first pass that keeps gradients of the source writes the source's ``.grad``.
 
-        If the pass fails, its kept gradients belong to the ``.grad`` of now; without a ``.grad`` they are void.
+        If the pass fails, its kept gradients belong to the present ``.grad``; without one they are void.
         """
         self._snapshots[id(source)] = GradSnapshot(source)
 
@@ -254,7 +254,7 @@ class GradientSums:
         terms: dict[int, list[KeptGradient]] = defaultdict(list)  # by the id of the source, in slot order
         for (_, source_id), kept in sorted(self._take({each for _, each in [*self._kept]}).items(), key=itemgetter(0)):
             terms[source_id].append(kept)
-        # Kept gradients were made on the streams of the forward; ``.grad`` may have been written on others.
+        # Kept gradients were made on the streams of their forward; ``.grad`` may have been written on other streams.
         for _, group in groupby(terms.values(), lambda of_source: id(of_source[0].streams)):
             of_forward = [*group]
             with streams_joined(of_forward[0][0].streams):

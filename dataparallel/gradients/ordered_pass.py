@@ -82,7 +82,7 @@ class Reducer(Protocol):
         """Begins a pass. ``contents`` says which parameters are in which bucket, and is equal on all machines."""
 
     def signal_failure(self, error: BaseException) -> None:
-        """Tells the other machines, which would wait, that a pass or a recorded forward failed before its round."""
+        """Tells the other machines, which would wait, that a pass or a recorded forward has failed before it began."""
 
 
 class _BucketInFlight(NamedTuple):
@@ -105,13 +105,13 @@ class OrderedPass:
 
     def __init__(self, row: BucketRow, previous: OrderedPass | None) -> None:
         self._row = row
-        self._previous, self._next = previous, None  # `_previous` is None again when it has launched everything
+        self._previous, self._next = previous, None  # `_previous` becomes None when that pass has ended
         if previous is not None:
             previous._next = self
-        self._sources_reached = row.reached_sources()
+        self._sources_reached = row.reached_sources()  # of each bucket: if it is reached, and the positions written
         self._has_gradients = row.has_gradients()
-        self._sums = row.passes.sums
-        self.is_reduced = self._sums.are_on or not any(written for _, written in self._sources_reached)
+        self._kept_gradients = row.passes.sums
+        self.is_reduced = self._kept_gradients.are_on or not any(written for _, written in self._sources_reached)
         self._lock = threading.RLock()
         self._postponed: list[Callable[[], None]] = []  # launches that wait for `_previous`
         self._next_index = 0  # the first bucket that no node has launched or postponed
@@ -136,7 +136,7 @@ class OrderedPass:
                 "gradients cannot stay on the slots here: a buffer of the module is the result of a computation, and "
                 "its gradient goes on into that graph. Leave out no_sync, or detach the buffer"
             )
-        return self._sums.keep(bucket, by_slot, written)
+        return self._kept_gradients.keep(bucket, by_slot, written)
 
     def launch_bucket(self, ctx: Any, index: int, by_slot: Sequence[SlotGradients | None]) -> None:
         """Launches a bucket, and the buckets next to it that have no gradients in this backward.
@@ -157,7 +157,7 @@ class OrderedPass:
 
     def _launch_next(self, ctx: Any, by_slot: Sequence[SlotGradients | None]) -> None:
         bucket = self._row.buckets[self._next_index]
-        taken = self._sums.take_to_send(bucket, self._sources_reached[self._next_index][1])
+        taken = self._kept_gradients.take_to_send(bucket, self._sources_reached[self._next_index][1])
         if taken.kept:
             self._taken.append(taken)
             with ToSlots.adding_streams_set(ctx):
@@ -180,7 +180,7 @@ class OrderedPass:
     def _launch(
         self, index: int, flat: Tensor, sums: SourceGradients | None, sides: dict[torch.device, torch.Stream]
     ) -> None:
-        """Launches a bucket with ``sides`` current, now or when the previous pass has launched everything."""
+        """Launches a bucket with the side streams ``sides`` current, now or when the previous pass has ended."""
         row, bucket = self._row, self._row.buckets[index]
         members = bucket.layout.indices
         parameters, names = [bucket.sources[i] for i in members], [bucket.names[i] for i in members]
@@ -276,7 +276,7 @@ class OrderedPass:
                 self._send_failure(error)
         finally:
             for taken in self._taken:
-                self._sums.put_back(taken)
+                self._kept_gradients.put_back(taken)
             self._taken.clear()
             self._in_flight.clear()
             self._may_wait.set()
