@@ -1,8 +1,8 @@
-"""The contract of composable forms, which are functions that change in place how a module runs.
+"""`Form` makes a composable form of a function: `replicate` and `fully_shard`, which change in place how a module runs.
 
 A module, its children and its parents have one form. The module stays the same object with the same parameter names,
-and its class becomes a subclass, which has the name of the class before. Its state is in its ``__dict__``, so it is no
-parameter and not in the state dict.
+and its class becomes a subclass with the same name. The form's state is in the module's ``__dict__``, so it is not in
+the state dict.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
-from dataparallel.forms.managed import KEY, ManagedModule, name_of_form
+from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, name_of_form
 from dataparallel.replicas import replaced_parameters
 from dataparallel.replicas.plan import ORIGINAL_CLASS
 
@@ -30,7 +30,7 @@ _managed: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDiction
 
 
 def are_in_one_tree(first: nn.Module | ManagedModule, second: nn.Module | ManagedModule) -> bool:
-    """True if a managed module holds both, or is one of them and holds the other."""
+    """True if the tree of some managed module, which may be one of the two, has both modules."""
     return any(_holds(root, first) and _holds(root, second) for root in list(_managed.values()))
 
 
@@ -39,13 +39,13 @@ class Form(Generic[P, S]):
 
     Args:
         prepare: takes the module and the arguments of the form, checks them, and returns the state for the module. It
-            changes nothing. If the form nests it takes a list of modules, and calls `check_unshared`. The state refers
-            to the modules weakly. It has ``manages(parameter)``: true if the form handles this parameter of the tree,
-            and false for parameters of other states.
+            changes nothing. If the form nests, it takes a list of modules, and calls `check_unshared`. The state refers
+            to the modules weakly. ``state.manages(parameter)`` is True for a parameter of the tree that this state
+            handles, and False for parameters of other states.
         base: the first base of the class that modules get.
         nests: if true, the form can be applied to children and then to their parents, and to a list of modules.
-        begin: takes the list of modules and their state when the modules have their class, and does what may change
-            the modules. If it raises, it has changed nothing, and the modules get their class back.
+        begin: takes the list of modules and their state after the modules have got their class, and changes them. If it
+            raises, it has changed nothing, and the modules get their class back.
     """
 
     __name__: str
@@ -58,10 +58,10 @@ class Form(Generic[P, S]):
         begin: Callable[[list[nn.Module], S], None] | None = None,
     ) -> None:
         functools.update_wrapper(self, prepare)  # type: ignore[arg-type]
-        taken, written = "nn.Module | Sequence[nn.Module]" if nests else "nn.Module", inspect.signature(prepare)
-        first, *others = written.parameters.values()
-        self.__signature__ = written.replace(
-            parameters=[first.replace(annotation=taken), *others], return_annotation=taken
+        annotation, signature = "nn.Module | Sequence[nn.Module]" if nests else "nn.Module", inspect.signature(prepare)
+        module, *others = signature.parameters.values()
+        self.__signature__ = signature.replace(
+            parameters=[module.replace(annotation=annotation), *others], return_annotation=annotation
         )
         self._prepare, self._form_class, self._nests, self._begin = prepare, base, nests, begin
 
@@ -72,9 +72,9 @@ class Form(Generic[P, S]):
         """Applies the form to ``module``, or to all modules of a list, and returns it, the same object.
 
         Raises:
-            TypeError: it is no module, or its class cannot be changed.
+            TypeError: ``module`` is no module, or its class cannot be changed.
             ValueError: a list is empty, or one of its modules holds another.
-            RuntimeError: it, a parent, a child or one of its parameters has a form already; the message names it.
+            RuntimeError: the module, a parent, a child or a parameter has a form already; the message names it.
             Exception: the form's function raised it.
         """
         modules = self._modules_of(module)
@@ -84,22 +84,22 @@ class Form(Generic[P, S]):
             state: Any = self._prepare(modules if self._nests else module, *args, **kwargs)
             if not self._nests:
                 self.check_unshared([item for item in modules[0].named_parameters() if state.manages(item[1])])
-            before = [type(each) for each in modules]
+            classes_before = [type(each) for each in modules]
             try:
                 for each in modules:
-                    self._change(each, state)
+                    self._set_class_and_state(each, state)
                 if self._begin is not None:
                     self._begin(modules, state)
             except BaseException:
-                for each, cls in zip(modules, before, strict=True):
-                    if vars(each).pop(KEY, None) is not None:
+                for each, cls in zip(modules, classes_before, strict=True):
+                    if vars(each).pop(FORM_ATTRIBUTE, None) is not None:
                         _set_class(each, cls)
                 raise
             _managed.update((id(each), each) for each in modules)
         return module
 
     def _modules_of(self, given: Any) -> list[nn.Module]:
-        """The module that was given, or the modules of the list, after the checks that need no form."""
+        """Returns the given module, or the modules of the given list, after checks of the list alone."""
         if isinstance(given, nn.Module):
             return [given]
         if not (self._nests and isinstance(given, (list, tuple))):
@@ -121,46 +121,45 @@ class Form(Generic[P, S]):
                     )
         return list(given)
 
-    def _change(self, module: nn.Module, state: S) -> None:
-        """Gives the module its new class, and its state."""
-        before, names = type(module), _names(module)
-        _set_class(module, self._class_for(before))
-        vars(module)[KEY] = self, state
+    def _set_class_and_state(self, module: nn.Module, state: S) -> None:
+        cls, names = type(module), _names(module)
+        _set_class(module, self._class_for(cls))
+        vars(module)[FORM_ATTRIBUTE] = self, state
         if _names(module) != names:
             raise RuntimeError(
-                f"`{self.__name__}` would change parameter names of this {before.__name__}, from {names}; they "
+                f"`{self.__name__}` would change parameter names of this {cls.__name__}, from {names}; they "
                 "depend on the module's class, which becomes a subclass. Let named_parameters give the same names"
             )
 
     def state(self, module: nn.Module) -> S | None:
-        """This form's state for ``module``, or ``None`` if this form is not applied to it."""
-        form, state = vars(module).get(KEY, (None, None))
+        """Returns this form's state for ``module``, or ``None`` if this form is not applied to it."""
+        form, state = vars(module).get(FORM_ATTRIBUTE, (None, None))
         return state if form is self else None
 
     def _class_for(self, cls: type[nn.Module]) -> type[nn.Module]:
-        """The subclass for modules of the class ``cls``, made when it is first needed."""
+        """Returns the subclass for modules of the class ``cls``, and makes it if nobody has."""
         bases = (self._form_class, cls)
-        for known in type.__subclasses__(cls):  # Python refers to them weakly there
-            if known.__bases__ == bases:
-                return known
+        for subclass in type.__subclasses__(cls):  # Python keeps this list, and refers to the classes weakly
+            if subclass.__bases__ == bases:
+                return subclass
         name = f"{self.__name__.title().replace('_', '')}{cls.__name__}"
         body = {"__module__": cls.__module__, "__doc__": cls.__doc__, ORIGINAL_CLASS: cls}
         made = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(body))
-        # Programs look at the name of a class to choose how labels are shifted or what a saved configuration says. A
-        # class that registers its subclasses by name has seen the other name, which also shows in the class's repr.
+        # Programs look at the name of a class to choose how labels are shifted or what a saved configuration says. The
+        # first name is what a class that registers its subclasses sees, and it stays in the new class's repr.
         made.__name__ = cls.__name__
         return made
 
     def _check_tree(self, module: nn.Module) -> None:
-        """Raises if a module of the tree is managed, or a tree that contains the module."""
+        """Raises if a module of the tree, or a parent of the tree, is managed already."""
         cannot = f"cannot apply `{self.__name__}`"
         for path, child in module.named_modules():
-            if KEY not in vars(child) or (path and self._nests and vars(child)[KEY][0] is self):
+            if FORM_ATTRIBUTE not in vars(child) or (path and self._nests and vars(child)[FORM_ATTRIBUTE][0] is self):
                 continue
             what = f"its child {path!r}" if path else f"the {type(child).__name__}"
             if not self._nests:
                 do = "apply one form, once, to the outermost module only"
-            elif vars(child)[KEY][0] is self:
+            elif vars(child)[FORM_ATTRIBUTE][0] is self:
                 do = "apply it once to each module, to children before their parents"
             else:
                 do = "one tree has one form"
@@ -169,35 +168,35 @@ class Form(Generic[P, S]):
             if not _holds(parent, module):
                 continue
             path = next(path for path, child in parent.named_modules() if child is module)
-            mine = self._nests and vars(parent)[KEY][0] is self
+            is_nesting = self._nests and vars(parent)[FORM_ATTRIBUTE][0] is self
             raise RuntimeError(
                 f"{cannot}: the module is {path!r} in a {type(parent).__name__} that is managed by "
                 f"`{name_of_form(parent)}` already, with all its children"
-                + (f". Apply `{self.__name__}` to children before their parents" if mine else "")
+                + (f". Apply `{self.__name__}` to children before their parents" if is_nesting else "")
             )
 
     def check_unshared(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Checks parameters that the form would manage. The function of a form that nests calls it with the unit's own.
+        """Checks parameters that the form would manage. ``prepare`` of a form that nests calls it with the unit's own.
 
         Raises:
-            RuntimeError: one is managed in another module, or was replaced there by a form.
+            RuntimeError: a form manages one of them in another module, or has replaced it there.
         """
         ours = {id(parameter): (name, parameter) for name, parameter in named}
         for name, parameter in ours.values():
-            before = replaced_parameters.where(parameter)
-            if before is not None:
-                raise self._shared(name, f"it was {before[0]}", before[1])
+            replaced = replaced_parameters.where(parameter)
+            if replaced is not None:
+                raise self._error_of_shared(name, f"it was {replaced[0]}", replaced[1])
         for other in list(_managed.values()):
-            form, others = vars(other)[KEY]
-            # Of most pairs of units it is known without the names that they share nothing.
-            if form._nests and not any(others.manages(parameter) for _, parameter in ours.values()):
+            form, state = vars(other)[FORM_ATTRIBUTE]
+            # Most units share nothing. This shows it without the names, which would take longer.
+            if form._nests and not any(state.manages(parameter) for _, parameter in ours.values()):
                 continue
             for name, parameter in other.named_parameters():
-                if id(parameter) in ours and others.manages(parameter):
-                    now = f"it is {name!r} of a {type(other).__name__}"
-                    raise self._shared(ours[id(parameter)][0], now, form.__name__)
+                if id(parameter) in ours and state.manages(parameter):
+                    place = f"it is {name!r} of a {type(other).__name__}"
+                    raise self._error_of_shared(ours[id(parameter)][0], place, form.__name__)
 
-    def _shared(self, name: str, place: str, form: str) -> RuntimeError:
+    def _error_of_shared(self, name: str, place: str, form: str) -> RuntimeError:
         do = "Apply the form to a module that holds both, or pass it in ignored_params"
         if self._nests and form == self.__name__:
             do = (
@@ -210,7 +209,7 @@ class Form(Generic[P, S]):
 
 
 def _holds(root: nn.Module, module: Any) -> bool:
-    """True if ``module`` is in the tree of ``root``. Units are many: this is several times as fast as `modules`."""
+    """True if ``module`` is in the tree of ``root``. With many units `modules` would be several times as slow."""
     seen: set[int] = set()
     waiting: list[Any] = [root]
     while waiting:

@@ -1,4 +1,4 @@
-"""`DataParallel` and `data_parallel`: a wrapper around a module. ``call.engine`` has the four stages of its calls.
+"""`DataParallel` wraps a module and runs it on all slots. ``call.engine`` has the four stages of its calls.
 
 This file checks the arguments, lets subclasses override stages, and keeps the attributes and the state dict that code
 written for ``torch.nn.DataParallel`` reads. Users call it; in the library only ``prefetch`` knows it.
@@ -145,7 +145,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         return engine.run(Method(CALL, self.module), inputs, kwargs)
 
     def _call_options(self) -> CallOptions:
-        """The options of a call that begins now: all of them may be assigned between calls."""
+        """Returns the options of a call that begins now. The user may assign all of them between calls."""
         used = {name: getattr(getattr(self, name), "__func__", None) for name in _OWN_STAGES}
         overridden = {name for name, own in _OWN_STAGES.items() if used[name] is not own}
         return CallOptions(
@@ -164,7 +164,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
 
     @property
     def chunk_sizes(self) -> ChunkSizes:
-        """How the slots share a batch, as it was given; sequences as tuples."""
+        """How the slots share a batch, as the user gave it; a sequence is a tuple here."""
         return self._split.given
 
     @chunk_sizes.setter
@@ -172,7 +172,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         self._split = BatchSplit(given, len(self.device_ids))
 
     def _stages(self) -> dict[str, Callable[..., Any]]:
-        """All stages as methods with torch's arguments, because one that is overridden may assign options."""
+        """Returns all stages as methods with torch's arguments. An overridden one may assign options for the others."""
 
         def gather_here(outputs: Any) -> Any:
             return self.gather(outputs, self.device_ids[0] if self.output_device is None else self.output_device)
@@ -192,7 +192,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         Raises:
             RuntimeError: a graph is recorded inside `frozen`.
         """
-        if "_is_replica" in vars(self):  # this wrapper is part of a replica, and gone after this call
+        if "_is_replica" in vars(self):  # this wrapper is a part of a replica, which ends with the call
             root_call = None if self._compile is None else self._compile.of(module)
             slots, cap_bytes = resolve_slots(device_ids), cap_in_bytes(self.bucket_cap_mb)
             return make_replicas(module, slots, cap_bytes, root_call=root_call)
@@ -257,12 +257,12 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             raise
 
 
-# As they are now: what is assigned to the class later is another function.
+# The functions above: a stage that somebody assigns to the class later is another function.
 _OWN_STAGES = {name: vars(DataParallel)[name] for name in ("scatter", "replicate", "parallel_apply", "gather")}
 
 
 class _FreshCopies(ReplicaMaker):
-    """The replicas of a wrapper: they get new tensors at each call that records a graph."""
+    """Makes the replicas of a wrapper. They get new tensors in each call that records a graph."""
 
     form = "DataParallel"
 
@@ -278,7 +278,7 @@ class _FreshCopies(ReplicaMaker):
 
     def alone(self, method: Method) -> Callable[..., Any]:
         compiled = self._wrapper._compile
-        if compiled is None or torch.compiler.is_dynamo_compiling():  # what is being compiled contains the module
+        if compiled is None or torch.compiler.is_dynamo_compiling():  # dynamo compiles code that calls the module
             return method.of_module
         return compiled.call(self.source())
 
@@ -295,7 +295,7 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """One parallel call of ``module`` without a wrapper: a `DataParallel` for a single call.
+    """Calls ``module`` once on all slots, as a `DataParallel` would.
 
     Args:
         module: a module whose parameters and buffers are on the first slot.

@@ -1,7 +1,7 @@
-"""What one device would save of a sharded model and its optimizer, and back.
+"""`full_state_dict` saves a sharded model and its optimizer as one device would; `load_full_state_dict` loads that.
 
-It has plain tensors on the CPU only, so it can be loaded with another number of devices, or with none, by code that
-does not know this library.
+A full state has plain tensors on the CPU only. So any number of devices can load it, or code that does not know this
+library.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from torch.optim import Optimizer
 
 from dataparallel import _torch
 from dataparallel.devices import CPU
-from dataparallel.forms.full_state_machines import (
-    all_machines,
-    checked_together,
-    described,
-    sampled,
-    saved_parameters,
-    sharded_over,
-    states_of,
+from dataparallel.forms.full_state_ranks import (
+    act_together,
+    describe_loaded_tensors,
+    describe_sent_tensors,
+    groups_that_load,
+    groups_that_save,
+    parameters_by_key,
+    unit_states,
 )
 from dataparallel.replicas.replaced_parameters import check_optimizer
 from dataparallel.sharded.distribute import counters, sharded_value
 from dataparallel.sharded.tensor import ShardedTensor
 
 StateDict: TypeAlias = "dict[str, Any]"
+StatePair: TypeAlias = "tuple[Mapping[str, Any], Mapping[str, Any]]"  # of the model and of the optimizer
 
 
 @overload
@@ -44,12 +45,12 @@ def full_state_dict(model: nn.Module, optimizer: Optimizer) -> tuple[StateDict, 
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> StateDict | tuple[StateDict, StateDict]:
-    """What ``model.state_dict()`` would be on one device, and ``optimizer.state_dict()``, in host memory.
+    """Returns ``model.state_dict()``, and ``optimizer.state_dict()``, as they would be on one device, in host memory.
 
     The tensors are plain copies on the CPU. They are complete when this returns, and further training does not change
-    them. One tensor is joined at a time, in host memory, so no device needs room for the model. Weights that are tied
+    them. Tensors are joined in host memory, one at a time, so no device needs room for the model. Weights that are tied
     are one tensor in the result. The model is sharded afterwards: units that are full at the moment are freed. If
-    parameters are sharded over machines, all ranks call this, and each gets the whole.
+    parameters are sharded over machines, all ranks call this, and each gets the whole state.
 
     Args:
         model: a model with `fully_shard`, or one that has fully sharded parts. A model without is copied as it is.
@@ -64,18 +65,15 @@ def full_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> Sta
         RuntimeError: a parameter or a buffer is on meta; the optimizer was made before `fully_shard`. Over machines an
             error on one rank is a ``RuntimeError`` on the others, which names it.
     """
-    _check_model_is_one(model)
-    groups = sharded_over(model)
-    found, of_optimizer = checked_together(
-        groups, "full_state_dict", lambda: _to_save(model, optimizer), lambda both: described(both) if groups else {}
+    _check_is_module(model)
+    model_state, optimizer_state = act_together(
+        groups_that_save(model), "full_state_dict", lambda: _state_to_save(model, optimizer), describe_sent_tensors
     )
-    copied: dict[int, Tensor] = {}
-    of_model: Any = OrderedDict((name, _full(value, copied)) for name, value in found.items())
-    if hasattr(found, "_metadata"):  # the versions of modules
-        of_model._metadata = found._metadata
-    if optimizer is None:
-        return of_model
-    return of_model, _full(of_optimizer, copied)
+    copies: dict[int, Tensor] = {}
+    saved: Any = OrderedDict((name, _full_copy(value, copies)) for name, value in model_state.items())
+    if hasattr(model_state, "_metadata"):  # the versions of modules
+        saved._metadata = model_state._metadata
+    return saved if optimizer is None else (saved, _full_copy(optimizer_state, copies))
 
 
 def load_full_state_dict(
@@ -85,13 +83,13 @@ def load_full_state_dict(
 ) -> None:
     """Loads what `full_state_dict` returned, or what one device has saved, into a model with any number of devices.
 
-    Each owner gets its part of each tensor, and no device has the whole. Parameters and buffers on meta get memory: the
-    sharded ones on their owners, others on the first slot, or on the CPU if there are no slots. They stay the same
+    Each owner gets its shard of each tensor, and no device has a whole one. Parameters and buffers on meta get memory:
+    the sharded ones on their owners, others on the first slot, or on the CPU if there are no slots. They stay the same
     objects, so an optimizer may be made before. Everything is checked before anything is changed. Units that are full
     at the moment are freed.
 
-    With machines, all ranks call this, each with the whole state. It need not be of as many machines. Samples of what
-    the ranks load are compared, so that parts of different checkpoints are not mixed.
+    With machines, all ranks call this, each with the whole state, which any number of machines may have saved. Ranks
+    compare samples of what they load, so that shards of different checkpoints are not mixed.
 
     Args:
         model: as for `full_state_dict`. It has the same parameter names as the one that was saved.
@@ -108,83 +106,83 @@ def load_full_state_dict(
             made before `fully_shard`. With machines also: another rank has failed, and nothing is changed here, unless
             it says that it was in the middle of loading; ranks load different states.
     """
-    _check_model_is_one(model)
-    groups = all_machines(model)
-    of_model, of_optimizer = checked_together(
+    _check_is_module(model)
+    groups = groups_that_load(model)
+    model_state, optimizer_state = act_together(
         groups,
         "load_full_state_dict",
-        lambda: _to_load(model, state, optimizer),
-        lambda both: sampled(model, optimizer, both) if groups else {},
+        lambda: _state_to_load(model, state, optimizer),
+        lambda states: describe_loaded_tensors(model, optimizer, states),
     )
 
     def load() -> None:
         _give_memory(model)
-        model.load_state_dict(of_model)
+        model.load_state_dict(model_state)
         if optimizer is not None:
-            optimizer.load_state_dict(_sharded(optimizer, of_optimizer))
+            optimizer.load_state_dict(_shard_optimizer_state(optimizer, optimizer_state))
 
-    checked_together(groups, "the end of load_full_state_dict", load, lambda nothing: {})
+    act_together(groups, "the end of load_full_state_dict", load, lambda _: {})
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 
-def _to_save(model: nn.Module, optimizer: Optimizer | None) -> tuple[Mapping[str, Any], StateDict]:
-    """The state dicts, with tensors as they are."""
+def _state_to_save(model: nn.Module, optimizer: Optimizer | None) -> tuple[Mapping[str, Any], StateDict]:
+    """Returns the state dicts of the model and the optimizer with their own tensors, which are sharded."""
     _check_optimizer(optimizer)
-    # Frees full parameters. With `keep_vars` tied weights are one object, as in the model.
-    found = model.state_dict(keep_vars=True)
-    for name, value in found.items():
+    # This frees full units. With `keep_vars` tied weights are one object, as in the model.
+    model_state = model.state_dict(keep_vars=True)
+    for name, value in model_state.items():
         if isinstance(value, Tensor) and value.is_meta:
             raise RuntimeError(
                 f"{name!r} is on the meta device, so there is no value to save; load the model, or give it memory with "
                 "to_empty(device=...) and initialise it"
             )
-    return found, {} if optimizer is None else optimizer.state_dict()
+    return model_state, {} if optimizer is None else optimizer.state_dict()
 
 
-def _full(tree: Any, copied: dict[int, Tensor]) -> Any:
-    """A copy of a nested structure, with full tensors on the CPU. ``copied`` has those that were met before, by id."""
+def _full_copy(tree: Any, copies: dict[int, Tensor]) -> Any:
+    """Copies a nested structure, with full tensors on the CPU. ``copies`` has those made before, by tensors' ids."""
 
-    def full(leaf: Any) -> Any:
+    def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if id(leaf) not in copied:
+        if id(leaf) not in copies:
             if isinstance(leaf, ShardedTensor):
-                copied[id(leaf)] = leaf.full_tensor(CPU)
+                copies[id(leaf)] = leaf.full_tensor(CPU)
             else:
-                copied[id(leaf)] = leaf.detach().to(CPU, copy=True)
-        return copied[id(leaf)]
+                copies[id(leaf)] = leaf.detach().to(CPU, copy=True)
+        return copies[id(leaf)]
 
-    return _torch.pytree.tree_map(full, tree)
+    return _torch.pytree.tree_map(copy, tree)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
 
 
-def _to_load(model: nn.Module, state: Any, optimizer: Optimizer | None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The state dicts, once they are checked."""
+def _state_to_load(model: nn.Module, state: Any, optimizer: Optimizer | None) -> StatePair:
+    """Checks the state dicts of the model and the optimizer, and returns them."""
     _check_optimizer(optimizer)
-    of_model, of_optimizer = _taken_apart(state, optimizer)
-    _check_model(model, of_model)
+    model_state, optimizer_state = _model_and_optimizer_state(state, optimizer)
+    _check_model_state(model, model_state)
     if optimizer is not None:
-        _check_groups(optimizer, of_optimizer)
-        _check_state(optimizer, of_optimizer)
-    return of_model, of_optimizer
+        _check_optimizer_groups(optimizer, optimizer_state)
+        _check_optimizer_state(optimizer, optimizer_state)
+    return model_state, optimizer_state
 
 
 @torch.no_grad()
 def _give_memory(model: nn.Module) -> None:
     """Gives memory to parameters and buffers on meta. They stay the same objects."""
-    states = states_of(model)
-    in_host_memory = {id(p) for state in states if state.unit.is_offloaded for p in state.unit.parameters}
-    elsewhere = _place(model)
+    states = unit_states(model)
+    offloaded = {id(p) for state in states if state.unit.is_offloaded for p in state.unit.parameters}
+    buffer_device = _buffer_device(model)
     for tensor in chain(model.parameters(), model.buffers()):
         if not tensor.is_meta:
             continue
-        device = CPU if id(tensor) in in_host_memory else elsewhere
+        device = CPU if id(tensor) in offloaded else buffer_device
         if isinstance(tensor, ShardedTensor) and device != CPU:
-            device = tensor.devices[0]  # means all owners
+            device = tensor.devices[0]  # `empty_like` takes any owner for all owners
         made: Tensor = torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -192,32 +190,30 @@ def _give_memory(model: nn.Module) -> None:
         torch.utils.swap_tensors(tensor, made)
 
 
-def _sharded(optimizer: Optimizer, of_optimizer: Mapping[str, Any]) -> StateDict:
-    """The saved state with each value sharded as its parameter. It shares no tensor with what was saved.
+def _shard_optimizer_state(optimizer: Optimizer, optimizer_state: Mapping[str, Any]) -> StateDict:
+    """Shards each value of the saved state as its parameter is sharded. The result shares no tensor with the saved one.
 
-    Optimizers write into the tensors that they load, and two may be given one state.
+    Optimizers write into the tensors that they load, and the user may load one state into two optimizers.
     """
-    parameters, saved = saved_parameters(optimizer, of_optimizer), of_optimizer["state"]
-    plain = counters([(parameters[key], state) for key, state in saved.items()])
+    parameters, saved = parameters_by_key(optimizer, optimizer_state), optimizer_state["state"]
+    plain_names = counters([(parameters[key], state) for key, state in saved.items()])
 
-    def own(name: str, value: Any, parameter: Tensor) -> Any:
-        divided = value if name in plain else sharded_value(value, parameter)
-        return _torch.pytree.tree_map(_copied, value) if divided is value else divided
+    def shard(name: str, value: Any, parameter: Tensor) -> Any:
+        sharded = value if name in plain_names else sharded_value(value, parameter)
+        return _torch.pytree.tree_map(_copy_of, value) if sharded is value else sharded
 
-    divided = {
-        key: {name: own(name, value, parameters[key]) for name, value in state.items()} for key, state in saved.items()
-    }
-    return {**of_optimizer, "state": divided}
+    by_key = {key: {name: shard(name, value, parameters[key]) for name, value in saved[key].items()} for key in saved}
+    return {**optimizer_state, "state": by_key}
 
 
-def _copied(leaf: Any) -> Any:
+def _copy_of(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_model_is_one(model: object) -> None:
+def _check_is_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module; got {type(model).__name__}")
 
@@ -230,8 +226,8 @@ def _check_optimizer(optimizer: object) -> None:
     check_optimizer(optimizer)
 
 
-def _taken_apart(state: Any, optimizer: Optimizer | None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The state of the model and that of the optimizer, empty without one."""
+def _model_and_optimizer_state(state: Any, optimizer: Optimizer | None) -> StatePair:
+    """Takes the state of the model and the state of the optimizer, ``{}`` without one, out of the user's argument."""
     if optimizer is None:
         if isinstance(state, Mapping):
             return state, {}
@@ -252,8 +248,8 @@ def _taken_apart(state: Any, optimizer: Optimizer | None) -> tuple[Mapping[str, 
     return state[0], state[1]
 
 
-def _check_model(model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Compares the state with that of the model, and looks for what would have no value afterwards."""
+def _check_model_state(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Checks names and shapes, and that each tensor of the model would have a value afterwards."""
     expected = model.state_dict(keep_vars=True)
     wrong = []
     if missing := [name for name in expected if name not in given]:
@@ -271,23 +267,23 @@ def _check_model(model: nn.Module, given: Mapping[str, Any]) -> None:
     without = [name for name, value in given.items() if isinstance(value, Tensor) and value.is_meta]
     if without:
         raise ValueError(f"this state dict has no values for {_listed(without)}: they are on the meta device")
-    loaded = {id(value) for value in expected.values()}
+    in_state_dict = {id(value) for value in expected.values()}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_meta and id(tensor) not in loaded:
+        if tensor.is_meta and id(tensor) not in in_state_dict:
             raise RuntimeError(
                 f"{name!r} is on the meta device and in no state dict, so it would have no value: give it one before, "
-                f"on {str(_place(model))!r}"
+                f"on {str(_buffer_device(model))!r}"
             )
 
 
-def _place(model: nn.Module) -> torch.device:
-    """Where buffers are."""
-    states = states_of(model)
+def _buffer_device(model: nn.Module) -> torch.device:
+    """Returns the device of the model's buffers: the first slot, or the CPU without slots."""
+    states = unit_states(model)
     return states[0].slots[0] if states else CPU
 
 
-def _check_groups(optimizer: Optimizer, of_optimizer: Mapping[str, Any]) -> None:
-    saved = [len(group["params"]) for group in of_optimizer["param_groups"]]
+def _check_optimizer_groups(optimizer: Optimizer, optimizer_state: Mapping[str, Any]) -> None:
+    saved = [len(group["params"]) for group in optimizer_state["param_groups"]]
     present = [len(group["params"]) for group in optimizer.param_groups]
     if saved != present:
         raise ValueError(
@@ -296,16 +292,16 @@ def _check_groups(optimizer: Optimizer, of_optimizer: Mapping[str, Any]) -> None
         )
 
 
-def _check_state(optimizer: Optimizer, of_optimizer: Mapping[str, Any]) -> None:
-    """Checks that each tensor of the state can be divided as its parameter."""
-    parameters = saved_parameters(optimizer, of_optimizer)
-    for key, state in of_optimizer["state"].items():
+def _check_optimizer_state(optimizer: Optimizer, optimizer_state: Mapping[str, Any]) -> None:
+    """Checks that each tensor of the state can be sharded as its parameter."""
+    parameters = parameters_by_key(optimizer, optimizer_state)
+    for key, state in optimizer_state["state"].items():
         parameter = parameters.get(key)
         if parameter is None:
             raise ValueError(f"the saved state of the {type(optimizer).__name__} has a parameter {key!r} in no group")
         for name, value in state.items():
-            is_divided = isinstance(parameter, ShardedTensor) and isinstance(value, Tensor) and value.dim() > 0
-            if is_divided and value.shape != parameter.shape:
+            is_sharded = isinstance(parameter, ShardedTensor) and isinstance(value, Tensor) and value.dim() > 0
+            if is_sharded and value.shape != parameter.shape:
                 raise ValueError(
                     f"{name!r} of parameter {key!r} has the shape {tuple(value.shape)} in the saved state of the "
                     f"{type(optimizer).__name__}; the parameter has {tuple(parameter.shape)}, and its state is sharded "
@@ -314,7 +310,7 @@ def _check_state(optimizer: Optimizer, of_optimizer: Mapping[str, Any]) -> None:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The names, of many the first few."""
+    """Returns the names as text: at most five of them, and how many more there are."""
     names = [*names]
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(map(repr, names[:5])) + more

@@ -1,4 +1,4 @@
-"""``fully_shard(module)``: each device owns a part of the module's parameters, and the module runs on all slots."""
+"""`fully_shard` shards a module's parameters over the devices, and makes the module run on all slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dataparallel.forms.fully_shard_arguments import (
     check_policies,
     check_reshard,
     parameters_of_unit,
-    places_of,
+    placements_of,
 )
 from dataparallel.forms.fully_shard_state import FullyShardState
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
@@ -164,8 +164,8 @@ def _prepare(
         fully_shard.check_unshared(named)
         check_parameters(named)
         check_children(module, slots, given)
-        kept = {id(parameter) for parameter in ignored}
-        placements = places_of(named, shard_placement_fn, len(slots) * parts)
+        ignored_ids = {id(parameter) for parameter in ignored}
+        placements = placements_of(named, shard_placement_fn, len(slots) * parts)
     settings = {
         "reshard_after_forward": reshard_after_forward,
         "placements": placements,
@@ -184,14 +184,14 @@ def _prepare(
         reshard_after_forward=reshard_after_forward,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
-        ignored_parameters=[parameter for _, parameter in own_parameters(module) if id(parameter) in kept],
+        ignored_parameters=[parameter for _, parameter in own_parameters(module) if id(parameter) in ignored_ids],
         machines=machines,
         compile=compiled[0],
     )
 
 
 def _begin(modules: list[nn.Module], state: FullyShardState) -> None:
-    """Replaces the parameters by sharded ones."""
+    """Replaces the modules' parameters by sharded ones."""
     if not state.slots:
         if state.compile is not None:
             for module in modules:
@@ -201,19 +201,19 @@ def _begin(modules: list[nn.Module], state: FullyShardState) -> None:
     if state.machines is not None:
         _send_values(state.machines, modules, {name: p for name, p in before if state.manages(p)})
     state.shard()
-    now = dict(own_parameters(modules))
-    replaced = [(name, parameter, now[name]) for name, parameter in before if now[name] is not parameter]
-    owner = type(modules[0]).__name__ if len(modules) == 1 else f"list of {len(modules)} modules"
-    replaced_parameters.remember(replaced, owner, "fully_shard")
+    after = dict(own_parameters(modules))
+    replaced = [(name, parameter, after[name]) for name, parameter in before if after[name] is not parameter]
+    module_name = type(modules[0]).__name__ if len(modules) == 1 else f"list of {len(modules)} modules"
+    replaced_parameters.remember(replaced, module_name, "fully_shard")
     replaced_parameters.rebind({id(module): module for top in modules for module in top.modules()}.values())
 
 
 def _machines_of(
     process_group: ProcessGroup | None, mesh: DeviceMesh | None, slots: Sequence[torch.device]
 ) -> tuple[MachinesOfTree | None, AbstractContextManager[None]]:
-    """What the arguments mean, and a context in which an error on this rank is one of all ranks.
+    """Returns the machines of the arguments, and a context in which an error on this rank makes all ranks raise.
 
-    Without other machines nothing is imported that knows of them.
+    Without other machines this imports nothing of ``machines``.
     """
     if process_group is None and mesh is None:
         return None, nullcontext()
@@ -232,7 +232,7 @@ def _compare_start(
     slots: Sequence[torch.device],
     settings: Mapping[str, Any],
 ) -> None:
-    """All ranks compare what they are about to do, and make what they need for it."""
+    """Compares the modules and arguments of all ranks, and makes the ranks' communicators."""
     from dataparallel.machines.start import compare, describe
 
     names = " and ".join(type(module).__name__ for module in modules)
@@ -244,7 +244,7 @@ def _compare_start(
 def _send_values(machines: MachinesOfTree, modules: Sequence[nn.Module], parameters: Mapping[str, Tensor]) -> None:
     """Gives these parameters and the buffers of the modules the values of the first rank, on all ranks.
 
-    Those on meta have no values yet: ``units.over_machines`` sends them later.
+    Tensors on meta have no values yet: ``units.over_machines`` sends them later.
     """
     from dataparallel.machines.start import send_values
 
@@ -262,7 +262,7 @@ def _buffers(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 class _FullyShard(Form[_P, FullyShardState]):
-    """The form, with the functions that save and load what it has sharded."""
+    """The form, with the functions that save and load a sharded model."""
 
     full_state_dict = staticmethod(full_state_dict)
     load_full_state_dict = staticmethod(load_full_state_dict)

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` is given: its policies, and the checks of all arguments before anything is changed.
+"""`MixedPrecisionPolicy` and `OffloadPolicy`, and functions that check the arguments of `fully_shard` before it begins.
 
 Policies have the names, fields and defaults of ``torch.distributed.fsdp``. Each error of a check says what was passed,
 what was expected and what to do.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
-from dataparallel.forms.managed import KEY, has_forward, own_modules, own_parameters
+from dataparallel.forms.managed import FORM_ATTRIBUTE, has_forward, own_modules, own_parameters
 from dataparallel.sharded.placements import check_placement
 from dataparallel.sharded.tensor import ShardedTensor
 
@@ -28,10 +28,10 @@ class MixedPrecisionPolicy:
     inputs. All four fields concern floating-point tensors only.
 
     Attributes:
-        param_dtype: the dtype of the full parameters, in which they are gathered. ``None``: that of the sharded ones.
+        param_dtype: the dtype of the full parameters, in which they are gathered. ``None``: the sharded ones' dtype.
         reduce_dtype: the dtype in which gradients of the slots are summed, and wait inside ``no_sync``. ``None``:
             ``param_dtype``.
-        output_dtype: the dtype of what the module's forward returns. ``None``: whatever it returns.
+        output_dtype: the dtype to which outputs of the module's forward are cast. ``None``: they are not cast.
         cast_forward_inputs: if true, the inputs of the module's forward are cast to ``param_dtype``.
 
     Raises:
@@ -88,7 +88,7 @@ def _check_flag(name: str, value: object) -> None:
 
 
 def check_kind(module: nn.Module) -> None:
-    """Checks that the module can be a unit: that it has a forward, and is no wrapper or ScriptModule."""
+    """Checks that the module can be a unit: it has a forward, and is no wrapper or ScriptModule."""
     name = type(module).__name__
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise TypeError(f"the module is wrapped already, in a {name}; shard its .module instead: forms do not nest")
@@ -117,9 +117,9 @@ def check_policies(mp_policy: object, offload_policy: object) -> None:
 
 
 def check_reshard(value: object, slots: int, machines: int = 1) -> None:
-    """Checks that the value is a bool, or a number of slots that makes groups.
+    """Checks that ``reshard_after_forward`` is a bool, or a number of slots that makes groups.
 
-    Over several machines all slots of one make a group. ``slots`` is 0 without devices.
+    Over several machines all slots of one machine may be a group. ``slots`` is 0 without devices.
     """
     if isinstance(value, bool):
         return
@@ -143,17 +143,17 @@ def check_reshard(value: object, slots: int, machines: int = 1) -> None:
 
 
 def parameters_of_unit(modules: Sequence[nn.Module], ignored: Sequence[object]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of the unit with their names: those of `own_modules` that are not ignored.
+    """Returns the unit's parameters with their names: the parameters of `own_modules` that are not ignored.
 
     Raises:
-        TypeError: an ignored one is no tensor.
+        TypeError: an entry of ``ignored`` is no tensor.
         ValueError: there is nothing to shard.
     """
     for i, parameter in enumerate(ignored):
         if not isinstance(parameter, Tensor):
             raise TypeError(f"ignored_params[{i}] is {parameter!r}; expected parameters, not their names")
-    kept = {id(parameter) for parameter in ignored}
-    named = [(name, parameter) for name, parameter in own_parameters(modules) if id(parameter) not in kept]
+    ignored_ids = {id(parameter) for parameter in ignored}
+    named = [(name, parameter) for name, parameter in own_parameters(modules) if id(parameter) not in ignored_ids]
     if not named and not _children(modules):
         names = " and ".join(f"a {type(module).__name__}" for module in modules)
         raise ValueError(
@@ -167,9 +167,9 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Checks the unit's parameters.
 
     Raises:
-        TypeError: one is a tensor of several parts already.
-        ValueError: they are on two devices.
-        RuntimeError: one is not initialised.
+        TypeError: a parameter is sharded already, or a subclass that holds other tensors.
+        ValueError: parameters are on two devices.
+        RuntimeError: a parameter is not initialised.
     """
     for name, parameter in named:
         if is_lazy(parameter):
@@ -181,15 +181,15 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
                 f"{name!r} is a {type(parameter).__name__}, which stands for other tensors already; `fully_shard` "
                 "takes plain parameters"
             )
-    first: dict[torch.device, str] = {}
+    first_names: dict[torch.device, str] = {}
     for name, parameter in named:
         if parameter.device.type != "meta":
-            first.setdefault(parameter.device, name)
-    if len(first) > 1:
-        where = ", ".join(f"{name!r} on {device}" for device, name in first.items())
+            first_names.setdefault(parameter.device, name)
+    if len(first_names) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in first_names.items())
         raise ValueError(
-            f"the parameters of one unit are on {len(first)} devices: {where}. Move the module to one device before, "
-            "with .to(device); the CPU is one"
+            f"the parameters of one unit are on {len(first_names)} devices: {where}. Move the module to one device "
+            "before, with .to(device); the CPU is one"
         )
 
 
@@ -212,14 +212,14 @@ def check_children(modules: Sequence[nn.Module], slots: Sequence[torch.device], 
             )
 
 
-def places_of(
+def placements_of(
     named: Collection[tuple[str, nn.Parameter]], place: Callable[[nn.Parameter], Any] | None, slots: int
 ) -> list[Shard]:
-    """For each parameter how it is cut. ``place`` is the user's ``shard_placement_fn``."""
-    return [_place(name, parameter, place and place(parameter), slots) for name, parameter in named]
+    """Returns for each parameter how it is cut. ``place`` is the user's ``shard_placement_fn``."""
+    return [_check_shard(name, parameter, place and place(parameter), slots) for name, parameter in named]
 
 
-def _place(name: str, parameter: nn.Parameter, given: object, slots: int) -> Shard:
+def _check_shard(name: str, parameter: nn.Parameter, given: object, slots: int) -> Shard:
     if given is None:
         return Shard(0)
     if type(given) is not Shard:
@@ -242,11 +242,11 @@ def _place(name: str, parameter: nn.Parameter, given: object, slots: int) -> Sha
 
 
 def _children(modules: Sequence[nn.Module]) -> list[tuple[str, Any]]:
-    """The states of managed modules below, with the names of the modules."""
+    """Returns the path and the state of each managed module below ``modules``."""
     own = {id(module) for module in modules}
     return [
-        (path, vars(child)[KEY][1])
+        (path, vars(child)[FORM_ATTRIBUTE][1])
         for module in modules
         for path, child in module.named_modules()
-        if KEY in vars(child) and id(child) not in own
+        if FORM_ATTRIBUTE in vars(child) and id(child) not in own
     ]

@@ -1,7 +1,7 @@
-"""The state that `fully_shard` keeps for one unit. That of the outermost module is called, and has the tree of units.
+"""`FullyShardState` is the state that `fully_shard` keeps for one unit. Only ``forms.fully_shard`` makes states.
 
-Replicas are made from a twin of the module, as those of `replicate` are. Their modules have the same classes, which let
-the units gather parameters around each call. Only ``forms.fully_shard`` makes states.
+A call of the outermost module uses that module's state, which holds the tree of units. Replicas are made from a twin of
+that module. Their modules have the classes of the managed ones, so that units gather parameters around each call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataparallel import _torch
 from dataparallel.call.engine import Method
 from dataparallel.call.options import CallOptions
 from dataparallel.forms.fully_shard_arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from dataparallel.forms.managed import KEY, ManagedModule, StateOnSlots, Twin
+from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, StateOnSlots, Twin
 from dataparallel.forms.unit_tensors import UnitTensors
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.kept_replicas import KeptReplicas
@@ -37,10 +37,10 @@ class FullyShardState(StateOnSlots):
     """The state of the modules of one unit.
 
     Args:
-        parameters: of the unit, which `shard` replaces.
-        placements: for each of them how it is cut.
+        parameters: the unit's parameters. `shard` replaces them by sharded ones.
+        placements: for each parameter the dimension in which it is cut.
         reshard_after_forward: as the user gave it.
-        ignored_parameters: those that all replicas share.
+        ignored_parameters: parameters that all replicas share.
 
     Attributes:
         unit: the unit, once `shard` has been called.
@@ -77,10 +77,10 @@ class FullyShardState(StateOnSlots):
         self._tree: Tree | None = None
 
     def manages(self, parameter: Tensor) -> bool:
-        """True if it is a parameter of the unit, or registered in the place of one: the next call will adopt it."""
-        if self._parameters:  # plain ones: `shard` comes later, or never without slots
+        """True for a parameter of the unit, and for one registered in its place, which the next call will adopt."""
+        if self._parameters:  # these are plain: `shard` is called later, or never without slots
             return any(parameter is own for own in self._parameters)
-        if not isinstance(parameter, ShardedTensor):  # most are not, and forms ask about each parameter of each unit
+        if not isinstance(parameter, ShardedTensor):  # fast: a form asks about each parameter of each unit
             return False
         registered = (registry.get(name) for registry, name, _ in self.unit.registries.entries)
         return any(parameter is own for own in (*self.unit.parameters, *registered))
@@ -92,7 +92,7 @@ class FullyShardState(StateOnSlots):
         modules = self.modules()
         is_offloaded = isinstance(self._offload, CPUOffloadPolicy)
         sharded = [
-            _sharded(parameter, self.slots, placement, is_offloaded, self.machines)
+            _shard_parameter(parameter, self.slots, placement, is_offloaded, self.machines)
             for parameter, placement in zip(self._parameters, self._placements, strict=True)
         ]
         name = " and ".join(type(module).__name__ for module in modules)
@@ -109,39 +109,39 @@ class FullyShardState(StateOnSlots):
         if self._reshard is not None:
             unit.reshard_after_forward = self._reshard
         unit.number_of_modules = len(modules)
-        position = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         for module in {id(m): m for top in modules for m in top.modules()}.values():
             for key, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) in position:
-                    unit.registries.entries.append((module._parameters, key, position[id(parameter)]))
+                if parameter is not None and id(parameter) in numbers:
+                    unit.registered.places.append((module._parameters, key, numbers[id(parameter)]))
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type != "meta":
                     module._buffers[key] = buffer.to(self.slots[0])
         unit.registries.show_sharded()
         self.unit = unit
-        self._parameters = []  # frees the plain ones
+        self._parameters = []  # frees the plain parameters
 
-    # ---- what calls ask for ------------------------------------------------------------------------------------------
+    # ---- methods of `ReplicaMaker` -----------------------------------------------------------------------------------
 
     def _tell_failure(self, error: BaseException, is_recorded: bool) -> None:
-        if self.machines is not None and not _torch.is_in_backward():  # else the pass has failed, and tells them
+        if self.machines is not None and not _torch.is_in_backward():  # else the backward fails, and tells them
             self.machines.forward_failed(error, was_recorded=is_recorded)
 
     def check(self, slots: Sequence[torch.device]) -> None:
-        """Parameters have memory, and buffers are on the first slot."""
+        """Checks that parameters have memory, and that buffers are on the first slot."""
         self._update_tree()
 
     def needs_no_replica(self) -> bool:
-        """The parameters of a single slot are gathered too."""
+        """Returns False: with a single slot parameters are gathered too."""
         return False
 
     def lends(self, slots: Sequence[torch.device]) -> AbstractContextManager[Any]:
-        """The forward of the tree: inside, replicas may gather its units."""
+        """Begins the forward of the tree. Replicas may gather its units inside the context."""
         assert self._tree is not None
         return self._tree.calling(len(slots))
 
     def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
-        """Made or refreshed from the twin, with the units of their slots."""
+        """Makes or refreshes replicas of the twin, and binds them to the units of their slots."""
         twin = self._twin.update(self.source(), method.name)
         replicas = self.kept.replicas(twin, slots, self.options.cap_bytes)
         self._tensors.bind(replicas, lent)
@@ -150,20 +150,20 @@ class FullyShardState(StateOnSlots):
     # ---- the tree of which the module is the root --------------------------------------------------------------------
 
     def _update_tree(self) -> None:
-        """Makes the tree anew if its units have changed, and lets them see what has happened to their parameters."""
-        states: dict[FullyShardState, str] = {}  # with the paths of their modules, this one first
+        """Makes the tree anew if its units have changed, and lets the units check their parameters."""
+        states: dict[FullyShardState, str] = {}  # each with the path of its first module; this state is the first
         for path, module in self.source().named_modules():
-            if KEY in vars(module):
-                states.setdefault(vars(module)[KEY][1], path)
+            if FORM_ATTRIBUTE in vars(module):
+                states.setdefault(vars(module)[FORM_ATTRIBUTE][1], path)
         units = [state.unit for state in states]
         if self._tree is None or self._tree.units != units:
-            self._tree = self._made_tree(states)
+            self._tree = self._make_tree(states)
         for unit in units:
             if unit.is_reshard_automatic:
                 unit.reshard_after_forward = unit is not self.unit
         self._tree.prepare()
 
-    def _made_tree(self, states: Mapping[FullyShardState, str]) -> Tree:
+    def _make_tree(self, states: Mapping[FullyShardState, str]) -> Tree:
         source, units = self.source(), [state.unit for state in states]
         for state, path in states.items():
             state.unit.name = path or state.unit.name
@@ -175,20 +175,20 @@ class FullyShardState(StateOnSlots):
         return Tree(units, self.slots)
 
 
-def _sharded(
+def _shard_parameter(
     parameter: nn.Parameter,
     slots: Sequence[torch.device],
     placement: Shard,
     is_offloaded: bool,
     machines: MachinesOfTree | None,
 ) -> ShardedTensor:
-    """The parameter, sharded over the slots; its shards are in host memory if it is offloaded."""
-    places = [torch.device("cpu")] * len(slots) if is_offloaded else slots
+    """Shards the parameter over the slots. Its shards are in host memory if it is offloaded."""
+    devices = [torch.device("cpu")] * len(slots) if is_offloaded else slots
     if machines is not None:
-        places, slots = machines.owners(places), machines.owners(slots)
-    made = distribute_tensor(parameter.detach(), places, placement)
-    sharded = ShardedTensor(made.shards, made.placement, made.shape, devices=slots)
-    found: Any = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-    found.__dict__.update(vars(parameter))
-    _torch.share_hooks(found, parameter)
-    return found
+        devices, slots = machines.owners(devices), machines.owners(slots)
+    distributed = distribute_tensor(parameter.detach(), devices, placement)
+    sharded = ShardedTensor(distributed.shards, distributed.placement, distributed.shape, devices=slots)
+    sharded_parameter: Any = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    sharded_parameter.__dict__.update(vars(parameter))
+    _torch.share_hooks(sharded_parameter, parameter)
+    return sharded_parameter

@@ -1,4 +1,4 @@
-"""The class that ``fully_shard`` gives to modules: how they are called, saved and converted, and what users can set."""
+"""`FullyShardedModule` is the class that `fully_shard` adds: it calls, saves and converts modules, and has settings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dataparallel.replicas.plan import UNIT_MODULE
 
 
 class UnshardHandle:
-    """What `FullyShardedModule.unshard` returns. This one is of a module without devices: nothing is gathered."""
+    """The handle that `FullyShardedModule.unshard` returns. This class is for a module without devices: no gather."""
 
     def wait(self) -> None:
-        """Makes the current stream wait for the full parameters, which the module has from then on."""
+        """Makes the current stream wait for the full parameters, and gives them to the module."""
 
 
 class FullyShardedModule(ManagedModule):
@@ -42,8 +42,8 @@ class FullyShardedModule(ManagedModule):
 
     @_torch.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module. In a replica the full parameters of its unit are there, for its hooks too."""
-        unit = vars(self).get(UNIT_MODULE)
+        """Calls the module. In a replica its unit is gathered first, so that hooks see full parameters too."""
+        unit = vars(self).get(UNIT_ON_SLOT)
         run = super().__call__  # type: ignore[misc]
         if unit is None:
             return run(*args, **kwargs)
@@ -60,7 +60,7 @@ class FullyShardedModule(ManagedModule):
     @property
     @_torch.leave_alone
     def _compiled_call_impl(self) -> Any:
-        """What torch calls in place of the module, if it is compiled. Only replicas are: this module splits the batch.
+        """The compiled code that torch calls in place of a module. Only replicas have it: the module splits batches.
 
         In a replica it runs inside of the unit's call, so the compiler sees full parameters and no gathers.
         """
@@ -72,17 +72,17 @@ class FullyShardedModule(ManagedModule):
         vars(self)[CALL] = call
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        # `to` and the like are for the sharded parameters: they would be lost on full ones, which are freed. All units
-        # first: if one refuses, nothing has been converted.
+        # `to` and the like have to change the sharded parameters, because the full ones are freed. All units reshard
+        # before anything is converted: one of them may raise.
         for unit in _units(self):
             unit.reshard()
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     @_torch.not_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module, for the gradients of the sharded parameters, also while the module has full ones."""
-        for unit in _units(self) if UNIT_MODULE not in vars(self) else ():
-            unit.registries.show_sharded()
+        """See ``torch.nn.Module``. Drops gradients of the sharded parameters, also while the module has full ones."""
+        for unit in _units(self) if UNIT_ON_SLOT not in vars(self) else ():
+            unit.registered.show_sharded()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -94,14 +94,14 @@ class FullyShardedModule(ManagedModule):
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _reshard_on_source(self) -> None:
-        # State dicts are of sharded parameters: what is written to full ones is lost, and they are freed. Modules
-        # below that belong to this unit come later. A replica's state dict has its own tensors.
-        if UNIT_MODULE in vars(self):
+        # State dicts have sharded parameters, because the full ones are freed and values written to them are lost. The
+        # unit's modules below come after this one. A replica's state dict has its own tensors.
+        if UNIT_ON_SLOT in vars(self):
             return
         for unit in _units(self, recurse=False):
-            # Also while shards are on their way: the host may not write to those in its memory before they have left.
-            # Else `reshard` would undo what `assign=True` has registered in other modules of the unit.
-            if any(slot_unit.is_started for slot_unit in unit.slot_units):
+            # Also while shards are on their way: the host may not write to shards in its memory before they have left.
+            # Not otherwise: `reshard` would remove tensors that `assign=True` has registered in the unit's modules.
+            if any(on_slot.is_started for on_slot in unit.on_slots):
                 unit.reshard()
 
     @_torch.not_traced
@@ -262,13 +262,13 @@ class FullyShardedModule(ManagedModule):
         _set(self, False, unshard_in_backward=unshard_in_backward)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
-        """Has a function called for each owner's part of this unit's summed gradients, before it goes to ``.grad``.
+        """Calls ``hook(shard)`` for each owner's shard of this unit's summed gradients, before it goes to ``.grad``.
 
-        The part is a flat tensor on the owner's device, in the dtype in which gradients are summed, which is at least
-        32 bits wide. It is the sum over slots and, if there are several machines, the mean over them. The function may
-        change it in place. Over machines it is called at the end of the backward, for units in the same order on all of
-        them, so it may call collectives of a group of its own; if it raises, it raises on this machine only. On one
-        machine it may be called by any thread, and the stream that adds up gradients is current.
+        The shard is a flat tensor on the owner's device, in the dtype in which gradients are summed, which is at least
+        32 bits wide. It is the sum over slots and, if there are several machines, the mean over machines. The hook may
+        change it in place. Over machines the hook is called at the end of the backward, for units in the same order on
+        all machines, so it may call collectives of a group of its own; an error of the hook is raised on this machine
+        only. On one machine any thread may call the hook, and the stream that adds up gradients is current.
 
         Raises:
             TypeError: ``hook`` cannot be called.
@@ -293,7 +293,7 @@ class FullyShardedModule(ManagedModule):
 
 
 def _states(module: Any, recurse: bool = True) -> list[Any]:
-    """The states of the module and, with ``recurse``, of its children, each once; none where there are no devices.
+    """Returns the states that have devices, each once: the module's own and, with ``recurse``, its children's.
 
     Raises:
         RuntimeError: the module is a replica.

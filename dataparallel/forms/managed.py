@@ -1,7 +1,7 @@
-"""What a managed module is, and how its methods run on the slots. A form (``forms.contract``) makes modules managed.
+"""`ManagedModule` is the base class that a form (``forms.contract``) gives to a module; its methods run on the slots.
 
-`ManagedModule` is the first base of its class, `Twin` is what replicas are made of, and `StateOnSlots` makes the calls.
-This file knows no form.
+`OnSlots` is such a method, `StateOnSlots` makes the calls, and replicas are made from a `Twin` of the module. This file
+knows no form.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from dataparallel.replicas.plan import TWIN_INFO, UNIT_MODULE, TwinInfo, dotted,
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall, PeerRounds
 
-KEY = "_dataparallel_form"
+FORM_ATTRIBUTE = "_dataparallel_form"
 """The attribute of a managed module that holds its form and the form's state."""
 
 
 class ManagedModule:
     """The first base of every class that a form gives to a module.
 
-    A managed module cannot be copied or pickled. Its class makes instances of the original class: a slice of a
-    managed ``Sequential`` is a plain ``Sequential``, for example.
+    A managed module cannot be copied or pickled. Calling its class makes an instance of the original class: a slice of
+    a managed ``Sequential`` is a plain ``Sequential``, for example.
     """
 
-    # Ends of messages: why there is no copy, what to do instead, and what to do instead of a wrapper.
+    # Parts of error messages: why there is no copy, what to do instead, and what to do instead of wrapping the module.
     _why_no_copy = "it stands for replicas on several devices"
     _instead_of_a_copy = "Save or copy its state_dict() and load that into a new module with load_state_dict()"
     _instead_of_a_wrapper = "apply one form, once, to the outermost module only"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An instance of the original class."""
+        """Makes an instance of the original class."""
         return original_class(cls)(*args, **kwargs)
 
     def __copy__(self) -> NoReturn:
@@ -61,40 +61,40 @@ class ManagedModule:
         self._refuse("pickle")
 
     def _dataparallel_run(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a method that runs on the slots (``call.engine.Method``)."""
-        return vars(self)[KEY][1].run(method, args, kwargs)
+        """Runs a method (``call.engine.Method``) on the slots and returns its output."""
+        return vars(self)[FORM_ATTRIBUTE][1].run(method, args, kwargs)
 
     def _dataparallel_refusal(self, path: str) -> str:
-        """The error message for a tree that has this module at ``path``, or as its root (``""``). Plans raise it."""
-        name, own = name_of_form(self), original_class(type(self)).__name__
-        what = f"{path!r}, a {own}" if path else f"the {own}"
+        """The message of the error that a plan raises if its tree has this module at ``path``; ``""`` is the root."""
+        form_name, class_name = name_of_form(self), original_class(type(self)).__name__
+        what = f"{path!r}, a {class_name}" if path else f"the {class_name}"
         return (
-            f"cannot replicate {what}: it is managed by `{name}` already, which runs replicas of it. Put no wrapper "
-            f"around it or its parents; {self._instead_of_a_wrapper}"
+            f"cannot replicate {what}: it is managed by `{form_name}` already, which runs replicas of it. Put no "
+            f"wrapper around it or its parents; {self._instead_of_a_wrapper}"
         )
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         # Other libraries call this, and know no path.
         raise RuntimeError(self._dataparallel_refusal(""))
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, action: str) -> NoReturn:
         raise TypeError(
-            f"cannot {what} a module that is managed by `{name_of_form(self)}`: {self._why_no_copy}. "
+            f"cannot {action} a module that is managed by `{name_of_form(self)}`: {self._why_no_copy}. "
             f"{self._instead_of_a_copy}"
         )
 
 
 class Twin:
-    """The twin of one module: the object that replicas are made from in its place, the same one at each call.
+    """Holds the twin of one module: another object that replicas are made from, the same one at each call.
 
-    It has all attributes of the module, so the same children and tensors. Only its class and its hooks may differ.
+    The twin has all attributes of the module, so the same children and tensors. Only class and hooks may differ.
 
     Args:
-        cls: its class, that of the replicas.
-        info: what plans are told about it.
+        cls: the class of the twin and of the replicas.
+        info: what plans need to know about the twin.
 
     Attributes:
-        module: the twin itself. It has no attributes until `update` is called.
+        module: the twin. It has no attributes until `update` is called.
     """
 
     def __init__(self, cls: type[nn.Module], info: TwinInfo) -> None:
@@ -103,44 +103,44 @@ class Twin:
         self._no_hooks: dict[str, Any] = {name: OrderedDict() for name in _torch.HOOK_TABLES}
 
     def update(self, source: nn.Module, method: str) -> nn.Module:
-        """The twin with the current attributes of ``source``, for a call of ``method``.
+        """Gives the twin the current attributes of ``source``, for a call of ``method``, and returns the twin.
 
-        For ``forward`` it has no hooks: the module's hooks run around the call on the whole batch. Another method may
-        call the replica itself, and then they run in the replica.
+        For ``forward`` the twin has no hooks: the module's hooks run around the call on the whole batch. Another method
+        may call the replica itself, and then the hooks run in the replica.
         """
         hooks = self._no_hooks if method == "forward" else {}
-        own = {**vars(source), **hooks, TWIN_INFO: self._info}
-        return give_attributes(self.module, own, source, instance_slots(type(self.module)))
+        attributes = {**vars(source), **hooks, TWIN_INFO: self._info}
+        return give_attributes(self.module, attributes, source, instance_slots(type(self.module)))
 
 
 def original_class(cls: type) -> type[Any]:
-    """The class that a module had before a form gave it the class ``cls``."""
+    """Returns the class that a module had before a form gave it the class ``cls``."""
     order = cls.__mro__
     return order[order.index(ManagedModule) + 1]
 
 
-def held_by(module: Any, name: str) -> Any:
-    """The attribute that the module would have without the form: its own, or else that of its original class.
+def original_attribute(module: Any, name: str) -> Any:
+    """Returns the attribute that the module would have without the form, from its instance or its original class.
 
     Raises:
-        AttributeError: it has none of this name.
+        AttributeError: there is no attribute of this name.
     """
-    own = vars(module)
-    return own[name] if name in own else getattr(super(ManagedModule, module), name)
+    attributes = vars(module)
+    return attributes[name] if name in attributes else getattr(super(ManagedModule, module), name)
 
 
 def own_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of these trees without those that are managed by themselves, with their trees. Each comes once.
+    """Yields name and module for each module in these trees, once, except subtrees whose root is managed separately.
 
-    ``modules`` themselves are among them, managed or not. With each comes its name in the tree; in a list of several
-    modules the name begins with the number in the list.
+    ``modules`` themselves come too, managed or not. A name is the path in the tree; if there are several trees, it
+    begins with the tree's number.
     """
     roots = {id(module) for module in modules}
     seen: set[int] = set()
     waiting = [(str(i) if len(modules) > 1 else "", module) for i, module in reversed([*enumerate(modules)])]
     while waiting:  # depth first, in the order of `Module.named_modules`
         name, module = waiting.pop()
-        if id(module) in seen or (KEY in vars(module) and id(module) not in roots):
+        if id(module) in seen or (FORM_ATTRIBUTE in vars(module) and id(module) not in roots):
             continue
         seen.add(id(module))
         yield name, module
@@ -149,7 +149,7 @@ def own_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]
 
 
 def own_parameters(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of `own_modules`, with their names. A parameter with several names comes once."""
+    """Returns the parameters of `own_modules` with their names. A parameter with several names comes once."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for name, module in own_modules(modules):
         for key, parameter in module._parameters.items():
@@ -159,13 +159,13 @@ def own_parameters(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter
 
 
 def has_forward(module: nn.Module) -> bool:
-    """True if there is something that a call of the module runs."""
+    """True if the module has a ``forward`` that a call runs."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def name_of_form(module: Any) -> str:
-    """The name of the form that manages the module, for messages."""
-    form, _ = vars(module).get(KEY, (None, None))
+    """Returns the name of the form that manages the module, for messages."""
+    form, _ = vars(module).get(FORM_ATTRIBUTE, (None, None))
     return "a composable form" if form is None else form.__name__
 
 
@@ -173,12 +173,12 @@ def name_of_form(module: Any) -> str:
 
 
 def state_of(module: Any) -> Any:
-    """The state of a managed module.
+    """Returns the state of a managed module.
 
     Raises:
-        RuntimeError: it has none, because it is a copy of a managed module.
+        RuntimeError: it has no state, because it is a copy of a managed module.
     """
-    form, state = vars(module).get(KEY, (None, None))
+    form, state = vars(module).get(FORM_ATTRIBUTE, (None, None))
     if form is None:
         raise RuntimeError(
             f"this {type(module).__name__} was not made by a composable form, but copied from one that was"
@@ -187,13 +187,13 @@ def state_of(module: Any) -> Any:
 
 
 class StateOnSlots(ReplicaMaker):
-    """The state of a form for modules that run on slots. It refers to them weakly.
+    """The state that a form keeps for modules whose methods run on slots. It refers to the modules weakly.
 
     Attributes:
-        options: of the calls; they may be assigned between calls.
-        slots: where replicas run; none if there is no accelerator.
+        options: the options of the calls; they may be assigned between calls.
+        slots: where replicas run; empty if there is no accelerator.
         methods: names of methods that run on replicas.
-        peers: for collectives of replicas across machines, if there are several.
+        peers: makes the calls' collectives across machines, if there are several machines.
     """
 
     peers: PeerRounds | None = None
@@ -205,16 +205,16 @@ class StateOnSlots(ReplicaMaker):
         self._modules = [weakref.ref(module) for module in modules]
 
     def modules(self) -> list[nn.Module]:
-        """The modules that have this state."""
-        return [*map(_held, self._modules)]
+        """Returns the modules that have this state."""
+        return [*map(_resolve, self._modules)]
 
     def source(self) -> nn.Module:
-        """The first of the modules."""
-        return _held(self._modules[0])
+        """Returns the first of the modules."""
+        return _resolve(self._modules[0])
 
     @property
     def chunk_sizes(self) -> ChunkSizes:
-        """How the slots share a batch: may be assigned between calls, as that of `dataparallel.DataParallel`."""
+        """How the slots share a batch, as in `dataparallel.DataParallel`. It may be assigned between calls."""
         return self.options.split.given
 
     @chunk_sizes.setter
@@ -222,7 +222,7 @@ class StateOnSlots(ReplicaMaker):
         self.options.split = BatchSplit(given, len(self.slots))
 
     def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of ``method`` for the whole batch: see `CallEngine.run`."""
+        """Runs ``method`` on the whole batch and returns its output: see `CallEngine.run`."""
         return CallEngine(self.options, self).run(method, inputs, kwargs)
 
     def spans_machines(self, method: Method) -> AbstractContextManager[PeerCall | None]:
@@ -240,10 +240,10 @@ class StateOnSlots(ReplicaMaker):
             raise
 
     def _tell_failure(self, error: BaseException, is_recorded: bool) -> None:
-        """The call has failed here: other machines that would wait for this one raise too."""
+        """Tells other machines, which would wait, that the call has failed here. They raise too."""
 
 
-def _held(reference: weakref.ref[nn.Module]) -> nn.Module:
+def _resolve(reference: weakref.ref[nn.Module]) -> nn.Module:
     module = reference()
     if module is None:
         raise RuntimeError("the module of this state is gone")
@@ -251,7 +251,7 @@ def _held(reference: weakref.ref[nn.Module]) -> nn.Module:
 
 
 class OnSlots:
-    """A method that runs on the slots: a function on the class, bound on a module, with the signature of the original.
+    """A descriptor for a method that runs on the slots. It gives a function or a method with the original signature.
 
     Python finds a data descriptor before an attribute of the instance. So ``m.forward = f`` stores ``f`` in the
     instance's ``__dict__``, where the replicas find it, and the call is still split.
@@ -259,35 +259,35 @@ class OnSlots:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._functions = {traced: StandIns(self._around, traced) for traced in (True, False)}
+        self._functions = {is_traced: StandIns(self._make_splitting, is_traced) for is_traced in (True, False)}
 
     @_torch.leave_alone
     def __get__(self, module: Any, cls: type) -> Any:
         if module is None:
             if not issubclass(cls, nn.Module):
                 return self  # the class is no module's
-            original = original_class(cls)
-            if isinstance(inspect.getattr_static(original, self._name), FunctionType):
-                return self._functions[True].of(getattr(original, self._name))
-            return getattr(original, self._name)  # for example a static method, which takes no module
-        held, state = held_by(module, self._name), state_of(module)
+            original_cls = original_class(cls)
+            if isinstance(inspect.getattr_static(original_cls, self._name), FunctionType):
+                return self._functions[True].of(getattr(original_cls, self._name))
+            return getattr(original_cls, self._name)  # for example a static method, which takes no module
+        original, state = original_attribute(module, self._name), state_of(module)
         if self._name not in state.methods:
-            return held
+            return original
         if torch.compiler.is_dynamo_compiling():  # the compiler needs no signature
-            return functools.partial(self._call, module, held)
+            return functools.partial(self._call, module, original)
         # In a replica, and without slots, the method itself runs, and the compiler may compile it.
-        traced = not state.slots or UNIT_MODULE in vars(module)
-        if isinstance(held, MethodType) and held.__self__ is module:
-            return MethodType(self._functions[traced].of(held.__func__), module)
+        is_traced = not state.slots or UNIT_ON_SLOT in vars(module)
+        if isinstance(original, MethodType) and original.__self__ is module:
+            return MethodType(self._functions[is_traced].of(original.__func__), module)
 
         # A lambda on the instance, a partial, a method of another object: all are called without the module.
-        @functools.wraps(held)
+        @functools.wraps(original)
         def on_slots(*args: Any, **kwargs: Any) -> Any:
             # The user may have stored this function, or a wrapper around it, on the module. Then replicas hold it too,
-            # and there `module` and `held` are the replica's.
-            return self._call(module, held, *args, **kwargs)
+            # and there `module` and `original` are the replica's.
+            return self._call(module, original, *args, **kwargs)
 
-        return on_slots if traced else left_alone(on_slots)
+        return on_slots if is_traced else left_alone(on_slots)
 
     def __set__(self, module: Any, value: Any) -> None:
         vars(module)[self._name] = value
@@ -297,28 +297,28 @@ class OnSlots:
             raise AttributeError(self._name)
         del vars(module)[self._name]
 
-    def _around(self, method: Any) -> FunctionType:
+    def _make_splitting(self, method: Any) -> FunctionType:
         def on_slots(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             return self._call(module, functools.partial(method, module), *args, **kwargs)
 
         functools.update_wrapper(on_slots, method)
         return cast(FunctionType, on_slots)
 
-    def _call(self, module: Any, held: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Splits the call, except in a replica and while ``torch.fx`` records it, which has no tensors to split."""
-        _, state = vars(module).get(KEY, (None, None))
+    def _call(self, module: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Splits the call, except in a replica, or while ``torch.fx`` records it and there are no tensors to split."""
+        _, state = vars(module).get(FORM_ATTRIBUTE, (None, None))
         if state is None or self._name not in state.methods:
-            return held(*args, **kwargs)
+            return original(*args, **kwargs)
         if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
-            return held(*args, **kwargs)
-        return module._dataparallel_run(Method(self._name, held), args, kwargs)
+            return original(*args, **kwargs)
+        return module._dataparallel_run(Method(self._name, original), args, kwargs)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Makes the method ``name`` run as ``forward`` does: scatters its arguments, gathers what replicas return.
+    """Makes the method ``name`` run as ``forward`` does: scatters its arguments, gathers the outputs of replicas.
 
-    This holds for modules that are replicated, and for those that are fully sharded: in a replica of their tree the
-    method gathers the parameters of their unit first.
+    The module may be replicated or fully sharded. In a replica of a fully sharded tree the method gathers the
+    parameters of the module's unit first.
 
     Raises:
         TypeError: ``module`` has no form, or its attribute of this name cannot be called.
@@ -328,13 +328,13 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         raise TypeError(
             f"this {type(module).__name__} is not replicated; call replicate(module) before, or fully_shard(module)"
         )
-    own = original_class(type(module)).__name__
+    class_name = original_class(type(module)).__name__
     try:
-        held = held_by(module, name)
+        original = original_attribute(module, name)
     except AttributeError:
-        raise AttributeError(f"a {own} has no method {name!r}") from None
-    if not callable(held):
-        raise TypeError(f"{name!r} of this {own} is no method")
+        raise AttributeError(f"a {class_name} has no method {name!r}") from None
+    if not callable(original):
+        raise TypeError(f"{name!r} of this {class_name} is no method")
     cls = type(module)
     if name != "forward" and name not in vars(cls):
         setattr(cls, name, OnSlots(name))

@@ -1,7 +1,7 @@
-"""The parameters and buffers of persistent replicas: made once, given the source's values at every forward.
+"""`PersistentTensors` makes replicas' parameters and buffers once, and gives them the source's values at each forward.
 
-They are outputs of one broadcast, kept with its nodes, so all of autograd works as with new ones. Leaf parameters would
-not do: ``torch.autograd.grad`` finds no path through them to the source, and hooks on them run several times.
+They are outputs of one broadcast and keep its autograd nodes, so autograd works as with new copies. Leaf parameters
+would not do: ``torch.autograd.grad`` finds no path through them to the source, and hooks on them run several times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.gradients.gradient_sums import GradientSums, PersistentToSlots, SourceBucket
-from dataparallel.gradients.ordered_nodes import OrderedBuckets, Passes
+from dataparallel.gradients.ordered_nodes import BucketRow, ModulePasses
 from dataparallel.gradients.ordered_pass import Reducer
 from dataparallel.gradients.reducer_buckets import ReducerBucket
 from dataparallel.replica_parameter import ReplicaParameter
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 class PersistentTensors(ReplicaTensors):
     """The tensors of one module on all of its slots. One thread at a time may use them.
 
-    Copies belong to the thread whose call has made them. A call of another thread makes new ones: it would write to
-    memory that the first thread may read just then, and nothing orders the two. A thread that runs only the backward is
-    not seen: it should not run beside another thread's forward.
+    Copies belong to the thread whose call has made them. A call of another thread makes new copies: it would write to
+    memory that the first thread may read at the same time, and nothing orders the two. A thread that runs only backward
+    is not noticed: it should not run beside another thread's forward.
 
     Args:
         slots: all slots; a call may use only the first few.
@@ -51,13 +51,13 @@ class PersistentTensors(ReplicaTensors):
         broadcast_buffers: if true, buffers get slot 0's values at each forward, else only when they are made.
 
     Attributes:
-        passes: the passes whose sums go on after the slots, if they do.
-        copies: those that the next forward uses if it can.
+        sums, passes: the gradients that wait on slots; and the module's passes if a `Reducer` gets the sums.
+        copies: the copies that the next forward uses if it can.
     """
 
     def __init__(self, slots: list[torch.device], first_bytes: int, cap_bytes: int, broadcast_buffers: bool) -> None:
         self.sums = GradientSums()
-        self.passes: Passes | None = None
+        self.passes: ModulePasses | None = None
         self._agreement: Agreement | None = None
         self.copies: _PersistentCopies | None = None
         self._slots, self._broadcast_buffers = slots, broadcast_buffers
@@ -83,46 +83,46 @@ class PersistentTensors(ReplicaTensors):
         with torch.inference_mode(False):
             if record and self._agreement is not None:
                 self._agree(self._agreement, plan)
-            # Nothing here holds the former copies while new ones are made, which need their memory.
-            if self.copies is None or not self._can_be_used_again(self.copies, plan, record):
-                self.copies = self._make(plan, record, arrivals)
+            # No local variable may hold the old copies: the new ones need their memory.
+            if self.copies is None or not self._may_use_again(self.copies, plan, record):
+                self.copies = self._make_copies(plan, record, arrivals)
             else:
                 self.sums.drop_void()
                 self.copies.values.refresh(arrivals)
             return self.copies.by_slot[: len(slots)]
 
     def clear(self) -> None:
-        """Drops all tensors; gradients that wait on slots are added to the source's ``.grad``."""
+        """Drops all copies, and adds the gradients that wait on slots to the source's ``.grad``."""
         self.sums.add_kept()
         self.copies = None
 
     def reduce_by(self, reducer: Reducer, agreement: Agreement | None = None) -> None:
-        """From the next backward on, the sums over the slots go to ``reducer``.
+        """Gives the sums over the slots to ``reducer``, from the next backward on.
 
-        Called between steps: a forward that still waits for its backward may not know of it. With several machines
-        recorded forwards begin with ``agreement`` from now on.
+        Called between steps: a forward that still waits for its backward may not use the reducer. With several machines
+        each recorded forward begins with ``agreement`` from now on.
         """
         self._agreement = agreement or self._agreement
         if self.passes is not None:
             self.passes.reducer = reducer
             return
         self.clear()
-        self.passes = Passes(reducer)
-        self.passes.sums.are_on, self.sums.are_on = self.sums.are_on, True  # graphs over former copies sum
+        self.passes = ModulePasses(reducer)
+        self.passes.sums.are_on, self.sums.are_on = self.sums.are_on, True  # graphs over the old copies sum
         self.sums = self.passes.sums
 
-    def _can_be_used_again(self, copies: _PersistentCopies, plan: ModulePlan, record: bool) -> bool:
+    def _may_use_again(self, copies: _PersistentCopies, plan: ModulePlan, record: bool) -> bool:
         if record and self._order.known is None and not copies.learns_order:
             return False
         if self._agreement is None:
-            # First: calls of several threads take turns in making copies, and would never learn the order.
+            # `learn` goes before `still_fit`, which is false if threads take turns: they would never learn the order.
             has_order = not self._order.learn(copies.order)
         else:  # a forward without grad mode may run on one machine alone, so it decides nothing
             has_order = copies.order is self._order.known or not record
         return has_order and copies.still_fit(plan, self._slots) and copies.memory.restore()
 
     def _agree(self, agreement: Agreement, plan: ModulePlan) -> None:
-        """What a recorded forward does together with the other machines."""
+        """Sends the buffers of rank 0 and agrees on its order of buckets, with the other machines."""
         if self._broadcast_buffers:
             names, parameters = names_of(plan), {*plan.parameters}
             buffers = {names[i]: tensor for i, tensor in enumerate(plan.tensors) if i not in parameters}
@@ -130,15 +130,15 @@ class PersistentTensors(ReplicaTensors):
         if not self._order.is_of(plan):
             self._order = BucketOrder(plan)
         elif self._order.is_due and self._order.known is None:
-            self._order.known = agreement.order(self._order.found())
+            self._order.known = agreement.order(self._order.from_arrivals())
 
-    def _make(self, plan: ModulePlan, record: bool, arrivals: Arrivals | None) -> _PersistentCopies:
+    def _make_copies(self, plan: ModulePlan, record: bool, arrivals: Arrivals | None) -> _PersistentCopies:
         self.clear()
         order = self._order if self._order.is_of(plan) else BucketOrder(plan)
         if record or self._agreement is None:
             self._order = order
         copies = _PersistentCopies(plan, self._slots, order, record)
-        # Before the order is known each parameter is a bucket, for one pass, so that each has a time of arrival.
+        # Until the order is known, for one pass, each parameter is a bucket: so each gradient's arrival is noted.
         first, cap = (1, 1) if copies.learns_order else (self._first_bytes, self._cap_bytes)
         with torch.enable_grad():
             copies.make(first, cap, order, self.sums, self.passes, self._broadcast_buffers, arrivals)
@@ -146,15 +146,15 @@ class PersistentTensors(ReplicaTensors):
 
 
 class BucketOrder:
-    """The order in which gradients arrive. It holds no tensors.
+    """The order of a module's parameters in buckets: their gradients arrive in this order. It holds no tensors.
 
-    At first it is the reverse of the order of registration. Machines agree on rank 0's, because all of them launch sums
-    in the order of buckets.
+    Until it is known, the reverse of the order of registration is used. All machines take rank 0's order, because they
+    launch buckets in one order.
 
     Attributes:
-        known: positions in the plan, when the order is known.
-        arrived: positions of gradients in the order in which they arrived so far, while it is not.
-        is_due: with machines: true when a pass has succeeded on all of them, so that rank 0 can tell its order.
+        known: positions in the plan; ``None`` until the order is known.
+        arrived: positions of the gradients that have arrived, in that order, until ``known`` is set.
+        is_due: with machines, True after a pass has succeeded on all of them: then rank 0 can tell its order.
     """
 
     def __init__(self, plan: ModulePlan | None) -> None:
@@ -163,35 +163,35 @@ class BucketOrder:
         self.is_due = False
         self._tensors = [] if plan is None else [*map(weakref.ref, plan.tensors)]
         self._parameters = None if plan is None else plan.parameters
-        self._recorded = [] if plan is None else _recorded_in(plan)
+        self._recorded = [] if plan is None else _positions_with_grad(plan)
 
     def is_of(self, plan: ModulePlan) -> bool:
-        """True if the plan has the same tensors and the same of them need gradients."""
+        """True if this is the order of a plan with the same tensors, of which the same ones need gradients."""
         return (
             len(plan.tensors) == len(self._tensors)
-            and all(found() is tensor for found, tensor in zip(self._tensors, plan.tensors, strict=True))
+            and all(reference() is tensor for reference, tensor in zip(self._tensors, plan.tensors, strict=True))
             and plan.parameters == self._parameters
-            and _recorded_in(plan) == self._recorded
+            and _positions_with_grad(plan) == self._recorded
         )
 
-    def found(self) -> list[int]:
-        """The order as far as it was seen; the others follow in the reverse order of registration."""
+    def from_arrivals(self) -> list[int]:
+        """Returns the positions whose gradients have arrived, then the others in the reverse order of registration."""
         return [*dict.fromkeys([*self.arrived, *reversed(self._recorded)])]
 
     def learn(self, used: list[int] | None) -> bool:
-        """After a pass over copies that had the order ``used``. Returns ``True`` if it has shown the order."""
+        """Sets ``known`` and returns True, if a pass over copies made with the order ``used`` has shown the order."""
         if self.known is not None or not self.arrived or used is not self.known:
             return False
-        self.known = self.found()
+        self.known = self.from_arrivals()
         return True
 
     def note_pass(self) -> None:
-        """A pass has succeeded on all machines."""
+        """Notes that a pass has succeeded on all machines."""
         self.is_due = True
 
 
-def _recorded_in(plan: ModulePlan) -> list[int]:
-    """Positions of the tensors that need gradients."""
+def _positions_with_grad(plan: ModulePlan) -> list[int]:
+    """Returns the positions of the tensors that need gradients."""
     return [i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad]
 
 
@@ -202,8 +202,8 @@ class _PersistentCopies:
         by_slot: for each slot a copy of each of the plan's tensors.
         recorded: positions in the plan of tensors that need gradients.
         buckets: the same positions, in buckets.
-        order: the order of the buckets, if it was known.
-        learns_order: true if a pass through these copies shows the order.
+        order: the order of the buckets; ``None`` if it was not known.
+        learns_order: True if a pass through these copies shows the order.
         values: gives the copies the source's values at each forward.
         memory: the memory of the copies.
     """
@@ -214,7 +214,7 @@ class _PersistentCopies:
     def __init__(self, plan: ModulePlan, slots: list[torch.device], order: BucketOrder, record: bool) -> None:
         self.plan, self.slots = plan, slots
         self.by_slot: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
-        self.recorded = _recorded_in(plan)
+        self.recorded = _positions_with_grad(plan)
         self.order = order.known
         self.learns_order = record and order.known is None
         self._kinds = _kinds(plan.tensors)
@@ -224,9 +224,9 @@ class _PersistentCopies:
         self.values = CurrentValues(plan, slots, self.by_slot)
 
     def still_fit(self, plan: ModulePlan, slots: list[torch.device]) -> bool:
-        """True if copies that were made now would differ from these in value only, and be waited for alike.
+        """True if new copies would differ from these in their values only, and the same streams would wait for them.
 
-        And the thread is the one that has made them: others may read them while this one writes new values.
+        False for another thread than the one that has made the copies: it would write values while the first one reads.
         """
         return (
             threading.get_ident() == self._thread
@@ -234,7 +234,7 @@ class _PersistentCopies:
             and len(plan.tensors) == len(self.plan.tensors)
             and all(map(is_, plan.tensors, self.plan.tensors))
             and plan.parameters == self.plan.parameters
-            and _recorded_in(plan) == self.recorded
+            and _positions_with_grad(plan) == self.recorded
             and _kinds(plan.tensors) == self._kinds
             and plan.read_directly == self.plan.read_directly
             and current_streams(slots) == self._streams
@@ -247,15 +247,15 @@ class _PersistentCopies:
         cap_bytes: int,
         order: BucketOrder,
         sums: GradientSums,
-        passes: Passes | None,
+        passes: ModulePasses | None,
         broadcast_buffers: bool,
         arrivals: Arrivals | None,
     ) -> None:
         """Fills `by_slot`, with buckets in the order of the gradients. ``arrivals``: as for `CurrentValues.refresh`."""
         tensors, parameters = self.plan.tensors, {*self.plan.parameters}
         self.buckets = fill_buckets(tensors, order.known or self.recorded[::-1], first_bytes, cap_bytes)
-        late: list[FlatBroadcast] = []
-        later = None if arrivals is None else late.append
+        postponed: list[FlatBroadcast] = []
+        later = None if arrivals is None else postponed.append
         self._make_recorded(order, sums, passes, later)
         recorded = {*self.recorded}
         constant = [i for i in self.plan.parameters if i not in recorded]
@@ -266,7 +266,7 @@ class _PersistentCopies:
         if broadcast_buffers:
             self.values.send_at_each_forward(buffers, cap_bytes, True)
         if arrivals is not None:
-            self.values.launch(late, arrivals)
+            self.values.launch(postponed, arrivals)
         for on_slot in self.by_slot:
             make_parameters(self.plan, on_slot, ReplicaParameter)
         self.values.note_versions()
@@ -282,28 +282,28 @@ class _PersistentCopies:
         )
 
     def _make_recorded(
-        self, order: BucketOrder, sums: GradientSums, passes: Passes | None, later: Later | None
+        self, order: BucketOrder, sums: GradientSums, passes: ModulePasses | None, later: Later | None
     ) -> None:
         """Makes the copies of tensors that need gradients, bucket by bucket."""
         sources = [[self.plan.tensors[i] for i in group] for group in self.buckets]
-        ordered: OrderedBuckets | None = None
+        row: BucketRow | None = None
         if passes is not None and sources:
             names = names_of(self.plan)
             reduced = [
                 ReducerBucket(sums, of_bucket, self._streams, [names[i] for i in group])
                 for of_bucket, group in zip(sources, self.buckets, strict=True)
             ]
-            ordered = OrderedBuckets(passes, reduced, self._streams, order.note_pass)
+            row = BucketRow(passes, reduced, self._streams, order.note_pass)
         handles: Sequence[Tensor | None] = [None] * len(sources)
         token = first_token = torch.empty(0, requires_grad=True)
-        if ordered is not None:
-            handles, token = ordered.make_sources()
+        if row is not None:
+            handles, token = row.make_source_nodes()
 
         def to_slots(position: int, *arguments: Any) -> Sequence[Tensor]:
-            """As `ToSlots.apply`. The token is that of the next bucket before, and that of this bucket after it."""
+            """Makes a bucket's `ToSlots` node. It takes the token of the bucket made before, and outputs a new one."""
             nonlocal token
-            if ordered is not None:
-                *on_slots, token = ordered.make_to_slots(position, arguments, token)
+            if row is not None:
+                *on_slots, token = row.make_launch_node(position, arguments, token)
             else:
                 *on_slots, token = PersistentToSlots.apply(*arguments, token)
                 token.grad_fn.bucket = SourceBucket(sums, sources[position], self._streams)
@@ -317,16 +317,16 @@ class _PersistentCopies:
                 None if gradient_streams is None else gradient_streams.for_bucket(position),
                 partial(to_slots, position),
                 lambda: sums.are_on,
-                # Arrival is noted on the slots: if the root's thread is late, it has a choice of many buckets.
+                # The slots' threads note an arrival: the root's thread may be late and then take buckets in any order.
                 None if order.known is not None else partial(order.arrived.append, group[0]),
                 at_positions(group, later),
                 handles[position],
             )
-            if order.known is None and ordered is None:  # the tokens would impose an order
+            if order.known is None and row is None:  # the tokens would impose an order
                 token = first_token
             put(self.by_slot, group, outputs)
-            if ordered is not None:
-                ordered.note_copies(position, outputs)
+            if row is not None:
+                row.note_copies(position, outputs)
             self.values.send_at_each_forward(group, 2**62, False)
 
 
@@ -334,7 +334,7 @@ _KIND = attrgetter("shape", "dtype", "device")
 
 
 def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
-    """All that copies depend on except values. ``.data =`` may change it without making another tensor."""
+    """Returns all properties of the sources that copies depend on. ``.data =`` may change them in the same tensor."""
     dense = [tensor for tensor in tensors if has_strides(tensor)]
     return [
         len(dense),

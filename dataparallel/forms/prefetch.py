@@ -1,8 +1,8 @@
-"""`prefetch`: a loader whose next batches are scattered while the devices compute on the current one.
+"""`prefetch` wraps a loader and scatters its next batches while the devices compute on the current one.
 
-This room reads the loader ahead and decides which tensors of a batch are sent where. ``comm.streams.ahead`` sends
-them, and the wrapper's scatter takes the chunks from there. No thread is started: batches are read in the loop's own
-thread, between two iterations. Users call it; nothing in the library does.
+This file reads the loader ahead and decides which tensors of a batch go to which slot. ``comm.streams.ahead`` sends
+them, and the scatter of the next call takes the chunks from there. No thread is started: batches are read in the loop's
+own thread, between two iterations. Users call it; nothing in the library does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def prefetch(loader: Iterable[T], model: nn.Module, *, depth: int = 1) -> Prefetch[T]:
-    """Yields the loader's batches, and copies their tensors to the model's slots while the batch before computes.
+    """Yields the loader's batches, and copies their tensors to the model's slots while it computes the previous batch.
 
     The batches are the loader's own objects, unchanged: unpack them, read them, pass all or parts of them to ``model``.
     A tensor that you pass to ``model``, directly or within a container, is on the slots already. A tensor that you do
@@ -105,7 +105,7 @@ class Prefetch(Generic[T]):
         self.loader, self.model, self.depth = loader, model, depth
 
     def _options(self) -> CallOptions:
-        """Those of a call that begins now."""
+        """Returns the options of a call that begins now."""
         options: CallOptions = (
             self.model._call_options() if isinstance(self.model, DataParallel) else state_of(self.model).options
         )
@@ -151,7 +151,7 @@ class Prefetch(Generic[T]):
             sent = send(chunked, slots, options.dim, in_samples)
         except StopIteration:
             return False
-        except Exception as error:  # raised where its batch would have come, after those before it
+        except Exception as error:  # `__iter__` raises it after the batches before it
             reads.append(_Read(error=error))
             return False
         reads.append(_Read(batch, sent))
@@ -159,7 +159,7 @@ class Prefetch(Generic[T]):
 
 
 def _chunked(batch: Any, options: CallOptions, slots: int) -> Iterator[tuple[Tensor, list[int] | None]]:
-    """The tensors to send, each once, with the chunk sizes that a call will split them into.
+    """Yields the tensors to send, each once, with the chunk sizes into which a call will split them.
 
     Tensors of one batch may have different sizes if no call gets both. A tensor that cannot be split is not sent: the
     call that gets it raises and says why.
@@ -178,11 +178,11 @@ def _chunked(batch: Any, options: CallOptions, slots: int) -> Iterator[tuple[Ten
 
 
 def _in_samples(batch: Any, options: CallOptions, slots: int) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """The tensors inside lists of samples, each once, with the numbers of the slots that a call sends them to.
+    """Returns the tensors inside lists of samples, each once, with the numbers of the slots that a call sends them to.
 
-    Lists of different lengths are not for one call, so a tensor that is in two of them is sent for one call only.
+    Lists of different lengths are not for one call, so a tensor that is in two lists is sent for one call only.
     """
-    found: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+    slots_by_id: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
     by_size: dict[int, list[Samples[Any]]] = {}
     for _, leaf in leaves(batch, ""):
         if isinstance(leaf, Samples):
@@ -194,5 +194,5 @@ def _in_samples(batch: Any, options: CallOptions, slots: int) -> list[tuple[Tens
             continue
         for tensor, numbers in slots_of_tensors(marked, sizes):
             if can_be_sent(tensor):
-                found.setdefault(id(tensor), (tensor, numbers))
-    return [*found.values()]
+                slots_by_id.setdefault(id(tensor), (tensor, numbers))
+    return [*slots_by_id.values()]

@@ -1,7 +1,7 @@
-"""``replicate(module)``: the module itself runs on all slots, without a wrapper around it.
+"""`replicate` makes a module itself run on all slots, without a wrapper. `ReplicatedModule` is the class that it adds.
 
-The class of the module becomes a subclass whose ``forward`` scatters inputs, runs replicas and gathers outputs. Callers
-of the module and hooks on it see one call on the whole batch. This file has what a user touches: arguments and class.
+The module's ``forward`` then scatters inputs, runs replicas and gathers outputs. Callers of the module and hooks on it
+see one call on the whole batch. This file checks the arguments; ``replicate_state`` has the state.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class _CallOfReplicas:
-    """What ``module.compile()`` sets is for replicas: by it the module's own call would lead to compiled code.
+    """Hides the call that ``module.compile()`` sets from the module, and stores it for replicas.
 
-    It is no property, because ``torch.jit.script`` compiles those.
+    With it the module's own call would run compiled code. It is no property: ``torch.jit.script`` compiles properties.
     """
 
     @_torch.leave_alone
@@ -56,12 +56,12 @@ class ReplicatedModule(ManagedModule):
     def set_requires_gradient_sync(self, flag: bool) -> None:
         """With ``True`` each later ``backward()`` sums gradients into the module's parameters, as at the beginning.
 
-        With ``False`` gradients stay on the slots: those of slot 0 are added to a parameter's ``.grad``, and the next
-        ``backward()`` with ``True`` adds the others. With several machines, or a communication hook, that backward also
-        takes on what ``.grad`` has got meanwhile. If you set a ``.grad`` to ``None``, to another tensor or to zeros
-        (``zero_grad()``), the gradients that wait for it are thrown away. The module looks for this at its next forward
-        or backward. It does not notice a backward that does not lead through it, for example one of a loss on its
-        parameters alone. Let no such backward come between.
+        With ``False`` gradients stay on the slots: slot 0's gradients are added to a parameter's ``.grad``, and the
+        next ``backward()`` with ``True`` adds the others. With several machines, or a communication hook, that backward
+        also sends on the gradients that ``.grad`` has got meanwhile. If you set a ``.grad`` to ``None``, to another
+        tensor or to zeros (``zero_grad()``), its waiting gradients are thrown away. The module looks for this at its
+        next forward or backward. It does not notice a backward that does not lead through the module, for example of a
+        loss on its parameters alone. Let no such backward come between.
         """
         state_of(self).tensors.sums.are_on = flag
 
@@ -238,7 +238,7 @@ def _prepare(
         modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(ignored_params or ())])
         if machines is not None:
             _check_for_machines(module, slots, converts=bool(sync_batch_norm))
-        prepare(module, sync_batch_norm, slots, machines is not None)  # the last check, and replicas get its class
+        prepare(module, sync_batch_norm, slots, machines is not None)  # converts: after all checks, before the twin
         state = ReplicateState(
             module,
             options,
@@ -295,7 +295,7 @@ def _check_kind(module: nn.Module) -> None:
 def _check_ignored(
     module: nn.Module, modules: list[nn.Module], parameters: list[Tensor]
 ) -> tuple[list[nn.Module], list[Tensor]]:
-    """The ignored modules, and all ignored parameters: those of ignored modules too."""
+    """Checks and returns the ignored modules, and all ignored parameters: the parameters of ignored modules too."""
     below = {id(child) for child in module.modules()} - {id(module)}
     own = {id(parameter) for parameter in module.parameters()}
     for i, child in enumerate(modules):

@@ -1,4 +1,4 @@
-"""The state that `replicate` keeps for one module: its slots and its replicas, which stay from call to call.
+"""`ReplicateState` is what `replicate` keeps for one module: its slots and its replicas, which stay from call to call.
 
 Replicas are made from a twin: an object of the original class with all attributes of the module.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.call.engine import Method
 from dataparallel.call.options import CallOptions
-from dataparallel.forms.managed import KEY, StateOnSlots, Twin
+from dataparallel.forms.managed import FORM_ATTRIBUTE, StateOnSlots, Twin
 from dataparallel.forms.persistent_tensors import PersistentTensors
 from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookedSums
 from dataparallel.replicas.compiled.calls import CompileArgument, call_of, compiled_here
@@ -32,12 +32,12 @@ class ReplicateState(StateOnSlots):
 
     Args:
         first_bytes: size of the bucket whose gradients come first.
-        machines: over which gradients are summed too; ``None``: this one alone.
+        machines: the machines over which gradients are summed too; ``None`` for this machine alone.
         average: if true, the sums of all machines are divided by their number.
 
     Attributes:
         tensors: the tensors of the replicas.
-        machines: the same ranks, with a group of the module's own.
+        machines: the same machines, with a process group for this module only.
     """
 
     form = "replicate"
@@ -75,27 +75,27 @@ class ReplicateState(StateOnSlots):
         self.kept = KeptReplicas(self.tensors, compile)
 
     def manages(self, parameter: Tensor) -> bool:
-        """True if replicas have copies of it."""
+        """True if replicas have copies of the parameter."""
         return id(parameter) not in self._twin_info.ignored_parameters
 
-    # ---- what calls ask for ------------------------------------------------------------------------------------------
+    # ---- methods of `ReplicaMaker` -----------------------------------------------------------------------------------
 
     def _tell_failure(self, error: BaseException, is_recorded: bool) -> None:
         are_summed = self.tensors.sums.are_on and any(each.requires_grad for each in self.source().parameters())
-        if self._agreement is not None and is_recorded and are_summed:  # others would wait for the backward
+        if self._agreement is not None and is_recorded and are_summed:  # other machines would wait for the backward
             self._agreement.signal_failure(error)
 
     def check(self, slots: Sequence[torch.device]) -> None:
-        """Parameters and buffers that are not ignored are on the first slot."""
+        """Checks that parameters and buffers are on the first slot, except ignored ones."""
         check_placement(self.source(), slots[0], self._twin_info.ignored_modules, self._twin_info.ignored_parameters)
 
     def needs_no_replica(self) -> bool:
-        """A recorded call needs one if there is more to its gradients than on one device: machines, or a hook."""
+        """Returns False for a recorded call whose gradients go to other machines or to a hook: replicas send them."""
         return not torch.is_grad_enabled() or self.tensors.passes is None
 
     def alone(self, method: Method) -> Callable[..., Any]:
-        """What runs ``method`` without replicas: compiled if replicas would be, by way of the twin."""
-        # What is being compiled contains the module.
+        """Returns the function that runs ``method`` without replicas. It is compiled from the twin if replicas are."""
+        # Where dynamo is compiling, it compiles code that calls the module.
         if torch.compiler.is_dynamo_compiling() or method.name != "forward" or not _torch.is_compiler_loaded():
             return method.of_module
         twin = self._updated_twin(method.name)
@@ -103,7 +103,7 @@ class ReplicateState(StateOnSlots):
         return method.of_module if root is None or root.child is not None else call_of(twin, root)
 
     def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
-        """Made or refreshed from the twin."""
+        """Makes or refreshes replicas of the twin."""
         return self.replicate(self._updated_twin(method.name), slots)
 
     def replicate(self, source: nn.Module, slots: list[torch.device]) -> list[Any]:
@@ -116,7 +116,7 @@ class ReplicateState(StateOnSlots):
         return getattr(self.replicate, "__func__", None) is not ReplicateState.replicate
 
     def returns(self, output: Any) -> None:
-        """A recorded output leads to the pass in which gradients are summed."""
+        """Makes a recorded output notice the backward in which gradients are reduced."""
         if torch.is_grad_enabled() and self.tensors.passes is not None:
             self.tensors.passes.notice_passes_of(output)
 
@@ -140,8 +140,8 @@ class ReplicateState(StateOnSlots):
         buffers = {name: each for name, each in source.named_buffers() if id(each) not in ignored}
         what = f"`replicate` of a {type(self._twin.module).__name__}"
         compare(self.machines, what, describe(parameters, buffers, self.slots, self._settings))
-        # Rounds come one after the other, and those of modules and of their replicas' collectives do not wait for each
-        # other.
+        # Rounds of one group come one after the other. With groups of their own, the module's rounds and the rounds of
+        # its replicas' collectives do not wait for each other, nor for other modules.
         self.machines = self.machines.another()
         peers = PeerRounds(self.machines.another())
         self.machines.make_communicators(self.slots[:1])
@@ -172,7 +172,7 @@ class ReplicateState(StateOnSlots):
         self._hook = registered
 
     def _updated_twin(self, method: str) -> nn.Module:
-        """The twin, which has the class that the module had before, with the current attributes of the module."""
+        """Gives the twin the current attributes of the module, and returns it. Its class is the original one."""
         source, cls = self.source(), type(self._twin.module)
         if type(source).__bases__[1:] != (cls,):
             raise RuntimeError(
@@ -181,5 +181,5 @@ class ReplicateState(StateOnSlots):
                 "come before `replicate`; on its children it may come at any time"
             )
         twin = self._twin.update(source, method)
-        del vars(twin)[KEY]
+        del vars(twin)[FORM_ATTRIBUTE]
         return twin

@@ -1,4 +1,4 @@
-"""Stand-ins: functions that are called in place of a module's methods and show their signature.
+"""`StandIns` makes functions that are called in place of a module's methods and show the methods' signatures.
 
 transformers, accelerate and Lightning read ``inspect.signature(model.forward)``, compare bound methods and look for
 their ``__func__``. So a stand-in is a function on the class and a bound method on the instance.
@@ -20,32 +20,32 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StandIns:
-    """One stand-in for each function, as long as somebody holds the stand-in.
+    """Makes one stand-in for each function, and gives the same one while somebody holds it.
 
     So two bound methods that were made one after the other are equal while the first is held, as with any method.
 
     Args:
-        make: makes the stand-in from the function, which it keeps alive through ``__wrapped__`` or a closure.
-        traced: false if ``torch.compile`` has nothing to compile in stand-ins and what they call. A compiled function
+        make: makes a stand-in from a function. The stand-in keeps it alive through ``__wrapped__`` or a closure.
+        is_traced: False if ``torch.compile`` finds nothing to compile in stand-ins and below. A compiled function then
             calls them between its graphs, and the compiler would look through each function on the way to the stages.
     """
 
-    def __init__(self, make: Callable[[Any], FunctionType], traced: bool = True) -> None:
-        self._make, self._traced = make, traced
-        # Keyed by ids, which stay taken: a stand-in keeps its function alive, and the entry goes with the stand-in.
+    def __init__(self, make: Callable[[Any], FunctionType], is_traced: bool = True) -> None:
+        self._make, self._is_traced = make, is_traced
+        # The keys are ids of functions. A stand-in keeps its function alive, so nothing else gets the id meanwhile.
         self._made: weakref.WeakValueDictionary[int, FunctionType] = weakref.WeakValueDictionary()
 
     def of(self, function: Any) -> FunctionType:
-        """The stand-in for ``function``."""
+        """Returns the stand-in for ``function``."""
         return self._made.get(id(function)) or self._made.setdefault(id(function), self._new(function))
 
     def _new(self, function: Any) -> FunctionType:
         made = self._make(function)
-        return made if self._traced else left_alone(made)
+        return made if self._is_traced else left_alone(made)
 
 
 def left_alone(function: F) -> F:
-    """The function, one of several that the same lines have made, which `_torch.leave_alone` is to keep apart."""
+    """Marks this function with `_torch.leave_alone`, but no other function that the same lines have made."""
     cast(FunctionType, function).__code__ = cast(FunctionType, function).__code__.replace()  # the mark is on the code
     return _torch.leave_alone(function)
 
@@ -56,8 +56,8 @@ class _ShowsForwardOfModule:
     def __init__(self, function: FunctionType) -> None:
         self.__doc__ = function.__doc__
         self._function = function
-        self._stand_ins = {traced: StandIns(self._showing, traced) for traced in (True, False)}
-        self._left_alone = left_alone(self._calling())
+        self._stand_ins = {is_traced: StandIns(self._make_stand_in, is_traced) for is_traced in (True, False)}
+        self._left_alone = left_alone(self._make_copy())
 
     @_torch.leave_alone
     def __get__(self, wrapper: Any, cls: type | None = None) -> Any:
@@ -66,19 +66,19 @@ class _ShowsForwardOfModule:
         if torch.compiler.is_dynamo_compiling():  # the compiler does not read the signature
             return functools.partial(self._function, wrapper)
         module = vars(wrapper).get("_modules", {}).get("module")
-        shown = getattr(module, "forward", None)
-        traced = not wrapper.device_ids
-        if isinstance(shown, MethodType):
-            return MethodType(self._stand_ins[traced].of(shown.__func__), wrapper)
-        bound = MethodType(self._function if traced else self._left_alone, wrapper)
-        if shown is None or (isinstance(shown, _torch.ScriptMethod) and not hasattr(shown, "__wrapped__")):
-            return bound  # a traced method has no signature
-        return _shown_by(functools.partial(bound), shown)
+        original = getattr(module, "forward", None)
+        is_traced = not wrapper.device_ids
+        if isinstance(original, MethodType):
+            return MethodType(self._stand_ins[is_traced].of(original.__func__), wrapper)
+        bound = MethodType(self._function if is_traced else self._left_alone, wrapper)
+        if original is None or (isinstance(original, _torch.ScriptMethod) and not hasattr(original, "__wrapped__")):
+            return bound  # what `torch.jit.trace` makes has no signature
+        return _give_signature(functools.partial(bound), original)
 
-    def _showing(self, shown: Any) -> FunctionType:
-        return _shown_by(self._calling(), shown)
+    def _make_stand_in(self, original: Any) -> FunctionType:
+        return _give_signature(self._make_copy(), original)
 
-    def _calling(self) -> FunctionType:
+    def _make_copy(self) -> FunctionType:
         function = self._function
 
         def forward(wrapper: Any, /, *inputs: Any, **kwargs: Any) -> Any:
@@ -88,11 +88,11 @@ class _ShowsForwardOfModule:
         return cast(FunctionType, forward)
 
 
-def _shown_by(function: F, shown: Any) -> F:
-    """``function`` with the signature of ``shown``, which is read when somebody asks for it."""
-    function.__wrapped__ = shown  # type: ignore[attr-defined]
-    # Annotations that are strings are looked up where ``shown`` is defined.
-    function.__annotations__ = dict(getattr(shown, "__annotations__", {}))
+def _give_signature(function: F, original: Any) -> F:
+    """Gives ``function`` the signature of ``original``, which Python reads when somebody asks for it."""
+    function.__wrapped__ = original  # type: ignore[attr-defined]
+    # Python looks up annotations that are strings where ``original`` is defined.
+    function.__annotations__ = dict(getattr(original, "__annotations__", {}))
     return function
 
 

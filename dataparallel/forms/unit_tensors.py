@@ -1,7 +1,7 @@
-"""The tensors of the replicas of a tree with units, where the units find their modules in it, and what is compiled.
+"""`UnitTensors` gives replicas of a fully sharded tree their tensors; `_CompiledParts` compiles code inside units only.
 
-Parameters of units are the units' own tensors on each slot (``units.slot_unit``), which are empty now. Buffers are sent
-to the slots at each call; those of the first slot are the module's.
+A replica's parameters are its units' tensors on its slot (``units.on_slot``), which are empty between calls. Each call
+sends buffers to the slots; the first slot has the module's own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataparallel.sharded.units.unit import Unit
 
 
 class UnitTensors(ReplicaTensors):
-    """The tensors of one tree. ``tops`` and ``compile`` are for each of its units, with weak references to modules."""
+    """The tensors of one tree's replicas. ``tops`` has the modules of each unit, and ``compile`` how it is compiled."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class UnitTensors(ReplicaTensors):
     ) -> None:
         self._units, self._compile = list(units), list(compile)
         self._modules = [[weakref.ref(module) for module in modules] for modules in tops]
-        # Paths in the tree, as it was at the last call.
+        # Of each unit, in the tree of the last call: paths of its modules, and path, name and number of its parameters.
         self._tops: list[list[str]] = []
         self._places: list[list[tuple[str, str, int]]] = []
-        self._from_outside: list[tuple[str, str, list[Unit]]] = []
+        self._outer_references: list[tuple[str, str, list[Unit]]] = []
 
     def for_call(
         self,
@@ -55,87 +55,87 @@ class UnitTensors(ReplicaTensors):
             RuntimeError: a graph is recorded, and a parameter that needs a gradient is in no unit.
         """
         self._find_paths(plan)
-        self._from_outside = self._references_from_outside(plan) if plan.has_references else []
-        self._mark(plan)
+        self._outer_references = self._find_outer_references(plan) if plan.has_references else []
+        self._prepare(plan)
         by_slot: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
-        of_unit = {id(p): (unit, i) for unit in self._units for i, p in enumerate(unit.parameters)}
-        sent: list[int] = []
+        unit_and_number = {id(p): (unit, i) for unit in self._units for i, p in enumerate(unit.parameters)}
+        buffers: list[int] = []
         for i, tensor in enumerate(plan.tensors):
-            if id(tensor) in of_unit:
-                unit, position = of_unit[id(tensor)]
+            if id(tensor) in unit_and_number:
+                unit, number = unit_and_number[id(tensor)]
                 for slot, tensors in enumerate(by_slot):
-                    tensors[i] = unit.slot_units[slot].parameters[position]
+                    tensors[i] = unit.on_slots[slot].parameters[number]
             elif record and tensor.requires_grad:
                 raise _not_sharded(plan, i)
             else:
-                sent.append(i)
-        copies = comm.broadcast_coalesced([plan.tensors[i] for i in sent], slots, cap_bytes, own_storage=True)
-        put(by_slot, sent, copies)
+                buffers.append(i)
+        copies = comm.broadcast_coalesced([plan.tensors[i] for i in buffers], slots, cap_bytes, own_storage=True)
+        put(by_slot, buffers, copies)
         return by_slot
 
-    def bind(self, replicas: Sequence[nn.Module], call: RootCall) -> None:
-        """Lets the modules of units in new replicas gather their parameters, and registers the sharded ones there."""
+    def bind(self, replicas: Sequence[nn.Module], call: ForwardCall) -> None:
+        """Lets units' modules in new replicas gather parameters in ``call``, and registers sharded parameters there."""
         for slot, replica in enumerate(replicas):
-            root: UnitModule = vars(replica)[UNIT_MODULE]
-            for each in (root, *root.lower_unit_modules):
-                unit = self._units[each.unit_number]
-                each.runner = ModuleRunner(unit.slot_units[slot], each.number, each.entries, call)
-                each.runner.register(unit.parameters)
-            modules = dict(replica.named_modules()) if self._from_outside else {}
-            for path, key, units in self._from_outside:
+            root: UnitInReplica = vars(replica)[UNIT_ON_SLOT]
+            for found in (root, *root.others):
+                unit = self._units[found.unit]
+                found.now = ModuleOnSlot(unit.on_slots[slot], found.number, found.places, call)
+                found.now.register(unit.parameters)
+            modules = dict(replica.named_modules()) if self._outer_references else {}
+            for path, key, units in self._outer_references:
                 attributes = modules[path].__dict__
-                sharded = {
-                    id(full): parameter
+                sharded_by_id = {
+                    id(full): sharded
                     for unit in units
-                    for full, parameter in zip(unit.slot_units[slot].parameters, unit.parameters, strict=True)
+                    for full, sharded in zip(unit.on_slots[slot].parameters, unit.parameters, strict=True)
                 }
-                attributes[key] = Rebinding(sharded).rebound(attributes[key])
+                attributes[key] = Rebinding(sharded_by_id).rebound(attributes[key])
 
     def _find_paths(self, plan: ModulePlan) -> None:
-        """Finds the units' modules, and the places of their parameters. Those that were replaced are not there."""
+        """Finds the units' modules and parameters in the tree, except in modules that were replaced or removed."""
         paths = {id(entry.module): entry.name for entry in plan.entries} | {plan.source_id: ""}
         registries = {id(entry.module._parameters): entry.name for entry in plan.entries}
-        found = [[id(module()) for module in modules] for modules in self._modules]
-        self._tops = [[paths[module] for module in modules if module in paths] for modules in found]
+        ids = [[id(module()) for module in modules] for modules in self._modules]
+        self._tops = [[paths[module_id] for module_id in of_unit if module_id in paths] for of_unit in ids]
         self._places = [
             [(registries[id(own)], name, i) for own, name, i in unit.registries.entries if id(own) in registries]
             for unit in self._units
         ]
 
-    def _mark(self, plan: ModulePlan) -> None:
-        """Has replicas of the plan made with the objects that run calls of the units' modules."""
-        if UNIT_MODULE in plan.entries[0].attributes:
+    def _prepare(self, plan: ModulePlan) -> None:
+        """Gives the plan's modules the objects that gather units, and compiled code, which replicas then have too."""
+        if UNIT_ON_SLOT in plan.entries[0].attributes:
             return
-        numbers = {entry.name: at for at, entry in enumerate(plan.entries)}
-        for at, (tops, of_unit) in enumerate(zip(self._tops, self._places, strict=True)):
-            places = [(numbers[path], name, i) for path, name, i in of_unit]
+        positions = {entry.name: position for position, entry in enumerate(plan.entries)}
+        for unit_number, (tops, places) in enumerate(zip(self._tops, self._places, strict=True)):
+            in_plan = [(positions[path], name, i) for path, name, i in places]
             for number, path in enumerate(tops):
-                plan.entries[numbers[path]].attributes[UNIT_MODULE] = UnitModule(at, number, places)
+                plan.entries[positions[path]].attributes[UNIT_ON_SLOT] = UnitInReplica(unit_number, number, in_plan)
         arguments = {
-            numbers[path]: argument for argument, tops in zip(self._compile, self._tops, strict=True) for path in tops
+            positions[path]: argument for argument, tops in zip(self._compile, self._tops, strict=True) for path in tops
         }
         if plan.has_compiled or any(argument is not None for argument in arguments.values()):
-            _Division(plan, arguments).divide()
+            _CompiledParts(plan, arguments).choose()
 
-    def _references_from_outside(self, plan: ModulePlan) -> list[tuple[str, str, list[Unit]]]:
-        """Attributes that lead to parameters of a unit, of modules outside of it: path, name, units.
+    def _find_outer_references(self, plan: ModulePlan) -> list[tuple[str, str, list[Unit]]]:
+        """Finds attributes of modules outside of a unit that refer to its parameters: path, name, units.
 
-        They may be read while the unit has no memory, which would crash the process. In replicas they lead to the
-        sharded parameters, whose operators raise.
+        The user's code may read them while the unit has no memory, which would crash the process. In replicas they
+        refer to the sharded parameters, whose operators raise.
         """
-        owner = {id(p): at for at, unit in enumerate(self._units) for p in unit.parameters}
-        found = []
+        unit_numbers = {id(p): number for number, unit in enumerate(self._units) for p in unit.parameters}
+        references = []
         for entry in plan.entries:
             for key in entry.references:
-                units = {owner[id(item)] for item in reached(entry.attributes[key]) if id(item) in owner}
-                outside = [self._units[at] for at in sorted(units) if not _is_below(entry.name, self._tops[at])]
-                if outside:
-                    found.append((entry.name, key, outside))
-        return found
+                found = {unit_numbers[id(item)] for item in reached(entry.attributes[key]) if id(item) in unit_numbers}
+                units = [self._units[each] for each in sorted(found) if not _is_below(entry.name, self._tops[each])]
+                if units:
+                    references.append((entry.name, key, units))
+        return references
 
 
 def _not_sharded(plan: ModulePlan, position: int) -> RuntimeError:
-    """The error for a parameter that came later, whose gradients nobody would sum."""
+    """Makes the error for a parameter that came after `fully_shard`: nobody would sum its gradients."""
     name = next(
         dotted(entry.name, key) for entry in plan.entries for key, at in entry.parameters.items() if at == position
     )
@@ -152,36 +152,36 @@ def _is_below(path: str, tops: Sequence[str]) -> bool:
 # ---- compiled code of units ------------------------------------------------------------------------------------------
 
 
-class _Division:
-    """Changes a plan so that replicas call compiled code of which no graph has parameters of two units.
+class _CompiledParts:
+    """Chooses the modules of a plan that replicas call as compiled code, so that no graph has parameters of two units.
 
-    A unit is gathered before its code runs and freed after it, so compiled code begins and ends inside a unit. Where a
-    user compiles a module that has units below, the module's own ``forward`` runs as it is. Instead the largest parts
-    below that lie in one unit are compiled, in the same way: units without others below, and modules that hold no unit.
-    A module that is compiled by itself stays compiled in its own way. ``tops`` are positions of the units' modules.
+    A unit is gathered before its code runs and freed after it, so compiled code begins and ends inside a unit. If the
+    user compiles a module that has units below it, the module's own ``forward`` runs uncompiled. Instead the largest
+    modules below it that lie in one unit are compiled in the same way, except those that the user has compiled already.
+    ``tops`` has the position in the plan of each unit's modules, and the unit's argument ``compile``.
     """
 
     def __init__(self, plan: ModulePlan, tops: Mapping[int, CompileArgument | None]) -> None:
         self._entries, self._tops = plan.entries, tops
         self._below = [self._children(at) for at in range(len(plan.entries))]
 
-    def divide(self) -> None:
+    def choose(self) -> None:
         """Changes the plan's entries."""
         for at in sorted(self._tops, reverse=True):  # parents come after their children
             argument = self._tops[at]
             if argument is not None:
-                self._give(at, argument.of)
+                self._compile(at, argument.of)
         for at, entry in enumerate(self._entries):
             if entry.compiled is None:
                 continue
             called = at if entry.compiled.child is None else entry.children[entry.compiled.child]
             if self._holds_units(called) or (called != at and called in self._tops):
                 compile = partial(compiled_in_place, call=entry.attributes[CALL] if called == at else entry.module)
-                self._run_as_it_is(entry)
-                self._give(called, compile)
+                self._run_uncompiled(entry)
+                self._compile(called, compile)
 
-    def _run_as_it_is(self, entry: ModuleEntry) -> None:
-        """The module's own code is not compiled."""
+    def _run_uncompiled(self, entry: ModuleEntry) -> None:
+        """Makes replicas run the module's own code uncompiled."""
         assert entry.compiled is not None
         if entry.compiled.child is None:
             entry.compiled = None
@@ -189,19 +189,19 @@ class _Division:
         else:
             entry.compiled = entry.compiled._replace(functions=None)
 
-    def _give(self, at: int, compile: Callable[..., Compiled | None]) -> None:
-        """Compiles this module, or else what is below."""
+    def _compile(self, at: int, compile: Callable[..., Compiled | None]) -> None:
+        """Compiles this module, or its children if it holds units or has no ``forward``."""
         entry = self._entries[at]
-        if entry.compiled is not None:  # in a way of its own
+        if entry.compiled is not None:  # by the user
             return
         if self._holds_units(at) or not has_forward(entry.module):
             for child in self._below[at]:
-                self._give(child, compile)
+                self._compile(child, compile)
         else:
             entry.compiled = compile(entry.module, others=[each.compiled for each in self._entries])
 
     def _holds_units(self, at: int) -> bool:
-        """True if there is a module of a unit below this one."""
+        """True if a module of a unit is below this one."""
         seen: set[int] = set()
         waiting = [*self._below[at]]
         while waiting:
@@ -214,6 +214,6 @@ class _Division:
         return False
 
     def _children(self, at: int) -> list[int]:
-        """Positions of the children that are in the plan, without those that only lead back to a parent."""
+        """Returns positions of the children that are in the plan, except children that only refer back to a parent."""
         entry = self._entries[at]
         return [child for key, child in entry.children.items() if child >= 0 and key not in entry.proxied]

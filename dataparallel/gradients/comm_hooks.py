@@ -1,7 +1,7 @@
-"""Communication hooks: a user's function does with the sum of a bucket over the slots whatever it likes.
+"""`CommHook` calls a user's communication hook, which turns a bucket's sum over the slots into the bucket's gradients.
 
-It is called as those of ``torch.nn.parallel.DistributedDataParallel``: ``hook(state, bucket)`` returns a
-``torch.futures.Future`` of a tensor. `HookedSums` is the `Reducer` of a hook where there are no machines.
+The interface is that of ``torch.nn.parallel.DistributedDataParallel``: ``hook(state, bucket)`` returns a
+``torch.futures.Future`` of a tensor. `HookedSums` is the `Reducer` that calls a hook where there are no machines.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class GradBucket:
         return self._index == self._count - 1
 
     def buffer(self) -> Tensor:
-        """All gradients in one flat tensor: what the last `set_buffer` has set, else the sum over the slots."""
+        """All gradients in one flat tensor: the one that `set_buffer` was given last, else the sum over the slots."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replaces what `buffer` and `gradients` return. The gradients still are what the hook's future has.
+        """Replaces the tensor that `buffer` and `gradients` return. The hook's future still has the final gradients.
 
         Raises:
             TypeError: it is no tensor.
@@ -61,9 +61,9 @@ class GradBucket:
 
     @torch.no_grad()
     def owned(self, value: Tensor) -> Tensor:
-        """``value``, which a hook has left, as a tensor like the buffer that it got, on the current stream.
+        """Returns a hook's tensor ``value`` if it is the hook's buffer, else a copy in the buffer's dtype.
 
-        It is that buffer, or memory of its own, so that a tensor which the hook keeps is not a gradient too.
+        The copy is made on the current stream. So the hook may keep a tensor of its own.
         """
         if value is self.summed:
             return value
@@ -130,20 +130,20 @@ class CommHook:
             ) from error
         if not isinstance(future, torch.Future):
             raise TypeError(
-                f"the communication hook {self.name} has returned {_what(future)} for {bucket}. It has to return a "
+                f"the communication hook {self.name} has returned {_kind_of(future)} for {bucket}. It has to return a "
                 "torch.futures.Future of the bucket's flat tensor: the get_future() of an asynchronous collective, or "
                 "a Future() whose set_result(tensor) has been called"
             )
         return future
 
     def value(self, bucket: GradBucket, future: Any) -> Tensor:
-        """The tensor that the hook's future has, which has to be done. The current stream is ordered after it.
+        """Returns the tensor of the hook's future, which is done. The current stream waits for it.
 
         Raises:
             RuntimeError: the future has failed. Its error is the cause.
             TypeError: it has no tensor.
-            ValueError: the tensor has another shape, dtype or device. The dtype may also be the one of the tensor that
-                the hook gave to `GradBucket.set_buffer`: torch's ``fp16_compress_wrapper`` returns that.
+            ValueError: the tensor has another shape, dtype or device. The dtype may also be the dtype of the tensor
+                that the hook gave to `GradBucket.set_buffer`: torch's ``fp16_compress_wrapper`` returns such a tensor.
         """
         try:
             value = future.wait()
@@ -152,11 +152,11 @@ class CommHook:
                 f"the future of the communication hook {self.name} has failed for {bucket}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if isinstance(value, (list, tuple)) and len(value) == 1:  # what the future of a collective has
+        if isinstance(value, (list, tuple)) and len(value) == 1:  # the future of a collective has such a list
             (value,) = value
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"the future of the communication hook {self.name} has {_what(value)} for {bucket}; it has to have "
+                f"the future of the communication hook {self.name} has {_kind_of(value)} for {bucket}; it has to have "
                 "the bucket's flat tensor"
             )
         self._check(bucket, value)
@@ -194,39 +194,38 @@ def _name_of(hook: Any) -> str:
     return getattr(hook, "__qualname__", None) or type(hook).__qualname__
 
 
-def _what(value: object) -> str:
+def _kind_of(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
 class HookedSums:
-    """A `Reducer` without machines: what a hook leaves."""
+    """A `Reducer` that calls a hook, without other machines."""
 
     def __init__(self, hook: CommHook) -> None:
         self.hook = hook
         self._lock = threading.Lock()  # several threads may have a pass each
-        self._under_way: Any = None
+        self._last_future: Any = None  # of the last call, if it was not done at once
 
     def begin_pass(self, contents: str) -> _HookedPass:
         """See `Reducer`."""
         return _HookedPass(self)
 
     def signal_failure(self, error: BaseException) -> None:
-        """See `Reducer`. No other process is known."""
+        """See `Reducer`. There is no other process to tell."""
 
-    def call(self, bucket: GradBucket) -> Called:
-        """Calls the hook, once the call for the bucket before it is done.
+    def call(self, bucket: GradBucket) -> HookCall:
+        """Calls the hook, once the future of the previous bucket is done.
 
         Raises:
             Exception: as `CommHook.call`.
         """
         with self._lock:
-            former, self._under_way = self._under_way, None
-            if former is not None:
-                wait_for(former)
-            called = Called(self.hook, bucket)
-            if not called.future.done():
-                self._under_way = called.future
-        return called
+            previous, self._last_future = self._last_future, None
+            if previous is not None:
+                wait_for(previous)
+            hook_call = HookCall(self.hook, bucket)
+            self._last_future = None if hook_call.future.done() else hook_call.future
+        return hook_call
 
 
 class _HookedPass:
@@ -236,26 +235,27 @@ class _HookedPass:
         self._sums = sums
         self._has_failed = False
 
-    def launch(self, sums: BucketSum) -> Called | None:
-        """See `ReducerPass`. If the pass fails elsewhere, the hook is still called for the other buckets, with zeros.
+    def launch(self, bucket_sum: BucketSum) -> HookCall | None:
+        """See `ReducerPass`. After an error of the hook itself, the hook is not called again in this pass.
 
-        After a failure of its own it is not called again, and nobody waits for what this returns.
+        If the pass fails elsewhere, the hook is still called for the remaining buckets, with zeros.
         """
         if self._has_failed:
             return None
         try:
-            return self._sums.call(GradBucket(sums.index, sums.count, sums.flat, sums.parameters, sums.names))
+            parameters, names = bucket_sum.parameters, bucket_sum.names
+            return self._sums.call(GradBucket(bucket_sum.index, bucket_sum.count, bucket_sum.flat, parameters, names))
         except BaseException:
             self._has_failed = True
             raise
 
-    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> _Known:
+    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> _KnownResult:
         """See `ReducerPass`. A gradient is ``None`` if no slot has used the parameter."""
-        return _Known(used)
+        return _KnownResult(used)
 
 
-class _Known:
-    """What is known at once. Who waits for the end of a pass has waited for its buckets before."""
+class _KnownResult:
+    """An `AsyncResult` that is known at once: a backward waits for the buckets before it waits for the end."""
 
     def __init__(self, value: Sequence[bool]) -> None:
         self._value = value
@@ -264,11 +264,11 @@ class _Known:
         return self._value
 
 
-class Called:
-    """A call of the hook. Made with the streams current that have made the bucket's sum, or with an event behind it.
+class HookCall:
+    """One call of the hook, which waits for the event ``summed`` or else for the current stream. It begins at once.
 
     Attributes:
-        future: what the hook has returned.
+        future: the future that the hook has returned.
     """
 
     def __init__(self, hook: CommHook, bucket: GradBucket, summed: Event | None = None) -> None:
@@ -285,7 +285,7 @@ class Called:
         self._hook.value(self._bucket, self.future)
 
     def wait(self) -> Tensor:
-        """The gradients, on the current stream.
+        """Returns the gradients, on the current stream.
 
         Raises:
             Exception: as `CommHook.value`.
@@ -304,12 +304,12 @@ class Called:
 
     @contextmanager
     def _stream_set(self, flat: Tensor, summed: Event | None) -> Iterator[None]:
-        """Inside, the stream and the device of hooks are current. The stream is behind what has made ``flat``."""
+        """Makes the stream and the device of hooks current inside the block. The stream waits for ``flat`` first."""
         if self._stream is None:
             yield
             return
         (summed or Event(current_stream_at(self._device.index))).make_wait(self._stream)
-        # If the pass fails, nobody's stream waits for this one before the memory is used again.
+        # If the pass fails, no stream waits for this one before the memory is used again.
         flat.record_stream(self._stream)
         with current_device_set(self._device), streams_set({self._device: self._stream}):
             yield

@@ -1,7 +1,7 @@
-"""What `replicate` does over machines with the sums over the slots, and what the machines agree on before a forward.
+"""`MachineSums` and `HookedMachineSums` reduce gradients over machines; `Agreement` prepares a forward on all machines.
 
-A forward without grad mode talks to no other machine, so one machine may evaluate alone. This file is imported where a
-group or a mesh was given.
+A forward without grad mode sends nothing to other machines, so one machine may evaluate alone. `replicate` imports this
+file only if a group or a mesh was given.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm import nccl
-from dataparallel.gradients.comm_hooks import Called, CommHook, GradBucket
-from dataparallel.gradients.ordered_pass import Arriving, BucketSum
+from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookCall
+from dataparallel.gradients.ordered_pass import AsyncResult, BucketSum
 from dataparallel.machines.collectives import all_reduce, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
@@ -25,7 +25,7 @@ from dataparallel.machines.start import send_values
 
 
 class _ReducerOverMachines:
-    """What the reducers below have in common: each pass is a round of all machines."""
+    """The base of the reducers below. Each pass is a round of all machines."""
 
     def __init__(self, machines: Machines) -> None:
         self._machines = machines
@@ -34,13 +34,13 @@ class _ReducerOverMachines:
         return self._machines.queue.begin_round("backward", contents)
 
     def signal_failure(self, error: BaseException) -> None:
-        """See `Reducer`. What all machines know of is not told again."""
+        """See `Reducer`. All machines know of a `MachinesError` already."""
         if not isinstance(error, MachinesError):
             self._machines.queue.signal_failure(error)
 
 
 class MachineSums(_ReducerOverMachines):
-    """A `Reducer`: the sums of all machines, divided by their number if ``average``."""
+    """A `Reducer` that sums buckets over all machines, and divides by their number if ``average``."""
 
     def __init__(self, machines: Machines, average: bool) -> None:
         super().__init__(machines)
@@ -58,22 +58,23 @@ class _MachinePass:
         self._machines, self._round, self._average = machines, round, average
         self.end_pass = round.end
 
-    def launch(self, sums: BucketSum) -> Arriving:
+    def launch(self, bucket_sum: BucketSum) -> AsyncResult:
         """See `ReducerPass`."""
-        flat = sums.flat
+        flat = bucket_sum.flat
         if self._average:
             flat.div_(self._machines.size)
         sent = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-        # Staged here, where the current stream has made the sum.
+        # `stage` is called here, because the current stream has made the sum.
         issue = partial(all_reduce, self._machines, stage(self._machines, sent))
-        launched = self._round.launch(f"bucket {sums.index} of {sums.count}, with {sums.names[0]!r}", issue)
-        return _Complex(launched) if flat.is_complex() else launched
+        what = f"bucket {bucket_sum.index} of {bucket_sum.count}, with {bucket_sum.names[0]!r}"
+        launched = self._round.launch(what, issue)
+        return _ComplexResult(launched) if flat.is_complex() else launched
 
 
-class _Complex:
-    """A sum of complex numbers, which travels as pairs of real ones."""
+class _ComplexResult:
+    """The result of a sum of complex numbers, which travels as pairs of real ones."""
 
-    def __init__(self, launched: Arriving) -> None:
+    def __init__(self, launched: AsyncResult) -> None:
         self._launched = launched
 
     def wait(self) -> Tensor:
@@ -81,10 +82,9 @@ class _Complex:
 
 
 class HookedMachineSums(_ReducerOverMachines):
-    """A `Reducer`: what a communication hook leaves. If it fails on a rank, no rank gets gradients.
+    """A `Reducer` that calls a communication hook. If the hook fails on one rank, no rank gets gradients.
 
-    The issuing thread calls the hook for one bucket after the other, in the order that all machines have agreed on, so
-    backward goes on meanwhile.
+    The issuing thread calls the hook, in the order of buckets that all machines have agreed on, beside the backward.
     """
 
     def __init__(self, machines: Machines, hook: CommHook) -> None:
@@ -92,75 +92,75 @@ class HookedMachineSums(_ReducerOverMachines):
         self._hook = hook
 
     def begin_pass(self, contents: str) -> _HookedMachinePass:
-        """See `Reducer`. The hook's name has to be the same on all ranks."""
+        """See `Reducer`. Ranks compare the hook's name too."""
         round = self._begin_round(f"{contents}\nthe communication hook {self._hook.name}")
         return _HookedMachinePass(self._machines, round, self._hook)
 
 
 class _HookedMachinePass:
-    """The `ReducerPass` of `HookedMachineSums`. The hook is called later: its errors come from the waits."""
+    """The `ReducerPass` of `HookedMachineSums`. `launch` does not call the hook yet, so ``wait`` raises its errors."""
 
     def __init__(self, machines: Machines, round: Round, hook: CommHook) -> None:
         self.machines, self.round, self.hook = machines, round, hook
-        self.ended: Launched | None = None
+        self.end_result: Launched | None = None
 
-    def launch(self, sums: BucketSum) -> _HookedBucket:
+    def launch(self, bucket_sum: BucketSum) -> _HookedResult:
         """See `ReducerPass`."""
-        return _HookedBucket(self, sums)
+        return _HookedResult(self, bucket_sum)
 
     def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> Launched:
         """See `ReducerPass`."""
-        self.ended = self.round.end(used, error)
-        return self.ended
+        self.end_result = self.round.end(used, error)
+        return self.end_result
 
 
-class _HookedBucket:
-    """One bucket, of which the hook gets a copy in host memory if the group cannot send it as it is."""
+class _HookedResult:
+    """The `AsyncResult` of one bucket. The hook gets a copy in host memory if the group cannot send the bucket."""
 
-    def __init__(self, of_pass: _HookedMachinePass, sums: BucketSum) -> None:
-        self._of_pass = of_pass
-        self._called: Called | None = None
-        self._staged = stage(of_pass.machines, sums.flat)
-        self._bucket = GradBucket(sums.index, sums.count, self._staged.host, sums.parameters, sums.names)
+    def __init__(self, of_pass: _HookedMachinePass, bucket_sum: BucketSum) -> None:
+        self._pass = of_pass
+        self._hook_call: HookCall | None = None
+        self._staged = stage(of_pass.machines, bucket_sum.flat)
+        parameters, names = bucket_sum.parameters, bucket_sum.names
+        self._bucket = GradBucket(bucket_sum.index, bucket_sum.count, self._staged.host, parameters, names)
         what = f"the communication hook {of_pass.hook.name} for {self._bucket}"
         self._launched = of_pass.round.call(what, self._call_hook, self._check)
 
     def _call_hook(self) -> Any:
-        staged, is_nccl = self._staged, self._of_pass.machines.is_nccl(self._staged.host.device)
+        staged, is_nccl = self._staged, self._pass.machines.is_nccl(self._staged.host.device)
         if staged.is_copied and staged.event is not None:
             staged.event.synchronize()
         with nccl.launching() if is_nccl else nullcontext():
-            self._called = Called(self._of_pass.hook, self._bucket, staged.event if is_nccl else None)
-        return self._called.future
+            self._hook_call = HookCall(self._pass.hook, self._bucket, staged.event if is_nccl else None)
+        return self._hook_call.future
 
     def _check(self) -> None:
-        """Raises if what the hook has left cannot be gradients."""
-        assert self._called is not None
-        self._called.check()
+        assert self._hook_call is not None
+        self._hook_call.check()
 
     def wait(self) -> Tensor:
-        """The gradients, on the device of the sum and on the current stream."""
+        """Returns the gradients, on the device of the sum and on the current stream."""
         try:
             self._launched.wait()
         except BaseException:
-            # Until the launcher has ended the round: the error may make the caller send something over the same group.
-            if self._of_pass.ended is not None:
+            # Wait until the launcher has ended the round: after the error the caller may send over the same group.
+            if self._pass.end_result is not None:
                 with suppress(Exception):
-                    self._of_pass.ended.wait()
+                    self._pass.end_result.wait()
             raise
-        assert self._called is not None
-        found = self._called.wait()
-        return self._staged.arrive(found) if self._staged.is_copied else found
+        assert self._hook_call is not None
+        grads = self._hook_call.wait()
+        return self._staged.arrive(grads) if self._staged.is_copied else grads
 
 
 class Agreement:
-    """What the machines agree on before a recorded forward."""
+    """Makes all machines begin a recorded forward with the same buffers and the same order of buckets."""
 
     def __init__(self, machines: Machines) -> None:
         self._machines = machines
 
     def send_buffers(self, named: Mapping[str, Tensor]) -> None:
-        """Gives buffers the values of rank 0, as slots get those of slot 0: their versions stay as they are.
+        """Gives buffers the values of rank 0, as other slots get slot 0's values. Version counters stay as they are.
 
         So a graph that saved a buffer can still run its backward. The copies run on the current streams.
         """
@@ -168,12 +168,12 @@ class Agreement:
             send_values(self._machines, {name: tensor.data for name, tensor in named.items()})
 
     def order(self, positions: Sequence[int]) -> list[int]:
-        """Rank 0's order of tensors that all machines have."""
+        """Returns the ``positions`` that rank 0 has given, on all machines."""
         contents = f"{len(positions)} parameters"
-        first: list[int] = self._machines.queue.all_say("order of buckets", contents, [*positions])[0]
-        return first
+        of_rank_0: list[int] = self._machines.queue.all_say("order of buckets", contents, [*positions])[0]
+        return of_rank_0
 
     def signal_failure(self, error: BaseException) -> None:
-        """A recorded forward has failed here. What all machines know of in this group is not told again."""
+        """Tells that a recorded forward has failed here, unless all machines of this group know the error already."""
         if not isinstance(error, MachinesError) or error.is_of_peers:
             self._machines.queue.signal_failure(error)

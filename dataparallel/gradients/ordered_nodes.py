@@ -1,6 +1,6 @@
-"""The nodes of buckets whose sums go on after the slots, and the passes of their module.
+"""`BucketRow` makes the autograd nodes of buckets that a `Reducer` reduces, and `ModulePasses` the passes over them.
 
-The nodes of all buckets are one row, and tokens keep its order.
+Tokens link the nodes of all buckets, each one's input being an output of another. So backward runs them in one order.
 """
 
 from __future__ import annotations
@@ -27,106 +27,105 @@ from dataparallel.gradients.reducer_buckets import ReducerBucket, ReducerSums
 
 _numbers = count()
 
-_LEFTOVER = 5.0
-"""Seconds for the engine's threads to leave a pass that has failed, before the next one is refused."""
+_FAILED_PASS_TIMEOUT = 5.0
+"""Seconds that a backward waits for the engine's threads to leave one that has failed. Then it raises."""
 
 
-class OrderedBuckets:
-    """The buckets of copies that were made together, in their order. The nodes of their graph hold it.
+class BucketRow:
+    """The ordered buckets of copies that were made together. The nodes in the graph of these copies hold it.
 
     Attributes:
         streams: the computing streams of the forward.
-        when_arrived: called when a pass has succeeded on all machines.
-        number: those that were made later have higher ones.
-        contents: what all machines have to agree on.
-        firsts: the position of each bucket's first parameter among all, and their number.
+        on_success: called when a pass has succeeded on all machines.
+        number: a row that was made later has a higher number.
+        contents: describes the buckets; all machines have to have the same.
+        first_positions: the position of each bucket's first parameter in the list of all parameters, then its length.
     """
 
     def __init__(
         self,
-        passes: Passes,
+        passes: ModulePasses,
         buckets: Sequence[ReducerBucket],
         streams: dict[torch.device, torch.Stream],
-        when_arrived: Callable[[], None],
+        on_success: Callable[[], None],
     ) -> None:
-        self.passes, self.buckets, self.streams, self.when_arrived = passes, list(buckets), streams, when_arrived
+        self.passes, self.buckets, self.streams, self.on_success = passes, list(buckets), streams, on_success
         self.number = next(_numbers)
         self.contents = "\n".join(f"{i}: {bucket.describe()}" for i, bucket in enumerate(buckets))
-        self.firsts = [0, *accumulate(len(bucket.names) for bucket in self.buckets)]
-        self._end: weakref.ref[Any] | None = None
-        self._on_slots: list[list[weakref.ref[Any]]] = [[] for _ in self.buckets]
+        self.first_positions = [0, *accumulate(len(bucket.names) for bucket in self.buckets)]
+        self._end_node: weakref.ref[Any] | None = None
+        self._copy_nodes: list[list[weakref.ref[Any]]] = [[] for _ in self.buckets]
 
-    def make_sources(self) -> tuple[list[Tensor], Tensor]:
-        """Makes the nodes that the sums go to: for each bucket a handle, and the first token. ::
+    def make_source_nodes(self) -> tuple[list[Tensor], Tensor]:
+        """Makes the nodes behind `LaunchBucket` in backward. Returns a handle for each bucket, and the first token. ::
 
-            parameters <-- FromArrived <-- AllArrived <-- EndOfLaunches <-- LaunchBucket of the last bucket
+            parameters <-- FromReducer <-- WaitForAll <-- EndLaunches <-- LaunchBucket of the last bucket
                                                                         <-- ... <-- LaunchBucket of the first bucket
 
-        Every `FromArrived` follows `AllArrived`, also those of buckets that a pass does not reach. So nobody waits
-        before all is launched, and no ``.grad`` is written before the pass has succeeded everywhere.
+        Every `FromReducer` follows `WaitForAll`, even if the pass does not reach its bucket. So nobody waits before all
+        buckets are launched, and no ``.grad`` is written before the pass has succeeded on all machines.
 
-        On the CPU one thread runs all nodes, and `EndOfLaunches` and `AllArrived` run when nothing else is ready. So an
-        error anywhere in this machine's backward comes before its end. The threads of accelerators never block:
-        `AllArrived` runs in the thread that has called ``backward``.
+        On the CPU one thread runs all nodes, `EndLaunches` and `WaitForAll` last, so after any error of this machine's
+        backward. Threads of accelerators never block: `WaitForAll` runs in the thread that has called ``backward``.
         """
         handles: list[Tensor] = []
         tokens: list[Tensor] = []
         for index, bucket in enumerate(self.buckets):
-            handle, token = FromArrived.apply(*bucket.sources)
+            handle, token = FromReducer.apply(*bucket.sources)
             node: Any = handle.grad_fn
-            node.ordered, node.index = self, index
+            node.row, node.index = self, index
             run_last(handle.grad_fn)
             handles.append(handle)
             tokens.append(token)
-        token = EndOfLaunches.apply(self, AllArrived.apply(self, *tokens))
-        self._end = weakref.ref(token.grad_fn)
-        self.passes.ordered.add(self)
+        token = EndLaunches.apply(self, WaitForAll.apply(self, *tokens))
+        self._end_node = weakref.ref(token.grad_fn)
+        self.passes.rows.add(self)
         return handles, token
 
-    def make_to_slots(self, index: int, arguments: Sequence[Any], token: Tensor) -> Sequence[Tensor]:
-        """Makes a bucket's `LaunchBucket`. Its last output is the token for the bucket before."""
+    def make_launch_node(self, index: int, arguments: Sequence[Any], token: Tensor) -> Sequence[Tensor]:
+        """Makes a bucket's `LaunchBucket` node. Its last output is the token for the previous bucket's node."""
         outputs: tuple[Tensor, ...] = LaunchBucket.apply(*arguments, token)
         node: Any = outputs[-1].grad_fn
-        node.ordered, node.index = self, index
+        node.row, node.index = self, index
         return outputs
 
     def note_copies(self, index: int, on_slots: Sequence[Sequence[Tensor]]) -> None:
-        """Notes a bucket's copies on the slots, to ask the engine which of them a pass reaches."""
-        self._on_slots[index] = [weakref.ref(copies[0].grad_fn) for copies in on_slots]
+        """Notes the nodes of a bucket's copies on the slots, for `has_gradients`."""
+        self._copy_nodes[index] = [weakref.ref(copies[0].grad_fn) for copies in on_slots]
 
     def is_reached(self) -> bool:
-        """True if the running pass goes over these buckets."""
-        end = None if self._end is None else self._end()
-        return end is not None and _torch.will_engine_execute_node(end)
+        """True if the running backward reaches these buckets."""
+        end_node = None if self._end_node is None else self._end_node()
+        return end_node is not None and _torch.will_engine_execute_node(end_node)
 
-    def reached(self) -> list[tuple[bool, set[int]]]:
-        """`reached_sources` of each bucket, in the running pass."""
-        end = None if self._end is None else self._end()
-        assert end is not None
-        ((all_arrived, _),) = [following for following in end.next_functions if following[0] is not None]
-        nodes = [node for node, _ in all_arrived.next_functions if node is not None]
+    def reached_sources(self) -> list[tuple[bool, set[int]]]:
+        """Calls `reached_sources` for each bucket, in the running backward."""
+        end_node = None if self._end_node is None else self._end_node()
+        assert end_node is not None
+        ((wait_node, _),) = [following for following in end_node.next_functions if following[0] is not None]
+        nodes = [node for node, _ in wait_node.next_functions if node is not None]
         return [reached_sources(node, bucket.sources) for node, bucket in zip(nodes, self.buckets, strict=True)]
 
     def has_gradients(self) -> list[bool]:
-        """For each bucket: if the running pass reaches its copies on a slot."""
+        """Returns for each bucket True if the running backward reaches the bucket's copies on some slot."""
         return [
-            any(_torch.will_engine_execute_node(node) for found in of_bucket if (node := found()) is not None)
-            for of_bucket in self._on_slots
+            any(_torch.will_engine_execute_node(node) for reference in references if (node := reference()) is not None)
+            for references in self._copy_nodes
         ]
 
 
 class LaunchBucket(PersistentToSlots):
-    """A bucket's node; see `PersistentToSlots`. ``node.ordered`` and ``node.index`` say which one it is.
+    """The `PersistentToSlots` of a bucket in a `BucketRow`: bucket ``node.index`` of ``node.row``.
 
-    Before its own bucket it launches earlier ones that this pass does not reach: the engine would have run them before.
-    It runs later ones in any case. So each pass launches all buckets in their order, on every machine.
+    The engine runs the first node that it reaches and all later ones. The first one launches the earlier buckets too,
+    which have no gradients. So each pass launches all buckets in their order, on every machine.
     """
 
     @staticmethod
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
-        """Launches the sums over the slots, or keeps the gradients."""
-        by_slot = ToSlots.take_gradients(envelopes[:-1])
-        running = ctx.ordered.passes.running_over(ctx.ordered)
+        """Sums the bucket over the slots and launches it, or keeps its gradients on the slots."""
+        by_slot = ToSlots.brought(envelopes[:-1])
+        this_pass = ctx.row.passes.pass_over(ctx.row)
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a backward with create_graph=True leads to the parameters of a module that is replicated over "
@@ -134,47 +133,47 @@ class LaunchBucket(PersistentToSlots):
                 "create_graph=True with inputs= that do not include its parameters, or leave it out"
             )
         with ToSlots.computing_streams_set(ctx):
-            if running.is_on:
-                running.launch_bucket(ctx, ctx.index, by_slot)
+            if this_pass.is_reduced:
+                this_pass.launch_bucket(ctx, ctx.index, by_slot)
                 return None, None, None, None
-            kept = running.keep_on_slots(ctx.index, by_slot)
-            return None, None, None if kept is None else ToSlots.envelope_of(ctx, kept), None
+            slot_0 = this_pass.keep_on_slots(ctx.index, by_slot)
+            return None, None, None if slot_0 is None else ToSlots.handed_on(ctx, slot_0), None
 
 
-class EndOfLaunches(Node):
-    """``EndOfLaunches.apply(ordered, token)``: the token of the last bucket. Backward says that all is launched."""
+class EndLaunches(Node):
+    """``EndLaunches.apply(row, token)`` returns the last bucket's token. Backward ends the launches of the pass."""
 
     @staticmethod
-    def forward(ctx: Any, ordered: OrderedBuckets, token: Tensor) -> Tensor:
+    def forward(ctx: Any, row: BucketRow, token: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.ordered = ordered
+        ctx.row = row
         run_before_last(ctx)
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None) -> tuple[None, None]:
-        ctx.ordered.passes.running_over(ctx.ordered).end_launches()
+        ctx.row.passes.pass_over(ctx.row).end_launches()
         return None, None
 
 
-class AllArrived(Node):
-    """``AllArrived.apply(ordered, *tokens)``: a token. Backward blocks until all that was launched has arrived."""
+class WaitForAll(Node):
+    """``WaitForAll.apply(row, *tokens)`` returns a token. Backward blocks until all buckets are reduced."""
 
     @staticmethod
-    def forward(ctx: Any, ordered: OrderedBuckets, *tokens: Tensor) -> Tensor:
+    def forward(ctx: Any, row: BucketRow, *tokens: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.ordered, ctx.count = ordered, len(tokens)
+        ctx.row, ctx.count = row, len(tokens)
         run_last(ctx)
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None) -> tuple[None, ...]:
-        ctx.ordered.passes.running_over(ctx.ordered).wait_for_all()
+        ctx.row.passes.pass_over(ctx.row).wait_for_all()
         return (None,) * (1 + ctx.count)
 
 
-class FromArrived(FromSource):
-    """``FromArrived.apply(*tensors)``: a handle for them, and a token. Backward returns what has arrived."""
+class FromReducer(FromSource):
+    """``FromReducer.apply(*tensors)`` returns a handle for them, and a token. Backward returns reduced gradients."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Any:
@@ -182,81 +181,82 @@ class FromArrived(FromSource):
 
     @staticmethod
     def backward(ctx: Any, envelope: Tensor | None, token: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        running = ctx.ordered.passes.running_over(ctx.ordered)
-        return tuple(running.take_gradients(ctx.index)) if running.is_on else FromSource.backward(ctx, envelope)
+        this_pass = ctx.row.passes.pass_over(ctx.row)
+        is_reduced = this_pass.is_reduced
+        return tuple(this_pass.take_gradients(ctx.index)) if is_reduced else FromSource.backward(ctx, envelope)
 
 
-class Passes:
-    """All passes of one module. A hook on the outputs of a call notices where a pass begins.
+class ModulePasses:
+    """The `OrderedPass` objects of one module. Only one backward at a time goes over the module.
 
-    A pass may go over the copies of several forwards: then those that were made first have their turn first.
+    A hook on the outputs of a call notices where a backward begins. Of several rows the oldest is launched first.
 
     Attributes:
-        reducer: what follows the slots.
-        sums: the gradients that wait.
-        ordered: the buckets of all forwards whose graphs still exist.
+        reducer: reduces the sums over the slots further.
+        sums: the module's gradients that wait on slots.
+        rows: the buckets of all forwards whose graphs still exist.
     """
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer, self.sums = reducer, ReducerSums()
-        self.ordered: weakref.WeakSet[OrderedBuckets] = weakref.WeakSet()
+        self.rows: weakref.WeakSet[BucketRow] = weakref.WeakSet()
         self._changed = threading.Condition()
-        self._under_way: set[PassOfBackward] = set()  # those that go over buckets of this module
+        self._backward_passes: set[PassOfBackward] = set()  # the running ones that go over buckets of this module
 
     def notice_passes_of(self, output: Any) -> None:
-        """Notices each pass that begins with the output of a call."""
+        """Makes each backward that begins with this output of a call run `begin_pass`."""
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(self.begin_pass)
 
     @_torch.not_traced
     def begin_pass(self, grad: Tensor | None = None) -> None:
-        """Notices the running pass: a hook on the outputs of calls."""
-        running = running_pass()
+        """Begins the passes of the running backward, once. It is a hook on the outputs of calls."""
+        backward = running_pass()
         with self._changed:
-            if self in running.contents:
+            if self in backward.contents:
                 return
-            self._wait_for_leftovers()
-            running.get(self, self._begin)  # another thread of the same pass may have waited too
+            self._wait_for_other_passes()
+            backward.get(self, self._make_passes)  # another thread of the same backward may have waited too
 
-    def running_over(self, ordered: OrderedBuckets) -> OrderedPass:
-        """The running pass over these buckets.
+    def pass_over(self, row: BucketRow) -> OrderedPass:
+        """Returns the pass of the running backward over ``row``.
 
         Raises:
-            RuntimeError: it is nested in another one.
+            RuntimeError: the backward is nested in another one.
         """
-        running = running_pass()
+        backward = running_pass()
         with self._changed:
-            if self not in running.contents and self._under_way:  # it did not come by the outputs of a call
+            if self not in backward.contents and self._backward_passes:  # no hook on an output has noticed it
                 raise _nested()
-            return running.get(self, self._begin)[ordered]
+            return backward.get(self, self._make_passes)[row]
 
-    def _begin(self, running: PassOfBackward) -> dict[OrderedBuckets, OrderedPass]:
-        before: OrderedPass | None = None
-        passes: dict[OrderedBuckets, OrderedPass] = {}
-        for ordered in sorted(self.ordered, key=lambda ordered: ordered.number):
-            if ordered.is_reached():
-                before = passes[ordered] = OrderedPass(ordered, before)
+    def _make_passes(self, backward: PassOfBackward) -> dict[BucketRow, OrderedPass]:
+        previous: OrderedPass | None = None
+        passes: dict[BucketRow, OrderedPass] = {}
+        for row in sorted(self.rows, key=lambda row: row.number):
+            if row.is_reached():
+                previous = passes[row] = OrderedPass(row, previous)
         if passes:
-            self._under_way.add(running)
-        running.on_end(partial(self._end_pass, running, passes))
+            self._backward_passes.add(backward)
+        backward.on_end(partial(self._end_passes, backward, passes))
         return passes
 
-    def _wait_for_leftovers(self) -> None:
-        """Waits until no other pass is under way. One that has failed may still be in a thread of the engine."""
-        until = time.monotonic() + _LEFTOVER
-        while self._under_way:
+    def _wait_for_other_passes(self) -> None:
+        """Waits until no other backward runs here. One that has failed may still be in a thread of the engine."""
+        until = time.monotonic() + _FAILED_PASS_TIMEOUT
+        while self._backward_passes:
             if not self._changed.wait(max(0.0, until - time.monotonic())):
                 raise _nested()
 
-    def _end_pass(self, ended: PassOfBackward, passes: dict[OrderedBuckets, OrderedPass], ok: bool) -> None:
+    def _end_passes(self, backward: PassOfBackward, passes: dict[BucketRow, OrderedPass], ok: bool) -> None:
         try:
             if not ok:
-                for each in passes.values():
-                    each.fail(error_of_failed_pass())
+                for ordered_pass in passes.values():
+                    ordered_pass.fail(error_of_failed_pass())
         finally:
             with self._changed:
-                self._under_way.discard(ended)
+                self._backward_passes.discard(backward)
                 self._changed.notify_all()
 
 

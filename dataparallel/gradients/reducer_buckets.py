@@ -1,4 +1,4 @@
-"""Buckets whose sums go on after the slots, to other machines or to a communication hook; their gradients may wait."""
+"""`ReducerBucket` lays a bucket's gradients out for a `Reducer`; `ReducerSums` keeps gradients that wait for one."""
 
 from __future__ import annotations
 
@@ -10,75 +10,79 @@ from torch import Tensor
 
 from dataparallel.autograd.bucket_gradients import ReadyEvent, SourceGradients
 from dataparallel.comm.buckets import Bucket, FlatLayout, flatten
-from dataparallel.gradients.gradient_sums import FormerGrad, GradientSums, Kept, SourceBucket
+from dataparallel.gradients.gradient_sums import GradientSums, GradSnapshot, KeptGradient, SourceBucket
 
 
-class Taken(NamedTuple):
-    """What a pass has taken, by slot and the id of the source; and the ``.grad`` of each source before that."""
+class TakenGradients(NamedTuple):
+    """Kept gradients that a pass has taken, and the ``.grad`` that each source had before.
 
-    kept: dict[tuple[int, int], Kept]
-    shown: list[tuple[FormerGrad, Tensor]]
+    The keys of ``kept`` are the slot and the id of the source.
+    """
+
+    kept: dict[tuple[int, int], KeptGradient]
+    former_grads: list[tuple[GradSnapshot, Tensor]]
 
 
 class ReducerSums(GradientSums):
-    """The gradients of a module whose sums go on after the slots.
+    """The gradients of a module that has a `Reducer`.
 
-    - Slot 0's gradients are in ``.grad`` while they wait, but they have to go on with those of the other slots, and
-      apart from sums that were sent before. So ``.grad`` becomes a copy of such sums when gradients begin to wait. The
-      pass that takes them puts the sums back.
-    - Only a pass with sums takes what waits, and only for the sources whose ``.grad`` it writes. If it fails, all is as
-      it was before.
+    - Slot 0's gradients wait in ``.grad``, but the reducer has to get them together with those of other slots, and
+      without the sums that it has reduced before. So ``.grad`` becomes a copy of these sums when gradients begin to
+      wait. The pass that takes the gradients puts the original back.
+    - Only a pass with sums takes gradients that wait, and only of sources whose ``.grad`` it writes. If the pass fails,
+      the gradients wait again.
     """
 
-    first_that_waits = 0
-    """Slot 0's gradients are in ``.grad`` and wait there."""
+    first_waiting_slot = 0
+    """Slot 0's gradients wait too, in ``.grad``."""
 
-    def begin_to_wait(self, source: Tensor) -> None:
-        """As that of `GradientSums`. The running pass adds to a copy of what has gone on."""
-        sent = source.grad
-        if sent is not None:
-            source.grad = sent.clone()
-        super().begin_to_wait(source)
-        self._former[id(source)].sent = sent
+    def begin_keeping(self, source: Tensor) -> None:
+        """See `GradientSums.begin_keeping`. The running pass adds to a copy of the reduced ``.grad``."""
+        reduced = source.grad
+        if reduced is not None:
+            source.grad = reduced.clone()
+        super().begin_keeping(source)
+        self._snapshots[id(source)].reduced = reduced
 
     def add_kept(self) -> None:
-        """Nothing is added before it has gone on."""
+        """Does nothing: gradients are added to ``.grad`` only after the reducer has had them."""
 
-    def take_to_send(self, bucket: SourceBucket, written: Set[int]) -> Taken:
-        """Takes what waits for the ``written`` sources, slot 0's gradients too. The forward's streams are current."""
+    def take_to_send(self, bucket: SourceBucket, written: Set[int]) -> TakenGradients:
+        """Takes the gradients of all slots that wait for the ``written`` sources. The forward's streams are current."""
         self.drop_void(bucket.sources)
-        sources = {id(bucket.sources[position]) for position in written}
-        former = [found for each in sources if (found := self._former.get(each)) is not None]
-        taken = Taken(self._take(sources), [])
-        own: list[tuple[Tensor, Tensor]] = []
-        for each in former:
-            shown = each.source.grad
-            if shown is not None:  # else the engine still holds a pass that has failed
-                taken.shown.append((each, shown))
-                own.append((each.source, shown if each.sent is None else shown - each.sent))
-                each.source.grad = each.sent
+        ids = {id(bucket.sources[position]) for position in written}
+        snapshots = [snapshot for each in ids if (snapshot := self._snapshots.get(each)) is not None]
+        taken = TakenGradients(self._take(ids), [])
+        slot_0_grads: list[tuple[Tensor, Tensor]] = []
+        for snapshot in snapshots:
+            source, grad, reduced = snapshot.source, snapshot.source.grad, snapshot.reduced
+            if grad is not None:  # else the engine still holds a pass that has failed
+                taken.former_grads.append((snapshot, grad))
+                slot_0_grads.append((source, grad if reduced is None else grad - reduced))
+                source.grad = reduced
         device = bucket.sources[0].device
-        made = None if device.type == "cpu" else ReadyEvent(torch.accelerator.current_stream(device))
-        taken.kept.update({(0, id(source)): Kept(source, grad, made, bucket.streams) for source, grad in own})
+        made = None if device.type == "cpu" else Made(torch.accelerator.current_stream(device))
+        for source, grad in slot_0_grads:
+            taken.kept[0, id(source)] = KeptGradient(source, grad, made, bucket.streams)
         return taken
 
-    def put_back(self, taken: Taken) -> None:
-        """The pass has failed: what it has taken waits again."""
-        for former, shown in taken.shown:
-            former.source.grad = shown
-            self._former.setdefault(id(former.source), former)
+    def put_back(self, taken: TakenGradients) -> None:
+        """Lets gradients wait again after the pass that has taken them has failed."""
+        for snapshot, grad in taken.former_grads:
+            snapshot.source.grad = grad
+            self._snapshots.setdefault(id(snapshot.source), snapshot)
         for (slot, _), kept in taken.kept.items():
             if slot:
-                self._add(slot, [kept], kept.made)
+                self._add_to_kept(slot, [kept], kept.made)
 
 
 class ReducerBucket(SourceBucket):
-    """A bucket, and how its gradients lie in the flat buffer that goes on.
+    """A bucket, and the layout of the flat buffer that a `Reducer` gets for it.
 
     Attributes:
-        names: of the sources.
-        layout: of the flat buffer. Each gradient has the order of a contiguous tensor, whatever its strides are, so
-            that the buffer is the same on all machines.
+        names: the names of the sources.
+        layout: the layout of the flat buffer. Each gradient has the order of a contiguous tensor, whatever its strides
+            are, so that the buffer is the same on all machines.
 
     Raises:
         TypeError: a source cannot travel in a flat buffer.
@@ -102,12 +106,12 @@ class ReducerBucket(SourceBucket):
         self.layout = Bucket.of([(i, _row_major(source)) for i, source in enumerate(sources)])
 
     def describe(self) -> str:
-        """The bucket in words that are equal on all machines if the buckets are."""
+        """Returns words that are equal on all machines if their buckets have the same sources."""
         members = [f"{self.names[i]} {list(self.sources[i].shape)}" for i in self.layout.indices]
         return f"{self.sources[0].dtype}: {', '.join(members)}"
 
-    def packed(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """A new flat buffer with these gradients, on the current stream.
+    def flatten(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Copies gradients into a new flat buffer with this layout, on the current stream.
 
         Raises:
             TypeError: a gradient is sparse. The message names its parameter.
@@ -123,17 +127,13 @@ class ReducerBucket(SourceBucket):
             filled.append(torch.zeros_like(source) if grad is None else grad)
         return flatten(self.layout, filled)
 
-    def fits(self, sums: SourceGradients) -> bool:
-        """True if ``sums.flat`` is laid out in this way already."""
-        return (
-            sums.flat is not None
-            and sums.bucket is not None
-            and sums.bucket.row_major
-            and sums.bucket.indices == self.layout.indices
-        )
+    def is_laid_out(self, sums: SourceGradients) -> bool:
+        """True if ``sums.flat`` has the bucket's layout already, so that it needs no copy."""
+        found = None if sums.flat is None else sums.bucket
+        return found is not None and found.row_major and found.indices == self.layout.indices
 
     def zeros(self) -> Tensor:
-        """A flat buffer for a bucket without gradients, on the current stream."""
+        """Returns a flat buffer of zeros with this layout, made on the current stream."""
         return torch.zeros(self.layout.numel, dtype=self.sources[0].dtype, device=self.sources[0].device)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_shard, replicate
 from dataparallel.forms.contract import Form, are_in_one_tree
-from dataparallel.forms.managed import KEY, ManagedModule, Twin, original_class, own_modules, own_parameters
+from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, Twin, original_class, own_modules, own_parameters
 from dataparallel.replicas.plan import TWIN_INFO, ModulePlan, TwinInfo
 from each_form import composable_forms
 
@@ -59,7 +59,7 @@ def net(root):
 
 
 def managed(net):
-    return [name for name, module in net.named_modules() if KEY in vars(module)]
+    return [name for name, module in net.named_modules() if FORM_ATTRIBUTE in vars(module)]
 
 
 @composable_forms
@@ -244,7 +244,7 @@ class TestRefused:
         modules = fixed if apply is replicate else [net[0], fixed, net[2]]
         with pytest.raises(TypeError, match="final"):
             apply(modules, devices=slots)
-        assert KEY not in vars(fixed)
+        assert FORM_ATTRIBUTE not in vars(fixed)
         assert managed(net) == []
         assert type(net[0]) is nn.Linear
 

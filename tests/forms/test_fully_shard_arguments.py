@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from dataparallel.forms import fully_shard as form
-from dataparallel.forms.managed import KEY
+from dataparallel.forms.managed import FORM_ATTRIBUTE
 from processes import run_script
 
 pytestmark = pytest.mark.slots(4)
@@ -46,7 +46,9 @@ def given(monkeypatch):
 
 def untouched(module, before):
     """True if nothing of the tree is managed, and it has its parameters."""
-    return [*map(id, module.parameters())] == before and not any(KEY in vars(child) for child in module.modules())
+    return [*map(id, module.parameters())] == before and not any(
+        FORM_ATTRIBUTE in vars(child) for child in module.modules()
+    )
 
 
 class TestWhatItTakes:
@@ -221,7 +223,7 @@ class TestRefused:
             TypeError, match=f"a {container.__name__} has no forward of its own.*shard each of its modules"
         ):
             fully_shard([net, made] if in_list else made, devices=slots)
-        assert KEY not in vars(net)
+        assert FORM_ATTRIBUTE not in vars(net)
 
     @pytest.mark.parametrize("module", [nn.Tanh(), nn.Sequential(nn.Tanh(), nn.Identity())], ids=["leaf", "tree"])
     def test_nothing_to_shard(self, module, slots):
@@ -250,7 +252,7 @@ class TestRefused:
             ValueError, match=rf"the child '1' is sharded over .*, and this module would be over {shown};"
         ):
             fully_shard(net, devices=slots)
-        assert KEY not in vars(net)
+        assert FORM_ATTRIBUTE not in vars(net)
         fully_shard(net, devices=slots[:3])
 
     @pytest.mark.filterwarnings("ignore:Lazy modules")
@@ -258,7 +260,7 @@ class TestRefused:
         lazy = nn.Sequential(nn.LazyLinear(2))
         with pytest.raises(RuntimeError, match=r"'0\.weight' is not initialised yet; run the module once"):
             fully_shard(lazy, devices=slots)
-        assert KEY not in vars(lazy)
+        assert FORM_ATTRIBUTE not in vars(lazy)
 
     def test_a_tensor_of_parts(self, net, slots):
         net[0].weight = nn.Parameter(TwoTensor(net[0].weight.detach(), net[0].weight.detach()))

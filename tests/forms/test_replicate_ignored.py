@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from affine import Affine
 from dataparallel.composable import replicate
-from dataparallel.forms.managed import KEY
+from dataparallel.forms.managed import FORM_ATTRIBUTE
 from dataparallel.replicas import kept_modules as kept_modules
 from dataparallel.replicas import kept_replicas as kept_replicas
 from dataparallel.replicas.plan import TWIN_INFO
@@ -256,7 +256,7 @@ class TestReferencesToTheModule:
         module(batch)
         assert len({id(owner) for owner in owners}) == 3
         assert all(type(owner) is nn.Sequential for owner in owners)
-        assert all(vars(owner).keys().isdisjoint({KEY, TWIN_INFO}) for owner in owners)
+        assert all(vars(owner).keys().isdisjoint({FORM_ATTRIBUTE, TWIN_INFO}) for owner in owners)
 
 
 class TestIgnored:

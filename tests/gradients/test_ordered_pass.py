@@ -193,11 +193,11 @@ def test_the_graph_holds_no_model(root: torch.device, slots: list, recorder: Rec
 
     model = followed(build(root), slots, recorder)
     loss_of(model(batch_of(0, 0).to(root))).backward()
-    ordered = replicate.state(model).tensors.passes.ordered
+    rows = replicate.state(model).tensors.passes.rows
     gone = weakref.ref(model)
     model.zero_grad()
     recorder.passes.clear()
     del model
     gc.collect()
     assert gone() is None
-    assert len(ordered) == 0
+    assert len(rows) == 0
