@@ -113,7 +113,7 @@ class FullyShardState(StateOnSlots):
         for module in {id(m): m for top in modules for m in top.modules()}.values():
             for key, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in numbers:
-                    unit.registered.places.append((module._parameters, key, numbers[id(parameter)]))
+                    unit.registries.entries.append((module._parameters, key, numbers[id(parameter)]))
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type != "meta":
                     module._buffers[key] = buffer.to(self.slots[0])

@@ -43,7 +43,7 @@ class FullyShardedModule(ManagedModule):
     @_torch.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module. In a replica its unit is gathered first, so that hooks see full parameters too."""
-        unit = vars(self).get(UNIT_ON_SLOT)
+        unit = vars(self).get(UNIT_MODULE)
         run = super().__call__  # type: ignore[misc]
         if unit is None:
             return run(*args, **kwargs)
@@ -81,8 +81,8 @@ class FullyShardedModule(ManagedModule):
     @_torch.not_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See ``torch.nn.Module``. Drops gradients of the sharded parameters, also while the module has full ones."""
-        for unit in _units(self) if UNIT_ON_SLOT not in vars(self) else ():
-            unit.registered.show_sharded()
+        for unit in _units(self) if UNIT_MODULE not in vars(self) else ():
+            unit.registries.show_sharded()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -96,12 +96,12 @@ class FullyShardedModule(ManagedModule):
     def _reshard_on_source(self) -> None:
         # State dicts have sharded parameters, because the full ones are freed and values written to them are lost. The
         # unit's modules below come after this one. A replica's state dict has its own tensors.
-        if UNIT_ON_SLOT in vars(self):
+        if UNIT_MODULE in vars(self):
             return
         for unit in _units(self, recurse=False):
             # Also while shards are on their way: the host may not write to shards in its memory before they have left.
             # Not otherwise: `reshard` would remove tensors that `assign=True` has registered in the unit's modules.
-            if any(on_slot.is_started for on_slot in unit.on_slots):
+            if any(slot_unit.is_started for slot_unit in unit.slot_units):
                 unit.reshard()
 
     @_torch.not_traced

@@ -276,7 +276,7 @@ class OnSlots:
         if torch.compiler.is_dynamo_compiling():  # the compiler needs no signature
             return functools.partial(self._call, module, original)
         # In a replica, and without slots, the method itself runs, and the compiler may compile it.
-        is_traced = not state.slots or UNIT_ON_SLOT in vars(module)
+        is_traced = not state.slots or UNIT_MODULE in vars(module)
         if isinstance(original, MethodType) and original.__self__ is module:
             return MethodType(self._functions[is_traced].of(original.__func__), module)
 

@@ -64,7 +64,7 @@ class UnitTensors(ReplicaTensors):
             if id(tensor) in unit_and_number:
                 unit, number = unit_and_number[id(tensor)]
                 for slot, tensors in enumerate(by_slot):
-                    tensors[i] = unit.on_slots[slot].parameters[number]
+                    tensors[i] = unit.slot_units[slot].parameters[number]
             elif record and tensor.requires_grad:
                 raise _not_sharded(plan, i)
             else:
@@ -73,21 +73,21 @@ class UnitTensors(ReplicaTensors):
         put(by_slot, buffers, copies)
         return by_slot
 
-    def bind(self, replicas: Sequence[nn.Module], call: ForwardCall) -> None:
+    def bind(self, replicas: Sequence[nn.Module], call: RootCall) -> None:
         """Lets units' modules in new replicas gather parameters in ``call``, and registers sharded parameters there."""
         for slot, replica in enumerate(replicas):
-            root: UnitInReplica = vars(replica)[UNIT_ON_SLOT]
-            for found in (root, *root.others):
-                unit = self._units[found.unit]
-                found.now = ModuleOnSlot(unit.on_slots[slot], found.number, found.places, call)
-                found.now.register(unit.parameters)
+            root: UnitModule = vars(replica)[UNIT_MODULE]
+            for each in (root, *root.lower_unit_modules):
+                unit = self._units[each.unit_number]
+                each.runner = ModuleRunner(unit.slot_units[slot], each.number, each.entries, call)
+                each.runner.register(unit.parameters)
             modules = dict(replica.named_modules()) if self._outer_references else {}
             for path, key, units in self._outer_references:
                 attributes = modules[path].__dict__
                 sharded_by_id = {
                     id(full): sharded
                     for unit in units
-                    for full, sharded in zip(unit.on_slots[slot].parameters, unit.parameters, strict=True)
+                    for full, sharded in zip(unit.slot_units[slot].parameters, unit.parameters, strict=True)
                 }
                 attributes[key] = Rebinding(sharded_by_id).rebound(attributes[key])
 
@@ -104,13 +104,13 @@ class UnitTensors(ReplicaTensors):
 
     def _prepare(self, plan: ModulePlan) -> None:
         """Gives the plan's modules the objects that gather units, and compiled code, which replicas then have too."""
-        if UNIT_ON_SLOT in plan.entries[0].attributes:
+        if UNIT_MODULE in plan.entries[0].attributes:
             return
         positions = {entry.name: position for position, entry in enumerate(plan.entries)}
         for unit_number, (tops, places) in enumerate(zip(self._tops, self._places, strict=True)):
             in_plan = [(positions[path], name, i) for path, name, i in places]
             for number, path in enumerate(tops):
-                plan.entries[positions[path]].attributes[UNIT_ON_SLOT] = UnitInReplica(unit_number, number, in_plan)
+                plan.entries[positions[path]].attributes[UNIT_MODULE] = UnitModule(unit_number, number, in_plan)
         arguments = {
             positions[path]: argument for argument, tops in zip(self._compile, self._tops, strict=True) for path in tops
         }

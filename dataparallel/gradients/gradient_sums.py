@@ -58,7 +58,7 @@ class PersistentToSlots(ToSlots):
         bucket: SourceBucket = ctx.bucket
         from_source = next(following for following, _ in ctx.next_functions if following is not None)
         is_reached, written = reached_sources(from_source, bucket.sources)
-        by_slot = ToSlots.brought(envelopes[:-1])
+        by_slot = ToSlots.take_gradients(envelopes[:-1])
         if not is_reached:  # the engine runs this node only for the sake of its token
             return None, None, None, None
         sums = bucket.sums
@@ -69,7 +69,7 @@ class PersistentToSlots(ToSlots):
                 if taken := sums.take(bucket, written):
                     with ToSlots.adding_streams_set(ctx):
                         by_slot = bucket.with_kept_gradients(by_slot, taken)
-            return None, None, ToSlots.summed(ctx, by_slot), None
+            return None, None, ToSlots.sum_into_envelope(ctx, by_slot), None
 
 
 def reached_sources(from_source: Any, sources: Sequence[Tensor]) -> tuple[bool, set[int]]:
@@ -115,7 +115,7 @@ class SourceBucket:
         self, by_slot: Sequence[SlotGradients | None], taken: Mapping[tuple[int, int], KeptGradient]
     ) -> list[SlotGradients | None]:
         """Adds gradients that `GradientSums.take` has taken to the gradients of this pass, on the current streams."""
-        unflattened = [None if of_slot is None else of_slot.unflattened() for of_slot in by_slot]
+        unflattened = [None if of_slot is None else of_slot.without_flat() for of_slot in by_slot]
         for of_slot in unflattened:
             if of_slot is not None:
                 of_slot.receive_separate()
@@ -215,11 +215,11 @@ class GradientSums:
         for slot, grads in enumerate(others, start=1):
             if (of_slot := by_slot[slot]) is not None:
                 kept = [
-                    KeptGradient(bucket.sources[position], grad, of_slot.made, bucket.streams)
+                    KeptGradient(bucket.sources[position], grad, of_slot.ready_event, bucket.streams)
                     for position in written
                     if (grad := grads[position]) is not None
                 ]
-                self._add_to_kept(slot, kept, of_slot.made)
+                self._add_to_kept(slot, kept, of_slot.ready_event)
         self._note_pass({id(bucket.sources[position]) for position in written})
         return [grad if position in written else None for position, grad in enumerate(slot_0)]
 
@@ -276,7 +276,7 @@ class GradientSums:
             if ok and snapshot is not None and snapshot.source.grad is not None:
                 snapshot.update()
 
-    def _add_to_kept(self, slot: int, gradients: Sequence[KeptGradient], made: Made | None) -> None:
+    def _add_to_kept(self, slot: int, gradients: Sequence[KeptGradient], made: ReadyEvent | None) -> None:
         """Adds gradients to those that wait on a slot, on the stream that makes the slot's gradients.
 
         Each step is atomic: passes in several threads may add and take at the same time.
@@ -287,7 +287,7 @@ class GradientSums:
             if waiting:
                 with streams_set({} if made is None else {made.stream.device: made.stream}):
                     sums = {each: kept.receive() + left[each].grad for each, kept in waiting.items()}
-                made = None if made is None else Made(made.stream)
+                made = None if made is None else ReadyEvent(made.stream)
                 left.update({each: left[each]._replace(grad=total, made=made) for each, total in sums.items()})
             for each, kept in [*left.items()]:
                 if self._kept.setdefault((slot, each), kept) is kept:

@@ -124,7 +124,7 @@ class LaunchBucket(PersistentToSlots):
     @staticmethod
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
         """Sums the bucket over the slots and launches it, or keeps its gradients on the slots."""
-        by_slot = ToSlots.brought(envelopes[:-1])
+        by_slot = ToSlots.take_gradients(envelopes[:-1])
         this_pass = ctx.row.passes.pass_over(ctx.row)
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -137,7 +137,7 @@ class LaunchBucket(PersistentToSlots):
                 this_pass.launch_bucket(ctx, ctx.index, by_slot)
                 return None, None, None, None
             slot_0 = this_pass.keep_on_slots(ctx.index, by_slot)
-            return None, None, None if slot_0 is None else ToSlots.handed_on(ctx, slot_0), None
+            return None, None, None if slot_0 is None else ToSlots.envelope_of(ctx, slot_0), None
 
 
 class EndLaunches(Node):

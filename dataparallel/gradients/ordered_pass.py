@@ -152,7 +152,7 @@ class OrderedPass:
         self._launch_next(ctx, by_slot)
         while self._next_index < len(self._row.buckets) and not self._has_gradients[self._next_index]:
             self._launch_next(ctx, nothing)
-        if self._next_index == len(self._row.buckets) and ctx.source.type != "cpu":
+        if self._next_index == len(self._row.buckets) and ctx.source_device.type != "cpu":
             self.end_launches()
 
     def _launch_next(self, ctx: Any, by_slot: Sequence[SlotGradients | None]) -> None:
@@ -162,8 +162,8 @@ class OrderedPass:
             self._taken.append(taken)
             with ToSlots.adding_streams_set(ctx):
                 by_slot = bucket.with_kept_gradients(by_slot, taken.kept)
-        sums = ToSlots.total(ctx, by_slot)
-        grads = [None] * len(bucket.names) if sums is None else sums.on_side_streams
+        sums = ToSlots.sum_over_slots(ctx, by_slot)
+        grads = [None] * len(bucket.names) if sums is None else sums.grads_on_side_streams
         self._used_here += [grad is not None for grad in grads]
         streams = ctx.gradient_streams
         sides = {} if streams is None else dict(streams.sides)
@@ -173,7 +173,7 @@ class OrderedPass:
             else:
                 flat = bucket.zeros() if sums is None else bucket.flatten(grads)
                 if streams is not None:  # allocated on a side stream, used on the computing stream
-                    flat.record_stream(streams.computing[ctx.source])
+                    flat.record_stream(streams.computing[ctx.source_device])
         self._launch(self._next_index, flat, sums, sides)
         self._next_index += 1
 

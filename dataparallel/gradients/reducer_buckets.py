@@ -61,7 +61,7 @@ class ReducerSums(GradientSums):
                 slot_0_grads.append((source, grad if reduced is None else grad - reduced))
                 source.grad = reduced
         device = bucket.sources[0].device
-        made = None if device.type == "cpu" else Made(torch.accelerator.current_stream(device))
+        made = None if device.type == "cpu" else ReadyEvent(torch.accelerator.current_stream(device))
         for source, grad in slot_0_grads:
             taken.kept[0, id(source)] = KeptGradient(source, grad, made, bucket.streams)
         return taken
