@@ -22,7 +22,7 @@ from pathlib import Path
 
 __all__ = ["Guard", "guards_of", "with_notes", "without"]
 
-EVENTS = {"Event", "GivenEvents", "Arrival", "Made"}
+EVENTS = {"Event", "GivenEvents", "Arrival", "ReadyEvent"}
 JOINED = {"streams_joined", "forward_streams_set"}
 STREAM_CALLS = {"wait_stream", "wait_event", "record_stream", "make_wait"}
 _HELPER = "__import__('taken_out')"
