@@ -20,7 +20,7 @@ from dataparallel.gradients.ordered_pass import Arriving, BucketSum
 from dataparallel.machines.collectives import all_reduce, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
-from dataparallel.machines.rounds import Launched, Round
+from dataparallel.machines.rounds import PendingResult, Round
 from dataparallel.machines.start import send_values
 
 
@@ -102,13 +102,13 @@ class _HookedMachinePass:
 
     def __init__(self, machines: Machines, round: Round, hook: CommHook) -> None:
         self.machines, self.round, self.hook = machines, round, hook
-        self.ended: Launched | None = None
+        self.ended: PendingResult | None = None
 
     def launch(self, sums: BucketSum) -> _HookedBucket:
         """See `ReducerPass`."""
         return _HookedBucket(self, sums)
 
-    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> Launched:
+    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> PendingResult:
         """See `ReducerPass`."""
         self.ended = self.round.end(used, error)
         return self.ended
@@ -170,7 +170,7 @@ class Agreement:
     def order(self, positions: Sequence[int]) -> list[int]:
         """Rank 0's order of tensors that all machines have."""
         contents = f"{len(positions)} parameters"
-        first: list[int] = self._machines.queue.all_say("order of buckets", contents, [*positions])[0]
+        first: list[int] = self._machines.queue.all_gather_object("order of buckets", contents, [*positions])[0]
         return first
 
     def signal_failure(self, error: BaseException) -> None:

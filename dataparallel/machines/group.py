@@ -138,7 +138,7 @@ class Machines(Group):
         """All ranks of a mesh of which these are a row and ``other`` a column; the same object each time."""
         purpose = f"with {other.ranks}"
         if purpose not in self._own:
-            rows = other.all_say(self.ranks)
+            rows = other.all_gather_object(self.ranks)
             group = self._with_ranks(sorted({rank for row in rows for rank in row}), [self, other])
             self._own[purpose] = self._sending(group)
         return self._own[purpose]
@@ -188,7 +188,7 @@ class Machines(Group):
         is_whole = len(ranks) == distributed.get_world_size()
         names = {tuple(ranks): {"" if is_whole else _torch.name_of_group(ranks)}}
         for known in () if is_whole else groups:
-            for said in known.all_say(names):
+            for said in known.all_gather_object(names):
                 names |= {each: names.get(each, set()) | found for each, found in said.items()}
         for each, found in names.items():
             if len(found) > 1:
@@ -205,14 +205,14 @@ class Machines(Group):
                 use_local_synchronization=not is_whole,
             )
         except RuntimeError as error:  # the store's, after the group's timeout
-            raise self._health.break_because(error, "the beginning of 'another group'") from error
+            raise self._health.break_for_lost_peer(error, "the beginning of 'another group'") from error
         return group
 
     # ---- small rounds
 
-    def all_say(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """What each rank says, in their order; small, and can be pickled. The calling thread waits."""
-        return self.queue.all_say("a word of each rank", "", value)
+        return self.queue.all_gather_object("a word of each rank", "", value)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """``[size, *shape]``: the tensors of all machines, which have one shape and dtype. All ranks call it."""

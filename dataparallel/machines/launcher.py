@@ -197,14 +197,14 @@ class Launcher:
             thread.join(0.01)
         if self.issuing.close(until) and (thread is None or not thread.is_alive()):
             for health in [*self._healths]:
-                health.let_go()
+                health.free_groups()
 
     def _run(self) -> None:
         while not self.is_closed:
-            waits = self._advance_all()
+            is_waiting = self._advance_all()
             with self.changed:
                 if not self._is_awake and not self.is_closed:
-                    self.changed.wait(SLICE if waits else IDLE)
+                    self.changed.wait(SLICE if is_waiting else IDLE)
                 if not self._is_awake and not self._playing:
                     self._thread = None
                     return
@@ -224,7 +224,7 @@ class Launcher:
             with self.changed:
                 if not each.has_rounds:
                     del self._playing[each]
-        return any(each.waits for each in playing)
+        return any(each.is_waiting for each in playing)
 
 
 _launcher = Launcher()

@@ -24,7 +24,7 @@ from dataparallel.machines.arguments import check_sendable
 from dataparallel.machines.collectives import ALIGNED, broadcast, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
-from dataparallel.machines.rounds import Launched
+from dataparallel.machines.rounds import PendingResult
 
 CAP_BYTES = 25 * 2**20
 """The size of the flat buffers in which values travel; a larger tensor has one of its own."""
@@ -111,7 +111,7 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
         check_sendable(machines, [tensor.device for tensor in named.values()])
         buckets = _planned(named, cap_bytes)
     exchange = machines.queue.begin_round("values of rank 0", as_text(_described(named, cap_bytes)))
-    under_way: deque[tuple[_Bucket, Launched]] = deque()
+    under_way: deque[tuple[_Bucket, PendingResult]] = deque()
     try:
         for bucket in buckets:
             if len(under_way) == UNDER_WAY:
@@ -218,7 +218,7 @@ def _fill(bucket: _Bucket, flat: Tensor) -> None:
 
 
 @torch.no_grad()
-def _arrive(machines: Machines, bucket: _Bucket, launched: Launched) -> None:
+def _arrive(machines: Machines, bucket: _Bucket, launched: PendingResult) -> None:
     """Waits for a bucket, and writes it into its tensors."""
     arrived = launched.wait()
     if machines.rank == 0:

@@ -42,7 +42,7 @@ def gathered(
     machines: Any, text: str, tensors: Sequence[Tensor], dim: int, note: Any = None
 ) -> tuple[list[Tensor], list[Any]]:
     """The tensors of all machines, concatenated along ``dim``, where their sizes may differ; and all notes."""
-    said = machines.say(text, (_needs_grad(tensors), [tensor.shape[dim] for tensor in tensors], note))
+    said = machines.all_gather_object(text, (_needs_grad(tensors), [tensor.shape[dim] for tensor in tensors], note))
     in_graph = any(needs for needs, _, _ in said)
     members, results = _members(tensors), [*tensors]
     shapes = [[[_resized(tensors[i], dim, sizes[i]) for i in own] for _, sizes, _ in said] for own in members]
@@ -92,7 +92,7 @@ def sent(machines: Any, text: str, of_slots: Sequence[Sequence[Tensor]], counts:
     one device. ``counts``: how many replicas each machine has.
     """
     shapes = [[tuple(tensor.shape) for tensor in own] for own in of_slots]
-    said = machines.say(text, (_needs_grad([*chain.from_iterable(of_slots)]), shapes))
+    said = machines.all_gather_object(text, (_needs_grad([*chain.from_iterable(of_slots)]), shapes))
     in_graph = any(needs for needs, _ in said)
     firsts = [0, *accumulate(counts)]
     targets = [range(firsts[rank], firsts[rank + 1]) for rank in range(machines.size)]
@@ -143,7 +143,7 @@ def _to_each(size: int, flats: Sequence[Tensor]) -> tuple[list[Sequence[Tensor]]
 
 def _in_graph(machines: Any, text: str, tensors: Sequence[Tensor]) -> bool:
     """True if a machine brings tensors that are in a graph. Without gradients nobody has to ask."""
-    return torch.is_grad_enabled() and any(machines.say(text, _needs_grad(tensors)))
+    return torch.is_grad_enabled() and any(machines.all_gather_object(text, _needs_grad(tensors)))
 
 
 def _needs_grad(tensors: Sequence[Tensor]) -> bool:

@@ -226,7 +226,7 @@ def barrier(across_machines: bool = False) -> None:
 
     def all_here(span: Span, text: str, devices: Devices, of_slots: OfSlots) -> OfSlots:
         if span.machines is not None:
-            span.machines.say(text, None)
+            span.machines.all_gather_object(text, None)
         return of_slots
 
     _exchange(span_of_caller(across_machines), Request("barrier"), [], all_here)
