@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.sharded.parts import local_shapes, starts_of_parts
 from dataparallel.sharded.placements import Replicate
+from dataparallel.sharded.shards import local_shard_shapes, starts_of_shards
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -154,8 +154,8 @@ def data_ptr(self: Tensor) -> int:
 
 def _places(tensor: ShardedTensor) -> Iterator[tuple[Tensor, torch.Size, torch.Size]]:
     """Each part here that has elements: the part, where in the whole it begins, and its shape."""
-    shapes = local_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
-    starts = starts_of_parts(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
+    shapes = local_shard_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
+    starts = starts_of_shards(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
     for part, start, shape in zip(tensor._shards, starts, shapes, strict=True):
         if len(shape) == tensor.dim() and shape.numel() and part.dim() == len(shape):
             yield part, torch.Size(start), shape

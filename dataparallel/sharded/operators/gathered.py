@@ -20,9 +20,9 @@ from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.environment import says_no
 from dataparallel.sharded import operators
-from dataparallel.sharded.operators.layout import leading, sharded_in
+from dataparallel.sharded.operators.layout import find_template, sharded_in
 from dataparallel.sharded.placements import Replicate, Shard
-from dataparallel.sharded.tensor import ShardedTensor, divided_beside, fill_parts
+from dataparallel.sharded.tensor import ShardedTensor, divided_on_owners_of, fill_shards
 from dataparallel.threads.meetings import here
 
 _lock = threading.Lock()
@@ -78,10 +78,10 @@ def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], e
         found = [operators.run(func, _at(args, i, count), kwargs) for i in range(count)]
         return None if found[0] is None else [result for results in found for result in results]
     _warn(func)
-    lead = leading(sharded_in([*args, *kwargs.values()]))
+    template = find_template(sharded_in([*args, *kwargs.values()]))
     written = [value for value in _written(func, args, kwargs) if isinstance(value, Tensor)]
     plain = [value.device for value in written if not isinstance(value, ShardedTensor)]
-    device = plain[0] if plain else lead.device
+    device = plain[0] if plain else template.device
     wholes: dict[int, tuple[ShardedTensor, Tensor]] = {}
 
     def gathered(value: Any) -> Any:
@@ -94,8 +94,8 @@ def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], e
     results = func(*gathered(args), **{name: gathered(value) for name, value in kwargs.items()})
     for target in written:
         if isinstance(target, ShardedTensor):
-            fill_parts(target._shards, target._placement, wholes[id(target)][1], target.over)
-    return _divided(func, results, lead, list(wholes.values()), error)
+            fill_shards(target._shards, target._placement, wholes[id(target)][1], target.over)
+    return _divided(func, results, template, list(wholes.values()), error)
 
 
 def _may_gather(arguments: list[Any]) -> bool:
@@ -107,11 +107,11 @@ def _may_gather(arguments: list[Any]) -> bool:
 
 
 def _divided(
-    func: OpOverload, result: Any, lead: ShardedTensor, wholes: list[tuple[ShardedTensor, Tensor]], error: Exception
+    func: OpOverload, result: Any, template: ShardedTensor, wholes: list[tuple[ShardedTensor, Tensor]], error: Exception
 ) -> Any:
     """What the operator returns, for what it has returned for whole tensors."""
     if isinstance(result, (list, tuple)):
-        return type(result)(_divided(func, each, lead, wholes, error) for each in result)
+        return type(result)(_divided(func, each, template, wholes, error) for each in result)
     if not isinstance(result, Tensor):
         return result
     for sharded, whole in wholes:
@@ -121,9 +121,9 @@ def _divided(
         raise error
     if not result.dim() or not wholes:
         return result
-    placement = lead._placement if result.shape == lead.shape else Shard(0)
-    placement = Replicate() if isinstance(lead._placement, Replicate) else placement
-    made = divided_beside(result, lead, placement)
+    placement = template._placement if result.shape == template.shape else Shard(0)
+    placement = Replicate() if isinstance(template._placement, Replicate) else placement
+    made = divided_on_owners_of(result, template, placement)
     return _cannot_be_written(made) if _is_view(func) else made
 
 

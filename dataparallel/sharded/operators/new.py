@@ -18,9 +18,9 @@ from dataparallel._torch import OpOverload
 from dataparallel.devices import CPU
 from dataparallel.sharded.operators import refusal, register
 from dataparallel.sharded.operators.layout import sharded_in
-from dataparallel.sharded.parts import from_first, join, local_shapes, move, split_into
 from dataparallel.sharded.placements import Replicate, destinations
-from dataparallel.sharded.tensor import ShardedTensor, fill_parts
+from dataparallel.sharded.shards import broadcast_from_first, copy_into, gather_full, local_shard_shapes, split_into
+from dataparallel.sharded.tensor import ShardedTensor, fill_shards
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def _to_copy(
 ) -> ShardedTensor:
     shards = _empty_parts(tensor, device, options)
     for copied, shard in zip(shards, tensor._shards, strict=True):
-        move(copied, shard, non_blocking)
+        copy_into(copied, shard, non_blocking)
     return _divided(tensor, shards)
 
 
@@ -74,7 +74,7 @@ def _pin_memory(func: OpOverload, tensor: ShardedTensor, device: torch.device | 
 def _copy_(func: OpOverload, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, ShardedTensor):
         # The whole, on the target's device; copy_ checks shapes.
-        full = join(source._shards, source._placement, source.shape, target.device, source.over)
+        full = gather_full(source._shards, source._placement, source.shape, target.device, source.over)
         target.copy_(full, non_blocking)
         return target
     if not isinstance(source, ShardedTensor):
@@ -82,7 +82,7 @@ def _copy_(func: OpOverload, target: Tensor, source: Any, non_blocking: bool = F
     elif target.shape != source.shape:
         raise ValueError(f"cannot copy {source!r} into {target!r}: the shapes differ")
     if not target.is_meta:
-        fill_parts(target._shards, target._placement, source, target.over, non_blocking)
+        fill_shards(target._shards, target._placement, source, target.over, non_blocking)
     return target
 
 
@@ -106,7 +106,7 @@ def _item(func: OpOverload, tensor: ShardedTensor) -> Any:
 
 
 def _shapes(tensor: ShardedTensor) -> list[torch.Size]:
-    return local_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
+    return local_shard_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
 
 
 def _places(func: OpOverload, tensor: ShardedTensor, kwargs: dict[str, Any]) -> list[torch.device]:
@@ -200,7 +200,7 @@ def _drawn(
     if over is None or device.type == "meta":
         return draw()
     mine = _state(generator, device)
-    state = from_first(mine.to(tensor._shards[0].device), over).to(CPU)
+    state = broadcast_from_first(mine.to(tensor._shards[0].device), over).to(CPU)
     drawn = draw()
     if not torch.equal(mine, state):
         after = _state(generator, device)

@@ -17,10 +17,10 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.operators import NeedsWhole, refusal, register
-from dataparallel.sharded.operators.layout import single_value
+from dataparallel.sharded.operators.layout import scalar_value
 from dataparallel.sharded.operators.lists import Group, groups_of
-from dataparallel.sharded.parts import joined, of_all_owners
-from dataparallel.sharded.placements import Replicate, moved, part_shapes
+from dataparallel.sharded.placements import Replicate, moved, shard_shapes
+from dataparallel.sharded.shards import all_gather_owners, stack_on_first
 from dataparallel.sharded.tensor import ShardedTensor
 
 aten = torch.ops.aten
@@ -46,16 +46,16 @@ def _partials(tensor: ShardedTensor, reduce: Callable[[Tensor], Tensor], has_neu
     """
     shards, over = tensor._shards, tensor.over
     if isinstance(tensor._placement, Replicate):
-        return joined([reduce(shards[0])])
+        return stack_on_first([reduce(shards[0])])
     if tensor.dim() == 0:
-        return joined([reduce(single_value(tensor))])
+        return stack_on_first([reduce(scalar_value(tensor))])
     if over is None or tensor.numel() == 0:
         parts = shards if has_neutral else [part for part in shards if part.numel()] or shards[:1]
-        return joined([reduce(part) for part in parts])
+        return stack_on_first([reduce(part) for part in parts])
     # Every owner sends a result, also one whose part is empty. That is left out afterwards.
     full = [part if part.numel() else part.new_ones([1] * part.dim()) for part in shards]
-    found = of_all_owners(joined([*map(reduce, full)]), over)
-    shapes = part_shapes(tensor.shape, tensor._placement, len(found))
+    found = all_gather_owners(stack_on_first([*map(reduce, full)]), over)
+    shapes = shard_shapes(tensor.shape, tensor._placement, len(found))
     return found[[i for i, shape in enumerate(shapes) if shape.numel()]]
 
 
@@ -227,14 +227,14 @@ def _of_list(
     """
     results: list[Any] = [None] * len(tensors)
     for group in groups_of([tensors]):
-        for alike in _alike(group) if group.leads else [group]:
-            if alike.leads:
-                parts = zip(*(_parts(tensor, neutral) for tensor in alike.leads), strict=True)
-                partials = joined([torch.stack(reduce([*of_owner])) for of_owner in parts])
-                over = alike.leads[0].over
-                if over is not None and not isinstance(alike.leads[0]._placement, Replicate):
-                    partials = of_all_owners(partials, over)
-                found = [*finish(partials, alike.leads[0].dtype).unbind()]
+        for alike in _alike(group) if group.templates else [group]:
+            if alike.templates:
+                parts = zip(*(_parts(tensor, neutral) for tensor in alike.templates), strict=True)
+                partials = stack_on_first([torch.stack(reduce([*of_owner])) for of_owner in parts])
+                over = alike.templates[0].over
+                if over is not None and not isinstance(alike.templates[0]._placement, Replicate):
+                    partials = all_gather_owners(partials, over)
+                found = [*finish(partials, alike.templates[0].dtype).unbind()]
             else:
                 found = of_plain([tensors[position] for position in alike.positions])
             for position, result in zip(alike.positions, found, strict=True):
@@ -245,9 +245,9 @@ def _of_list(
 def _alike(group: Group) -> list[Group]:
     """The tensors of each dtype that are read on as many owners: of replicated ones only the first copy is."""
     found: dict[Any, Group] = {}
-    for lead, position in zip(group.leads, group.positions, strict=True):
-        alike = found.setdefault((lead.dtype, isinstance(lead._placement, Replicate)), Group([], []))
-        alike.leads.append(lead)
+    for template, position in zip(group.templates, group.positions, strict=True):
+        alike = found.setdefault((template.dtype, isinstance(template._placement, Replicate)), Group([], []))
+        alike.templates.append(template)
         alike.positions.append(position)
     return [*found.values()]
 

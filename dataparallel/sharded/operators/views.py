@@ -24,9 +24,9 @@ from dataparallel.sharded.placements import (
     Shard,
     moved,
     on_this_machine,
-    parts_on_all,
     rows_of,
-    rows_of_parts,
+    rows_of_shards,
+    shards_on_all_machines,
 )
 from dataparallel.sharded.tensor import ShardedTensor
 
@@ -63,7 +63,7 @@ def _rows(tensor: ShardedTensor) -> list[tuple[int, int]]:
     """For each part, over all machines, the rows of the whole that it has: from and up to."""
     placement = tensor._placement
     assert not isinstance(placement, Replicate)
-    counts = rows_of(placement, tensor.shape[placement.dim], parts_on_all(len(tensor._shards), tensor.over))
+    counts = rows_of(placement, tensor.shape[placement.dim], shards_on_all_machines(len(tensor._shards), tensor.over))
     return [(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
@@ -178,5 +178,5 @@ def _reshape(func: OpOverload, tensor: ShardedTensor, size: Sequence[int]) -> Sh
         func(part, (count, *like.shape[1:]))
         for part, count in zip(tensor._shards, on_this_machine(rows, tensor.over), strict=True)
     ]
-    is_even = rows == rows_of_parts(like.shape[0], len(rows))
+    is_even = rows == rows_of_shards(like.shape[0], len(rows))
     return _view(tensor, parts, Shard(0) if is_even else Rows(0, tuple(rows)), like)
