@@ -64,10 +64,10 @@ class SyncBatchNorm(BatchNorm):
     def _synchronised(self, chunk: Tensor, span: Span) -> Tensor:
         with torch.autocast(chunk.device.type, enabled=False):
             statistics, *carriers = Statistics.apply(chunk)
-            is_across = span.machines is not None
+            is_across = span.peer_call is not None
             inference = torch.is_inference_mode_enabled()
             request = Request("SyncBatchNorm", "", described([statistics]), inference, across_machines=is_across)
-            together = partial(merged, peer_call=span.machines, text=str(request))
+            together = partial(merged, peer_call=span.peer_call, text=str(request))
             count = chunk.numel() // max(chunk.shape[1], 1)
             mean, variance, total = joint(span.place, request, [statistics], together, count)
             if self.training and self.track_running_stats and replayed_place() is None:
