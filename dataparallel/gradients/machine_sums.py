@@ -121,12 +121,12 @@ class _HookedBucket:
         self._of_pass = of_pass
         self._called: Called | None = None
         self._staged = stage(of_pass.machines, sums.flat)
-        self._bucket = GradBucket(sums.index, sums.count, self._staged.host, sums.parameters, sums.names)
+        self._bucket = GradBucket(sums.index, sums.count, self._staged.payload, sums.parameters, sums.names)
         what = f"the communication hook {of_pass.hook.name} for {self._bucket}"
         self._launched = of_pass.round.call(what, self._call_hook, self._check)
 
     def _call_hook(self) -> Any:
-        staged, is_nccl = self._staged, self._of_pass.machines.is_nccl(self._staged.host.device)
+        staged, is_nccl = self._staged, self._of_pass.machines.is_nccl(self._staged.payload.device)
         if staged.is_copied and staged.event is not None:
             staged.event.synchronize()
         with nccl.launching() if is_nccl else nullcontext():
@@ -150,7 +150,7 @@ class _HookedBucket:
             raise
         assert self._called is not None
         found = self._called.wait()
-        return self._staged.arrive(found) if self._staged.is_copied else found
+        return self._staged.copy_result(found) if self._staged.is_copied else found
 
 
 class Agreement:

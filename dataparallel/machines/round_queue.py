@@ -93,7 +93,7 @@ class RoundQueue:
                 return this_round
             if self.health.is_closed:
                 raise MachinesError("the interpreter ends: nothing can be sent any more")
-            self._launcher.play(self)
+            self._launcher.run_queue(self)
             self._rounds.append(this_round)
         return this_round
 

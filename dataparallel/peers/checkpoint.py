@@ -147,7 +147,7 @@ class Tape:
 
 
 def _leaves(results: Sequence[Tensor]) -> list[Tensor]:
-    """Leaves on the same memory. Each needs a gradient as its result does, so a recomputation saves the same tensors."""
+    """Leaves on the same memory. They need gradients as the results do, so a recomputation saves the same tensors."""
     return [result.detach().requires_grad_(result.requires_grad) for result in results]
 
 

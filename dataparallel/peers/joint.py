@@ -230,7 +230,7 @@ def _on_streams(inputs: Sequence[_Input], streams: dict[torch.device, torch.Stre
 
 
 def _record_use(one: _Input, results: Sequence[Tensor], streams: dict[torch.device, torch.Stream]) -> None:
-    """Tells the allocator that a replica's stream uses the results. Their memory belongs to the stream in ``streams``."""
+    """Tells the allocator that a replica's stream uses results, whose memory belongs to the stream in ``streams``."""
     if one.stream is None or one.stream == streams[one.device]:
         return
     for result in results:
