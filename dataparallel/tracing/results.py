@@ -1,7 +1,7 @@
-"""From what was recorded to figures: the stages on the caller's thread, the slots, the bytes.
+"""`results` computes figures from the records: the stages on the caller's thread, the slots, the bytes.
 
-The ranges of a thread are nested. The *exclusive* time of a range is its time without that of ranges inside it. So the
-exclusive times of a thread, and the time outside of all ranges, add up to the time of the block.
+The ranges of a thread are nested. The *exclusive* time of a range is its time without the time of ranges inside it. So
+the exclusive times of a thread and the time outside of all ranges add up to the time of the block.
 """
 
 from __future__ import annotations
