@@ -295,7 +295,7 @@ def failing_on_the_way(rank, devices):
     filled = start._fill
 
     def fails(bucket, flat):
-        if bucket.parts[0].name == "3":
+        if bucket.entries[0].name == "3":
             raise MemoryError("no room for 3")
         filled(bucket, flat)
 
