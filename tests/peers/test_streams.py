@@ -100,7 +100,7 @@ def test_what_a_failed_exchange_reads_is_not_used_again_before(
         total(devices, of_slots)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(collectives, "_total", fails)
+    monkeypatch.setattr(collectives, "_sums_on_first", fails)
     slots = [make_slots(1)[0]] * 2
     x = samples(2, 2).to(slots[0])
     with torch.no_grad(), pytest.raises(ZeroDivisionError):
