@@ -94,7 +94,7 @@ def test_what_a_failed_exchange_reads_is_not_used_again_before(
     make_slots: Callable[[int], list], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first replica's stream reads memory of the others', which do not wait for it then."""
-    total = collectives._total
+    total = collectives._sums_on_first
 
     def fails(devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> list[Tensor]:
         total(devices, of_slots)
