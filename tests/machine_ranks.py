@@ -24,7 +24,7 @@ from torch.futures import Future
 from clocked import check_clocks
 from dataparallel.machines.collectives import Transfer, all_reduce, stage
 from dataparallel.machines.group import Machines
-from dataparallel.machines.rounds import Launched, Round
+from dataparallel.machines.rounds import PendingResult, Round
 from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.ranks import Rank, comms, on_processes
 from dataparallel.testing.ranks.child import Found, find
@@ -87,7 +87,7 @@ def said(function: Callable[..., Any], *args: Any) -> str:
     return "nothing was raised"
 
 
-def hooked(round: Round, what: str, call: Callable[[], Future[Any]]) -> Launched:
+def hooked(round: Round, what: str, call: Callable[[], Future[Any]]) -> PendingResult:
     """Adds a function to the round that sends something itself. The error of its future is that of the call."""
     made: list[Future[Any]] = []
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.sharded import Replicate, Shard, ShardedTensor
-from dataparallel.sharded.placements import Owners, check_placement, over_of, part_shapes
+from dataparallel.sharded.placements import Owners, check_placement, over_of, shard_shapes
 from fake_machines import FakeOver
 
 FIRST = Shard(0)
@@ -24,7 +24,7 @@ def sharded(
     grad = tensor.requires_grad if requires_grad is None else requires_grad
     tensor = tensor.detach()
     placement = check_placement(placement, tensor.shape)
-    shapes = part_shapes(tensor.shape, placement, count)
+    shapes = shard_shapes(tensor.shape, placement, count)
     if isinstance(placement, Replicate):
         parts = [tensor] * count
     elif tensor.dim() == 0:
@@ -45,7 +45,7 @@ def full(value: Tensor, has_values: bool = True) -> Tensor:
     if value.over is not None:
         of_all = cast("FakeOver", value.over).objects([part.clone() for part in parts])
         parts = [of_machine[i] for i in range(len(parts)) for of_machine in of_all]
-    assert [part.shape for part in parts] == part_shapes(value.shape, placement, len(parts))
+    assert [part.shape for part in parts] == shard_shapes(value.shape, placement, len(parts))
     assert {part.dtype for part in parts} == {value.dtype}
     if isinstance(placement, Replicate):
         for part in parts[1:] if has_values else []:

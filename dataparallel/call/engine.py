@@ -183,7 +183,7 @@ class CallEngine:
             output = join(outputs) if loss is None else loss.loss_of_batch(outputs, join)
         maker.returns(output)
         if peers is not None:
-            peers.watch(output)
+            peers.expect_backward_of(output)
         return output
 
     def _overridden(self, name: str, call: Call) -> Callable[..., Any] | None:

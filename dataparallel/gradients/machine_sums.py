@@ -20,7 +20,7 @@ from dataparallel.gradients.ordered_pass import AsyncResult, BucketSum
 from dataparallel.machines.collectives import all_reduce, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
-from dataparallel.machines.rounds import Launched, Round
+from dataparallel.machines.rounds import PendingResult, Round
 from dataparallel.machines.start import send_values
 
 
@@ -102,13 +102,13 @@ class _HookedMachinePass:
 
     def __init__(self, machines: Machines, round: Round, hook: CommHook) -> None:
         self.machines, self.round, self.hook = machines, round, hook
-        self.end_result: Launched | None = None
+        self.end_result: PendingResult | None = None
 
     def launch(self, bucket_sum: BucketSum) -> _HookedResult:
         """See `ReducerPass`."""
         return _HookedResult(self, bucket_sum)
 
-    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> Launched:
+    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> PendingResult:
         """See `ReducerPass`."""
         self.end_result = self.round.end(used, error)
         return self.end_result
@@ -122,12 +122,12 @@ class _HookedResult:
         self._hook_call: HookCall | None = None
         self._staged = stage(of_pass.machines, bucket_sum.flat)
         parameters, names = bucket_sum.parameters, bucket_sum.names
-        self._bucket = GradBucket(bucket_sum.index, bucket_sum.count, self._staged.host, parameters, names)
+        self._bucket = GradBucket(bucket_sum.index, bucket_sum.count, self._staged.payload, parameters, names)
         what = f"the communication hook {of_pass.hook.name} for {self._bucket}"
         self._launched = of_pass.round.call(what, self._call_hook, self._check)
 
     def _call_hook(self) -> Any:
-        staged, is_nccl = self._staged, self._pass.machines.is_nccl(self._staged.host.device)
+        staged, is_nccl = self._staged, self._pass.machines.is_nccl(self._staged.payload.device)
         if staged.is_copied and staged.event is not None:
             staged.event.synchronize()
         with nccl.launching() if is_nccl else nullcontext():
@@ -150,7 +150,7 @@ class _HookedResult:
             raise
         assert self._hook_call is not None
         grads = self._hook_call.wait()
-        return self._staged.arrive(grads) if self._staged.is_copied else grads
+        return self._staged.copy_result(grads) if self._staged.is_copied else grads
 
 
 class Agreement:
@@ -170,7 +170,7 @@ class Agreement:
     def order(self, positions: Sequence[int]) -> list[int]:
         """Returns the ``positions`` that rank 0 has given, on all machines."""
         contents = f"{len(positions)} parameters"
-        of_rank_0: list[int] = self._machines.queue.all_say("order of buckets", contents, [*positions])[0]
+        of_rank_0: list[int] = self._machines.queue.all_gather_object("order of buckets", contents, [*positions])[0]
         return of_rank_0
 
     def signal_failure(self, error: BaseException) -> None:

@@ -1,7 +1,7 @@
-"""What the ranks of a queue of rounds say to each other: small values over gloo, in host memory.
+"""`agree` compares what the ranks of a queue of rounds do next, over a `ControlChannel`: gloo, in host memory.
 
-Before the first item of a round each rank says what comes, as a number made of its text. Backends pair collectives by
-their order, and gloo ends the process if two of a pair differ in size: so nothing is sent before all say the same.
+Backends pair collectives by their order, and gloo ends the process if two of a pair differ in size. So before an item
+ranks compare a checksum of its text, and send nothing else before all checksums are equal.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from dataparallel.machines.errors import MachinesDiffer, PeerFailed
 if TYPE_CHECKING:
     from dataparallel.machines.group import Group
 
-_SHORT, _OF_LENGTH = 1024, 8  # bytes of the first message, and of the length in it
+_FIRST_BYTES, _LENGTH_BYTES = 1024, 8  # of the first message, and of the length at its beginning
 
 Steps = Generator[Future[Any], None, Any]
-"""Waits for each future that it yields, and returns a result. The thread that drives it decides how it waits."""
+"""An exchange between ranks. It yields each future that it needs, and the thread that runs it waits in its own way."""
 
-Described: TypeAlias = dict[str, dict[str, str]]
-"""For each entry its properties. An entry that is one value has it under the name ``""``."""
+Description: TypeAlias = dict[str, dict[str, str]]
+"""For each entry its properties. An entry that is a single value has one property with the name ``""``."""
 
 MOST = 20
 """How many differences a message lists."""
 
 
-class Control:
-    """The connections of one queue, which nothing else uses. All ranks make the same calls in the same order.
+class ControlChannel:
+    """The gloo connections of one queue. All ranks call its methods in the same order. The constructor waits for them.
 
-    They are no process group of torch. So they exist for a group that has only NCCL, need no device, and answer while a
-    collective of the group is under way. Making them blocks until all ranks have come.
+    The connections belong to no process group of torch. So a group that has only NCCL has them too, they need no
+    device, and they answer while a collective of the group is under way.
     """
 
     def __init__(self, group: Group, name: str) -> None:
@@ -46,78 +46,79 @@ class Control:
         timeout = timedelta(seconds=group.timeout)
         self._gloo: Any = distributed.ProcessGroupGloo(store, group.rank, group.size, timeout)
 
-    def maximum(self, values: Tensor) -> Steps:
-        """The largest values that any rank has, in place; on the CPU, of one size on all ranks."""
+    def all_reduce_max(self, values: Tensor) -> Steps:
+        """All-reduces a CPU tensor by its maximum, in place. It has one size on all ranks."""
         options: Any = distributed.AllreduceOptions()
         options.reduceOp = distributed.ReduceOp.MAX
         yield self._gloo.allreduce([values], options).get_future()
         return values
 
-    def all(self, value: Any) -> Steps:
-        """What each rank gives, in their order; anything that can be pickled. One message, if it is short on all."""
-        data = pickle.dumps(value)
-        first = len(data).to_bytes(_OF_LENGTH, "little") + data
-        rows = yield from self._rows(first[:_SHORT], _SHORT)
-        lengths = [_OF_LENGTH + int.from_bytes(row[:_OF_LENGTH], "little") for row in rows]
-        if max(lengths) > _SHORT:
-            rest = yield from self._rows(first[_SHORT:], max(lengths) - _SHORT)
-            rows = [row + more for row, more in zip(rows, rest, strict=True)]
-        return [pickle.loads(row[_OF_LENGTH:length]) for row, length in zip(rows, lengths, strict=True)]
+    def all_gather_object(self, value: Any) -> Steps:
+        """Gathers an object that can be pickled from each rank. A second message is sent if one of them is long."""
+        pickled = pickle.dumps(value)
+        data = len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled
+        rows = yield from self._all_gather(data[:_FIRST_BYTES], _FIRST_BYTES)
+        lengths = [_LENGTH_BYTES + int.from_bytes(row[:_LENGTH_BYTES], "little") for row in rows]
+        if max(lengths) > _FIRST_BYTES:
+            rests = yield from self._all_gather(data[_FIRST_BYTES:], max(lengths) - _FIRST_BYTES)
+            rows = [row + rest for row, rest in zip(rows, rests, strict=True)]
+        return [pickle.loads(row[_LENGTH_BYTES:length]) for row, length in zip(rows, lengths, strict=True)]
 
-    def _rows(self, data: bytes, size: int) -> Steps:
+    def _all_gather(self, data: bytes, size: int) -> Steps:
         own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.size)]
         yield self._gloo.allgather([rows], [own]).get_future()
         return [row.numpy().tobytes() for row in rows]
 
 
-def agree(group: Group, control: Control, kind: str, contents: str, failed: str | None) -> Steps:
+def agree(group: Group, control: ControlChannel, kind: str, contents: str, failed: str | None) -> Steps:
     """Returns if all ranks do the same next, else raises `MachinesDiffer`, or `PeerFailed` if a rank has ``failed``."""
-    number = zlib.crc32(f"{kind}\n{contents}".encode())
-    said = yield from control.maximum(torch.tensor([number, -number, failed is not None]))
-    largest, smallest, has_failed = said.tolist()
+    checksum = zlib.crc32(f"{kind}\n{contents}".encode())
+    maxima = yield from control.all_reduce_max(torch.tensor([checksum, -checksum, failed is not None]))
+    largest, negated_smallest, has_failed = maxima.tolist()
     if has_failed:
         yield from _raise_failures(group, control, failed)
-    if largest != -smallest:
-        raise MachinesDiffer(_differences(group, (yield from control.all((kind, contents)))))
+    if largest != -negated_smallest:
+        raise MachinesDiffer(_differences(group, (yield from control.all_gather_object((kind, contents)))))
 
 
-def exchange_used(group: Group, control: Control, used: Sequence[bool], failed: str | None) -> Steps:
-    """For each entry, whether any rank has used it. Raises `PeerFailed` if a rank has ``failed``."""
-    said = yield from control.maximum(torch.tensor([*used, failed is not None], dtype=torch.uint8))
-    *anywhere, has_failed = said.tolist()
+def exchange_used(group: Group, control: ControlChannel, used: Sequence[bool], failed: str | None) -> Steps:
+    """True for each entry of ``used`` that is true on any rank. Raises `PeerFailed` if a rank has ``failed``."""
+    maxima = yield from control.all_reduce_max(torch.tensor([*used, failed is not None], dtype=torch.uint8))
+    *used_anywhere, has_failed = maxima.tolist()
     if has_failed:
         yield from _raise_failures(group, control, failed)
-    return [bool(entry) for entry in anywhere]
+    return [bool(entry) for entry in used_anywhere]
 
 
-def failures(group: Group, said: Sequence[str | None]) -> PeerFailed | None:
-    """The error for what each rank has said about a failure of its own; ``None`` if none has failed."""
-    texts = [f"{group.names([rank])} failed{text}" for rank, text in enumerate(said) if text is not None]
+def error_of_failures(group: Group, failures: Sequence[str | None]) -> PeerFailed | None:
+    """The error made of the failures of all ranks, ``None`` for a rank that has not failed; ``None`` if no rank has."""
+    texts = [f"{group.names([rank])} failed{text}" for rank, text in enumerate(failures) if text is not None]
     if not texts:
         return None
     error = PeerFailed(
         f"{'; '.join(texts)}. What was exchanged is dropped on every rank, and the group can still be used"
     )
-    error.by_all = len(texts) == len(said)
+    error.by_all = len(texts) == len(failures)
     return error
 
 
-def _raise_failures(group: Group, control: Control, failed: str | None) -> Steps:
-    said = yield from control.all(None if failed is None else f" {failed}")
-    error = failures(group, said)
+def _raise_failures(group: Group, control: ControlChannel, failed: str | None) -> Steps:
+    failures = yield from control.all_gather_object(None if failed is None else f" {failed}")
+    error = error_of_failures(group, failures)
     assert error is not None
     raise error
 
 
-def _differences(group: Group, said: list[tuple[str, str]]) -> str:
-    kinds = {kind: [rank for rank, each in enumerate(said) if each[0] == kind] for kind, _ in said}
+def _differences(group: Group, items: list[tuple[str, str]]) -> str:
+    """The message of `MachinesDiffer`. ``items``: for each rank the kind and the contents that it has for `agree`."""
+    kinds = {kind: [rank for rank, item in enumerate(items) if item[0] == kind] for kind, _ in items}
     if len(kinds) > 1:
-        found = [f"{kind!r} begins on {group.names(ranks)}" for kind, ranks in kinds.items()]
+        parts = [f"{kind!r} begins on {group.names(ranks)}" for kind, ranks in kinds.items()]
     else:
-        found = differences([contents for _, contents in said], group.ranks)
+        parts = differences([contents for _, contents in items], group.ranks)
     return (
-        f"the ranks differ in what they do next ({said[0][0]!r}), so nothing has been sent: {'; '.join(found)}. All "
+        f"the ranks differ in what they do next ({items[0][0]!r}), so nothing has been sent: {'; '.join(parts)}. All "
         "ranks have to run the same calls on the same model"
     )
 
@@ -126,7 +127,7 @@ def _differences(group: Group, said: list[tuple[str, str]]) -> str:
 
 
 def as_text(description: Mapping[str, Any]) -> str:
-    """A description as lines, one for each entry: one value, or a mapping from the names of properties to values."""
+    """A description as lines, one for each entry. An entry is a single value or a mapping of properties to values."""
     lines = []
     for name, value in description.items():
         if isinstance(value, Mapping):
@@ -137,30 +138,31 @@ def as_text(description: Mapping[str, Any]) -> str:
 
 
 def differences(texts: Sequence[str], ranks: Sequence[int]) -> list[str]:
-    """What is not the same in all texts, the order of entries included: at most `MOST` parts of a sentence.
+    """How the texts of all ranks differ, in entries or in their order: at most `MOST` parts of a sentence.
 
-    The texts are those of `as_text`, one for each rank. Other lines are entries too: ``name: value``, or just a name.
+    `as_text` makes such texts. Any other line is an entry too: ``name: value``, or just a name.
     """
     if all(text == texts[0] for text in texts):
         return []
-    descriptions = [_read(text) for text in texts]
+    descriptions = [_parse(text) for text in texts]
     names = [*dict.fromkeys(name for description in descriptions for name in description)]
-    found = [*_lacking(names, descriptions, ranks)]
+    parts = [*_missing_entries(names, descriptions, ranks)]
     for name in names:
-        found += _properties(name, [description.get(name) for description in descriptions], ranks)
-    found = found or _orders(descriptions, ranks) or ["the order of properties"]
-    if len(found) > MOST:
-        found[MOST - 1 :] = [f"and {len(found) - MOST + 1} more differences"]
-    return found
+        parts += _different_properties(name, [description.get(name) for description in descriptions], ranks)
+    parts = parts or _different_order(descriptions, ranks) or ["the order of properties"]
+    if len(parts) > MOST:
+        parts[MOST - 1 :] = [f"and {len(parts) - MOST + 1} more differences"]
+    return parts
 
 
 def _line(value: object) -> str:
-    """The value's text, without what ends words and lines."""
+    """The value's text on one line, without tabs."""
     return " ".join(str(value).split())
 
 
-def _read(text: str) -> Described:
-    described: Described = {}
+def _parse(text: str) -> Description:
+    """The description that `as_text` has written."""
+    description: Description = {}
     for number, line in enumerate(text.split("\n")):
         name, *words = line.split("\t")
         if words:
@@ -168,51 +170,51 @@ def _read(text: str) -> Described:
         else:
             name, colon, value = name.partition(": ")
             properties = {"": value} if colon else {}
-        if name in described:
+        if name in description:
             name = f"{name} (line {number})"
-        described[name] = properties
-    return described
+        description[name] = properties
+    return description
 
 
-def _lacking(names: Sequence[str], descriptions: Sequence[Described], ranks: Sequence[int]) -> list[str]:
-    """Entries that some ranks have and others lack. Those that the same ranks lack make one part."""
+def _missing_entries(names: Sequence[str], descriptions: Sequence[Description], ranks: Sequence[int]) -> list[str]:
+    """Names the entries that some ranks have and others lack. Entries that the same ranks lack make one part."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name in names:
         lacking = tuple(rank for rank, description in zip(ranks, descriptions, strict=True) if name not in description)
         if lacking:
             by_ranks.setdefault(lacking, []).append(name)
     parts = []
-    for lacking, absent in by_ranks.items():
+    for lacking, missing in by_ranks.items():
         having = [rank for rank in ranks if rank not in lacking]
         if len(having) < len(lacking):
-            parts.append(f"only {of_ranks(having)} {_verb(having, 'have')} {_listed(absent)}")
+            parts.append(f"only {of_ranks(having)} {_verb(having, 'have')} {_listed(missing)}")
         else:
-            parts.append(f"{of_ranks(lacking)} {_verb(lacking, 'lack')} {_listed(absent)}")
+            parts.append(f"{of_ranks(lacking)} {_verb(lacking, 'lack')} {_listed(missing)}")
     return parts
 
 
-def _properties(name: str, values: Sequence[Mapping[str, str] | None], ranks: Sequence[int]) -> list[str]:
-    """How one entry differs among the ranks that have it."""
-    there = [(rank, value) for rank, value in zip(ranks, values, strict=True) if value is not None]
+def _different_properties(name: str, entries: Sequence[Mapping[str, str] | None], ranks: Sequence[int]) -> list[str]:
+    """How the properties of one entry differ among the ranks that have the entry."""
+    present = [(rank, entry) for rank, entry in zip(ranks, entries, strict=True) if entry is not None]
     parts = []
-    for key in dict.fromkeys(key for _, value in there for key in value):
+    for key in dict.fromkeys(key for _, entry in present for key in entry):
         by_value: dict[str | None, list[int]] = {}
-        for rank, value in there:
-            by_value.setdefault(value.get(key), []).append(rank)
+        for rank, entry in present:
+            by_value.setdefault(entry.get(key), []).append(rank)
         if len(by_value) > 1:
-            first, *others = by_value.items()
-            words = [_valued(first[0], key, first[1]), *(_valued(text, "", where) for text, where in others)]
-            parts.append(f"{name}: {', '.join(words)}")
+            # Only the first value is written with the name of the property.
+            named = zip([key, *[""] * len(by_value)], by_value.items(), strict=False)
+            parts.append(f"{name}: {', '.join(_value_on_ranks(value, label, on) for label, (value, on) in named)}")
     return parts
 
 
-def _valued(value: str | None, key: str, ranks: Sequence[int]) -> str:
-    named = "not said" if value is None else value or "''"
-    return f"{key} {named} on {of_ranks(ranks)}" if key else f"{named} on {of_ranks(ranks)}"
+def _value_on_ranks(value: str | None, key: str, ranks: Sequence[int]) -> str:
+    text = "not said" if value is None else value or "''"
+    return f"{key} {text} on {of_ranks(ranks)}" if key else f"{text} on {of_ranks(ranks)}"
 
 
-def _orders(descriptions: Sequence[Described], ranks: Sequence[int]) -> list[str]:
-    """Where entries that are on all ranks come in different orders: the first place where they do."""
+def _different_order(descriptions: Sequence[Description], ranks: Sequence[int]) -> list[str]:
+    """The first place where entries that all ranks have come in different orders."""
     for place, names in enumerate(zip(*descriptions, strict=True)):
         by_name: dict[str, list[int]] = {}
         for rank, name in zip(ranks, names, strict=True):

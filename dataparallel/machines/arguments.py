@@ -1,6 +1,6 @@
-"""What ``process_group=``, ``mesh=`` and ``device_id=`` mean, and which modules cannot take part.
+"""`machines_of` and its neighbours interpret ``process_group=``, ``mesh=`` and ``device_id=``, and refuse some modules.
 
-Everything is checked here before anything is sent: each error says what was passed, what was expected and what to do.
+All of them are checked before anything is sent. Each error says what was passed, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def machines_of(
 def shard_and_replicate_groups(
     process_group: ProcessGroup | None, mesh: DeviceMesh | None, slots: Sequence[torch.device] = ()
 ) -> tuple[Machines | None, Machines | None]:
-    """The machines over which each device's part is sharded again, and those over which it is replicated.
+    """The machines over which each device's shard is sharded again, and the machines over which it is replicated.
 
-    A group alone replicates: parameters are sharded over the devices of each machine. A mesh has the meaning that it
-    has for ``torch.distributed.fsdp.fully_shard``, over processes: one dimension shards, and of two dimensions the
-    first one replicates and the second one shards. What is not asked for is ``None``.
+    With a group parameters are sharded over the devices of each machine and replicated over machines. A mesh means what
+    it means for ``torch.distributed.fsdp.fully_shard``, over processes: a single dimension shards; of two dimensions
+    the first one replicates and the second one shards. Each result may be ``None``.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `machines_of`, where a mesh may have two dimensions.
@@ -74,7 +74,7 @@ def shard_and_replicate_groups(
 
 
 def one_device(devices: Sequence[DeviceLike] | None, device_id: DeviceLike | None) -> Sequence[DeviceLike] | None:
-    """The argument ``devices`` where ``device_id=x`` is another way to write ``devices=[x]``."""
+    """The argument ``devices``, for functions in which ``device_id=x`` means ``devices=[x]``."""
     if device_id is None:
         return devices
     if isinstance(device_id, (list, tuple)):
@@ -88,7 +88,7 @@ def one_device(devices: Sequence[DeviceLike] | None, device_id: DeviceLike | Non
 
 
 def check_sendable(machines: Machines, devices: Iterable[torch.device]) -> Machines:
-    """The machines, if tensors on all of the devices can get to other ranks: directly or through host memory.
+    """Returns ``machines`` if they can send tensors on all of the devices, directly or through host memory.
 
     Raises:
         ValueError: the group's backend takes neither, or torch lets the group send from another device only.
@@ -115,7 +115,7 @@ def check_sendable(machines: Machines, devices: Iterable[torch.device]) -> Machi
 
 def refuse_tensor_parallel(module: nn.Module) -> None:
     """Raises a ``TypeError`` if parameters or buffers are of the class ``DTensor``."""
-    # Nobody can have made a DTensor before this module was imported, and importing it takes long.
+    # If torch.distributed.tensor was not imported, there is no DTensor. Importing it takes long.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is None:
         return
@@ -133,7 +133,7 @@ def refuse_tensor_parallel(module: nn.Module) -> None:
 
 
 def _is_given(process_group: object, mesh: object) -> bool:
-    """True if there is a group or a mesh, with torch.distributed ready for it."""
+    """True if a group or a mesh is given. Raises if both are, or if torch.distributed is not ready."""
     if process_group is None and mesh is None:
         return False
     name = "mesh" if process_group is None else "process_group"
@@ -216,7 +216,7 @@ def _one_dimension(mesh: DeviceMesh, wanted: str = "one dimension") -> str:
 
 
 def _shown(mesh: DeviceMesh) -> str:
-    """The mesh as a message shows it."""
+    """The mesh in words, for messages."""
     names = mesh.mesh_dim_names or ()
     sizes = [f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True)] if names else map(str, mesh.shape)
     return f"the mesh ({', '.join(sizes)})"

@@ -1,7 +1,7 @@
-"""Collectives of a group, as calls that return at once. All ranks have to issue the same ones in the same order, which
-the launcher sees to. What only moves values moves bytes, so it takes every dtype.
+"""`all_reduce`, `all_gather` and other collectives of a group, which return a `Transfer` at once. The launcher ensures
+that all ranks issue the same ones in the same order. All but sums send bytes, so they take every dtype.
 
-A tensor is staged first, by the thread whose stream has computed it. NCCL's part has not run on GPUs.
+`stage` prepares a tensor first, in the thread whose stream has computed it. NCCL's part has not run on GPUs.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ if TYPE_CHECKING:
     from dataparallel.machines.group import Group
 
 ALIGNED = 16
-"""Bytes, the largest element of any dtype: where tensors of several dtypes begin in one message."""
+"""Bytes. Tensors of several dtypes in one message begin at multiples of this, the largest size of an element."""
 
 
 @dataclass
 class Staged:
-    """A tensor that another thread can send, and that is held until the result is taken.
+    """A tensor that another thread can send. It holds the memory until the result is taken.
 
     Attributes:
-        tensor: what was given.
-        host: what is sent: the tensor itself, or its copy in host memory.
-        event: behind the copy, or behind what has computed the tensor; `None` on the CPU.
-        room: what is received is written there, if it does not take the place of what is sent.
-        is_free: behind the former uses of ``room``, if another stream than that of ``event`` has made them.
-        stream: that of ``event``, to which the memory of ``tensor`` belongs.
+        tensor: the tensor that was given to `stage`.
+        payload: the tensor that is sent: ``tensor`` itself, or a copy of it in host memory.
+        event: comes after the copy, or after the launches that have computed ``tensor``; `None` on the CPU.
+        receive_buffer: the result is written here. `None` if the result replaces ``payload``.
+        is_free: an event after former uses of the receive buffer, which may be on another stream than ``event``.
+        stream: the stream of ``event``, to which the memory of ``tensor`` belongs.
     """
 
     tensor: Tensor
-    host: Tensor
+    payload: Tensor
     event: Event | None
-    room: Tensor | None = None
+    receive_buffer: Tensor | None = None
     is_free: Event | None = None
     stream: torch.Stream | None = None
 
     @property
     def is_copied(self) -> bool:
-        """A copy in host memory is sent."""
-        return self.host.device != self.tensor.device
+        """True if a copy in host memory is sent."""
+        return self.payload.device != self.tensor.device
 
-    def arrive(self, result: Tensor) -> Tensor:
-        """``result`` in host memory, copied to the tensor's device on the current stream, whichever that is.
+    def copy_result(self, result: Tensor) -> Tensor:
+        """Copies ``result`` from host memory to the tensor's device, on the stream that is current there.
 
         torch's host allocator holds the pinned memory until the copy is done.
         """
@@ -72,19 +72,19 @@ def stage(
     receives: int | None = None,
     taken_on: Mapping[torch.device, torch.Stream] | None = None,
 ) -> Staged:
-    """``tensor`` ready for a collective of ``group``; it must not be written to until the result is taken.
+    """Prepares ``tensor`` for a collective of ``group``. Nobody may write to it until the result is taken.
 
-    What the group cannot send is copied to host memory here, on the current stream. What is received is allocated here
-    too, for the stream that takes it: so its memory can be used again as soon as the result is dropped.
+    If the group cannot send from the device, this copies the tensor to host memory, on the current stream. It allocates
+    the receive buffer for the stream that takes the result, so that its memory is free once the result is dropped.
 
     Args:
         group: the machines.
-        tensor: what is sent, computed on the current stream.
-        receives: how many elements come, if they do not take the place of the tensor.
-        taken_on: streams on which what comes is taken, if not on the current ones. Only NCCL needs to know.
+        tensor: the tensor to send, computed on the current stream.
+        receives: how many elements are received, if they do not replace the tensor.
+        taken_on: the streams on which the result is taken, if not the current ones. Only NCCL needs this.
 
     Raises:
-        ValueError: if it is not dense, or not contiguous.
+        ValueError: the tensor is not dense, or not contiguous.
     """
     tensor = tensor.detach()
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
@@ -94,28 +94,28 @@ def stage(
         )
     device = tensor.device
     if device != CPU and group.is_nccl(device):
-        room, is_free = None, None
+        buffer, is_free = None, None
         if receives is not None:
             with streams_set(taken_on or {}):
-                room, is_free = tensor.new_empty(receives), Event(current_stream_at(device.index))
+                buffer, is_free = tensor.new_empty(receives), Event(current_stream_at(device.index))
         stream = current_stream_at(device.index)
-        return Staged(tensor, tensor, Event(stream), room, is_free, stream)
+        return Staged(tensor, tensor, Event(stream), buffer, is_free, stream)
     is_pinned = device != CPU and can_pin(device.type)
-    room = None if receives is None else torch.empty(receives, dtype=tensor.dtype, pin_memory=is_pinned)
+    buffer = None if receives is None else torch.empty(receives, dtype=tensor.dtype, pin_memory=is_pinned)
     if device == CPU:
-        return Staged(tensor, tensor, None, room)
-    host = torch.empty_like(tensor, device=CPU, pin_memory=is_pinned)
-    host.copy_(tensor, non_blocking=is_pinned)
-    return Staged(tensor, host, Event(current_stream_at(device.index)), room)
+        return Staged(tensor, tensor, None, buffer)
+    host_copy = torch.empty_like(tensor, device=CPU, pin_memory=is_pinned)
+    host_copy.copy_(tensor, non_blocking=is_pinned)
+    return Staged(tensor, host_copy, Event(current_stream_at(device.index)), buffer)
 
 
 class Transfer:
     """A collective that has been issued.
 
-    With NCCL it runs behind a stream that is kept for this and has waited for the staging's event. So the streams that
-    compute wait for nothing until the result is taken. The result belongs to the stream that takes it, and what is sent
-    to the stream that has staged it, which waits then too. So ``record_stream`` is not needed, with which a host that
-    is ahead would hold unused memory.
+    With NCCL the collective is ordered after a stream that is kept for collectives and has waited for the staging's
+    event. So compute streams do not wait before the result is taken. The result's memory belongs to the stream that
+    takes it, and the sent memory to the stream that has staged it, which waits then too. So ``record_stream`` is not
+    needed, which would hold unused memory while the host is ahead.
     """
 
     def __init__(self, group: Group, work: distributed.Work | None, staged: Staged, result: Tensor) -> None:
@@ -129,24 +129,24 @@ class Transfer:
         self._future: Future[object] | None = None
 
     def wait(self, check: Check = lambda: None) -> Tensor:
-        """The result, on the device of the tensor that was given, for the calling thread's current stream.
+        """The result, on the staged tensor's device, ready for the calling thread's current stream.
 
-        The host waits until it has arrived. With NCCL the stream does, to which the memory of the result has to belong.
-        ``check`` is called several times a second while the host waits, and ends the wait if it raises.
+        The host waits until the result has arrived. With NCCL the current stream waits, and it has to own the result's
+        memory. While the host waits it calls ``check`` several times a second, which may raise.
         """
         if self._is_on_stream:
             stream = self._staged.stream
             assert stream is not None
-            # The memory of what is sent goes back to the stream that has staged it, so that one waits too.
+            # The sent memory goes back to the stream that has staged it, so that stream waits too.
             with streams_set({stream.device: stream}):
                 self._work.wait()
             self._work.wait()
             return self._result
         _wait_for(self._work, check)
-        return self._staged.arrive(self._result) if self._staged.is_copied else self._result
+        return self._staged.copy_result(self._result) if self._staged.is_copied else self._result
 
     def when_done(self, call: Callable[[object], None]) -> None:
-        """``call`` is called by another thread when `has_arrived` becomes true."""
+        """Has another thread call ``call`` when `has_arrived` becomes true."""
         if self._is_on_stream:
             return
         try:
@@ -156,11 +156,11 @@ class Transfer:
         self._future.add_done_callback(call)
 
     def has_arrived(self) -> bool:
-        """True if `received` does not block, or cannot be told when."""
+        """True if `received` does not block, or if the backend cannot tell."""
         return self._future is None or self._future.done()
 
     def received(self) -> Staged:
-        """What has arrived, to be sent on by the thread that has issued this."""
+        """The result, staged for the thread that has issued this collective to send it on."""
         if self._is_on_stream:
             device = self._result.device
             with streams_set({device: kept_stream(device, "collectives")}):
@@ -171,84 +171,86 @@ class Transfer:
 
 
 def all_reduce(group: Group, staged: Staged) -> Transfer:
-    """The sum over ranks. In place if the tensor can be sent directly.
+    """The sum over ranks, in place if the tensor can be sent directly.
 
-    With gloo, fractions are added in the order of ranks. So the same numbers give the same bits in any run.
+    With gloo, floating-point numbers are added in rank order, so equal inputs give equal bits in every run.
     """
-    is_exact = group.size <= 2 or not staged.host.is_floating_point()
-    if not is_exact and group.backends.get(staged.host.device.type) == "gloo":
+    is_exact = group.size <= 2 or not staged.payload.is_floating_point()
+    if not is_exact and group.backends.get(staged.payload.device.type) == "gloo":
         return _sum_in_rank_order(group, staged)
     with _launching(staged):
-        work = distributed.all_reduce(staged.host, group=group.group, async_op=True)
-    return Transfer(group, work, staged, staged.host)
+        work = distributed.all_reduce(staged.payload, group=group.group, async_op=True)
+    return Transfer(group, work, staged, staged.payload)
 
 
 def _sum_in_rank_order(group: Group, staged: Staged) -> Transfer:
-    """The sum over three ranks or more, added in their order. Returns when the first of two exchanges is done.
+    """The sum over three ranks or more, added in rank order. Returns when the first of two exchanges is done.
 
-    gloo's own sum starts at a rank that depends on the position in the tensor. After a restart gradients travel in
-    other buckets, so their last bits would differ. Here each rank adds up one part and sends the result to all others.
+    gloo's own sum begins at a rank that depends on the position in the tensor. After a restart gradients travel in
+    other buckets, so their last bits would differ. Here each rank adds up one slice and sends the result to all others.
     The two exchanges send as many bytes as gloo's own sum.
     """
-    host, size = staged.host.view(-1), group.size
-    sizes = [host.numel() // size + (rank < host.numel() % size) for rank in range(size)]
-    own = sizes[group.rank]
-    rows = host.new_empty(size, own)
+    flat, size = staged.payload.view(-1), group.size
+    sizes = [flat.numel() // size + (rank < flat.numel() % size) for rank in range(size)]
+    own_sizes = [sizes[group.rank]] * size
+    rows = flat.new_empty(size, sizes[group.rank])
     with _launching(staged):
-        work = distributed.all_to_all_single(rows.view(-1), host, [own] * size, sizes, group=group.group, async_op=True)
+        work = distributed.all_to_all_single(rows.view(-1), flat, own_sizes, sizes, group=group.group, async_op=True)
     Transfer(group, work, staged, rows).received()
     total = rows[0]
     for row in rows[1:]:
         total.add_(row)
-    spread = total.repeat(size)
-    work = distributed.all_to_all_single(host, spread, sizes, [own] * size, group=group.group, async_op=True)
-    return Transfer(group, work, staged, staged.host)
+    copies = total.repeat(size)
+    work = distributed.all_to_all_single(flat, copies, sizes, own_sizes, group=group.group, async_op=True)
+    return Transfer(group, work, staged, staged.payload)
 
 
 def broadcast(group: Group, staged: Staged) -> Transfer:
-    """The values of the group's rank 0. In place if the tensor can be sent directly."""
+    """The values of the group's rank 0, in place if the tensor can be sent directly."""
     with _launching(staged):
-        work = distributed.broadcast(_bytes(staged.host), group=group.group, group_src=0, async_op=True)
-    return Transfer(group, work, staged, staged.host)
+        work = distributed.broadcast(_bytes(staged.payload), group=group.group, group_src=0, async_op=True)
+    return Transfer(group, work, staged, staged.payload)
 
 
 def all_gather(group: Group, staged: Staged) -> Transfer:
-    """The flat tensors of all ranks, one after the other: 1-D, of as many elements on every rank."""
+    """The 1-D tensors of all ranks, one after the other. All have the same size."""
     with _launching(staged):
         work = distributed.all_gather_into_tensor(
-            _bytes(_room(staged)), _bytes(staged.host), group=group.group, async_op=True
+            _bytes(_receive_buffer(staged)), _bytes(staged.payload), group=group.group, async_op=True
         )
-    return Transfer(group, work, staged, _room(staged))
+    return Transfer(group, work, staged, _receive_buffer(staged))
 
 
 def reduce_scatter(group: Group, staged: Staged) -> Transfer:
-    """This rank's part of the sum: 1-D, of ``size * n`` elements on every rank, to ``n``."""
+    """This rank's slice of the sum over ranks: from 1-D tensors of ``size * n`` elements to ``n`` elements."""
     with _launching(staged):
-        work = distributed.reduce_scatter_tensor(_room(staged), staged.host, group=group.group, async_op=True)
-    return Transfer(group, work, staged, _room(staged))
+        work = distributed.reduce_scatter_tensor(
+            _receive_buffer(staged), staged.payload, group=group.group, async_op=True
+        )
+    return Transfer(group, work, staged, _receive_buffer(staged))
 
 
 def all_to_all(group: Group, staged: Staged, send: Sequence[int], receive: Sequence[int]) -> Transfer:
-    """What each rank has for this one, in their order: 1-D, of one dtype on all ranks.
+    """Sends a slice of a 1-D tensor to each rank. Returns the slices from all ranks, in rank order.
 
-    ``send`` and ``receive``: how many elements go to each rank and come from it, one after the other.
+    ``send`` and ``receive``: how many elements go to each rank, and come from each. All ranks have the same dtype.
     """
-    bytes_each = staged.host.element_size()
+    bytes_each = staged.payload.element_size()
     with _launching(staged):
         work = distributed.all_to_all_single(
-            _bytes(_room(staged)),
-            _bytes(staged.host),
+            _bytes(_receive_buffer(staged)),
+            _bytes(staged.payload),
             [bytes_each * size for size in receive],
             [bytes_each * size for size in send],
             group=group.group,
             async_op=True,
         )
-    return Transfer(group, work, staged, _room(staged))
+    return Transfer(group, work, staged, _receive_buffer(staged))
 
 
-def _room(staged: Staged) -> Tensor:
-    assert staged.room is not None, "stage() was not told how much is received"
-    return staged.room
+def _receive_buffer(staged: Staged) -> Tensor:
+    assert staged.receive_buffer is not None, "stage() was not told how much is received"
+    return staged.receive_buffer
 
 
 def _bytes(flat: Tensor) -> Tensor:
@@ -256,13 +258,13 @@ def _bytes(flat: Tensor) -> Tensor:
 
 
 def _launching(staged: Staged) -> AbstractContextManager[object]:
-    """Inside, the tensor is ready to be sent."""
+    """Makes the payload ready to be sent: the host waits for a copy, or the stream that NCCL waits for is current."""
     if staged.event is None:
         return nullcontext()
     if staged.is_copied:
         staged.event.synchronize()
         return nullcontext()
-    device = staged.host.device
+    device = staged.payload.device
     stream = kept_stream(device, "collectives")
     for event in (staged.event, staged.is_free):
         if event is not None:
@@ -271,14 +273,14 @@ def _launching(staged: Staged) -> AbstractContextManager[object]:
 
 
 def _wait_for(work: distributed.Work, check: Check) -> None:
-    """Until the collective of a backend that works on the host has ended, or ``check`` raises."""
-    piece = timedelta(seconds=SLICE)
+    """Waits until a collective of a backend that works on the host has ended. ``check`` may raise meanwhile."""
+    timeout = timedelta(seconds=SLICE)
     while True:
         try:
-            work.wait(piece)
+            work.wait(timeout)
             return
         except RuntimeError:
             if work.is_completed():
-                work.wait(piece)  # it has ended just now, or raises its own error
+                work.wait(timeout)  # the collective has ended just now, or raises its own error
                 return
         check()

@@ -1,5 +1,5 @@
-"""The errors of a group of machines. What a wait raises names the ranks and what was waited for. Any room may catch
-them; ``forms`` and ``sharded.units`` raise them too, for what they compare.
+"""`MachinesError` and its subclasses: the errors of a group of machines. Their messages name the ranks, and what this
+rank has waited for. Any room may catch them. ``forms`` and ``sharded.units`` raise them too, where ranks differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class MachinesError(RuntimeError):
     """Something has failed between machines.
 
     Attributes:
-        is_of_peers: a collective of replicas has raised it, so a form's other rounds do not know of it yet.
+        is_of_peers: a collective of replicas has raised this error, so the form's other rounds do not know of it yet.
     """
 
     is_of_peers = False
@@ -24,7 +24,7 @@ class PeerGone(MachinesError):
 
 
 class PeerFailed(MachinesError):
-    """A rank has failed in what all ranks do together. Its error is part of the sentence.
+    """A rank has failed in a round. The message contains the error of that rank.
 
     Attributes:
         by_all: every rank has failed.
@@ -34,11 +34,11 @@ class PeerFailed(MachinesError):
 
 
 class MachinesDiffer(MachinesError):
-    """Ranks are about to do different things. Nothing has been sent, and the group can be used on."""
+    """Ranks are about to do different things. Nothing has been sent, and the group can still be used."""
 
 
-def again(error: E) -> E:
-    """An error like this one, for another thread to raise: threads that share one would mix their tracebacks."""
+def copy_error(error: E) -> E:
+    """A copy of the error for another thread to raise: threads that raise one object would mix their tracebacks."""
     if not isinstance(error, MachinesError):
         return error
     other = type(error)(*error.args)
@@ -46,6 +46,6 @@ def again(error: E) -> E:
     return other
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())

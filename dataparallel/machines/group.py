@@ -1,7 +1,7 @@
-"""`Machines`: the ranks of a process group, for one purpose.
+"""`Machines`: the ranks of a process group, for one purpose, with a queue of rounds.
 
-A group that the user has given is sent nothing. Beside it there is one group of ours that sends tensors, whatever
-number of purposes there are: with NCCL that is one communicator for each device, made at the start.
+Nothing is sent over the user's group. Beside it the library makes one group that sends tensors for all purposes, so
+that with NCCL there is one communicator for each device, made at the start.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dataparallel.machines.launcher import launcher
 from dataparallel.machines.round_queue import RoundQueue
 
 _given: dict[int, Machines] = {}
-"""Those of the users' groups, by the id of the group, which they hold: until it is destroyed, on all ranks alike."""
+"""The `Machines` of users' groups, by the group's id. They hold the group until it is destroyed, on all ranks alike."""
 _lock = threading.Lock()
 
 
 class Group:
-    """A process group of torch, asked once: its ranks, its timeout, and the devices whose tensors it sends."""
+    """The properties of a process group of torch: its ranks, its timeout, and the devices whose tensors it sends."""
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self.group = group
@@ -38,15 +38,15 @@ class Group:
         self.size = distributed.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is no rank of the process group: give a group to each of its ranks only")
-        self.ranks = distributed.get_process_group_ranks(group)  # global ones, which messages name
+        self.ranks = distributed.get_process_group_ranks(group)  # global ranks, which messages name
         self.backends = _backends(group)  # by type of device
         self.timeout = _torch.group_timeout(group, torch.device(next(iter(self.backends)))).total_seconds()
 
     def can_send(self, device: torch.device) -> bool:
-        """True if the group takes tensors on the device as they are. Else they go through host memory.
+        """True if the group can send tensors on the device directly. Otherwise they go through host memory.
 
-        gloo takes tensors of accelerators too, by copies of its own that no event of ours orders, so it gets them in
-        host memory.
+        gloo could take tensors of accelerators too, but no event of ours orders its copies. So it gets them in host
+        memory.
         """
         return (device == CPU and CPU.type in self.backends) or self.is_nccl(device)
 
@@ -85,22 +85,22 @@ class Group:
 
 
 class Machines(Group):
-    """The machines of a process group, for the purpose of this number, with a queue of rounds of its own."""
+    """The machines of a process group for one purpose, which has a number and a queue of rounds of its own."""
 
     def __init__(self, group: distributed.ProcessGroup, health: Health | None = None, number: int = 0) -> None:
         super().__init__(group)
-        plain = Group(group)  # what outlives this object does not hold it
+        plain = Group(group)  # the queue and the health may outlive this object, so they do not hold it
         self._health = health or Health(plain, launcher())
         self.queue = RoundQueue(plain, self._health, f"{group.group_name}/{number}")
         self._health.include(self.queue, plain, self)
-        self._sender: Machines | None = None  # the first one of the group of ours
-        self._purposes = 1  # how many share that group
+        self._sender: Machines | None = None  # the first `Machines` of the group that sends
+        self._purposes = 1  # of a sender: how many `Machines` share its group
         self._has_communicators: set[torch.device] = set()
-        self._own: dict[str, Machines] = {}
+        self._by_purpose: dict[str, Machines] = {}
 
     @staticmethod
     def of(group: distributed.ProcessGroup) -> Machines:
-        """The machines of the group. The same object until the group is destroyed."""
+        """The machines of the group: the same object each time, until the group is destroyed."""
         with _lock:
             for machines in [*_given.values()]:
                 if not machines.exists:
@@ -110,10 +110,10 @@ class Machines(Group):
                 found = _given[id(group)] = Machines(group)
             return found
 
-    # ---- more of them
+    # ---- machines for other purposes, or with other ranks
 
     def another(self) -> Machines:
-        """The same ranks for another purpose. All ranks of the group call it, in one order.
+        """Makes machines of the same ranks for another purpose. All ranks of the group call it, in one order.
 
         Raises:
             RuntimeError: on every rank, if torch would give the group that sends different names on them.
@@ -129,34 +129,34 @@ class Machines(Group):
         return machines
 
     def own(self, purpose: str) -> Machines:
-        """`another` for a purpose that has a name: the same object each time."""
-        if purpose not in self._own:
-            self._own[purpose] = self.another()
-        return self._own[purpose]
+        """As `another`, for a purpose that has a name: the same object each time."""
+        if purpose not in self._by_purpose:
+            self._by_purpose[purpose] = self.another()
+        return self._by_purpose[purpose]
 
     def product(self, other: Machines) -> Machines:
-        """All ranks of a mesh of which these are a row and ``other`` a column; the same object each time."""
+        """All ranks of a mesh of which ``self`` is a row and ``other`` a column; the same object each time."""
         purpose = f"with {other.ranks}"
-        if purpose not in self._own:
-            rows = other.all_say(self.ranks)
+        if purpose not in self._by_purpose:
+            rows = other.all_gather_object(self.ranks)
             group = self._with_ranks(sorted({rank for row in rows for rank in row}), [self, other])
-            self._own[purpose] = self._sending(group)
-        return self._own[purpose]
+            self._by_purpose[purpose] = self._sending(group)
+        return self._by_purpose[purpose]
 
     def part(self, ranks: list[int]) -> Machines:
         """Some of the ranks, among them this one; the same object each time. All ranks call it, in one order.
 
-        What fails among them has failed among all: their rounds and those of all share one health.
+        A failure among these ranks breaks the whole group, because both share one health.
         """
         if ranks == self.ranks:
             return self.own("a part")
         purpose = f"of {ranks}"
-        if purpose not in self._own:
-            self._own[purpose] = self._sending(self._with_ranks(ranks, [self]), self._health)
-        return self._own[purpose]
+        if purpose not in self._by_purpose:
+            self._by_purpose[purpose] = self._sending(self._with_ranks(ranks, [self]), self._health)
+        return self._by_purpose[purpose]
 
     def make_communicators(self, devices: Iterable[torch.device]) -> None:
-        """Makes what NCCL needs on these devices now, which would block the first collective of each otherwise.
+        """Makes NCCL's communicators for these devices now. Otherwise the first collective on a device would block.
 
         All ranks of the group call it, in one order, with as many devices. It does nothing for other backends.
         """
@@ -167,14 +167,14 @@ class Machines(Group):
         new = [each for each in dict.fromkeys(devices) if sender.is_nccl(each) and each not in known]
         if not new:
             return
-        round = sender.queue.begin_round("communicators", f"for {len(new)} devices")
+        this_round = sender.queue.begin_round("communicators", f"for {len(new)} devices")
         staged = [stage(sender, torch.zeros(1, device=device)) for device in new]
-        launched = round.launch_together(
+        results = this_round.launch_together(
             [f"the communicator of {device}" for device in new], [partial(all_reduce, sender, each) for each in staged]
         )
-        round.end([]).wait()
-        for each in launched:
-            each.wait().item()
+        this_round.end([]).wait()
+        for result in results:
+            result.wait().item()
         known.update(new)
 
     @staticmethod
@@ -184,11 +184,11 @@ class Machines(Group):
         return machines
 
     def _with_ranks(self, ranks: list[int], groups: Sequence[Machines]) -> distributed.ProcessGroup:
-        """A group of torch. ``groups``: those over which a word of one rank comes to all."""
+        """Makes a group of torch. ``groups``: the machines over which the ranks compare the name of the new group."""
         is_whole = len(ranks) == distributed.get_world_size()
         names = {tuple(ranks): {"" if is_whole else _torch.name_of_group(ranks)}}
         for known in () if is_whole else groups:
-            for said in known.all_say(names):
+            for said in known.all_gather_object(names):
                 names |= {each: names.get(each, set()) | found for each, found in said.items()}
         for each, found in names.items():
             if len(found) > 1:
@@ -205,32 +205,33 @@ class Machines(Group):
                 use_local_synchronization=not is_whole,
             )
         except RuntimeError as error:  # the store's, after the group's timeout
-            raise self._health.break_because(error, "the beginning of 'another group'") from error
+            raise self._health.break_for_lost_peer(error, "the beginning of 'another group'") from error
         return group
 
     # ---- small rounds
 
-    def all_say(self, value: Any) -> list[Any]:
-        """What each rank says, in their order; small, and can be pickled. The calling thread waits."""
-        return self.queue.all_say("a word of each rank", "", value)
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Gathers a small object that can be pickled from each rank, in rank order. The calling thread waits."""
+        return self.queue.all_gather_object("a word of each rank", "", value)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """``[size, *shape]``: the tensors of all machines, which have one shape and dtype. All ranks call it."""
         flat = tensor.detach().contiguous().view(-1)
         staged = stage(self, flat, self.size * flat.numel())  # here, where the current stream has computed it
-        round = self.queue.begin_round("an operator on sharded tensors", f"all_gather: {flat.numel()} x {flat.dtype}")
-        launched = round.launch("all_gather", lambda: all_gather(self, staged))
-        round.close()
-        gathered: Tensor = launched.wait()
+        contents = f"all_gather: {flat.numel()} x {flat.dtype}"
+        this_round = self.queue.begin_round("an operator on sharded tensors", contents)
+        result = this_round.launch("all_gather", lambda: all_gather(self, staged))
+        this_round.close()
+        gathered: Tensor = result.wait()
         return gathered.view(self.size, *tensor.shape)
 
     def describe(self) -> str:
-        """In words, for messages: which machine of how many this is."""
+        """The number of this machine, for messages."""
         return f"machine {self.rank} of {self.size}"
 
 
 def _backends(group: distributed.ProcessGroup) -> dict[str, str]:
-    """The backend of each type of device, by torch's own words: ``cpu:gloo,cuda:nccl``."""
+    """The backend for each type of device, from torch's configuration, such as ``cpu:gloo,cuda:nccl``."""
     found = {}
     for part in distributed.get_backend_config(group).split(","):
         device, _, name = part.partition(":")

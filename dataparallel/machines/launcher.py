@@ -1,8 +1,8 @@
-"""`Launcher`: one thread of this process has the collectives of all groups issued, in an order that all ranks have.
+"""`Launcher`: one thread of this process decides when collectives of all groups are issued, in one order on all ranks.
 
-Gradients come in any order and from any thread. A backend pairs collectives by the order in which each rank issues
-them, and NCCL needs one order over all groups: the items of a queue of rounds come in one order, and `Order` says which
-of two queues comes first.
+Gradients come in any order and from any thread. But a backend pairs collectives by the order in which each rank issues
+them, and NCCL needs one order over all groups. A queue of rounds orders its own items, and `Order` decides between
+queues. `Issuing` is the thread that calls the backend.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ IDLE = 2.0
 
 
 class Order:
-    """In which order this process issues what its queues send, so that no two ranks differ.
+    """The order in which this process issues the items of its queues. It is consistent on all ranks.
 
     A process is in several sets of ranks: a row and a column of a mesh, for example. NCCL hangs if ranks that share two
-    of them issue their collectives in different orders, or if more than two do so in a circle. So the ranks of a queue
-    agree on a number for each of its items, and every process issues by these numbers. That is Skeen's total order of
+    sets issue their collectives in different orders, or if more than two ranks do so in a circle. So the ranks of a
+    queue agree on a number for each item, and every process issues by these numbers. That is Skeen's total order of
     multicasts, in Birman and Joseph, "Reliable communication in the presence of failures" (1987):
 
-    - When all ranks of a queue have said that they have the item, each proposes a number larger than all that it knows.
+    - When all ranks of a queue have confirmed an item, each rank proposes a number larger than all that it knows.
     - The largest proposal is the item's number, on all ranks of the queue.
-    - A rank issues the item with the smallest number, if no other one that has been proposed can get a smaller one.
+    - A rank issues the item with the smallest number, unless another proposed item can still get a smaller number.
 
-    Nobody proposes before all ranks have the item. So a proposal waits only for other launchers, which never block, and
-    not for what a rank still computes or issues. The numbers grow along every row of waits, so there is no circle.
+    No rank proposes before all ranks have the item. So a proposal waits only for other launchers, which never block,
+    and not for work that a rank still computes or issues. Numbers grow along every chain of waits: there is no circle.
 
-    Only the launcher's thread uses it. A queue has a name, equal on all of its ranks, and one item at a time here.
+    Only the launcher's thread uses this object. A queue's name is equal on all ranks, and it has one item here.
     """
 
     def __init__(self) -> None:
@@ -49,31 +49,31 @@ class Order:
         self._numbers: dict[str, int] = {}
 
     def propose(self, name: str) -> int:
-        """This process's number for the next item of a queue."""
+        """Returns this process's proposal for the next item of a queue."""
         self._largest += 1
         self._numbers[name] = self._largest
         return self._largest
 
     def settle(self, name: str, number: int) -> None:
-        """The ranks of the queue have agreed on the number."""
+        """Notes the number on which the ranks of the queue have agreed."""
         self._numbers[name] = number
         self._largest = max(self._largest, number)
 
     def is_first(self, name: str) -> bool:
-        """True if the queue's item, whose number is settled, comes before all others. Names decide between equals."""
+        """True if the queue's item, whose number is settled, comes before all others. Names break ties."""
         return min((number, each) for each, number in self._numbers.items())[1] == name
 
     def leave(self, name: str) -> None:
-        """The queue's item has been issued, or never will be."""
+        """Forgets the queue's item, which has been issued or never will be."""
         self._numbers.pop(name, None)
 
 
 class Issuing:
-    """A thread that issues collectives one after the other, in the order that the launcher gives.
+    """The thread that issues collectives one after the other, in the launcher's order.
 
-    A launch may block until all ranks have come to it: NCCL's first one on a device, and some of gloo. Meanwhile the
-    other ranks need this one's proposals for other collectives, and the launcher makes them: if one thread did both,
-    ranks would wait for each other in a circle. It is a daemon: at the end of the interpreter it may block.
+    A launch may block until all ranks have come to it: NCCL's first one on a device, and some of gloo. Meanwhile other
+    ranks need this rank's proposals for other collectives, and the launcher makes them. If one thread did both, ranks
+    would wait for each other in a circle. The thread is a daemon, because it may block when the interpreter ends.
     """
 
     def __init__(self) -> None:
@@ -82,9 +82,9 @@ class Issuing:
         self._thread: threading.Thread | None = None
 
     def put(self, call: Callable[[], object]) -> Future[None]:
-        """``call`` is called when the calls before have returned. The result says when it has returned or raised.
+        """Has the thread call ``call`` after the calls before. The future is done when ``call`` has returned or raised.
 
-        An error that is no ``Exception`` would end the thread that asks for the result: it becomes a ``RuntimeError``.
+        An error that is no ``Exception`` becomes a ``RuntimeError``: it would end the thread that reads the future.
         """
         future: Future[None] = Future()
         with self._lock:
@@ -96,9 +96,9 @@ class Issuing:
         return future
 
     def close(self, until: float) -> bool:
-        """Makes no more calls, and waits for the one that is being made until this time, of the monotonic clock.
+        """Drops the calls that wait, and waits for the running call until this time of the monotonic clock.
 
-        Returns true if no call is being made any more.
+        Returns true if no call is running any more.
         """
         with self._lock:
             while not self._queue.empty():
@@ -124,10 +124,10 @@ class Issuing:
                 del other
             else:
                 future.set_result(None)
-            del call, future, found  # nothing is held while there is nothing to do
+            del call, future, found  # while the thread waits it holds no tensors
 
     def _next(self) -> tuple[Callable[[], object], Future[None]] | None:
-        """The next call. ``None`` if there is none: the thread ends, and the next `put` starts another one."""
+        """The next call; ``None`` if there is none for a while. Then this thread ends, and `put` starts another one."""
         try:
             found = self._queue.get(timeout=IDLE)
         except queue.Empty:
@@ -142,13 +142,13 @@ class Issuing:
 
 
 class Launcher:
-    """The thread lets each queue go on until that waits for something, and sleeps when all of them wait.
+    """The thread that runs the rounds of all queues. It runs each until it has to wait, and sleeps when all wait.
 
-    It never blocks: the issuing thread makes the calls that may. It holds a queue only while that has rounds, and ends
-    when there have been none for a while.
+    The thread never blocks: the issuing thread makes the calls that may block. It holds a queue only while the queue
+    has rounds, and ends when there have been no rounds for a while.
 
     Attributes:
-        changed: guards the rounds of all queues. It is told when something has come that a queue may wait for.
+        changed: guards the rounds of all queues. `wake` notifies it.
         is_closed: the interpreter ends.
     """
 
@@ -158,35 +158,35 @@ class Launcher:
         self.issuing = Issuing()
         self.is_closed = False
         self._healths: weakref.WeakSet[Health] = weakref.WeakSet()
-        self._playing: dict[RoundQueue, None] = {}
+        self._queues: dict[RoundQueue, None] = {}
         self._is_awake = self._is_parked = False
         self._thread: threading.Thread | None = None
 
     def include(self, health: Health) -> None:
-        """It is closed when the interpreter ends."""
+        """Adds a group's health, which is closed when the interpreter ends."""
         self._healths.add(health)
 
-    def play(self, rounds: RoundQueue) -> None:
-        """The queue has a round."""
+    def run_queue(self, queue: RoundQueue) -> None:
+        """Runs the queue, which has a new round, from now on."""
         with self.changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="machines: launcher", daemon=True)
                 thread.start()  # if there can be no thread, nothing has changed
                 self._thread = thread
-            self._playing[rounds] = None
+            self._queues[queue] = None
             self.wake()
 
     def wake(self, _: object = None) -> None:
-        """Something has come that a queue may wait for."""
+        """Wakes the thread, because something has come that a queue may wait for."""
         with self.changed:
             self._is_awake = True
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Ends both threads, and then those of torch's groups. What is not issued yet is not sent.
+        """Ends both threads, and then the threads of torch's groups. Items that have not been issued are dropped.
 
-        A thread of gloo frees what it has sent a while after the result is there, and takes the interpreter's lock for
-        that. If the interpreter is ending, Python ends the thread there, and the process with it ("terminate called").
+        A thread of gloo frees what it has sent a while after the result has come, and takes the interpreter's lock for
+        it. If the interpreter is ending, Python ends that thread, and with it the process ("terminate called").
         """
         self.is_closed = True
         for health in [*self._healths]:
@@ -197,34 +197,34 @@ class Launcher:
             thread.join(0.01)
         if self.issuing.close(until) and (thread is None or not thread.is_alive()):
             for health in [*self._healths]:
-                health.let_go()
+                health.free_groups()
 
     def _run(self) -> None:
         while not self.is_closed:
-            waits = self._advance_all()
+            is_waiting = self._advance_all()
             with self.changed:
                 if not self._is_awake and not self.is_closed:
-                    self.changed.wait(SLICE if waits else IDLE)
-                if not self._is_awake and not self._playing:
+                    self.changed.wait(SLICE if is_waiting else IDLE)
+                if not self._is_awake and not self._queues:
                     self._thread = None
                     return
-        if self._playing:
-            # Something is still under way. torch's groups wait for that when they are freed, for up to their timeout. A
-            # daemon thread that stays here to the end keeps them.
+        if self._queues:
+            # A collective is still under way. Freeing torch's groups would wait for it, for up to their timeout. This
+            # daemon thread keeps them alive to the end.
             self._is_parked = True
             threading.Semaphore(0).acquire()
 
     def _advance_all(self) -> bool:
-        """Returns true if the thread has to look again soon, whatever comes."""
+        """Runs every queue until it waits. Returns true if the thread has to check their waits again soon."""
         with self.changed:
             self._is_awake = False
-            playing = [*self._playing]
-        for each in playing:
-            each.advance()
+            queues = [*self._queues]
+        for each_queue in queues:
+            each_queue.advance()
             with self.changed:
-                if not each.has_rounds:
-                    del self._playing[each]
-        return any(each.waits for each in playing)
+                if not each_queue.has_rounds:
+                    del self._queues[each_queue]
+        return any(each_queue.is_waiting for each_queue in queues)
 
 
 _launcher = Launcher()

@@ -1,7 +1,7 @@
-"""Collectives of replicas across machines: their rounds, and the node of the graph in which machines exchange values.
+"""`PeerRounds` runs the collectives of replicas across machines, for one form. Each of its forwards has a `PeerCall`,
+and values travel in `_Exchange`, a node of the graph, whose backward sends gradients the other way.
 
-A form that spans machines has one `PeerRounds`. Its queue is another one than that of the gradients' sums: a backward
-may need a collective of replicas while the round of these sums is open.
+The rounds of gradient sums have another queue: a backward may need a collective of replicas while such a round is open.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _FORWARD, _BACKWARD = "a collective across machines", "the backward of a collect
 
 
 class PeerRounds:
-    """The rounds of one form: one or two for each collective, and one at the end of a forward or backward that has any.
+    """The rounds of one form: one or two for each collective, and one at the end of a forward or backward with any.
 
-    A machine that fails signals that instead of its next round, in which the others raise. If it fails before its first
-    collective, it has to guess if the others come to one: a forward does what the last one in the same mode did, and of
-    a backward the graph says it.
+    A machine that fails signals the failure in place of its next round, and the others raise there. If it fails before
+    its first collective, it has to guess whether the others begin one. It expects of a forward what the last forward in
+    the same mode did. For a backward the graph says it.
     """
 
     def __init__(self, machines: Machines) -> None:
         self.machines = machines
-        self._has_collectives: dict[Hashable, bool] = {}  # the last call in each mode
+        self._has_collectives: dict[Hashable, bool] = {}  # for each mode, whether the last call had any
 
     @contextmanager
     def calling(self, mode: Hashable) -> Iterator[PeerCall]:
-        """Around a call of the form. Calls of one ``mode`` are expected to have collectives if the last one had.
+        """Wraps a call of the form. It expects collectives if the last call in this ``mode`` had any.
 
         Raises:
             MachinesError: another machine has failed in this forward, or is gone.
@@ -55,62 +55,62 @@ class PeerRounds:
                 self.machines.queue.signal_failure(error)
             raise
         finally:
-            call.token = None  # it leads to the graph
+            call.token = None  # the token holds the graph
         self._has_collectives[mode] = call.has_begun
         if call.has_begun or is_expected:
-            self._end_together("forward")
+            self._end_on_all_machines("forward")
 
-    def say(self, kind: str, text: str, value: Any) -> list[Any]:
-        """What each machine says, in their order. ``text`` is equal on all; ``value`` can be pickled."""
+    def all_gather_object(self, kind: str, text: str, value: Any) -> list[Any]:
+        """Gathers an object that can be pickled from each machine, in rank order. ``text`` is equal on all machines."""
         with _errors_of_peers():
-            return self.machines.queue.all_say(kind, text, value)
+            return self.machines.queue.all_gather_object(kind, text, value)
 
-    def exchange(self, kind: str, text: str, parts: Sequence[Part]) -> list[Tensor]:
-        """What each machine has for this one, as one message: see `collectives.all_to_all`. For the current stream."""
-        flat, send, receive = _packed(parts)
+    def exchange(self, kind: str, text: str, messages: Sequence[Message]) -> list[Tensor]:
+        """Exchanges all messages by one `collectives.all_to_all`. The results are ready for the current stream."""
+        flat, send, receive = _pack(messages)
         with _errors_of_peers():
             staged = stage(self.machines, flat, sum(receive))
-            round = self.machines.queue.begin_round(f"the values of {kind}", text)
-            launched = round.launch("the values", partial(all_to_all, self.machines, staged, send, receive))
-            round.close()
-            found: Tensor = launched.wait()
-        return _unpacked(parts, found)
+            this_round = self.machines.queue.begin_round(f"the values of {kind}", text)
+            result = this_round.launch("the values", partial(all_to_all, self.machines, staged, send, receive))
+            this_round.close()
+            received: Tensor = result.wait()
+        return _unpack(messages, received)
 
     def expect_in_backward(self) -> None:
-        """The running pass of backward has a collective, on every machine: so all of them end it with a round."""
+        """Ends the running pass of backward with a round, because the pass has a collective on every machine."""
         running = running_pass()
         if running.is_first((self, "end")):
             running.on_end(partial(self._end_backward, running))
 
     def note_failed_backward(self) -> None:
-        """The running pass has failed on all machines, which know it."""
+        """Notes that the running pass of backward has failed on all machines, and that all of them know it."""
         running_pass().contents[self, "failed"] = True
 
     def _end_backward(self, running: PassOfBackward, ok: bool) -> None:
         if (self, "failed") in running.contents:
             return
         if ok:
-            self._end_together("backward")
+            self._end_on_all_machines("backward")
         else:
             self.machines.queue.signal_failure(error_of_failed_pass())
 
-    def _end_together(self, what: str) -> None:
-        """The machines learn if one has failed."""
+    def _end_on_all_machines(self, what: str) -> None:
+        """Ends a forward or a backward with a round, in which the machines learn if one has failed."""
         with _errors_of_peers():
             self.machines.queue.begin_round(f"the end of a {what} with collectives across machines", "").end([]).wait()
 
 
 class PeerCall:
-    """The collectives across machines of one forward. The replica that comes last calls it, for all of its machine.
+    """The collectives across machines of one forward. On each machine the last replica to arrive calls its methods.
 
-    Each collective takes a token from the one before, and in backward runs after those that followed it: so all
-    machines run the backwards in one order, whatever comes first in their engines.
+    In the graph each collective takes a token from the collective before. So backward runs them in the reverse order on
+    all machines, whatever the engine of each machine would run first.
 
     Attributes:
         counts: how many replicas each machine has, once `exchange_counts` has been called.
         has_begun: the machines have begun a collective.
         is_over: the forward has failed on all machines.
-        token: leads to the last collective in the graph.
+        token: a tensor without elements that the last collective in the graph has returned.
     """
 
     def __init__(self, rounds: PeerRounds) -> None:
@@ -119,75 +119,75 @@ class PeerCall:
         self.counts: list[int] | None = None
         self.has_begun = self.is_over = False
         self.token: Tensor | None = None
-        self._first: Any = None
+        self._first_node: Any = None
         self._number = 0
 
     def exchange_counts(self, count: int) -> None:
-        """Begins the first collective: the machines say how many replicas each of them has."""
+        """Begins the first collective. The machines gather how many replicas each of them has."""
         self.has_begun = True
-        with self._over_if_failed():
-            self.counts = self.rounds.say("the first collective across machines of a forward", "", count)
+        with self._over_if_raised():
+            self.counts = self.rounds.all_gather_object("the first collective across machines of a forward", "", count)
 
-    def say(self, text: str, value: Any) -> list[Any]:
-        """See `PeerRounds.say`."""
-        with self._over_if_failed():
-            return self.rounds.say(_FORWARD, text, value)
+    def all_gather_object(self, text: str, value: Any) -> list[Any]:
+        """See `PeerRounds.all_gather_object`."""
+        with self._over_if_raised():
+            return self.rounds.all_gather_object(_FORWARD, text, value)
 
     def exchange(
         self, text: str, pieces: Sequence[Sequence[Tensor]], receive: Sequence[Sequence[int]], in_graph: bool
     ) -> list[list[Tensor]]:
-        """For each dtype what each machine has for this one, in their order. All of it is one message.
+        """Sends a piece to each machine, for all dtypes at once. Returns for each dtype the pieces in rank order.
 
         Args:
             text: equal on all machines.
             pieces: for each dtype a flat tensor for each machine, all on one device.
-            receive: for each dtype how many elements come from each machine; those of this one are its own piece.
-            in_graph: equal on all machines: the result is in the graph, because a machine brings what is.
+            receive: for each dtype how many elements come from each machine. This machine's own piece is not sent.
+            in_graph: equal on all machines; true if pieces of any machine need gradients. The results are in the graph.
         """
-        owns = [of_dtype[self.rank] for of_dtype in pieces]
+        own_pieces = [of_dtype[self.rank] for of_dtype in pieces]
         if self.size == 1 or not pieces:
-            return [[own] for own in owns]
+            return [[own] for own in own_pieces]
         self._number += 1
-        text = f"{text} {[own.dtype for own in owns]}, exchange {self._number}"  # for the backward, to tell them apart
-        others = [
+        text = f"{text} {[own.dtype for own in own_pieces]}, exchange {self._number}"  # backward compares the number
+        sent_pieces = [
             [own[:0] if rank == self.rank else piece for rank, piece in enumerate(of_dtype)]
-            for own, of_dtype in zip(owns, pieces, strict=True)
+            for own, of_dtype in zip(own_pieces, pieces, strict=True)
         ]
-        flats = [torch.cat(of_dtype) for of_dtype in others]
-        send = [[piece.numel() for piece in of_dtype] for of_dtype in others]
+        flats = [torch.cat(of_dtype) for of_dtype in sent_pieces]
+        send = [[piece.numel() for piece in of_dtype] for of_dtype in sent_pieces]
         receive = [[0 if rank == self.rank else size for rank, size in enumerate(sizes)] for sizes in receive]
-        with self._over_if_failed():
-            if in_graph and any(_has_gradients(own.dtype) for own in owns):
+        with self._over_if_raised():
+            if in_graph and any(_is_differentiable(own.dtype) for own in own_pieces):
                 token = torch.empty(0, device=flats[0].device) if self.token is None else self.token
                 before = token if token.requires_grad else token.requires_grad_()
-                self.token, *found = _Exchange.apply(self.rounds, text, send, receive, before, *flats, *owns)
-                found, owns = found[: len(flats)], found[len(flats) :]
-                self._first = self._first or self.token.grad_fn
+                self.token, *outputs = _Exchange.apply(self.rounds, text, send, receive, before, *flats, *own_pieces)
+                received, own_pieces = outputs[: len(flats)], outputs[len(flats) :]
+                self._first_node = self._first_node or self.token.grad_fn
             else:
-                found = self.rounds.exchange(_FORWARD, text, [*map(Part, flats, send, receive)])
-        parts = [[*flat.split(sizes)] for flat, sizes in zip(found, receive, strict=True)]
-        for of_dtype, own in zip(parts, owns, strict=True):
+                received = self.rounds.exchange(_FORWARD, text, [*map(Message, flats, send, receive)])
+        results = [[*flat.split(sizes)] for flat, sizes in zip(received, receive, strict=True)]
+        for of_dtype, own in zip(results, own_pieces, strict=True):
             of_dtype[self.rank] = own
-        return parts
+        return results
 
-    def watch(self, output: Any) -> None:
-        """Passes of backward that begin with this output may lead to the collectives of this call."""
-        if self._first is None:
+    def expect_backward_of(self, output: Any) -> None:
+        """Adds hooks to ``output`` that tell `PeerRounds` if a backward from there will run this call's collectives."""
+        if self._first_node is None:
             return
-        rounds, first = self.rounds, self._first
+        rounds, first_node = self.rounds, self._first_node
 
         @_torch.not_traced
         def look_ahead(grad: Tensor) -> None:
-            if _torch.will_engine_execute_node(first):
+            if _torch.will_engine_execute_node(first_node):
                 rounds.expect_in_backward()
 
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(look_ahead)
-        self._first = None
+        self._first_node = None
 
     @contextmanager
-    def _over_if_failed(self) -> Iterator[None]:
+    def _over_if_raised(self) -> Iterator[None]:
         try:
             yield
         except MachinesError:
@@ -196,11 +196,11 @@ class PeerCall:
 
 
 class _Exchange(Node):
-    """``_Exchange.apply(rounds, text, sends, receives, token, *flats, *owns)``: another token, what has come, and owns.
+    """``token, *received, *own_pieces = _Exchange.apply(rounds, text, sends, receives, token, *flats, *own_pieces)``.
 
-    Each of ``flats`` is a `Part` with the sizes of ``sends`` and ``receives``; all of them are one message, there and
-    back. ``owns`` are what this machine has for itself. They pass through the node, so that a backward through any
-    result comes here, on every machine. The tokens have no elements.
+    Each of ``flats`` is the tensor of a `Message` with its sizes of ``sends`` and ``receives``. All of them travel in
+    one collective, in forward and in backward. ``own_pieces``, which this machine keeps, pass through the node, so that
+    a backward through any result runs this node, on every machine.
     """
 
     @staticmethod
@@ -213,37 +213,38 @@ class _Exchange(Node):
         token: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The exchange; the host waits for what comes."""
+        """Exchanges the values. The host waits until they arrive."""
         ctx.rounds, ctx.text, ctx.sends, ctx.receives = rounds, text, sends, receives
-        flats, owns = tensors[: len(sends)], tensors[len(sends) :]
+        flats, own_pieces = tensors[: len(sends)], tensors[len(sends) :]
         kind = _BACKWARD if _torch.is_in_backward() else _FORWARD
-        found = [*rounds.exchange(kind, text, [*map(Part, flats, sends, receives)]), *(own.clone() for own in owns)]
-        ctx.mark_non_differentiable(*(each for each in found if not _has_gradients(each.dtype)))
-        ctx.which = [i for i, flat in enumerate(flats) if _has_gradients(flat.dtype)]
-        return (token.new_empty(0), *found)
+        received = rounds.exchange(kind, text, [*map(Message, flats, sends, receives)])
+        outputs = [*received, *(own.clone() for own in own_pieces)]
+        ctx.mark_non_differentiable(*(output for output in outputs if not _is_differentiable(output.dtype)))
+        ctx.differentiable = [i for i, flat in enumerate(flats) if _is_differentiable(flat.dtype)]
+        return (token.new_empty(0), *outputs)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *grads: Tensor) -> tuple[Any, ...]:
-        """The exchange of the gradients, the other way. All are on one device, so the engine knows their stream."""
-        rounds, text, which, count = ctx.rounds, f"of {ctx.text}", ctx.which, len(ctx.sends)
-        sends, receives = [ctx.receives[i] for i in which], [ctx.sends[i] for i in which]
+        """Sends the gradients the other way. All of them are on one device, so the engine knows their stream."""
+        rounds, text, indices, count = ctx.rounds, f"of {ctx.text}", ctx.differentiable, len(ctx.sends)
+        sends, receives = [ctx.receives[i] for i in indices], [ctx.sends[i] for i in indices]
         rounds.expect_in_backward()
         returned: list[Any] = [None] * 2 * count
         try:
-            sent, found = [grads[i].contiguous() for i in which], [grads[count + i] for i in which]
+            sent, own_grads = [grads[i].contiguous() for i in indices], [grads[count + i] for i in indices]
             if torch.is_grad_enabled():
-                token, *found = _Exchange.apply(rounds, text, sends, receives, token, *sent, *found)
+                token, *found = _Exchange.apply(rounds, text, sends, receives, token, *sent, *own_grads)
             else:
-                found = [*rounds.exchange(_BACKWARD, text, [*map(Part, sent, sends, receives)]), *found]
+                found = [*rounds.exchange(_BACKWARD, text, [*map(Message, sent, sends, receives)]), *own_grads]
         except MachinesError:
             rounds.note_failed_backward()
             raise
-        for at, i in enumerate(which):
-            returned[i], returned[count + i] = found[at], found[len(which) + at]
+        for position, i in enumerate(indices):
+            returned[i], returned[count + i] = found[position], found[len(indices) + position]
         return (None, None, None, None, token, *returned)
 
 
-def _has_gradients(dtype: torch.dtype) -> bool:
+def _is_differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
@@ -259,43 +260,44 @@ def _errors_of_peers() -> Iterator[None]:
 # ---- tensors of several dtypes as one message, in bytes --------------------------------------------------------------
 
 
-class Part(NamedTuple):
-    """One tensor of an exchange: 1-D, with what goes to each machine one after the other; sizes are in elements."""
+class Message(NamedTuple):
+    """A 1-D tensor of an exchange: the pieces for all machines in rank order. Sizes are in elements, by rank."""
 
     flat: Tensor
     send: Sequence[int]
     receive: Sequence[int]
 
 
-def _packed(parts: Sequence[Part]) -> Part:
-    """The parts as one. A single one stays as it is."""
-    if len(parts) == 1:
-        return parts[0]
-    rows = [[_bytes(piece) for piece in part.flat.split([*part.send])] for part in parts]
-    messages = [*zip(*rows, strict=True)]
-    flat = torch.cat([piece for message in messages for piece in message])
-    send = [sum(piece.numel() for piece in message) for message in messages]
-    return Part(flat, send, [sum(sizes) for sizes in zip(*map(_room, parts), strict=True)])
+def _pack(messages: Sequence[Message]) -> Message:
+    """One message of bytes that holds all messages. A single message stays as it is."""
+    if len(messages) == 1:
+        return messages[0]
+    rows = [[_padded_bytes(piece) for piece in message.flat.split([*message.send])] for message in messages]
+    for_machines = [*zip(*rows, strict=True)]
+    flat = torch.cat([piece for pieces in for_machines for piece in pieces])
+    send = [sum(piece.numel() for piece in pieces) for pieces in for_machines]
+    return Message(flat, send, [sum(sizes) for sizes in zip(*map(_receive_bytes, messages), strict=True)])
 
 
-def _unpacked(parts: Sequence[Part], found: Tensor) -> list[Tensor]:
-    """What has come for each part: from each machine, one after the other."""
-    if len(parts) == 1:
-        return [found]
-    pieces: list[list[Tensor]] = [[] for _ in parts]
-    sizes = [room for of_machine in zip(*map(_room, parts), strict=True) for room in of_machine]
-    for at, first in enumerate([0, *accumulate(sizes)][:-1]):
-        part, machine = parts[at % len(parts)], at // len(parts)
-        used = part.receive[machine] * part.flat.element_size()
-        pieces[at % len(parts)].append(found[first : first + used].view(part.flat.dtype))
-    return [torch.cat(of_part) for of_part in pieces]
+def _unpack(messages: Sequence[Message], received: Tensor) -> list[Tensor]:
+    """For each message a tensor of the pieces that all machines have sent, in rank order."""
+    if len(messages) == 1:
+        return [received]
+    pieces: list[list[Tensor]] = [[] for _ in messages]
+    sizes = [size for of_machine in zip(*map(_receive_bytes, messages), strict=True) for size in of_machine]
+    for index, start in enumerate([0, *accumulate(sizes)][:-1]):
+        machine, number = divmod(index, len(messages))
+        message = messages[number]
+        used = message.receive[machine] * message.flat.element_size()
+        pieces[number].append(received[start : start + used].view(message.flat.dtype))
+    return [torch.cat(of_message) for of_message in pieces]
 
 
-def _room(part: Part) -> list[int]:
-    """The bytes that come from each machine."""
-    return [-(-size * part.flat.element_size() // ALIGNED) * ALIGNED for size in part.receive]
+def _receive_bytes(message: Message) -> list[int]:
+    """How many bytes come from each machine, padding included."""
+    return [-(-size * message.flat.element_size() // ALIGNED) * ALIGNED for size in message.receive]
 
 
-def _bytes(piece: Tensor) -> Tensor:
-    found = piece.contiguous().view(torch.uint8)
-    return pad(found, (0, -found.numel() % ALIGNED))
+def _padded_bytes(piece: Tensor) -> Tensor:
+    data = piece.contiguous().view(torch.uint8)
+    return pad(data, (0, -data.numel() % ALIGNED))

@@ -1,4 +1,4 @@
-"""`Round`: what all ranks do together, for example one backward; and `Launched`, each thing in it that is waited for.
+"""`Round`: the collectives that all ranks issue together, in one backward for example. `PendingResult`: one's future.
 
 A round begins with a text that has to be equal on all ranks (`RoundQueue.begin_round`), has collectives in one order,
 and an end. Its methods may be called by any thread and return at once. Every failure ends every wait.
@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.futures import Future
 
-from dataparallel.machines.agreement import Steps, failures
+from dataparallel.machines.agreement import Steps, error_of_failures
 from dataparallel.machines.collectives import Staged, Transfer
-from dataparallel.machines.errors import MachinesError, again, in_words
-from dataparallel.machines.health import SLICE, Check, Health, Watch
+from dataparallel.machines.errors import MachinesError, copy_error, describe_error
+from dataparallel.machines.health import SLICE, Check, Health, WaitCheck
 
 if TYPE_CHECKING:
     from dataparallel.machines.round_queue import RoundQueue
 
 GRACE = 2.0
-"""Seconds that a call has to end after it has failed on another rank."""
+"""Seconds that a communication hook has to end here after it has failed on another rank."""
 
 
-class Launched:
-    """A future of something in a round, ``what`` in words."""
+class PendingResult:
+    """The future of one item of a round. Messages call the item ``what``."""
 
     def __init__(self, what: str, health: Health) -> None:
         self.what = what
@@ -38,7 +38,7 @@ class Launched:
         self._result: Any = None
 
     def wait(self) -> Any:
-        """The result: of a collective its tensor, of what ranks say a list of it, of an end a list of bool.
+        """The tensor of a collective, the list of gathered objects, or the list of bool of an end.
 
         A tensor is ready for the calling thread's current stream.
 
@@ -46,109 +46,112 @@ class Launched:
             PeerGone: a rank is gone, or did not come within the group's timeout.
             PeerFailed: a rank has failed in this round.
             MachinesDiffer: the ranks have begun different rounds.
-            Exception: what a collective or a call has raised on this rank.
+            Exception: what a collective or a communication hook has raised on this rank.
         """
         self._health.check_process()
-        with Watch(self._health, self.what) as watch:
-            _wait_for_event(self._decided, watch)
+        with WaitCheck(self._health, self.what) as check:
+            _wait_for_event(self._decided, check)
             if self._error is not None:
-                raise again(self._error)
+                raise copy_error(self._error)
             if isinstance(self._result, Transfer):
-                # The result is taken once: a second wait gets the tensor.
+                # A transfer can be waited for once, so its tensor replaces it here for a second wait.
                 try:
-                    self._result = self._result.wait(watch)
+                    self._result = self._result.wait(check)
                 except MachinesError:
                     raise
                 except RuntimeError as error:
-                    raise again(self._health.break_because(error, self.what)) from error
+                    raise copy_error(self._health.break_for_lost_peer(error, self.what)) from error
             return self._result
 
     @property
     def is_decided(self) -> bool:
-        """True if it has been issued, or has failed."""
+        """True if the item has been issued or has failed."""
         return self._decided.is_set()
 
     def has_arrived(self) -> bool:
-        """True if `received` does not block, as far as one can tell."""
+        """True if `received` does not block, as far as the backend can tell."""
         return self.is_decided and (not isinstance(self._result, Transfer) or self._result.has_arrived())
 
     def received(self) -> Staged:
-        """What a collective has received, where it was received, for the issuing thread to send on."""
+        """The tensor that a collective has received, not copied to a device yet: the issuing thread sends it on."""
         if self._error is not None:
-            raise again(self._error)
+            raise copy_error(self._error)
         transfer: Transfer = self._result
         return transfer.received()
 
     def succeed(self, result: Any) -> None:
-        """It has been issued, or has its result."""
+        """The item has been issued, with a `Transfer`, or has its result."""
         self._result = result
         self._decided.set()
 
     def fail(self, error: BaseException) -> None:
-        """It will not be issued, or has failed."""
+        """The item has failed, or will not be issued."""
         self._error = error
         self._decided.set()
 
 
 @dataclass
 class Item:
-    """What a round has to do next.
+    """One step of a round.
 
     Attributes:
-        kind: "collective": ``calls`` return a `Transfer` each, and are issued together. Those of a "call" are its
-            beginning and its check; that of a "say" returns what this rank says. An "end" has ``used`` and ``failed``.
-        launched: what the caller holds; for collectives one for each.
-        after: what has to have arrived before.
+        kind: the ``calls`` of a "collective" are issued together, and each returns a `Transfer`. Those of a "call" are
+            ``begin`` and ``check`` of a hook. That of an "all_gather_object" returns this rank's object.
+        results: the callers' futures: a "collective" has one for each call, a "close" none, another item one.
+        after: results that have to arrive before this item is issued.
+        used, failure: only of an "end": see `Round.end`.
     """
 
-    kind: Literal["collective", "call", "say", "end", "close"]
-    launched: Sequence[Launched]
+    kind: Literal["collective", "call", "all_gather_object", "end", "close"]
+    results: Sequence[PendingResult]
     calls: Sequence[Callable[[], Any]] = ()
-    after: Sequence[Launched] = ()
+    after: Sequence[PendingResult] = ()
     used: Sequence[bool] = ()
-    failed: str | None = None
+    failure: str | None = None
 
     @property
     def what(self) -> str:
-        """In words, for messages."""
-        return self.launched[0].what
+        """The item's name in messages."""
+        return self.results[0].what
 
     def is_ready(self) -> bool:
-        """True if this rank can do it."""
-        return all(launched.has_arrived() for launched in self.after)
+        """True if this rank can issue the item."""
+        return all(result.has_arrived() for result in self.after)
 
 
 class Round:
-    """What all ranks do together: see `RoundQueue.begin_round`.
+    """One round: see `RoundQueue.begin_round`.
 
     Attributes:
-        failed: of a round that is here only to say that this rank has failed, the reason.
-        until_all: of such a round: it says so until all ranks do.
-        items: what is still to be done.
-        error: why nothing more of the round is done.
-        failed_call: why a call of the round has failed, here or on another rank.
+        failure: if the round only announces that this rank has failed (`RoundQueue.signal_failure`), the reason.
+        until_all: if so, the round announces it until all ranks announce a failure.
+        items: those that have not been issued yet.
+        error: why the round was dropped.
+        call_error: why a communication hook of the round has failed, here or on another rank.
     """
 
     def __init__(
-        self, queue: RoundQueue, kind: str, contents: str, failed: str | None = None, until_all: bool = False
+        self, queue: RoundQueue, kind: str, contents: str, failure: str | None = None, until_all: bool = False
     ) -> None:
-        self.kind, self.contents, self.failed, self.until_all = kind, contents, failed, until_all
+        self.kind, self.contents, self.failure, self.until_all = kind, contents, failure, until_all
         self.items: deque[Item] = deque()
         self.error: BaseException | None = None
-        self.failed_call: BaseException | None = None
+        self.call_error: BaseException | None = None
         self._queue = queue
-        self._is_ended = failed is not None
+        self._is_ended = failure is not None
 
-    def launch(self, what: str, collective: Callable[[], Transfer], after: Sequence[Launched] = ()) -> Launched:
-        """``collective`` is called by the issuing thread, when it is its turn: in the order of these calls.
+    def launch(
+        self, what: str, collective: Callable[[], Transfer], after: Sequence[PendingResult] = ()
+    ) -> PendingResult:
+        """Adds a collective. The issuing thread calls ``collective`` in the order in which items were added.
 
-        It has to issue the same on every rank, over the group of the queue or a part of it. If it raises, so does its
-        wait, and the group is broken: what the other ranks have sent has no partner.
+        ``collective`` has to issue the same on every rank, over the queue's group or a part of it. If it raises, the
+        wait for its result raises too, and the group is broken: the messages of the other ranks have no partner.
 
         Args:
-            what: in words, for messages.
-            collective: what to call.
-            after: the collective sends on what these have received, so it is issued when that has arrived.
+            what: the name of the collective in messages.
+            collective: issues the collective.
+            after: results whose tensors the collective sends on. It is issued when they have arrived.
 
         Raises:
             RuntimeError: after `end`.
@@ -156,50 +159,50 @@ class Round:
         return self.launch_together([what], [collective], after)[0]
 
     def launch_together(
-        self, what: Sequence[str], collectives: Sequence[Callable[[], Transfer]], after: Sequence[Launched] = ()
-    ) -> list[Launched]:
-        """As `launch`, for collectives of several devices that nothing comes between on any of them."""
-        launched = [self._launched(each) for each in what]
-        if launched:
-            self._add(Item("collective", launched, collectives, after))
-        return launched
+        self, what: Sequence[str], collectives: Sequence[Callable[[], Transfer]], after: Sequence[PendingResult] = ()
+    ) -> list[PendingResult]:
+        """As `launch`, for one collective on each of several devices. On none of them another launch comes between."""
+        results = [self._new_result(name) for name in what]
+        if results:
+            self._add(Item("collective", results, collectives, after))
+        return results
 
-    def call(self, what: str, begin: Callable[[], Future[Any]], check: Callable[[], object]) -> Launched:
-        """As `launch`, but ``begin`` may send anything itself: a communication hook.
+    def call(self, what: str, begin: Callable[[], Future[Any]], check: Callable[[], object]) -> PendingResult:
+        """Adds a communication hook: ``begin`` calls the hook, which may send anything itself, and returns its future.
 
-        The issuing thread calls it, waits for its future, and calls ``check``. Until then it issues nothing else, of
-        other groups neither. If either raises on a rank, later calls of the round are not made, every rank's waits for
-        calls raise, and the next round works, unless what was sent gets no answer: then the group is broken.
+        The issuing thread calls ``begin``, waits for the future, calls ``check``, and issues nothing else of any group
+        meanwhile. If ``begin`` or ``check`` raises on a rank, later hooks of the round are not called, all ranks' waits
+        for hooks raise, and the next round works. But if a message gets no answer, the group is broken.
         """
-        launched = self._launched(what)
-        self._add(Item("call", [launched], [begin, check]))
-        return launched
+        result = self._new_result(what)
+        self._add(Item("call", [result], [begin, check]))
+        return result
 
-    def say(self, what: str, value: Callable[[], Any]) -> Launched:
-        """The result: what each rank says, in their order; small. ``value`` is called by the launcher's thread."""
-        launched = self._launched(what)
-        self._add(Item("say", [launched], [value]))
-        return launched
+    def all_gather_object(self, what: str, value: Callable[[], Any]) -> PendingResult:
+        """Gathers a small object from each rank. The launcher's thread calls ``value``, which returns this rank's."""
+        result = self._new_result(what)
+        self._add(Item("all_gather_object", [result], [value]))
+        return result
 
-    def end(self, used: Sequence[bool], error: BaseException | None = None) -> Launched:
-        """The last of the round. Its result says for each entry of ``used`` if it is true on any rank.
+    def end(self, used: Sequence[bool], error: BaseException | None = None) -> PendingResult:
+        """Ends the round. The result says for each entry of ``used`` if it is true on any rank.
 
         Args:
             used: as many entries on every rank; their number follows from ``contents``.
-            error: why this rank has failed. Every rank's wait raises `PeerFailed` then. All that the other ranks launch
-                in the round has to be launched here too, with zeros for example.
+            error: why this rank has failed. Every rank's wait raises `PeerFailed` then. This rank still has to launch
+                every collective that the other ranks launch in the round, with zeros for example.
         """
-        failed = None if error is None else f"in {self.kind!r}: {in_words(error)}"
-        launched = self._launched("the end")
-        self._add(Item("end", [launched], used=list(used), failed=failed))
-        return launched
+        failure = None if error is None else f"in {self.kind!r}: {describe_error(error)}"
+        result = self._new_result("the end")
+        self._add(Item("end", [result], used=list(used), failure=failure))
+        return result
 
     def close(self) -> None:
-        """The last of the round, without an exchange: no rank can fail in it."""
+        """Ends the round without an exchange. So no rank can announce a failure in the round."""
         self._add(Item("close", []))
 
-    def _launched(self, what: str) -> Launched:
-        return Launched(f"{what} of {self.kind!r}", self._queue.health)
+    def _new_result(self, what: str) -> PendingResult:
+        return PendingResult(f"{what} of {self.kind!r}", self._queue.health)
 
     def _add(self, item: Item) -> None:
         self._queue.health.check_process()
@@ -212,41 +215,41 @@ class Round:
                 self.items.append(item)
                 self._queue.wake()
                 return
-        for launched in item.launched:
-            launched.fail(error)
+        for result in item.results:
+            result.fail(error)
 
 
-def make_call(queue: RoundQueue, round: Round, item: Item) -> None:
-    """Makes a call that sends something itself, over a group that nobody here knows.
+def run_call(queue: RoundQueue, this_round: Round, item: Item) -> None:
+    """Runs a communication hook, which sends messages over a group of the user.
 
-    If it fails on one rank, the others may wait for something that never comes. So this rank says that at once, beside
-    what all ranks say after each call. A rank that still waits `GRACE` seconds after it has heard it will get no
-    answer, and later collectives would be paired with what it has sent: the group is broken.
+    After the hook all ranks gather their failures. But if the hook fails on one rank, it may wait on others for
+    messages that never come, so the failure is published at once too. If a hook still waits `GRACE` seconds after its
+    rank has read that, its messages get no answer and would be paired with later collectives: the group is broken.
     """
-    (launched,), (begin, check) = item.launched, item.calls
-    if round.failed_call is None:
-        queue.calls += 1
-        key, failed = f"call {queue.calls} of {queue.name}", None
-        with Watch(queue.health, item.what) as watch:
+    (result,), (begin, check_result) = item.results, item.calls
+    if this_round.call_error is None:
+        queue.call_count += 1
+        key, failure = f"call {queue.call_count} of {queue.name}", None
+        with WaitCheck(queue.health, item.what) as check:
             try:
-                _wait_for_future(begin(), _patience(watch, queue.health, key))
-                check()
+                _wait_for_future(begin(), _grace_check(check, queue.health, key))
+                check_result()
             except (MachinesError, _Unanswered):
                 raise
             except Exception as error:
-                failed = error
-                launched.fail(error)
-                queue.health.notices.say(key, in_words(error))
-            steps = queue.connections.all(None if failed is None else f": {in_words(failed)}")
-            said = _waited(steps, watch)
-            round.failed_call = failed or failures(queue.group, said)
-    if round.failed_call is None:
-        launched.succeed(None)
-    elif not launched.is_decided:
-        launched.fail(round.failed_call)
+                failure = error
+                result.fail(error)
+                queue.health.notices.publish(key, describe_error(error))
+            steps = queue.control.all_gather_object(None if failure is None else f": {describe_error(failure)}")
+            this_round.call_error = failure or error_of_failures(queue.group, _drive(steps, check))
+    if this_round.call_error is None:
+        result.succeed(None)
+    elif not result.is_decided:
+        result.fail(this_round.call_error)
 
 
-def _waited(steps: Steps, check: Check) -> Any:
+def _drive(steps: Steps, check: Check) -> Any:
+    """Runs an exchange over the control channel, and blocks until each of its futures is done."""
     value = None
     try:
         while True:
@@ -257,19 +260,19 @@ def _waited(steps: Steps, check: Check) -> Any:
         return end.value
 
 
-def _patience(watch: Watch, health: Health, key: str) -> Check:
-    """The check of a wait for a call, which gives up some time after that has failed on another rank."""
+def _grace_check(wait_check: WaitCheck, health: Health, key: str) -> Check:
+    """As ``wait_check``, but it also raises `GRACE` seconds after a notice that the hook has failed on another rank."""
     notices, since = health.notices, [0.0]
-    notices.ask(key)
+    notices.listen_for(key)
 
     def check() -> None:
-        watch()
-        heard = notices.heard(key)
-        if heard is not None:
+        wait_check()
+        text = notices.text_of(key)
+        if text is not None:
             since[0] = since[0] or time.monotonic()
             if time.monotonic() - since[0] > GRACE:
                 raise _Unanswered(
-                    f"what it has sent here gets no answer, because it has failed on another rank: {heard}"
+                    f"what it has sent here gets no answer, because it has failed on another rank: {text}"
                 )
 
     return check
@@ -280,13 +283,13 @@ class _Unanswered(RuntimeError):
 
 
 def _wait_for_event(event: threading.Event, check: Check) -> None:
-    """Until another thread sets the event, or ``check`` raises."""
+    """Waits until another thread sets the event. ``check`` may raise meanwhile."""
     while not event.wait(SLICE):
         check()
 
 
 def _wait_for_future(future: Future[Any], check: Check) -> None:
-    """Until the future has a value or an error, or ``check`` raises."""
+    """Waits until the future has a value or an error. ``check`` may raise meanwhile."""
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     _wait_for_event(done, check)

@@ -1,4 +1,4 @@
-"""The start: all ranks check that they are about to do the same, and rank 0's values go to all.
+"""`compare` checks that all ranks begin the same, and `send_values` gives rank 0's values to all ranks.
 
 Descriptions are compared before anything else is sent, so a difference is an error on every rank and changes nothing.
 """
@@ -24,12 +24,12 @@ from dataparallel.machines.arguments import check_sendable
 from dataparallel.machines.collectives import ALIGNED, broadcast, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
-from dataparallel.machines.rounds import Launched
+from dataparallel.machines.rounds import PendingResult
 
 CAP_BYTES = 25 * 2**20
-"""The size of the flat buffers in which values travel; a larger tensor has one of its own."""
+"""The size of the buckets in which values travel; a larger tensor has a bucket of its own."""
 
-UNDER_WAY = 2  # buffers: one is filled while the other one travels
+MAX_SENT = 2  # buckets: one is filled while the other one travels
 
 
 def describe(
@@ -38,7 +38,7 @@ def describe(
     slots: Sequence[torch.device],
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What has to be the same on all ranks, as `compare` takes it.
+    """Describes, for `compare`, what has to be the same on all ranks.
 
     Parameters (a tied one under one name) and buffers have to agree in names and their order, shapes, dtypes, types of
     device, strides and ``requires_grad``. The number of slots and their type have to agree, not which devices they are.
@@ -59,16 +59,16 @@ def _properties(tensor: Tensor) -> dict[str, Any]:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return {"shape": "nested" if tensor.is_nested else tuple(tensor.shape), "layout": tensor.layout, **properties}
     layout = layout_of(tensor)
-    # Flat gradients have the order of the memory, so it is part of what ranks send each other.
+    # Flat gradients have the order of the memory, so ranks have to agree on strides.
     strides = "row-major" if layout.row_major else layout.core_stride
     return {"shape": layout.shape, **properties, "strides": strides}
 
 
 @contextmanager
 def failing_together(machines: Machines | None) -> Iterator[None]:
-    """An error inside, on this rank, makes the other ranks raise in their next round instead of waiting for this one.
+    """If the block raises on this rank, the other ranks raise in their next round instead of waiting for this rank.
 
-    Put it around what this rank checks or prepares by itself while the others may be on their way to `compare`.
+    Use it for checks and preparations of one rank while other ranks may already be in `compare`.
     """
     try:
         yield
@@ -90,38 +90,38 @@ def compare(machines: Machines, what: str, description: Mapping[str, Any]) -> No
 
 
 def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int = CAP_BYTES) -> None:
-    """Gives tensors of all ranks the values that those of rank 0 have, in place.
+    """Copies the values of rank 0's tensors into the tensors of all ranks, in place.
 
-    Tensors travel as bytes in flat buffers, so their dtypes and strides do not matter: complex ones, 0-dim ones and
-    those without elements are among them. A tensor that comes under several names travels once. The copies run on the
-    current streams of the calling thread, and version counters move on the ranks that receive.
+    Tensors travel as bytes in buckets, so any dtypes and strides will do, also complex, 0-dim and empty tensors. A
+    tensor that comes under several names travels once. The copies run on the current streams of the calling thread, and
+    version counters move on the ranks that receive.
 
     Raises:
         MachinesDiffer: on every rank: names, shapes, dtypes or types of device differ.
         ValueError: a tensor cannot take values, or the group cannot send from its device.
         TypeError: a tensor is not a plain strided one.
-        MachinesError: a rank has failed, or is gone. Some tensors may have the values of rank 0 already if it went on
-            the way, otherwise nothing is changed.
+        MachinesError: a rank has failed, or is gone. If it is gone, some tensors may have the values of rank 0 already.
+            Otherwise nothing is changed.
     """
     with failing_together(machines):
-        # Each tensor under its first name.
+        # Keeps each tensor under its first name only.
         first = {id(tensor): name for name, tensor in reversed([*named.items()])}
         named = {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
         _check_values(named)
         check_sendable(machines, [tensor.device for tensor in named.values()])
-        buckets = _planned(named, cap_bytes)
-    exchange = machines.queue.begin_round("values of rank 0", as_text(_described(named, cap_bytes)))
-    under_way: deque[tuple[_Bucket, Launched]] = deque()
+        buckets = _plan_buckets(named, cap_bytes)
+    this_round = machines.queue.begin_round("values of rank 0", as_text(_describe_values(named, cap_bytes)))
+    sent_buckets: deque[tuple[_Bucket, PendingResult]] = deque()
     try:
         for bucket in buckets:
-            if len(under_way) == UNDER_WAY:
-                _arrive(machines, *under_way.popleft())
+            if len(sent_buckets) == MAX_SENT:
+                _receive(machines, *sent_buckets.popleft())
             flat = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=bucket.device)
             if machines.rank == 0:
                 _fill(bucket, flat)
-            # Staged here, where the current stream has filled it.
+            # Staged here, because the current stream has filled the buffer.
             sending = partial(broadcast, machines, stage(machines, flat))
-            under_way.append((bucket, exchange.launch(f"{bucket.parts[0].name!r} and others", sending)))
+            sent_buckets.append((bucket, this_round.launch(f"{bucket.entries[0].name!r} and others", sending)))
     except MachinesError:
         raise  # all ranks know of it
     except BaseException as error:
@@ -129,16 +129,16 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
         def fail(error: BaseException = error) -> NoReturn:
             raise error
 
-        # The other ranks wait for the rest of the round: the launcher breaks the group.
-        exchange.launch("the rest", fail)
+        # The other ranks wait for the rest of the round. This item makes the launcher break the group.
+        this_round.launch("the rest", fail)
         raise
-    ended = exchange.end([])
-    while under_way:
-        _arrive(machines, *under_way.popleft())
-    ended.wait()
+    end = this_round.end([])
+    while sent_buckets:
+        _receive(machines, *sent_buckets.popleft())
+    end.wait()
 
 
-class _Part(NamedTuple):
+class _Entry(NamedTuple):
     name: str
     tensor: Tensor
     offset: int  # in bytes
@@ -147,7 +147,7 @@ class _Part(NamedTuple):
 @dataclass
 class _Bucket:
     device: torch.device
-    parts: list[_Part]
+    entries: list[_Entry]
     nbytes: int = 0
 
 
@@ -173,8 +173,8 @@ def _check_values(named: Mapping[str, Tensor]) -> None:
             )
 
 
-def _described(named: Mapping[str, Tensor], cap_bytes: int) -> dict[str, Any]:
-    """What decides how the values travel. Devices of one type have numbers, in the order of their first tensors."""
+def _describe_values(named: Mapping[str, Tensor], cap_bytes: int) -> dict[str, Any]:
+    """Describes what decides how values travel. Devices of a type have numbers, in the order of their first tensors."""
     seen: dict[torch.device, int] = {}
     return {"bytes in a buffer": cap_bytes} | {
         name: {
@@ -186,8 +186,8 @@ def _described(named: Mapping[str, Tensor], cap_bytes: int) -> dict[str, Any]:
     }
 
 
-def _planned(named: Mapping[str, Tensor], cap_bytes: int) -> list[_Bucket]:
-    """Buckets of at most ``cap_bytes``, or of one tensor. It depends only on what `_described` has."""
+def _plan_buckets(named: Mapping[str, Tensor], cap_bytes: int) -> list[_Bucket]:
+    """Buckets of at most ``cap_bytes``, or of one tensor. They depend only on what `_describe_values` describes."""
     buckets: list[_Bucket] = []
     filling: dict[torch.device, _Bucket] = {}
     for name, tensor in named.items():
@@ -198,35 +198,35 @@ def _planned(named: Mapping[str, Tensor], cap_bytes: int) -> list[_Bucket]:
         if bucket is None or bucket.nbytes + nbytes > cap_bytes:
             bucket = filling[tensor.device] = _Bucket(tensor.device, [])
             buckets.append(bucket)
-        bucket.parts.append(_Part(name, tensor, bucket.nbytes))
+        bucket.entries.append(_Entry(name, tensor, bucket.nbytes))
         bucket.nbytes += -(-nbytes // ALIGNED) * ALIGNED
     return buckets
 
 
 def _views(bucket: _Bucket, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The bucket's tensors, each with its stretch of the buffer seen as a tensor of the same shape and dtype."""
-    for _, tensor, offset in bucket.parts:
-        stretch = flat[offset : offset + tensor.numel() * tensor.itemsize]
-        yield tensor, stretch.view(tensor.dtype).view(tensor.shape)
+    """The bucket's tensors, each with a view of its piece of the buffer, of the same shape and dtype."""
+    for _, tensor, offset in bucket.entries:
+        piece = flat[offset : offset + tensor.numel() * tensor.itemsize]
+        yield tensor, piece.view(tensor.dtype).view(tensor.shape)
 
 
 @torch.no_grad()
 def _fill(bucket: _Bucket, flat: Tensor) -> None:
     with _torch.DisableTorchFunctionSubclass():
-        for tensor, stretch in _views(bucket, flat):
-            stretch.copy_(tensor)
+        for tensor, piece in _views(bucket, flat):
+            piece.copy_(tensor)
 
 
 @torch.no_grad()
-def _arrive(machines: Machines, bucket: _Bucket, launched: Launched) -> None:
-    """Waits for a bucket, and writes it into its tensors."""
-    arrived = launched.wait()
+def _receive(machines: Machines, bucket: _Bucket, result: PendingResult) -> None:
+    """Waits for a bucket, and copies it into its tensors."""
+    received = result.wait()
     if machines.rank == 0:
         return
     with _torch.DisableTorchFunctionSubclass():
-        for tensor, stretch in _views(bucket, arrived):
+        for tensor, piece in _views(bucket, received):
             # Repeated elements, as `expand` makes them, are one element of memory.
             repeated = [step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
             for dim in [dim for dim, is_repeated in enumerate(repeated) if is_repeated]:
-                tensor, stretch = tensor.narrow(dim, 0, 1), stretch.narrow(dim, 0, 1)
-            tensor.copy_(stretch)
+                tensor, piece = tensor.narrow(dim, 0, 1), piece.narrow(dim, 0, 1)
+            tensor.copy_(piece)

@@ -1,4 +1,4 @@
-"""`SyncBatchNorm`: BatchNorm over the whole batch, in replicas that have a chunk each. Its conversion from others."""
+"""`SyncBatchNorm`: BatchNorm over the whole batch, in replicas with a chunk each, and conversions to it and back."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ class SyncBatchNorm(BatchNorm):
     @_torch.not_traced
     def _synchronised(self, chunk: Tensor, span: Span) -> Tensor:
         with torch.autocast(chunk.device.type, enabled=False):
-            own, *carriers = Statistics.apply(chunk)
-            is_across = span.machines is not None
+            statistics, *carriers = Statistics.apply(chunk)
+            is_across = span.peer_call is not None
             inference = torch.is_inference_mode_enabled()
-            request = Request("SyncBatchNorm", "", described([own]), inference, across_machines=is_across)
-            together = partial(merged, machines=span.machines, text=str(request))
+            request = Request("SyncBatchNorm", "", described([statistics]), inference, across_machines=is_across)
+            together = partial(merged, peer_call=span.peer_call, text=str(request))
             count = chunk.numel() // max(chunk.shape[1], 1)
-            mean, variance, total = joint(span.place, request, [own], together, count)
+            mean, variance, total = joint(span.place, request, [statistics], together, count)
             if self.training and self.track_running_stats and replayed_place() is None:
-                self._note(mean.detach(), variance.detach() * (int(total) / (int(total) - 1)))
+                self._update_running(mean.detach(), variance.detach() * (int(total) / (int(total) - 1)))
             return Normalised.apply(*carriers, chunk, mean, variance, self.weight, self.bias, self.eps)
 
     @torch.no_grad()
-    def _note(self, mean: Tensor, variance: Tensor) -> None:
+    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
         """Updates the running statistics, without waiting for the device."""
         if self.running_mean is None or self.running_var is None:
             return

@@ -1,7 +1,8 @@
-"""Collectives across machines: what the replica that comes last does with the tensors of its machine's replicas.
+"""Collectives across machines: `summed`, `gathered`, `scattered`, `broadcast` and `sent`, over a `PeerCall`.
 
-Autograd knows all operators here. Sums add in the order of ranks, so every machine and every run gets the same bits.
-Machines first say what the others cannot know: if their tensors are in a graph, and sizes that may differ.
+The last replica to arrive on a machine calls them with the tensors of all its replicas. They are differentiable. Sums
+add in rank order, so every machine and every run gets the same bits. Machines first exchange whether their tensors are
+in a graph, and sizes that may differ.
 """
 
 from __future__ import annotations
@@ -14,24 +15,23 @@ import torch
 from torch import Tensor
 
 _SMALL = 64 * 1024
-"""Bytes up to which each machine gets the tensors of all others and adds them up. For larger ones each machine adds up
-a part, and then gets the parts of the others."""
+"""Bytes up to which each machine receives all tensors and adds them. Larger sums are reduce-scatter and all-gather."""
 
 
-def summed(machines: Any, text: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The sums over machines of tensors that have the same shapes on all of them."""
-    in_graph = _in_graph(machines, text, tensors)
-    flats, size = _flats(tensors), machines.size
+def summed(peer_call: Any, text: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The sums over machines of tensors that have the same shapes on all machines."""
+    in_graph = _in_graph(peer_call, text, tensors)
+    flats, size = _flatten(tensors), peer_call.size
     if size <= 2 or sum(flat.numel() * flat.element_size() for flat in flats) <= _SMALL:
-        # One node for all copies of a flat, so that its gradients are added in the order of ranks.
-        found = machines.exchange(text, *_to_each(size, flats), in_graph)
-        return _unflat(tensors, [*map(_sum, found)])
+        # All copies of a flat tensor pass one node, so that its gradients are added in rank order.
+        received = peer_call.exchange(text, *_copies_for_all(size, flats), in_graph)
+        return _unflatten(tensors, [*map(_sum, received)])
     sizes = [near_equal(flat.numel(), size) for flat in flats]
     split = [flat.split(each) for flat, each in zip(flats, sizes, strict=True)]
-    mine = [[each[machines.rank]] * size for each in sizes]
-    parts = [*map(_sum, machines.exchange(f"{text}, parts", split, mine, in_graph))]
-    copies, _ = _to_each(size, parts)
-    return _unflat(tensors, [*map(torch.cat, machines.exchange(f"{text}, sums", copies, sizes, in_graph))])
+    own_sizes = [[each[peer_call.rank]] * size for each in sizes]
+    parts = [*map(_sum, peer_call.exchange(f"{text}, parts", split, own_sizes, in_graph))]
+    copies, _ = _copies_for_all(size, parts)
+    return _unflatten(tensors, [*map(torch.cat, peer_call.exchange(f"{text}, sums", copies, sizes, in_graph))])
 
 
 def _sum(of_machines: Sequence[Tensor]) -> Tensor:
@@ -39,21 +39,23 @@ def _sum(of_machines: Sequence[Tensor]) -> Tensor:
 
 
 def gathered(
-    machines: Any, text: str, tensors: Sequence[Tensor], dim: int, note: Any = None
+    peer_call: Any, text: str, tensors: Sequence[Tensor], dim: int, note: Any = None
 ) -> tuple[list[Tensor], list[Any]]:
-    """The tensors of all machines, concatenated along ``dim``, where their sizes may differ; and all notes."""
-    said = machines.say(text, (_needs_grad(tensors), [tensor.shape[dim] for tensor in tensors], note))
-    in_graph = any(needs for needs, _, _ in said)
-    members, results = _members(tensors), [*tensors]
-    shapes = [[[_resized(tensors[i], dim, sizes[i]) for i in own] for _, sizes, _ in said] for own in members]
+    """The tensors of all machines, concatenated along ``dim``, in which their sizes may differ; and their notes."""
+    own = (_needs_grad(tensors), [tensor.shape[dim] for tensor in tensors], note)
+    of_machines = peer_call.all_gather_object(text, own)
+    in_graph = any(needs_grad for needs_grad, _, _ in of_machines)
+    groups, results = _by_dtype(tensors), [*tensors]
+    # For each dtype and machine the shape and the number of elements of each tensor.
+    shapes = [[[_resized(tensors[i], dim, sizes[i]) for i in group] for _, sizes, _ in of_machines] for group in groups]
     numels = [[[shape.numel() for shape in of_machine] for of_machine in of_dtype] for of_dtype in shapes]
-    copies, _ = _to_each(machines.size, _flats(tensors))
-    found = machines.exchange(text, copies, [[*map(sum, of_dtype)] for of_dtype in numels], in_graph)
-    for own, of_dtype, sizes, pieces in zip(members, shapes, numels, found, strict=True):
-        parts = [piece.split(of_machine) for piece, of_machine in zip(pieces, sizes, strict=True)]
-        for at, i in enumerate(own):
-            results[i] = torch.cat([part[at].view(each[at]) for part, each in zip(parts, of_dtype, strict=True)], dim)
-    return results, [note for _, _, note in said]
+    copies, _ = _copies_for_all(peer_call.size, _flatten(tensors))
+    received = peer_call.exchange(text, copies, [[*map(sum, of_dtype)] for of_dtype in numels], in_graph)
+    for group, of_dtype, sizes, flats in zip(groups, shapes, numels, received, strict=True):
+        parts = [flat.split(of_machine) for flat, of_machine in zip(flats, sizes, strict=True)]
+        for k, i in enumerate(group):
+            results[i] = torch.cat([part[k].view(each[k]) for part, each in zip(parts, of_dtype, strict=True)], dim)
+    return results, [note for _, _, note in of_machines]
 
 
 def _resized(tensor: Tensor, dim: int, size: int) -> torch.Size:
@@ -62,88 +64,91 @@ def _resized(tensor: Tensor, dim: int, size: int) -> torch.Size:
     return torch.Size(shape)
 
 
-def scattered(machines: Any, text: str, tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """This machine's rows of the sums over machines. ``rows``: of each tensor, how many each machine gets."""
-    in_graph = _in_graph(machines, text, tensors)
+def scattered(peer_call: Any, text: str, tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    """This machine's rows of the sums over machines. ``rows``: for each tensor how many rows each machine gets."""
+    in_graph = _in_graph(peer_call, text, tensors)
     chunks = [tensor.split([*sizes]) for tensor, sizes in zip(tensors, rows, strict=True)]
-    of_machines = [_flats([of[rank] for of in chunks]) for rank in range(machines.size)]
-    pieces = [*zip(*of_machines, strict=True)]  # of each dtype
-    mine = [[own.numel()] * machines.size for own in of_machines[machines.rank]]
-    found = machines.exchange(text, pieces, mine, in_graph)
-    return _unflat([of[machines.rank] for of in chunks], [*map(_sum, found)])
+    for_machines = [_flatten([of_tensor[rank] for of_tensor in chunks]) for rank in range(peer_call.size)]
+    pieces = [*zip(*for_machines, strict=True)]  # for each dtype
+    own_sizes = [[own.numel()] * peer_call.size for own in for_machines[peer_call.rank]]
+    received = peer_call.exchange(text, pieces, own_sizes, in_graph)
+    return _unflatten([of_tensor[peer_call.rank] for of_tensor in chunks], [*map(_sum, received)])
 
 
-def broadcast(machines: Any, text: str, tensors: Sequence[Tensor], source: int) -> list[Tensor]:
-    """The tensors of the machine ``source``, which have the same shapes on all."""
-    in_graph = _in_graph(machines, text, tensors)
-    flats, size = _flats(tensors), machines.size
-    # An empty part of the own tensors keeps them in the graph, so that a backward reaches the same on all machines.
+def broadcast(peer_call: Any, text: str, tensors: Sequence[Tensor], source: int) -> list[Tensor]:
+    """The tensors of the machine ``source``. All machines pass tensors of the same shapes."""
+    in_graph = _in_graph(peer_call, text, tensors)
+    flats, size = _flatten(tensors), peer_call.size
+    # Other machines send an empty slice, which keeps their tensors in the graph: a backward runs the node everywhere.
     pieces = [
-        flat.expand(size, flat.numel()).unbind() if machines.rank == source else [flat[:0]] * size for flat in flats
+        flat.expand(size, flat.numel()).unbind() if peer_call.rank == source else [flat[:0]] * size for flat in flats
     ]
     sizes = [[flat.numel() if rank == source else 0 for rank in range(size)] for flat in flats]
-    return _unflat(tensors, [found[source] for found in machines.exchange(text, pieces, sizes, in_graph)])
+    received = peer_call.exchange(text, pieces, sizes, in_graph)
+    return _unflatten(tensors, [of_dtype[source] for of_dtype in received])
 
 
-def sent(machines: Any, text: str, of_slots: Sequence[Sequence[Tensor]], counts: Sequence[int]) -> list[list[Tensor]]:
-    """For each replica of this machine what all replicas have for it, in their order.
+def sent(peer_call: Any, text: str, of_slots: Sequence[Sequence[Tensor]], counts: Sequence[int]) -> list[list[Tensor]]:
+    """All-to-all: for each replica of this machine the tensors that all replicas have for it, in their order.
 
     ``of_slots``: for each replica of this machine a tensor for each replica of all machines, all of one dtype and on
     one device. ``counts``: how many replicas each machine has.
     """
     shapes = [[tuple(tensor.shape) for tensor in own] for own in of_slots]
-    said = machines.say(text, (_needs_grad([*chain.from_iterable(of_slots)]), shapes))
-    in_graph = any(needs for needs, _ in said)
+    of_machines = peer_call.all_gather_object(text, (_needs_grad([*chain.from_iterable(of_slots)]), shapes))
+    in_graph = any(needs_grad for needs_grad, _ in of_machines)
     firsts = [0, *accumulate(counts)]
-    targets = [range(firsts[rank], firsts[rank + 1]) for rank in range(machines.size)]
-    pieces = [torch.cat([own[to].reshape(-1) for to in of for own in of_slots]) for of in targets]
-    mine = targets[machines.rank]
-    # From each machine: for each replica here, what each replica there has for it.
-    found_shapes = [[torch.Size(own[to]) for to in mine for own in shapes] for _, shapes in said]
-    sizes = [[shape.numel() for shape in of_machine] for of_machine in found_shapes]
-    (found,) = machines.exchange(text, [pieces], [[sum(of_machine) for of_machine in sizes]], in_graph)
-    results: list[list[Tensor]] = [[] for _ in mine]
-    for flat, of_machine, own_sizes in zip(found, found_shapes, sizes, strict=True):
-        parts = [part.view(shape) for part, shape in zip(flat.split(own_sizes), of_machine, strict=True)]
-        sources = len(parts) // len(mine)
-        for at, own in enumerate(results):
-            own += parts[at * sources : (at + 1) * sources]
+    replicas_of = [range(firsts[rank], firsts[rank + 1]) for rank in range(peer_call.size)]
+    pieces = [torch.cat([own[to].reshape(-1) for to in targets for own in of_slots]) for targets in replicas_of]
+    targets_here = replicas_of[peer_call.rank]
+    # A machine's message has for each replica here a tensor from each replica there.
+    received_shapes = [
+        [torch.Size(of_source[to]) for to in targets_here for of_source in there] for _, there in of_machines
+    ]
+    sizes = [[shape.numel() for shape in of_machine] for of_machine in received_shapes]
+    (received,) = peer_call.exchange(text, [pieces], [[sum(of_machine) for of_machine in sizes]], in_graph)
+    results: list[list[Tensor]] = [[] for _ in targets_here]
+    for flat, of_machine, numels in zip(received, received_shapes, sizes, strict=True):
+        tensors = [part.view(shape) for part, shape in zip(flat.split(numels), of_machine, strict=True)]
+        sources = len(tensors) // len(targets_here)
+        for k, of_target in enumerate(results):
+            of_target += tensors[k * sources : (k + 1) * sources]
     return results
 
 
 def near_equal(size: int, count: int) -> list[int]:
     """``count`` sizes that add up to ``size``, as ``torch.tensor_split`` makes them."""
-    return [size // count + (at < size % count) for at in range(count)]
+    return [size // count + (i < size % count) for i in range(count)]
 
 
-def _members(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The numbers of the tensors of each dtype."""
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """For each dtype the indices of its tensors."""
     dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
     return [[i for i, tensor in enumerate(tensors) if tensor.dtype == dtype] for dtype in dtypes]
 
 
-def _flats(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """For each dtype the tensors one after the other."""
-    return [torch.cat([tensors[i].reshape(-1) for i in own]) for own in _members(tensors)]
+def _flatten(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """For each dtype a flat tensor that has its tensors one after the other."""
+    return [torch.cat([tensors[i].reshape(-1) for i in group]) for group in _by_dtype(tensors)]
 
 
-def _unflat(like: Sequence[Tensor], flats: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of these shapes."""
+def _unflatten(like: Sequence[Tensor], flats: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of the shapes of ``like``, from the flat tensors that `_flatten` makes."""
     results = [*like]
-    for own, flat in zip(_members(like), flats, strict=True):
-        for i, part in zip(own, flat.split([like[i].numel() for i in own]), strict=True):
+    for group, flat in zip(_by_dtype(like), flats, strict=True):
+        for i, part in zip(group, flat.split([like[i].numel() for i in group]), strict=True):
             results[i] = part.view(like[i].shape)
     return results
 
 
-def _to_each(size: int, flats: Sequence[Tensor]) -> tuple[list[Sequence[Tensor]], list[list[int]]]:
-    """Every flat tensor for each of ``size`` machines, and as many elements from each."""
+def _copies_for_all(size: int, flats: Sequence[Tensor]) -> tuple[list[Sequence[Tensor]], list[list[int]]]:
+    """Each flat tensor once for each of ``size`` machines, and as many elements to receive from each."""
     return [flat.expand(size, flat.numel()).unbind() for flat in flats], [[flat.numel()] * size for flat in flats]
 
 
-def _in_graph(machines: Any, text: str, tensors: Sequence[Tensor]) -> bool:
-    """True if a machine brings tensors that are in a graph. Without gradients nobody has to ask."""
-    return torch.is_grad_enabled() and any(machines.say(text, _needs_grad(tensors)))
+def _in_graph(peer_call: Any, text: str, tensors: Sequence[Tensor]) -> bool:
+    """True if tensors of any machine are in a graph. Without gradients the machines exchange nothing."""
+    return torch.is_grad_enabled() and any(peer_call.all_gather_object(text, _needs_grad(tensors)))
 
 
 def _needs_grad(tensors: Sequence[Tensor]) -> bool:

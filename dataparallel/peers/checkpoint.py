@@ -1,8 +1,8 @@
 """`checkpoint`: recomputation in backward for functions that call collectives.
 
-A recomputation often runs on a thread of the engine, where no replica runs and nobody can be met. So what collectives
-return is recorded on a `Tape`, and the recomputation reads it there. Checkpoints may be nested, so there may be several
-tapes. In a parallel call inside of a checkpoint replicas meet again in the recomputation, without its tape.
+A recomputation often runs on a thread of autograd's engine, where no replica runs, so replicas cannot meet there. So a
+`Tape` records the results of collectives, and the recomputation reads them. Nested checkpoints have a tape each. The
+replicas of a parallel call inside of a checkpoint meet again in the recomputation, and do not use its tape.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_TORCHS = "torch.utils.checkpoint"
+_TORCH_CHECKPOINT = "torch.utils.checkpoint"
 
 
 @_torch.not_traced
@@ -39,17 +39,17 @@ def checkpoint(
     """``function(*args, **kwargs)``, whose activations are computed again in backward in place of being kept.
 
     It is ``torch.utils.checkpoint.checkpoint`` without reentrance, for functions that call collectives of
-    ``dataparallel.peers``. What these returned is kept, and the recomputation gets it again, so that it meets nobody.
-    It has the index and the count of the replica whose forward it repeats. Without collectives, and outside of a
-    parallel forward, it is torch's checkpoint.
+    ``dataparallel.peers``. The results of collectives are kept, and the recomputation reads them in place of meeting
+    other replicas. There `peers.index` and `peers.count` return what they returned in the forward. Without collectives,
+    and outside of a parallel forward, it is torch's checkpoint.
 
     Args:
-        function: computes the same when it is called again.
+        function: has to compute the same when it is called again.
         args, kwargs: its arguments.
         preserve_rng_state, determinism_check: as in torch.
 
     Raises:
-        RuntimeError: the recomputation calls other collectives than the forward; what torch's checkpoint raises.
+        RuntimeError: the recomputation calls other collectives than the forward. Also the errors of torch's checkpoint.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -91,7 +91,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.place: Place | None = replayed_place() or here()
-        self._around: Place | None = None  # the place of the thread that has entered it
+        self._entered_at: Place | None = None  # the place of the thread that has entered the tape
         self._results: list[tuple[Request, list[Tensor]]] = []
         self._next: int | None = None  # the position of the recomputation; None while recording
 
@@ -102,7 +102,7 @@ class Tape:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Around a recomputation. There may be several, each from the beginning."""
+        """Wraps a recomputation, which reads the tape from its beginning. There may be several recomputations."""
         before, self._next = self._next, 0
         try:
             with self.entered():
@@ -112,13 +112,13 @@ class Tape:
 
     @property
     def is_active(self) -> bool:
-        """True in the replica that has entered it, and not in those of a parallel call inside."""
-        return here() is self._around
+        """True in the replica that has entered the tape. False in the replicas of a parallel call inside of it."""
+        return here() is self._entered_at
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Around the forward."""
-        self._around = here()
+        """Wraps the forward."""
+        self._entered_at = here()
         token = _tapes.set((*_tapes.get(), self))
         try:
             yield
@@ -147,7 +147,7 @@ class Tape:
 
 
 def _leaves(results: Sequence[Tensor]) -> list[Tensor]:
-    """The same memory as leaves of a graph. A recomputation saves the same tensors if the same ones need gradients."""
+    """Leaves on the same memory. They need gradients as the results do, so a recomputation saves the same tensors."""
     return [result.detach().requires_grad_(result.requires_grad) for result in results]
 
 
@@ -184,20 +184,20 @@ def replayed_place() -> Place | None:
 
 
 def check_checkpoints(place: Place) -> None:
-    """Called before a meeting: a checkpoint around it has to be able to recompute.
+    """Checks, before a meeting, that a checkpoint around the collective can recompute it.
 
-    A checkpoint around the whole parallel call recomputes the call, with its meetings. So only what has begun since
-    ``forward`` did counts: other saved-tensor hooks, or gradients that are off.
+    A checkpoint around the whole parallel call recomputes the call with its meetings. So only checkpoints matter that
+    have begun inside of ``forward``: they show by other saved-tensor hooks, or by gradients that are off.
 
     Raises:
-        RuntimeError: it is one of torch's, which cannot.
+        RuntimeError: the checkpoint is torch's, which cannot recompute a collective.
     """
     if _active_tapes():
         return
     hooks = _torch.top_saved_tensors_hooks(True)
-    others = hooks is not None and hooks != place.meeting.hooks and hooks[0].__module__ == _TORCHS
-    reentrant = place.meeting.records and not torch.is_grad_enabled() and _is_called_by(_TORCHS)
-    if others or reentrant:
+    has_new_hooks = hooks is not None and hooks != place.meeting.hooks and hooks[0].__module__ == _TORCH_CHECKPOINT
+    is_reentrant = place.meeting.records and not torch.is_grad_enabled() and _is_called_by(_TORCH_CHECKPOINT)
+    if has_new_hooks or is_reentrant:
         raise RuntimeError(
             "a collective inside of torch.utils.checkpoint.checkpoint cannot be computed again: that happens in "
             "backward, where no replica can be met; use dataparallel.peers.checkpoint, which keeps what collectives "

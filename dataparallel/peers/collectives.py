@@ -1,8 +1,8 @@
-"""The collectives: what replicas say to each other inside ``forward``.
+"""Collectives that replicas call inside ``forward``: `all_reduce`, `all_gather`, `broadcast` and others.
 
-Each takes a tensor, or a nested structure of tensors, and returns the like, in memory of its own. Sums run in slot
-order. All are differentiable, as often as you like. All replicas of a call call the same collectives in the same order.
-With ``across_machines=True`` the replicas of all machines are numbered machine by machine, in the order of ranks.
+Each takes a tensor or a nested structure of tensors, and returns the same kind, in memory of its own. Sums add in slot
+order. All are differentiable any number of times. All replicas of a call call the same collectives in the same order.
+With ``across_machines=True`` the replicas of all machines are numbered machine by machine, in rank order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.autograd.functions import Broadcast, Gather, ReduceAddCoalesced, Scatter
-from dataparallel.peers import across_machines as between
+from dataparallel.peers import across_machines as across
 from dataparallel.peers.joint import Request, Span, described, joint, span_of_caller
 
 S = TypeVar("S")
@@ -26,11 +26,11 @@ Operation = Literal["sum", "mean", "max", "min", "prod"]
 
 
 Devices: TypeAlias = Sequence[torch.device]
-OfSlots: TypeAlias = list[list[Tensor]]
-"""The tensors, or the results, of each replica of this machine."""
+TensorsOfSlots: TypeAlias = list[list[Tensor]]
+"""For each replica of this machine its tensors or its results."""
 
-Work: TypeAlias = Callable[[Span, str, Devices, OfSlots], OfSlots]
-"""What the replica that comes last does: as `joint.Together`, with the request's text, equal on all machines."""
+Collective: TypeAlias = Callable[[Span, str, Devices, TensorsOfSlots], TensorsOfSlots]
+"""As `joint.Combine`, with the span and the request's text, which is equal on all machines, in place of notes."""
 
 
 @_torch.not_traced
@@ -52,7 +52,7 @@ def all_reduce(tensor: S, op: Operation = "sum", across_machines: bool = False) 
     """
     if op not in get_args(Operation):
         raise ValueError(f"op={op!r}: expected one of {', '.join(map(repr, get_args(Operation)))}")
-    tensors, rebuilt = _flat("all_reduce", tensor)
+    tensors, rebuild = _leaves_of("all_reduce", tensor)
     for one in tensors:
         if op == "mean" and not (one.is_floating_point() or one.is_complex()):
             raise TypeError(f'all_reduce: op="mean" of {one.dtype}: convert it to a floating-point dtype first')
@@ -62,10 +62,10 @@ def all_reduce(tensor: S, op: Operation = "sum", across_machines: bool = False) 
             )
     request, span = Request("all_reduce", repr(op), described(tensors)), span_of_caller(across_machines)
     if op in ("sum", "mean"):
-        sums = _exchange(span, request, tensors, _sums)
-        return rebuilt(sums if op == "sum" or span is None else [total / span.count for total in sums])
-    stacks = _exchange(span, request, [one.unsqueeze(0) for one in tensors], partial(_gathered, dim=0))
-    return rebuilt([_COMBINED[op](stack) for stack in stacks])
+        sums = _exchange(span, request, tensors, _all_reduce)
+        return rebuild(sums if op == "sum" or span is None else [total / span.count for total in sums])
+    stacks = _exchange(span, request, [one.unsqueeze(0) for one in tensors], partial(_all_gather, dim=0))
+    return rebuild([_COMBINED[op](stack) for stack in stacks])
 
 
 _COMBINED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -89,12 +89,12 @@ def all_gather(tensor: S, dim: int = 0, across_machines: bool = False) -> S:
         IndexError: a tensor has no such dimension.
         TypeError, ValueError, RuntimeError: as `all_reduce`.
     """
-    tensors, rebuilt = _flat("all_gather", tensor)
+    tensors, rebuild = _leaves_of("all_gather", tensor)
     for one in tensors:
         if not -one.dim() <= dim < one.dim():
             raise IndexError(f"all_gather: dim={dim} of a tensor of shape {[*one.shape]}; unsqueeze it first to stack")
     request = Request("all_gather", f"dim={dim}", described(tensors, dim))
-    return rebuilt(_exchange(span_of_caller(across_machines), request, tensors, partial(_gathered, dim=dim)))
+    return rebuild(_exchange(span_of_caller(across_machines), request, tensors, partial(_all_gather, dim=dim)))
 
 
 @_torch.not_traced
@@ -110,23 +110,23 @@ def broadcast(tensor: S, source: int, across_machines: bool = False) -> S:
         IndexError: there is no such replica.
         TypeError, ValueError, RuntimeError: as `all_reduce`.
     """
-    tensors, rebuilt = _flat("broadcast", tensor)
+    tensors, rebuild = _leaves_of("broadcast", tensor)
     span = span_of_caller(across_machines)
     count = 1 if span is None else span.count
     if not 0 <= source < count:
         raise IndexError(f"broadcast: source={source}: the call has {count} replicas, from 0 on")
     request = Request("broadcast", f"source={source}", described(tensors))
-    return rebuilt(_exchange(span, request, tensors, partial(_sent_by, source=source)))
+    return rebuild(_exchange(span, request, tensors, partial(_broadcast, source=source)))
 
 
-def _sent_by(span: Span, text: str, devices: Devices, of_slots: OfSlots, source: int) -> OfSlots:
-    if span.machines is None:
-        return _to_all(devices, of_slots[source], source)
+def _broadcast(span: Span, text: str, devices: Devices, of_slots: TensorsOfSlots, source: int) -> TensorsOfSlots:
+    if span.peer_call is None:
+        return _copies_for_all(devices, of_slots[source], source)
     rank = next(rank for rank in range(len(span.counts)) if source < sum(span.counts[: rank + 1]))
     sent = of_slots[0]
     if rank == span.rank and sent:
         sent = [*Broadcast.apply(devices[:1], *of_slots[source - sum(span.counts[:rank])])]
-    return _to_all(devices, between.broadcast(span.machines, text, sent, rank))
+    return _copies_for_all(devices, across.broadcast(span.peer_call, text, sent, rank))
 
 
 @_torch.not_traced
@@ -142,7 +142,7 @@ def reduce_scatter(tensor: S, sizes: Sequence[int] | None = None, across_machine
         ValueError: ``sizes`` do not fit the tensor or the number of replicas; as `all_reduce`.
         TypeError, RuntimeError: as `all_reduce`.
     """
-    tensors, rebuilt = _flat("reduce_scatter", tensor)
+    tensors, rebuild = _leaves_of("reduce_scatter", tensor)
     span = span_of_caller(across_machines)
     count = 1 if span is None else span.count
     for one in tensors:
@@ -156,15 +156,17 @@ def reduce_scatter(tensor: S, sizes: Sequence[int] | None = None, across_machine
 
     detail = "" if sizes is None else f"sizes={[*sizes]}"
     request = Request("reduce_scatter", detail, described(tensors))
-    return rebuilt(_exchange(span, request, tensors, partial(_scattered, sizes=sizes)))
+    return rebuild(_exchange(span, request, tensors, partial(_reduce_scatter, sizes=sizes)))
 
 
-def _scattered(span: Span, text: str, devices: Devices, of_slots: OfSlots, sizes: Sequence[int] | None) -> OfSlots:
-    totals, counts, first = _total(devices, of_slots), span.counts, sum(span.counts[: span.rank])
-    of_all = [sizes if sizes is not None else between.near_equal(each.shape[0], span.count) for each in totals]
-    if span.machines is not None:
+def _reduce_scatter(
+    span: Span, text: str, devices: Devices, of_slots: TensorsOfSlots, sizes: Sequence[int] | None
+) -> TensorsOfSlots:
+    totals, counts, first = _sums_on_first(devices, of_slots), span.counts, sum(span.counts[: span.rank])
+    of_all = [sizes if sizes is not None else across.near_equal(each.shape[0], span.count) for each in totals]
+    if span.peer_call is not None:
         rows = [[sum(own[sum(counts[:r]) : sum(counts[: r + 1])]) for r in range(len(counts))] for own in of_all]
-        totals = between.scattered(span.machines, text, totals, rows)
+        totals = across.scattered(span.peer_call, text, totals, rows)
     own_sizes = [own[first : first + len(devices)] for own in of_all]
     pieces = [Scatter.apply(devices, own, 0, total) for own, total in zip(own_sizes, totals, strict=True)]
     return [[piece[slot] for piece in pieces] for slot in range(len(devices))]
@@ -181,34 +183,34 @@ def all_to_all(tensors: Sequence[Tensor], across_machines: bool = False) -> list
         ValueError: another number of tensors, several dtypes; as `all_reduce`.
         TypeError, RuntimeError: as `all_reduce`.
     """
-    found, _ = _flat("all_to_all", [*tensors])
+    found, _ = _leaves_of("all_to_all", [*tensors])
     span = span_of_caller(across_machines)
     count = 1 if span is None else span.count
     if len(found) != count or len({one.dtype for one in found}) > 1:
         dtypes = ", ".join(sorted({str(one.dtype) for one in found}))
         raise ValueError(f"all_to_all: {len(found)} tensors of {dtypes}: expected {count} of one dtype, one a replica")
     shapes = tuple(replace(one, shape=()) for one in described(found[:1]))
-    return _exchange(span, Request("all_to_all", "", shapes), found, _delivered)
+    return _exchange(span, Request("all_to_all", "", shapes), found, _all_to_all)
 
 
-def _delivered(span: Span, text: str, devices: Devices, of_slots: OfSlots) -> OfSlots:
-    if span.machines is None:
+def _all_to_all(span: Span, text: str, devices: Devices, of_slots: TensorsOfSlots) -> TensorsOfSlots:
+    if span.peer_call is None:
         of_targets = [[of_slot[target] for of_slot in of_slots] for target in range(len(devices))]
     else:
-        here = [_unflattened(Gather.apply(devices[0], 0, *map(_flattened, own)), own) for own in of_slots]
-        of_targets = between.sent(span.machines, text, here, span.counts)
+        here = [_unflatten(Gather.apply(devices[0], 0, *map(_flatten, own)), own) for own in of_slots]
+        of_targets = across.sent(span.peer_call, text, here, span.counts)
     results = []
     for device, sent in zip(devices, of_targets, strict=True):
-        parts = _unflattened(Gather.apply(device, 0, *map(_flattened, sent)), sent)
+        parts = _unflatten(Gather.apply(device, 0, *map(_flatten, sent)), sent)
         results.append([part.clone() for part in parts])
     return results
 
 
-def _flattened(tensor: Tensor) -> Tensor:
+def _flatten(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)
 
 
-def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts = flat.split([one.numel() for one in like])
     return [part.reshape(one.shape) for part, one in zip(parts, like, strict=True)]
 
@@ -224,28 +226,28 @@ def barrier(across_machines: bool = False) -> None:
         RuntimeError: as `all_reduce`.
     """
 
-    def all_here(span: Span, text: str, devices: Devices, of_slots: OfSlots) -> OfSlots:
-        if span.machines is not None:
-            span.machines.say(text, None)
+    def all_here(span: Span, text: str, devices: Devices, of_slots: TensorsOfSlots) -> TensorsOfSlots:
+        if span.peer_call is not None:
+            span.peer_call.all_gather_object(text, None)
         return of_slots
 
     _exchange(span_of_caller(across_machines), Request("barrier"), [], all_here)
 
 
-def _exchange(span: Span | None, request: Request, tensors: list[Tensor], work: Work) -> list[Tensor]:
+def _exchange(span: Span | None, request: Request, tensors: list[Tensor], collective: Collective) -> list[Tensor]:
     if span is None:
         return tensors
-    is_across = span.machines is not None
+    is_across = span.peer_call is not None
     request = replace(request, across_machines=is_across, inference=torch.is_inference_mode_enabled())
 
-    def together(devices: Devices, of_slots: OfSlots, _: Any) -> OfSlots:
-        return work(span, str(request), devices, of_slots)
+    def combine(devices: Devices, of_slots: TensorsOfSlots, _: Any) -> TensorsOfSlots:
+        return collective(span, str(request), devices, of_slots)
 
-    return joint(span.place, request, tensors, together)
+    return joint(span.place, request, tensors, combine)
 
 
-def _flat(name: str, structure: S) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
-    """The tensors of a nested structure, and what puts others in their places."""
+def _leaves_of(name: str, structure: S) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
+    """The tensors of a nested structure, and a function that makes the same structure of other tensors."""
     leaves, spec = _torch.pytree.tree_flatten(structure)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
@@ -253,28 +255,28 @@ def _flat(name: str, structure: S) -> tuple[list[Tensor], Callable[[list[Tensor]
     return leaves, lambda results: _torch.pytree.tree_unflatten(results, spec)
 
 
-def _total(devices: Devices, of_slots: OfSlots) -> list[Tensor]:
-    """The sums, on the first device."""
+def _sums_on_first(devices: Devices, of_slots: TensorsOfSlots) -> list[Tensor]:
+    """The sums of the replicas' tensors, on the first device."""
     count = len(of_slots[0])
     return [*ReduceAddCoalesced.apply(devices[0], count, *chain.from_iterable(of_slots))] if count else []
 
 
-def _sums(span: Span, text: str, devices: Devices, of_slots: OfSlots) -> OfSlots:
-    totals = _total(devices, of_slots)
-    if span.machines is not None:
-        totals = between.summed(span.machines, text, totals)
-    return _to_all(devices, totals)
+def _all_reduce(span: Span, text: str, devices: Devices, of_slots: TensorsOfSlots) -> TensorsOfSlots:
+    totals = _sums_on_first(devices, of_slots)
+    if span.peer_call is not None:
+        totals = across.summed(span.peer_call, text, totals)
+    return _copies_for_all(devices, totals)
 
 
-def _gathered(span: Span, text: str, devices: Devices, of_slots: OfSlots, dim: int) -> OfSlots:
+def _all_gather(span: Span, text: str, devices: Devices, of_slots: TensorsOfSlots, dim: int) -> TensorsOfSlots:
     found = [Gather.apply(devices[0], dim, *parts) for parts in zip(*of_slots, strict=True)]
-    if span.machines is not None:
-        found, _ = between.gathered(span.machines, text, found, dim)
-    return _to_all(devices, found)
+    if span.peer_call is not None:
+        found, _ = across.gathered(span.peer_call, text, found, dim)
+    return _copies_for_all(devices, found)
 
 
-def _to_all(devices: Devices, tensors: Sequence[Tensor], owner: int | None = None) -> OfSlots:
-    """A copy on each device. ``owner``: the slot whose own tensors these are. No two results share memory."""
+def _copies_for_all(devices: Devices, tensors: Sequence[Tensor], owner: int | None = None) -> TensorsOfSlots:
+    """Copies tensors for each slot. No two results share memory. ``owner``: the slot that has given the tensors."""
     if not tensors:
         return [[] for _ in devices]
     flat = Broadcast.apply(devices, *tensors)

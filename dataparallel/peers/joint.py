@@ -1,7 +1,7 @@
-"""Which replicas a collective spans (`Span`), and how `joint` brings their tensors together and hands out the results.
+"""`joint` runs one collective for all replicas of a `Span`: it gathers their tensors, and hands out the results.
 
-The last replica that comes computes for all, with nodes of the graph that span all devices, so that a backward reaches
-every device at once. What is current in its thread must not matter: see `_Brought`, `_hooks_passed_by`, `_in_order`.
+The last replica to arrive computes for all, with nodes of the graph that span all devices, so that a backward reaches
+all devices at once. The state of its thread must not matter: see `_Input`, `_hooks_disabled` and `_on_streams`.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ class Span:
     """The replicas of a collective, seen from one of them.
 
     Attributes:
-        place: of the replica, in the call of its own machine.
-        index: its number among all of them, machine by machine.
+        place: the replica's place in the call of its own machine.
+        index: the replica's number among all replicas, machine by machine.
         counts: how many replicas each machine has.
-        rank: the number of its machine.
-        machines: a ``machines.peer_rounds.PeerCall`` if there are several.
+        rank: the number of the replica's machine.
+        peer_call: a ``machines.peer_rounds.PeerCall`` if the collective spans several machines.
     """
 
     place: Place
     index: int
     counts: tuple[int, ...]
     rank: int = 0
-    machines: Any = None
+    peer_call: Any = None
 
     @property
     def count(self) -> int:
-        """How many replicas there are."""
+        """How many replicas take part."""
         return sum(self.counts)
 
 
 def span_of_caller(across_machines: bool = False) -> Span | None:
-    """The span of a collective of the replica that runs here; ``None`` if there is only one replica.
+    """The span of a collective that the calling replica begins; ``None`` if there is only one replica.
 
-    The first time that a forward asks across machines, all of its replicas on all machines have to ask.
+    The first call with ``across_machines`` in a forward is a collective itself: all replicas on all machines make it.
     """
     place = replayed_place() or here()
     if place is None:
@@ -58,16 +58,16 @@ def span_of_caller(across_machines: bool = False) -> Span | None:
     return None if place.count == 1 else Span(place, place.index, (place.count,))
 
 
-def _across(place: Place, machines: Any) -> Span:
-    if machines.counts is None:
+def _across(place: Place, peer_call: Any) -> Span:
+    if peer_call.counts is None:
 
         def begin(values: list[Any]) -> list[Any]:
-            machines.exchange_counts(place.count)
+            peer_call.exchange_counts(place.count)
             return values
 
         place.meet("the first collective across machines", None, begin)
-    counts, rank = tuple(machines.counts), machines.rank
-    return Span(place, sum(counts[:rank]) + place.index, counts, rank, machines)
+    counts, rank = tuple(peer_call.counts), peer_call.rank
+    return Span(place, sum(counts[:rank]) + place.index, counts, rank, peer_call)
 
 
 @_torch.not_traced
@@ -75,8 +75,8 @@ def index(across_machines: bool = False) -> int:
     """The number of the replica that is running, in slot order; 0 outside of a parallel forward.
 
     Args:
-        across_machines: among the replicas of all machines, machine by machine in the order of their ranks. All
-            replicas have to ask then: the machines tell each other how many they have.
+        across_machines: count the replicas of all machines, machine by machine in rank order. Then all replicas have to
+            call this, because the machines exchange how many replicas they have.
     """
     span = span_of_caller(across_machines)
     return 0 if span is None else span.index
@@ -87,19 +87,19 @@ def count(across_machines: bool = False) -> int:
     """How many replicas the running call has; 1 outside of a parallel forward.
 
     Args:
-        across_machines: on all machines, as for `index`.
+        across_machines: count the replicas of all machines, as for `index`.
     """
     span = span_of_caller(across_machines)
     return 1 if span is None else span.count
 
 
-Together: TypeAlias = Callable[[Sequence[torch.device], list[list[Tensor]], list[Any]], list[list[Tensor]]]
-"""``function(devices, tensors of each replica, its notes)`` returns each replica's results, in memory of their own."""
+Combine: TypeAlias = Callable[[Sequence[torch.device], list[list[Tensor]], list[Any]], list[list[Tensor]]]
+"""``combine(devices, tensors, notes)``, each by replica, returns each replica's results, in memory of their own."""
 
 
 @dataclass(frozen=True)
-class _Described:
-    """What has to agree of a tensor. A size is ``None`` where it may differ between replicas."""
+class _Signature:
+    """The dtype and shape that a tensor must have in all replicas. A size that may differ is ``None``."""
 
     dtype: torch.dtype
     shape: tuple[int | None, ...]
@@ -115,15 +115,15 @@ class Request:
 
     Attributes:
         name: the function's name.
-        detail: its other arguments, as they are written.
-        tensors: what has to agree of each tensor.
+        detail: the function's other arguments, as a call would write them.
+        tensors: the signature of each tensor.
         across_machines: true if the replicas of other machines take part.
-        inference: true if it is called in inference mode, which all replicas have to be in, or none.
+        inference: true in inference mode. All replicas have to be in it, or none.
     """
 
     name: str
     detail: str = ""
-    tensors: tuple[_Described, ...] = ()
+    tensors: tuple[_Signature, ...] = ()
     inference: bool = False
     across_machines: bool = False
 
@@ -133,22 +133,22 @@ class Request:
         return f"{self.name}({self.detail}){of}{where}{' in inference mode' if self.inference else ''}"
 
 
-def described(tensors: Sequence[Tensor], free_dim: int | None = None) -> tuple[_Described, ...]:
-    """What has to agree of each of ``tensors``; sizes along ``free_dim`` may differ."""
-    found = []
+def described(tensors: Sequence[Tensor], free_dim: int | None = None) -> tuple[_Signature, ...]:
+    """The signatures of ``tensors``; sizes along ``free_dim`` may differ."""
+    signatures = []
     for tensor in tensors:
         shape: list[int | None] = [*tensor.shape]
         if free_dim is not None:
             shape[free_dim] = None
-        found.append(_Described(tensor.dtype, tuple(shape)))
-    return tuple(found)
+        signatures.append(_Signature(tensor.dtype, tuple(shape)))
+    return tuple(signatures)
 
 
-class _Brought:
-    """What a replica brings: its tensors, and what is current in its thread.
+class _Input:
+    """A replica's tensors, and its thread's grad mode and current stream.
 
-    Gradients are on in the collective if any replica has them on. One that has them off brings tensors without a graph,
-    and gets results without one.
+    The collective records gradients if any replica does. A replica that does not contributes tensors without a graph,
+    and gets results without a graph.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device, note: Any) -> None:
@@ -160,15 +160,15 @@ class _Brought:
 
 
 def joint(
-    place: Place, request: Request, tensors: Sequence[Tensor], together: Together, note: Any = None
+    place: Place, request: Request, tensors: Sequence[Tensor], combine: Combine, note: Any = None
 ) -> list[Tensor]:
-    """The results of this replica. All replicas have to call it with an equal request.
+    """Runs a collective and returns this replica's results. All replicas have to call it with an equal request.
 
-    ``note``: what this replica brings that is no tensor, and that the host has to know.
+    ``note``: a value of this replica that is no tensor, because the host has to know it.
 
     Raises:
         ValueError: a tensor is not on the replica's device.
-        RuntimeError: see `Place.meet`; a checkpoint of torch is around it.
+        RuntimeError: as `Place.meet`; the call is inside a checkpoint of torch.
     """
     replayed = results_of_forward(request)
     if replayed is not None:
@@ -182,57 +182,56 @@ def joint(
             )
     check_checkpoints(place)
 
-    def of_all(brought: list[_Brought]) -> list[list[Tensor]]:
-        return _compute(brought, together)
+    def of_all(inputs: list[_Input]) -> list[list[Tensor]]:
+        return _compute(inputs, combine)
 
-    results: list[Tensor] = place.meet(request, _Brought(tensors, device, note), of_all)
+    results: list[Tensor] = place.meet(request, _Input(tensors, device, note), of_all)
     note_results(request, results)
     return results
 
 
-def _compute(brought: list[_Brought], together: Together) -> list[list[Tensor]]:
-    records = any(one.records for one in brought)
-    first = {one.device: one.stream for one in reversed(brought) if one.stream is not None}  # of each device
-    with torch.set_grad_enabled(records), _hooks_passed_by(), _in_order(brought, first):
-        devices, tensors = [one.device for one in brought], [one.tensors for one in brought]
-        results = together(devices, tensors, [one.note for one in brought])
-    for one, own in zip(brought, results, strict=True):
+def _compute(inputs: list[_Input], combine: Combine) -> list[list[Tensor]]:
+    records = any(one.records for one in inputs)
+    streams = {one.device: one.stream for one in reversed(inputs) if one.stream is not None}  # the first of each device
+    with torch.set_grad_enabled(records), _hooks_disabled(), _on_streams(inputs, streams):
+        devices, tensors = [one.device for one in inputs], [one.tensors for one in inputs]
+        results = combine(devices, tensors, [one.note for one in inputs])
+    for one, own in zip(inputs, results, strict=True):
         if not one.records:
             own[:] = [result.detach() for result in own]
-        _record_use(one, own, first)
+        _record_use(one, own, streams)
     return results
 
 
-def _hooks_passed_by() -> AbstractContextManager[object]:
-    """Saved-tensor hooks are those of a replica. The nodes here save nothing that matters to them."""
+def _hooks_disabled() -> AbstractContextManager[object]:
+    """Disables saved-tensor hooks. They belong to one replica, and need not see what the nodes here save."""
     if _torch.top_saved_tensors_hooks(True) is None:
         return nullcontext()
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # torch calls the innermost pair only
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # torch calls only the innermost pair
 
 
 @contextmanager
-def _in_order(brought: Sequence[_Brought], first: dict[torch.device, torch.Stream]) -> Iterator[None]:
-    """Makes the first replica's stream of each device current, in order with those of the device's other replicas.
+def _on_streams(inputs: Sequence[_Input], streams: dict[torch.device, torch.Stream]) -> Iterator[None]:
+    """Makes ``streams``, one for each device, current, and orders the collective there with the replicas' own streams.
 
-    A replica launches what follows on its own stream. If that is the device's first one, it comes after the collective
-    there anyway. Otherwise an event at the beginning orders the collective after what the replica has launched, and one
-    at the end orders what the replica launches next after the collective.
+    A replica whose stream is not among them may share a device with one whose stream is. An event orders the collective
+    after what it has launched, and a second one orders what it launches next after the collective.
     """
-    others = [(one, one.stream) for one in brought if one.stream is not None and one.stream != first[one.device]]
+    others = [(one, one.stream) for one in inputs if one.stream is not None and one.stream != streams[one.device]]
     for one, stream in others:
-        Event(stream).make_wait(first[one.device])
+        Event(stream).make_wait(streams[one.device])
         for tensor in one.tensors:
             for memory in memory_of(tensor):
-                memory.record_stream(first[one.device])
-    with streams_set(first):
+                memory.record_stream(streams[one.device])
+    with streams_set(streams):
         yield
     for one, stream in others:
-        Event(first[one.device]).make_wait(stream)
+        Event(streams[one.device]).make_wait(stream)
 
 
-def _record_use(one: _Brought, results: Sequence[Tensor], first: dict[torch.device, torch.Stream]) -> None:
-    """Results are memory of the device's first stream. Another stream that uses them is named to the allocator."""
-    if one.stream is None or one.stream == first[one.device]:
+def _record_use(one: _Input, results: Sequence[Tensor], streams: dict[torch.device, torch.Stream]) -> None:
+    """Tells the allocator that a replica's stream uses results, whose memory belongs to the stream in ``streams``."""
+    if one.stream is None or one.stream == streams[one.device]:
         return
     for result in results:
         for memory in memory_of(result):

@@ -1,7 +1,7 @@
-"""Whole tensors become sharded ones: by `distribute_tensor`, in full states, and in what optimizers load.
+"""`distribute_tensor` makes a sharded tensor of a plain one. The file also divides full states and optimizer states.
 
-torch knows no protocol for full states: ``get_model_state_dict`` and its relatives would take a sharded tensor for a
-plain one. So two of their functions are wrapped when the first tensor is divided.
+torch has no protocol for full states: ``get_model_state_dict`` and its relatives would take a sharded tensor for a
+plain one. So two of torch's functions are wrapped when the first tensor is divided.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dataparallel import _torch
 from dataparallel.devices import CPU, DeviceLike, resolve_each
-from dataparallel.sharded.parts import empty_parts
 from dataparallel.sharded.placements import Owners, Placement, Shard, check_placement, over_of
-from dataparallel.sharded.tensor import ShardedTensor, divided_beside, divided_like, fill_parts, is_divided_alike
+from dataparallel.sharded.shards import empty_shards
+from dataparallel.sharded.tensor import ShardedTensor, divided_like, divided_on_owners_of, fill_shards, is_divided_alike
 
 _ON_META = torch.device("meta")
 
@@ -35,32 +35,32 @@ def distribute_tensor(
     *,
     requires_grad: bool | None = None,
 ) -> ShardedTensor:
-    """A sharded tensor with the values of ``tensor``, in memory of its own: a leaf, whatever ``tensor`` is.
+    """Makes a sharded tensor with the values of ``tensor``, in memory of its own. The result is a leaf of the graph.
 
     Args:
-        tensor: dense, of any shape and dtype, on any device. The parts of a tensor on meta stay there. A sharded tensor
-            is divided anew.
-        devices: the owners, in the order of the parts. A device may be listed several times. With
-            ``placements.Owners`` the tensor is sharded over machines: all call this with the same values, of which each
-            keeps its parts. Nothing is sent, unless ``tensor`` is itself sharded over machines.
+        tensor: dense, of any shape and dtype, on any device. The shards of a tensor on meta stay there. A sharded
+            tensor is divided anew.
+        devices: the owners, in the order of the shards. A device may be listed several times. With
+            ``placements.Owners`` the tensor is sharded over machines: all machines call this with the same values, and
+            each keeps its own shards. Nothing is sent, unless ``tensor`` is itself sharded over machines.
         placement: ``Shard(dim)`` or ``Replicate()``.
         requires_grad: default: as ``tensor``.
 
     Raises:
         TypeError: not a dense tensor of torch's own classes or a sharded one; a placement of another class.
-        ValueError: no devices, devices that the machine lacks, a dimension that the tensor lacks.
+        ValueError: ``devices`` is empty or has a device that the machine lacks, or the tensor lacks the dimension.
     """
     _check_dense(tensor)
-    _torch.wrap_full_states(_gathering, _distributing)
+    _torch.wrap_full_states(_wrap_gather, _wrap_distribute)
     over = over_of(devices)
     owners = resolve_each(devices) if over is None else Owners(resolve_each(devices), over)
     placement = check_placement(placement, tensor.shape)
     places = [_ON_META] * len(owners) if tensor.is_meta else owners
-    parts = empty_parts(tensor.shape, placement, places, tensor.dtype, over)
+    shards = empty_shards(tensor.shape, placement, places, tensor.dtype, over)
     if not tensor.is_meta:
-        fill_parts(parts, placement, tensor, over)
+        fill_shards(shards, placement, tensor, over)
     wants_gradient = tensor.requires_grad if requires_grad is None else requires_grad
-    return ShardedTensor(parts, placement, tensor.shape, owners, wants_gradient)
+    return ShardedTensor(shards, placement, tensor.shape, owners, wants_gradient)
 
 
 def _check_dense(tensor: object) -> None:
@@ -78,8 +78,8 @@ def _check_dense(tensor: object) -> None:
 # ---- full states -----------------------------------------------------------------------------------------------------
 
 
-def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function that makes a full state from a sharded one, for ours too. Over machines it is collective."""
+def _wrap_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes torch's function that gathers a full state take sharded tensors too. Over machines it is collective."""
 
     def gather_state_dict(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         device = CPU if kwargs.get("cpu_offload") else None
@@ -92,44 +92,44 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
     return gather_state_dict
 
 
-def _distributing(distribute: Callable[..., None]) -> Callable[..., None]:
-    """torch's function that divides a full state as the local one is, for ours too. No device has a whole tensor."""
+def _wrap_distribute(distribute: Callable[..., None]) -> Callable[..., None]:
+    """Makes torch's function that divides a full state take sharded tensors too. No device gets a full tensor."""
 
     def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        ours = {
+        sharded = {
             key: value
             for key, value in local.items()
             if isinstance(value, ShardedTensor) and isinstance(full.get(key), Tensor) and full[key].shape == value.shape
         }
-        distribute({key: value for key, value in full.items() if key not in ours}, local, *args, **kwargs)
-        for key, like in ours.items():
-            places = like._devices if like.is_meta else None  # meta has no memory
-            local[key] = divided_beside(full[key], like, like._placement, places)
+        distribute({key: value for key, value in full.items() if key not in sharded}, local, *args, **kwargs)
+        for key, like in sharded.items():
+            places = like._devices if like.is_meta else None  # shards on meta get memory on their owners
+            local[key] = divided_on_owners_of(full[key], like, like._placement, places)
 
     return distribute_state_dict
 
 
 # ---- the state of optimizers -----------------------------------------------------------------------------------------
 
-# ``optimizer.load_state_dict`` puts what it is given on the parameter's device and leaves it whole. A step would write
-# sharded results into it. So a hook that torch runs before every step of every optimizer divides what is whole, and a
-# hook of the optimizer does so after each later load.
+# ``optimizer.load_state_dict`` copies the plain tensors of a state to the parameter's device. A step would then write
+# sharded results into plain tensors. So a hook that torch runs before every step of every optimizer divides the state,
+# and a hook of the optimizer does so after each later load.
 
 _COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""What torch's optimizers keep as one number for a parameter, whatever its shape."""
+"""Entries that are one number for a parameter of any shape in the states of torch's optimizers."""
 
 _lock = threading.Lock()
-_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-"""For each optimizer that has made a step, how many groups it had."""
+_group_counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""For each optimizer that has made a step, how many groups it had then."""
 
-_watched: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
-"""Optimizers whose loads are followed."""
+_has_load_hook: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
+"""Optimizers that have the hook for later loads."""
 
 
 def counters(states: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> Collection[str]:
-    """The names of numbers that an optimizer keeps plain, also for a 0-dim parameter, where they have its shape.
+    """The names of state entries that are plain numbers, also where a 0-dim parameter has the same shape.
 
-    A name is one if its value is 0-dim beside a parameter that is not.
+    An entry is one if its value is 0-dim for some parameter that is not 0-dim.
     """
     return _COUNTERS | {
         name
@@ -140,7 +140,7 @@ def counters(states: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> Collection[s
 
 
 def sharded_value(value: Any, parameter: Tensor) -> Any:
-    """A value of the parameter's state, sharded as the parameter if it is sharded and the value has its shape."""
+    """A value of a parameter's state. If the parameter is sharded and the value has its shape, it is divided alike."""
     if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor) or parameter.is_meta:
         return value
     if value.shape != parameter.shape or is_divided_alike(value, parameter):
@@ -148,8 +148,8 @@ def sharded_value(value: Any, parameter: Tensor) -> Any:
     return divided_like(value, parameter)
 
 
-def _shard(optimizer: Optimizer) -> None:
-    """Divides what is whole in the state of the optimizer."""
+def _shard_state(optimizer: Optimizer) -> None:
+    """Divides the plain tensors in the state of the optimizer as their parameters are."""
     states: list[tuple[Tensor, MutableMapping[str, Any]]] = [
         (parameter, optimizer.state[parameter])
         for group in optimizer.param_groups
@@ -164,20 +164,20 @@ def _shard(optimizer: Optimizer) -> None:
 
 @_torch.not_traced
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Runs before each step of every optimizer. It looks at parameters once, and again when there are more groups."""
+    """Runs before each step of every optimizer. It checks the parameters at first, and again if groups were added."""
     groups = optimizer.param_groups
-    if _seen.get(optimizer) == len(groups):
+    if _group_counts.get(optimizer) == len(groups):
         return
     if any(isinstance(parameter, ShardedTensor) for group in groups for parameter in group["params"]):
-        # Sharded tensors are in no graph, so the compiler would look through a step in vain, and compile scraps of it.
+        # The compiler traces no sharded tensor. So it would compile only scraps of a step.
         _torch.leave_alone(inspect.unwrap(type(optimizer).step))
-        _shard(optimizer)
+        _shard_state(optimizer)
         with _lock:
-            if optimizer not in _watched:
-                optimizer.register_load_state_dict_post_hook(_shard)
-                _watched[optimizer] = None
+            if optimizer not in _has_load_hook:
+                optimizer.register_load_state_dict_post_hook(_shard_state)
+                _has_load_hook[optimizer] = None
     with _lock:
-        _seen[optimizer] = len(groups)
+        _group_counts[optimizer] = len(groups)
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -1,4 +1,4 @@
-"""Methods of sharded tensors: Python's operators, those for the memory of a tensor, and those that checkpoints call."""
+"""`METHODS` of sharded tensors: Python's operators, methods on memory, which raise, and methods for checkpoints."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.sharded.parts import local_shapes, starts_of_parts
 from dataparallel.sharded.placements import Replicate
+from dataparallel.sharded.shards import local_shard_shapes, starts_of_shards
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # ---- Python's operators ----------------------------------------------------------------------------------------------
 
-# Of ``+``, ``@``, ``==`` and ``*=`` torch's methods turn a ``TypeError`` into ``NotImplemented``. Then Python says only
-# that the operands are unsupported, and ``==`` compares the two objects and gives False. These call torch's functions.
+# torch's methods for ``+``, ``@``, ``==`` and ``*=`` turn a ``TypeError`` into ``NotImplemented``. So Python says that
+# the operands are unsupported, and ``==`` compares identities. These methods call torch's functions instead.
 
 Method = Callable[[Any, Any], Any]
 
@@ -50,7 +50,7 @@ FORWARD: dict[str, Method] = {
 
 
 def _divided_by(right: Tensor, left: Any) -> Tensor:
-    """``left / right`` to the bit of torch's own: for numbers that is by way of the reciprocal."""
+    """``left / right``, with the same bits as torch, which multiplies a number by the reciprocal."""
     return torch.true_divide(left, right) if isinstance(left, Tensor) else torch.mul(torch.reciprocal(right), left)
 
 
@@ -97,7 +97,7 @@ def _method(name: str, function: Method) -> Method:
     return method
 
 
-# ---- memory, which a sharded tensor has not --------------------------------------------------------------------------
+# ---- methods on memory, which a sharded tensor does not have ---------------------------------------------------------
 
 REFUSED = (
     "numpy",
@@ -115,7 +115,7 @@ REFUSED = (
 
 
 class _NoMemory(TypeError, _torch.UnsupportedFakeTensor):
-    """``torch.compile`` takes it for a tensor that cannot be in a graph: it ends the graph, and goes on after it."""
+    """``torch.compile`` takes this error as a graph break: it ends the graph, and goes on after the call."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence)
@@ -139,37 +139,37 @@ _refuse_data_ptr = _refusing("data_ptr")
 
 
 def data_ptr(self: Tensor) -> int:
-    """Raises, except where torch takes 0 for a tensor whose storage it cannot use.
+    """Raises, except for callers in torch that take the address 0 as a tensor without usable storage.
 
-    Others would take all sharded tensors for one, if all had the address 0.
+    Other callers would take all sharded tensors for the same tensor if all had the address 0.
     """
     return 0 if _torch.takes_address_0() else _refuse_data_ptr(self)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
-# ``torch.distributed.checkpoint`` has a chunk for each part, with its place in the whole, and computes from these what
-# to read. So a checkpoint is loaded with any number of devices and machines, into plain tensors and into a ``DTensor``.
+# ``torch.distributed.checkpoint`` has a chunk for each shard, with its position in the full tensor, and finds from that
+# what to read. So any number of devices and machines can load a checkpoint, into plain tensors and a ``DTensor`` too.
 
 
-def _places(tensor: ShardedTensor) -> Iterator[tuple[Tensor, torch.Size, torch.Size]]:
-    """Each part here that has elements: the part, where in the whole it begins, and its shape."""
-    shapes = local_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
-    starts = starts_of_parts(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
-    for part, start, shape in zip(tensor._shards, starts, shapes, strict=True):
-        if len(shape) == tensor.dim() and shape.numel() and part.dim() == len(shape):
-            yield part, torch.Size(start), shape
+def _positioned_shards(tensor: ShardedTensor) -> Iterator[tuple[Tensor, torch.Size, torch.Size]]:
+    """The non-empty shards of this machine: each with its position in the full tensor and its shape."""
+    shapes = local_shard_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
+    starts = starts_of_shards(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
+    for shard, start, shape in zip(tensor._shards, starts, shapes, strict=True):
+        if len(shape) == tensor.dim() and shape.numel() and shard.dim() == len(shape):
+            yield shard, torch.Size(start), shape
 
 
 def _chunks(tensor: ShardedTensor) -> list[ChunkStorageMetadata]:
-    """What is read: every part, also of replicated tensors."""
+    """The chunks to read: one for every shard, also of replicated tensors."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    return [ChunkStorageMetadata(offsets=start, sizes=shape) for _, start, shape in _places(tensor)]
+    return [ChunkStorageMetadata(offsets=start, sizes=shape) for _, start, shape in _positioned_shards(tensor)]
 
 
 def _write_items(tensor: ShardedTensor, fqn: str, given: ShardedTensor) -> list[WriteItem]:
-    """What is written: every part, of a replicated tensor one, of an empty one nothing but its shape."""
+    """The chunks to write: one for every shard, one for a replicated tensor, and for an empty tensor only its shape."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -190,13 +190,13 @@ def _write_items(tensor: ShardedTensor, fqn: str, given: ShardedTensor) -> list[
 
 
 def _shard_at(tensor: ShardedTensor, index: MetadataIndex) -> Tensor:
-    """The part that is written or read. Parts of a replicated tensor begin at one place, and the index tells them."""
+    """The shard to write or read. All copies of a replicated tensor have the same offset; the index says which one."""
     if not tensor.numel():
         return tensor._shards[0].new_empty(tensor.shape)
-    found = [part for part, start, _ in _places(tensor) if start == index.offset]
-    if not found:
+    shards = [shard for shard, start, _ in _positioned_shards(tensor) if start == index.offset]
+    if not shards:
         raise ValueError(f"no part of {index.fqn!r}, {tensor!r}, begins at {index.offset}")
-    return found[min(index.index or 0, len(found) - 1)] if len(found) > 1 else found[0]
+    return shards[min(index.index or 0, len(shards) - 1)] if len(shards) > 1 else shards[0]
 
 
 METHODS: dict[str, Any] = {

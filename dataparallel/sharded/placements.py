@@ -1,8 +1,8 @@
-"""How a tensor is divided among devices, and who owns the parts.
+"""`shard_shapes` says how a placement divides a tensor among its owners, and `Owners` names owners on several machines.
 
-Placements are ``torch.distributed.tensor``'s own classes, so that they compare equal to those that users have. Owners
-are devices of this machine, and with `Owners` those of other machines too: a tensor over M machines with N owners on
-each has ``N * M`` parts, of which part ``j * M + m`` belongs to owner ``j`` of machine ``m``.
+Placements are ``torch.distributed.tensor``'s own classes, so that they compare equal to users' placements. Owners are
+devices of this machine, and with `Owners` those of other machines too: a tensor over M machines with N owners on each
+has ``N * M`` shards, of which shard ``j * M + m`` belongs to owner ``j`` of machine ``m``.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rows:
-    """What views of a divided tensor have: a given number of rows for each part, over all machines."""
+    """The division of a view of a divided tensor: how many rows along ``dim`` each shard has, over all machines."""
 
     dim: int
     rows: tuple[int, ...]
 
 
 Placement: TypeAlias = "Shard | Replicate"
-"""What users give."""
+"""A division that users can ask for."""
 
 Division: TypeAlias = "Placement | Rows"
-"""What tensors have."""
+"""A division that tensors can have."""
 
 
 def check_placement(placement: object, shape: Sequence[int]) -> Placement:
-    """The placement, with a dimension that is not negative.
+    """Returns the placement, with a dimension that is not negative.
 
     Raises:
         TypeError: it is neither a `Shard` nor a `Replicate`.
@@ -57,15 +57,15 @@ def check_placement(placement: object, shape: Sequence[int]) -> Placement:
     return Shard(dim % dims)
 
 
-def rows_of_parts(rows: int, parts: int) -> list[int]:
-    """How many of ``rows`` each of ``parts`` devices owns, as ``torch.chunk`` cuts: the last ones fewer, or none."""
-    each = -(-rows // parts)
-    return [max(0, min(each, rows - i * each)) for i in range(parts)]
+def rows_of_shards(rows: int, owners: int) -> list[int]:
+    """How many of ``rows`` each of the owners has, cut as by ``torch.chunk``: the last ones have fewer, or none."""
+    each = -(-rows // owners)
+    return [max(0, min(each, rows - i * each)) for i in range(owners)]
 
 
-def rows_of(placement: Shard | Rows, rows: int, parts: int) -> list[int]:
-    """How many of ``rows`` along the placement's dimension each of ``parts`` devices owns."""
-    return [*placement.rows] if isinstance(placement, Rows) else rows_of_parts(rows, parts)
+def rows_of(placement: Shard | Rows, rows: int, owners: int) -> list[int]:
+    """How many of ``rows`` along the placement's dimension each of the owners has."""
+    return [*placement.rows] if isinstance(placement, Rows) else rows_of_shards(rows, owners)
 
 
 def moved(placement: Shard | Rows, dim: int) -> Shard | Rows:
@@ -73,14 +73,14 @@ def moved(placement: Shard | Rows, dim: int) -> Shard | Rows:
     return Rows(dim, placement.rows) if isinstance(placement, Rows) else Shard(dim)
 
 
-def part_shapes(shape: Sequence[int], placement: Division, parts: int) -> list[torch.Size]:
-    """The shape of each device's part of a tensor of this shape. The first one owns a 0-dim tensor."""
+def shard_shapes(shape: Sequence[int], placement: Division, owners: int) -> list[torch.Size]:
+    """The shape of each owner's shard of a tensor of this shape. The first owner has the element of a 0-dim tensor."""
     if isinstance(placement, Replicate):
-        return [torch.Size(shape)] * parts
+        return [torch.Size(shape)] * owners
     if not shape:
-        return [torch.Size(()), *[torch.Size((0,))] * (parts - 1)]
+        return [torch.Size(()), *[torch.Size((0,))] * (owners - 1)]
     dim = placement.dim
-    return [torch.Size([*shape[:dim], rows, *shape[dim + 1 :]]) for rows in rows_of(placement, shape[dim], parts)]
+    return [torch.Size([*shape[:dim], rows, *shape[dim + 1 :]]) for rows in rows_of(placement, shape[dim], owners)]
 
 
 # ---- owners ----------------------------------------------------------------------------------------------------------
@@ -89,19 +89,19 @@ META = "meta"
 
 
 class Owners(tuple[torch.device, ...]):
-    """The owners on this machine, and the machines whose owners have the other parts.
+    """The owners on this machine, and the machines whose owners have the other shards.
 
-    Owners on one machine need not be of this class: they are any tuple, and equal to `Owners` without ``over``.
+    If all owners are on one machine, any tuple of devices will do. It equals `Owners` without ``over``.
 
     Args:
-        devices: of this machine, in the order of the parts. Other machines have as many.
-        over: the machines. Default: none but this one.
+        devices: those of this machine, in the order of the shards. Every machine has as many.
+        over: the machines. Default: this one alone.
     """
 
     over: Machines | None
 
     def __new__(cls, devices: Iterable[torch.device], over: Machines | None = None) -> Owners:
-        """The class's own arguments: those of a tuple are fixed here."""
+        """A tuple's items are fixed in ``__new__``, so the class takes its own arguments here."""
         made = super().__new__(cls, devices)
         made.over = over
         return made
@@ -129,24 +129,24 @@ class Owners(tuple[torch.device, ...]):
 
 
 def over_of(devices: Sequence[object]) -> Machines | None:
-    """The machines of these owners; none for those of one machine."""
+    """The machines over which these owners are spread; ``None`` for owners on one machine."""
     return devices.over if isinstance(devices, Owners) else None
 
 
-def parts_on_all(owners: int, over: Machines | None) -> int:
-    """How many parts there are on all machines, with as many owners on each."""
+def shards_on_all_machines(owners: int, over: Machines | None) -> int:
+    """How many shards all machines have together, with this many owners on each."""
     return owners if over is None else owners * over.size
 
 
-def on_this_machine(of_parts: Sequence[T], over: Machines | None) -> Sequence[T]:
-    """Of a list for the parts on all machines what belongs to those on this one."""
-    return of_parts if over is None else of_parts[over.rank :: over.size]
+def on_this_machine(of_shards: Sequence[T], over: Machines | None) -> Sequence[T]:
+    """Selects the entries for the shards on this machine from a list with one entry for each shard on all machines."""
+    return of_shards if over is None else of_shards[over.rank :: over.size]
 
 
 def destinations(owners: Sequence[torch.device], device: torch.device) -> tuple[torch.device, ...]:
-    """Where the parts go that are to be on ``device``: all of them there, if it is the CPU or meta.
+    """The devices to which ``tensor.to(device)`` moves the shards. If it is the CPU or meta, all of them go there.
 
-    Each goes to its owner if ``device`` is the first of the owners, or the current device of a type that owners have;
+    Each shard goes to its owner if ``device`` is the first owner, or the current device of a type that owners have;
     ``"cuda"`` means the current device, as everywhere in torch.
 
     Raises:
@@ -167,11 +167,11 @@ def destinations(owners: Sequence[torch.device], device: torch.device) -> tuple[
 
 
 def after_loading(owners: Sequence[torch.device], places: Sequence[torch.device]) -> tuple[torch.device, ...]:
-    """The owners of a tensor that has been loaded, with its parts in ``places``.
+    """The owners of a tensor that was saved with ``owners`` and loaded with its shards on ``places``.
 
-    With ``map_location`` parts may be loaded to other devices than those they were saved from. On the CPU and on meta,
-    and if all of them are on one device, the owners are those that were saved. Else they are the places, which the
-    caller has chosen one by one. So they are if the machine lacks a saved owner, unless the parts are on CPU or meta.
+    ``map_location`` may load shards to other devices than they were saved from. The saved owners stay if all shards are
+    on the CPU or meta. They also stay if all shards are on one device of the first owner's type and the machine has all
+    saved owners. Otherwise the new owners are the places.
     """
     if all(place.type in (CPU.type, META) for place in places):
         return tuple(owners)

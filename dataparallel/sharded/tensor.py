@@ -1,8 +1,8 @@
-"""The sharded tensor: one ``torch.Tensor`` whose parts lie on several devices of this process.
+"""`ShardedTensor`: one ``torch.Tensor`` whose shards lie on several devices of this process.
 
-A `ShardedTensor` has the shape, dtype and gradient of the whole tensor and no memory of its own; the shards have. One
-controller runs every operator: it calls the operator once for each device, on the shards there. What each of them does
-is in ``sharded.operators``; any other raises ``TypeError`` and names `full_tensor`.
+It has the shape, dtype and gradient of the full tensor. It has no memory of its own: its shards hold the values. One
+thread runs an operator for all devices, once for each owner, on the owner's shard. ``sharded.operators`` has the
+operators; any other raises ``TypeError``, which names `full_tensor`.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from torch.utils.hooks import warn_if_has_hooks
 from dataparallel import _torch
 from dataparallel.devices import DeviceLike, resolve
 from dataparallel.sharded import methods, operators
-from dataparallel.sharded.parts import copy_parts, empty_parts, join, move, split_into
 from dataparallel.sharded.placements import Division, Rows, after_loading, over_of
+from dataparallel.sharded.shards import copy_into, copy_shards, empty_shards, gather_full, split_into
 
 if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
 
-_OWN = {"_shards", "_placement", "_devices", "_zeroed"}
-# torch's own, which the class overrides. Type checkers take them for the values.
+_INTERNAL = {"_shards", "_placement", "_devices", "_zeroed"}
+# torch's descriptors, which the class overrides. Type checkers take them for their values.
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
 
 
 class ShardedTensor(Tensor):
-    """A tensor whose parts lie on several devices.
+    """A tensor whose shards lie on several devices.
 
     Args:
-        shards: for each owner its part, on one device each: without a graph, of one dtype, of the shapes that
-            ``placements.part_shapes`` gives. They are not copied, and not checked.
-        placement: how the whole is divided.
-        shape: the shape of the whole.
+        shards: a tensor for each owner, on one device each, without a graph, of one dtype, and of the shapes that
+            ``placements.shard_shapes`` gives. They are not copied and not checked.
+        placement: how the full tensor is divided.
+        shape: the shape of the full tensor.
         devices: the owners, if the shards are not on them now (offloaded to the CPU, on meta). Default: the devices of
             the shards.
         requires_grad: as for any tensor.
-        like: a tensor with the strides and the offset that the whole has as a view. Default: contiguous.
+        like: a tensor whose strides and storage offset the result reports. Default: contiguous strides.
     """
 
     _shards: tuple[Tensor, ...]
@@ -63,7 +63,7 @@ class ShardedTensor(Tensor):
         requires_grad: bool = False,
         like: Tensor | None = None,
     ) -> ShardedTensor:
-        """Called for every result of an operator, so it checks nothing."""
+        """Makes the tensor. It runs for every result of an operator, so it checks nothing."""
         first = shards[0]
         layout = {} if like is None else {"strides": like.stride(), "storage_offset": like.storage_offset()}
         made: ShardedTensor = _torch.make_wrapper_subclass(
@@ -84,11 +84,11 @@ class ShardedTensor(Tensor):
     ) -> Any:
         return operators.run(func, args, kwargs or {})
 
-    # ---- what it consists of -----------------------------------------------------------------------------------------
+    # ---- shards, owners and placement --------------------------------------------------------------------------------
 
     @property
     def shards(self) -> tuple[Tensor, ...]:
-        """For each owner its part, without a graph. Writing to a part writes to the tensor."""
+        """The shard of each owner, without a graph. Writing to a shard writes to the tensor."""
         operators.wait_for_host_reads()
         return self._shards
 
@@ -99,38 +99,38 @@ class ShardedTensor(Tensor):
 
     @property
     def over(self) -> Machines | None:
-        """The machines over which it is sharded, or ``None``. The shards and devices are those of this machine."""
+        """The machines over which the tensor is sharded, or ``None``. Its shards and devices are those of this one."""
         return over_of(self._devices)
 
     @property
     def placement(self) -> Division:
-        """How the whole is divided: ``Shard(dim)`` or ``Replicate()``."""
+        """How the full tensor is divided: ``Shard(dim)`` or ``Replicate()``."""
         return self._placement
 
     def full_tensor(self, device: DeviceLike | None = None) -> Tensor:
-        """The whole tensor on one device, in memory of its own and without a graph.
+        """The full tensor on one device, in memory of its own and without a graph.
 
-        On the CPU it is complete when the call returns; elsewhere it is ordered on the current streams. Over machines
-        all of them call it, and each gets the whole.
+        On the CPU the result is complete when the call returns; elsewhere it is ordered on the current streams. Over
+        machines all of them call this, and each gets the full tensor.
 
         Args:
-            device: default: where the first part is, on the first owner unless the parts have been moved.
+            device: default: where the first shard is, which is the first owner unless the shards have been moved.
 
         Raises:
             TypeError, ValueError: as ``devices.resolve``.
         """
         target = self.device if device is None else resolve(device)
-        return join(self._shards, self._placement, self.shape, target, self.over)
+        return gather_full(self._shards, self._placement, self.shape, target, self.over)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         places = [str(shard.device) for shard in self._shards]
         owners = [str(device) for device in self._devices]
         over = "" if self.over is None else f" of {self.over.describe()}"
-        now = "" if places == owners else f", now on {places[0] if len({*places}) == 1 else places}"
+        moved_to = "" if places == owners else f", now on {places[0] if len({*places}) == 1 else places}"
         gradient = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, placement={self._placement!r}, "
-            f"devices={owners}{over}{now}{gradient})"
+            f"devices={owners}{over}{moved_to}{gradient})"
         )
 
     # ---- gradient and data -------------------------------------------------------------------------------------------
@@ -139,9 +139,9 @@ class ShardedTensor(Tensor):
     def grad(self) -> ShardedTensor | None:
         """The gradient, divided as the tensor is.
 
-        Setting it to a tensor that is divided in another way, or not at all, raises ``TypeError`` or ``ValueError``.
-        A backward pass may leave such a gradient here, as that of ``(p * 2).sum()`` does, whose operators have only
-        plain tensors to work on. It is divided when it is first read.
+        Setting the gradient to a tensor that is divided in another way, or not at all, raises ``TypeError`` or
+        ``ValueError``. Only a backward pass may leave such a gradient here, as the backward of ``(p * 2).sum()`` does:
+        its operators have only plain arguments. The first read divides that gradient.
         """
         gradient = _GRAD.__get__(self)
         if gradient is not None and not is_divided_alike(gradient, self):
@@ -168,10 +168,10 @@ class ShardedTensor(Tensor):
 
     @property
     def data(self) -> ShardedTensor:
-        """A tensor on the same shards without a graph, as of any tensor.
+        """A tensor that shares the shards and has no graph, as for any tensor.
 
-        After ``a.data = b`` both are on the shards of b, which has the shape, owners and placement of a. Any other b
-        raises ``TypeError`` or ``ValueError``.
+        After ``a.data = b`` both share the shards of b. A b that has not the shape, owners and placement of a raises
+        ``TypeError`` or ``ValueError``.
         """
         data: ShardedTensor = _DATA.__get__(self)
         return data
@@ -197,7 +197,7 @@ class ShardedTensor(Tensor):
         return cls(shards, placement, outer_size, devices, requires_grad)
 
     def __getattr__(self, name: str) -> Tensor:
-        # torch reads the parts by the names that __tensor_flatten__ gives.
+        # torch reads the shards by the names that __tensor_flatten__ gives.
         index = name.removeprefix("_shard_")
         if index != name and index.isdecimal() and int(index) < len(self._shards):
             return self._shards[int(index)]
@@ -229,7 +229,7 @@ class ShardedTensor(Tensor):
             )
         if isinstance(self._placement, Rows):
             with torch.no_grad():
-                return divided_beside(self, self, Shard(self._placement.dim)).__reduce_ex__(protocol)
+                return divided_on_owners_of(self, self, Shard(self._placement.dim)).__reduce_ex__(protocol)
         warn_if_has_hooks(self)
         dim = None if isinstance(self._placement, Replicate) else self._placement.dim
         owners = [str(device) for device in self._devices]
@@ -237,11 +237,11 @@ class ShardedTensor(Tensor):
         return rebuild, arguments
 
     def _attributes(self) -> dict[str, Any]:
-        """What users have set as attributes, and that it is a parameter."""
-        return {name: value for name, value in vars(self).items() if name not in _OWN}
+        """The attributes that users have set, and torch's mark of a parameter."""
+        return {name: value for name, value in vars(self).items() if name not in _INTERNAL}
 
     def module_load(self, other: Tensor, assign: bool = False) -> Tensor:
-        """What ``Module.load_state_dict`` puts in the place of this tensor, if torch is told to swap tensors.
+        """The tensor that ``Module.load_state_dict`` swaps with this one, if torch's setting asks for swaps.
 
         A plain ``other`` is divided as this tensor is.
         """
@@ -261,7 +261,7 @@ def is_divided_alike(one: Tensor, other: ShardedTensor) -> bool:
 
 
 def _check_divided_alike(role: str, tensor: object, like: ShardedTensor) -> ShardedTensor:
-    """The tensor, if it can have this role for ``like``."""
+    """Returns ``tensor``, or raises if it is not sharded as ``like`` is. ``role`` begins the message."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{role} a sharded tensor is a sharded tensor; got {type(tensor).__name__}")
     if isinstance(tensor, ShardedTensor) and is_divided_alike(tensor, like) and tensor.shape == like.shape:
@@ -276,32 +276,35 @@ def _check_divided_alike(role: str, tensor: object, like: ShardedTensor) -> Shar
     raise ValueError(f"{role} {like!r} must be sharded as it is; got {tensor!r}: pass {how}")
 
 
-def fill_parts(
-    parts: Sequence[Tensor], placement: Division, tensor: Tensor, over: Machines | None, non_blocking: bool = False
+def fill_shards(
+    shards: Sequence[Tensor], placement: Division, tensor: Tensor, over: Machines | None, non_blocking: bool = False
 ) -> None:
-    """Copies the values of ``tensor``, plain or sharded in any way, into parts of its shape that are placed so."""
+    """Copies the values of ``tensor``, plain or sharded in any way, into shards with this placement."""
     if isinstance(tensor, ShardedTensor):
-        sources, of = tensor._shards, tensor._placement
-        copy_parts(parts, placement, sources, of, tensor.shape, non_blocking, to_over=over, of_over=tensor.over)
+        sources, of, shape = tensor._shards, tensor._placement, tensor.shape
+        copy_shards(shards, placement, sources, of, shape, non_blocking, target_over=over, source_over=tensor.over)
     else:
-        split_into(parts, placement, tensor.detach(), non_blocking, over)
+        split_into(shards, placement, tensor.detach(), non_blocking, over)
 
 
 def divided_like(tensor: Tensor, like: ShardedTensor) -> ShardedTensor:
-    """The values of ``tensor``, plain or sharded in any way, divided as ``like`` is, with parts where its parts are."""
+    """The values of ``tensor``, plain or sharded in any way, divided as ``like`` is, with shards placed alike."""
     if tensor.shape != like.shape:
         raise ValueError(f"expected a tensor of the shape {tuple(like.shape)} of {like!r}; got {tuple(tensor.shape)}")
-    return divided_beside(tensor, like, like._placement)
+    return divided_on_owners_of(tensor, like, like._placement)
 
 
-def divided_beside(
+def divided_on_owners_of(
     tensor: Tensor, like: ShardedTensor, placement: Division, places: Sequence[torch.device] | None = None
 ) -> ShardedTensor:
-    """The values of ``tensor``, plain or sharded in any way, divided so. ``places``: those of the parts of ``like``."""
+    """The values of ``tensor``, plain or sharded in any way, with this placement and the owners of ``like``.
+
+    ``places``: the devices of the new shards. Default: the devices of the shards of ``like``.
+    """
     places = [shard.device for shard in like._shards] if places is None else places
-    parts = empty_parts(tensor.shape, placement, places, tensor.dtype, like.over)
-    fill_parts(parts, placement, tensor, like.over)
-    return ShardedTensor(parts, placement, tensor.shape, like._devices)
+    shards = empty_shards(tensor.shape, placement, places, tensor.dtype, like.over)
+    fill_shards(shards, placement, tensor, like.over)
+    return ShardedTensor(shards, placement, tensor.shape, like._devices)
 
 
 def rebuild(
@@ -312,26 +315,26 @@ def rebuild(
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> ShardedTensor:
-    """The tensor that was pickled. Files name this function, so it keeps its name and its arguments.
+    """Makes the tensor that was pickled. Files name this function, so its name and arguments must not change.
 
-    Where ``map_location`` has put the shards, and who the owners are then: ``placements.after_loading``.
+    ``map_location`` decides where the shards are. ``placements.after_loading`` says which devices own them then.
     """
     placement = Replicate() if dim is None else Shard(dim)
     places = [shard.device for shard in shards]
     devices = after_loading([torch.device(owner) for owner in owners], places)
     if all(place.type not in ("cpu", "meta") for place in places):
-        shards = [_on(device, shard) for device, shard in zip(devices, shards, strict=True)]
+        shards = [_copied_to(device, shard) for device, shard in zip(devices, shards, strict=True)]
     made = ShardedTensor(shards, placement, shape, devices, requires_grad)
     made.__dict__.update(attributes)
     return made
 
 
-def _on(device: torch.device, shard: Tensor) -> Tensor:
+def _copied_to(device: torch.device, shard: Tensor) -> Tensor:
     if shard.device == device:
         return shard
-    moved = torch.empty_like(shard, device=device)
-    move(moved, shard)
-    return moved
+    copied = torch.empty_like(shard, device=device)
+    copy_into(copied, shard)
+    return copied
 
 
 torch.serialization.add_safe_globals([rebuild])

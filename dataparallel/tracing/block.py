@@ -1,7 +1,7 @@
-"""`trace`: a block over a few steps, which then says where the time went.
+"""`trace` records a block of a few steps; the `Trace` then tells where the time went.
 
-torch has no hooks around a backward pass. So in the block ``torch.autograd.backward`` (which ``Tensor.backward`` calls)
-and ``grad`` are functions of this file. Code that has imported them by name before is not seen.
+torch has no hooks around a backward pass. So inside the block ``torch.autograd.backward``, which ``Tensor.backward``
+calls, and ``torch.autograd.grad`` are functions of this file. Code that has imported them by name is not recorded.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dataparallel.tracing.results import DeviceMemory, Results, results
 from dataparallel.tracing.table import advice, text_of
 
 _TRIES, _RANGES = 20, 10
-"""So many times so many ranges are recorded to see how long one takes; the shortest time counts."""
+"""`_cost_of_a_record` records this many ranges, this many times, and takes the shortest time."""
 
 
 class Trace:
-    """What `dataparallel.trace` returns: a context, and after its block the results.
+    """The context that `dataparallel.trace` returns. After its block it has the results.
 
-    ``str(trace)`` and `table` are the tables. All but the block itself raises ``RuntimeError`` before the block has
-    ended.
+    ``str(trace)`` and `table` are the tables. Before the block has ended, results, tables and files raise
+    ``RuntimeError``.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Trace:
         if self._recorder is not None:
             raise RuntimeError("a trace records one block: call dataparallel.trace() again for another one")
         recorder = Recorder()
-        with ExitStack() as stack:  # ends what has begun if the rest fails
+        with ExitStack() as stack:  # if a step fails, it undoes the steps before
             start(recorder)
             stack.callback(stop, recorder)
             stack.enter_context(torch_calls_recorded(recorder))
@@ -71,7 +71,7 @@ class Trace:
         self._stack.close()
         if kind is None:
             self._wait_for_devices(self._recorder)
-        else:  # a device may have failed: nothing is asked of it any more
+        else:  # a device may have failed, so its events are not read
             for span in self._recorder.spans:
                 span.marks = None
 
@@ -86,9 +86,9 @@ class Trace:
         clocks, begin = ThreadClocks(), time.perf_counter_ns()
         ran, core = clocks.ran(), clocks.waited_for_core() or 0
         recorder.clock.wait_for(marks)
-        # What the thread itself takes to ask for thousands of events, also on a busy machine, is no wait for devices.
-        own = clocks.ran() - ran + (clocks.waited_for_core() or 0) - core
-        self._behind = 1e-9 * max(0, time.perf_counter_ns() - begin - own)
+        # The time in which the thread itself queries thousands of events, or has no core, is no wait for devices.
+        querying = clocks.ran() - ran + (clocks.waited_for_core() or 0) - core
+        self._behind = 1e-9 * max(0, time.perf_counter_ns() - begin - querying)
 
     @property
     def _ended(self) -> Recorder:
@@ -153,7 +153,7 @@ def trace() -> Trace:
 
 
 def _cost_of_a_record() -> float:
-    """Seconds that one range takes, by trying."""
+    """Measures how many seconds it takes to record one range."""
     recorder, seconds = Recorder(), math.inf
     for _ in range(_TRIES):
         begin = time.perf_counter()
@@ -165,9 +165,9 @@ def _cost_of_a_record() -> float:
 
 
 class MemoryBefore:
-    """Reads the counters when a block begins, and sets back their peaks, so that a later peak is that of the block.
+    """Reads the devices' memory counters when a block begins, and resets their peaks, so that a later peak is its own.
 
-    Host memory has no such counters. To read them makes no context on a device.
+    Host memory has no such counters. Reading them makes no context on a device.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class MemoryBefore:
                 continue
 
     def until_now(self, slots: Sequence[torch.device]) -> list[DeviceMemory]:
-        """For each device of ``slots`` what has happened since the beginning."""
+        """The counters of each device of ``slots``, at the beginning of the block and now."""
         return [
             DeviceMemory(
                 device,
@@ -196,7 +196,7 @@ class MemoryBefore:
 
 @contextmanager
 def torch_calls_recorded(recorder: Recorder) -> Iterator[None]:
-    """Inside, backward passes and optimizers' steps of all threads are recorded."""
+    """Records the backward passes and optimizer steps of all threads inside the block."""
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         recorder.optimizer_begins(optimizer)
@@ -214,11 +214,11 @@ def torch_calls_recorded(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _replaced(name: str, recorder: Recorder) -> Iterator[None]:
-    """Inside, this function of ``torch.autograd``, which runs the engine, is recorded."""
+    """Records calls of this function of ``torch.autograd``, which runs the engine, inside the block."""
     original: Callable[..., Any] = getattr(torch.autograd, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if profiling.recorder is not recorder:  # somebody has kept this function
+        if profiling.recorder is not recorder:  # other code has kept this function after the block
             return original(*args, **kwargs)
         with recorder.backward():
             return original(*args, **kwargs)
@@ -228,17 +228,17 @@ def _replaced(name: str, recorder: Recorder) -> Iterator[None]:
     try:
         yield
     finally:
-        # Other code may have wrapped it meanwhile, and will put its own former one back.
+        # If other code has wrapped the function meanwhile, that code will restore it.
         if getattr(torch.autograd, name) is replacement:
             setattr(torch.autograd, name, original)
 
 
 def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which ``torch.compile`` around a step calls between its graphs instead of tracing it."""
+    """Wraps the function so that ``torch.compile`` around a step breaks the graph there and does not trace it."""
     not_traced = _torch.not_traced(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # To call what is not traced imports the compiler, so only if that is loaded.
+        # ``not_traced`` imports the compiler when it is called, so it is used only if the compiler is loaded.
         return (not_traced if _torch.is_compiler_loaded() else function)(*args, **kwargs)
 
     return call

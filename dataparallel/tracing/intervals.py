@@ -1,4 +1,4 @@
-"""Intervals of time: their union, what two sets have in common, and which one contains which."""
+"""Intervals of time: their `union`, how much of one is `covered` by others, and the `parents` of nested intervals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def length_of_union(intervals: Iterable[Interval]) -> float:
 
 
 def covered(interval: Interval, by: Sequence[Interval]) -> float:
-    """For how long of ``interval`` one of these lasts, which are disjoint and in order."""
+    """How much of ``interval`` is covered by intervals that are disjoint and in order."""
     start, end = interval
     return sum([min(end, b) - max(start, a) for a, b in _overlapping(start, end, by)])
 
@@ -41,10 +41,10 @@ def _overlapping(start: float, end: float, by: Sequence[Interval]) -> Iterator[I
 
 
 def parents(intervals: Sequence[Interval]) -> list[int | None]:
-    """For each of the intervals of one thread the position of the smallest one that contains it.
+    """For each interval of one thread the position of the smallest interval that contains it.
 
-    One thread's ranges are nested: any two are disjoint, or one contains the other. Of two that are the same, the one
-    that comes later in the list is the outer one, as a thread ends inner ranges first.
+    One thread's ranges are nested: any two are disjoint, or one contains the other. Of two equal ones the later one in
+    the list is the outer one, because a thread ends inner ranges first.
     """
     order = sorted(range(len(intervals)), key=lambda i: (intervals[i][0], -intervals[i][1], -i))
     found: list[int | None] = [None] * len(intervals)

@@ -1,7 +1,7 @@
-"""Takes down what happens while a trace runs, from any thread: ranges, waits for permits, copies, gradients.
+"""`Recorder` collects ranges, waits for permits, copies and gradients from all threads while a trace runs.
 
-Nothing here waits, and lists are only appended to, which is one step of the interpreter: threads need no lock, and a
-range that another thread ends after the block is in no result. Times are nanoseconds of ``time.perf_counter_ns``.
+It never waits. Threads need no lock, because they only append to lists, which is one step of the interpreter. A range
+that another thread ends after the block is in no result. Times are nanoseconds of ``time.perf_counter_ns``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dataparallel.forks import in_forked_child
 T = TypeVar("T")
 
 ENGINE = "autograd engine"
-"""The name of threads that Python has not started: those are torch's."""
+"""The name of threads that Python has not started: they are threads of torch."""
 
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread that has recorded something. Numbers are in the order of first use; the caller's is 0."""
+    """A thread that has recorded something. Threads are numbered in the order of first use; the caller's is 0."""
 
     number: int
     name: str
@@ -39,11 +39,11 @@ class Thread:
 
 @dataclass
 class Span:
-    """A range that has ended: when, for how long its thread ran, and what it belongs to.
+    """A range that has ended. ``ran``: for how long its thread has run in it.
 
-    ``call`` is the number of the call whose replica it is, or of the optimizer; else -1. ``core`` is for how long its
-    thread had no core, if that is known. It is not asked for ranges of one slot inside of others: these are many and
-    short. ``marks`` are on a device's stream at both ends, if it is timed there.
+    ``call`` is the number of the call whose replica ran, or the number of the optimizer; else -1. ``core`` is for how
+    long the thread had no core, if that is known. It is not measured for a slot's ranges inside of others, which are
+    many and short. ``marks`` are events on device streams at both ends, if the range is timed there.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Span:
 
 
 class Wait(NamedTuple):
-    """A replica had no permit."""
+    """A replica waited for a permit."""
 
     call: int
     slot: int
@@ -68,7 +68,7 @@ class Wait(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy was launched, in a range of this name ("" outside of all)."""
+    """A copy that was launched. ``stage``: the name of the range around it, "" outside of all ranges."""
 
     stage: str
     route: str
@@ -79,7 +79,7 @@ class Copy(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """A bucket was complete on a slot."""
+    """A bucket of gradients that was complete on a slot."""
 
     slot: int
     thread: Thread
@@ -92,13 +92,13 @@ _LONGEST = 96
 
 
 class ThreadClocks:
-    """The clocks of the thread that makes this object: how long it has run, and has waited for a core.
+    """The clocks of the thread that makes this object: how long it has run, and how long it has waited for a core.
 
-    No other thread may read them. Linux tells the second in ``/proc/thread-self/schedstat``, as the second of three
-    numbers (Documentation/scheduler/sched-stats.rst in its source). Where there is no such file, it is unknown.
+    No other thread may read them. On Linux the time without a core is the second of three numbers in
+    ``/proc/thread-self/schedstat`` (Documentation/scheduler/sched-stats.rst in its source). Elsewhere it is unknown.
 
-    Python's own functions for files give its lock away for the time of a call, and the thread may get it back only
-    after milliseconds. So the C library's ``pread`` reads the file, through ``ctypes.PyDLL``, which keeps the lock.
+    Python's own file functions release the interpreter's lock during a call, and the thread may get it back only after
+    milliseconds. So the C library's ``pread`` reads the file, through ``ctypes.PyDLL``, which keeps the lock.
     """
 
     def __init__(self, path: str = _SCHEDSTAT) -> None:
@@ -130,18 +130,18 @@ def _pread() -> Callable[..., int]:
     return found
 
 
-class _OfThread(threading.local):
-    """What one thread has of one recorder."""
+class _ThreadState(threading.local):
+    """The state of one thread in one recorder."""
 
     def __init__(self, made: Callable[[], Thread]) -> None:
         self.thread = made()
         self.clocks = ThreadClocks()
         self.open: list[str] = []
-        self.optimizers: dict[int, _Range] = {}  # by id: their steps that have begun
+        self.optimizers: dict[int, _Range] = {}  # by the optimizer's id: the step that has begun
 
 
 class Recorder:
-    """What is recorded: see the classes. ``devices`` are those of the slots that have run."""
+    """All records of a trace. ``devices``: for each slot that has run its device."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -152,8 +152,8 @@ class Recorder:
         self.clock = DeviceClock()
         self._optimizers: dict[int, int] = {}
         self._numbers, self._calls = itertools.count(), itertools.count()
-        self._of_thread = _OfThread(self._new_thread)
-        self.caller = self._of_thread.thread
+        self._thread_state = _ThreadState(self._new_thread)
+        self.caller = self._thread_state.thread
 
     def _new_thread(self) -> Thread:
         ident = threading.get_ident()
@@ -163,61 +163,61 @@ class Recorder:
             return Thread(next(self._numbers), ENGINE)
         return Thread(next(self._numbers), thread.name)
 
-    # ---- what `profiling` tells --------------------------------------------------------------------------------------
+    # ---- called through `profiling` ----------------------------------------------------------------------------------
 
     def stage(
         self, name: str, detail: str = "", slot: int | None = None, profiled: AbstractContextManager[Any] | None = None
     ) -> _Range:
         """A context that records the range of a stage, with ``profiled`` inside."""
-        return _Range(self, self._of_thread, name, detail, slot, profiled=profiled)
+        return _Range(self, self._thread_state, name, detail, slot, profiled=profiled)
 
     def replicas(self, module: str, devices: list[torch.device]) -> _Replicas:
-        """What watches the replicas of a call of ``module``, which is the name of a class."""
+        """Makes the recorder of the replicas of one call. ``module`` is the name of the module's class."""
         self.devices.update(enumerate(devices))
         return _Replicas(self, next(self._calls), module, devices)
 
     def sent(self, route: str, number_of_bytes: int, source: torch.device, target: torch.device) -> None:
-        """A copy between devices has been launched."""
-        now, ranges = time.perf_counter_ns(), self._of_thread.open
-        # In a thread of the engine most copies are in no range: those of the gather's backward, for example.
+        """Records that a copy between devices has been launched."""
+        now, ranges = time.perf_counter_ns(), self._thread_state.open
+        # In a thread of the engine most copies are in no range: the copies of gather's backward, for example.
         stage = ranges[-1] if ranges else "backward" if _torch.is_in_backward() else ""
         self.copies.append(Copy(stage, route, number_of_bytes, source, target, now))
 
     def gradients(self, slot: int) -> None:
-        """A bucket of gradients is complete on a slot."""
-        self.marks.append(Gradients(slot, self._of_thread.thread, time.perf_counter_ns()))
+        """Records that a bucket of gradients is complete on a slot."""
+        self.marks.append(Gradients(slot, self._thread_state.thread, time.perf_counter_ns()))
 
-    # ---- what `block` sees -------------------------------------------------------------------------------------------
+    # ---- called by `block` -------------------------------------------------------------------------------------------
 
     def backward(self) -> AbstractContextManager[Any]:
-        """The range of a call of the autograd engine, timed on the devices of all slots too."""
-        return _Range(self, self._of_thread, "backward", streams=current_streams(self.devices.values()))
+        """A context that records the range of a call of the autograd engine, also on the devices of all slots."""
+        return _Range(self, self._thread_state, "backward", streams=current_streams(self.devices.values()))
 
     def optimizer_begins(self, optimizer: object) -> None:
-        """The step of an optimizer begins. If it fails, nobody says so, and its range is dropped."""
+        """Begins the range of an optimizer's step. If the step fails, no hook runs, and the range is dropped."""
         number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
-        begun = _Range(self, self._of_thread, "optimizer", type(optimizer).__name__, call=number)
-        self._of_thread.optimizers[id(optimizer)] = begun.begin()
+        begun = _Range(self, self._thread_state, "optimizer", type(optimizer).__name__, call=number)
+        self._thread_state.optimizers[id(optimizer)] = begun.begin()
 
     def optimizer_ends(self, optimizer: object) -> None:
-        """The step has ended. It may have begun before the block."""
-        begun = self._of_thread.optimizers.pop(id(optimizer), None)
+        """Ends the range of a step, unless the step has begun before the block."""
+        begun = self._thread_state.optimizers.pop(id(optimizer), None)
         if begun is not None:
             begun.end()
 
 
 class _Range:
-    """A context: one range of the thread that enters it."""
+    """A context that records one range of the thread that enters it."""
 
     __slots__ = (
-        "_asks_for_core", "_call", "_core", "_detail", "_marks", "_name", "_of_thread", "_profiled", "_ran",
-        "_recorder", "_slot", "_start", "_streams",
+        "_asks_for_core", "_call", "_core", "_detail", "_marks", "_name", "_profiled", "_ran", "_recorder", "_slot",
+        "_start", "_streams", "_thread_state",
     )  # fmt: skip
 
     def __init__(
         self,
         recorder: Recorder,
-        of_thread: _OfThread,
+        state: _ThreadState,
         name: str,
         detail: str = "",
         slot: int | None = None,
@@ -225,14 +225,14 @@ class _Range:
         profiled: AbstractContextManager[Any] | None = None,
         streams: Mapping[torch.device, torch.Stream] | None = None,
     ) -> None:
-        self._recorder, self._of_thread = recorder, of_thread
+        self._recorder, self._thread_state = recorder, state
         self._name, self._detail, self._slot, self._call = name, detail, slot, call
         self._profiled, self._streams = profiled, streams
         self._asks_for_core = slot is None or call >= 0
 
     def begin(self) -> _Range:
         """Reads the clocks last, so that the range has as little of its own cost as possible."""
-        clocks = self._of_thread.clocks
+        clocks = self._thread_state.clocks
         self._marks = self._recorder.clock.marks(self._streams) if self._streams else None
         self._core = clocks.waited_for_core() if self._asks_for_core else None
         self._ran = clocks.ran()
@@ -242,15 +242,15 @@ class _Range:
     def end(self) -> None:
         """Reads the clocks first."""
         end = time.perf_counter_ns()
-        of_thread, recorder = self._of_thread, self._recorder
-        ran = of_thread.clocks.ran() - self._ran
-        core = of_thread.clocks.waited_for_core() if self._asks_for_core else None
+        state, recorder = self._thread_state, self._recorder
+        ran = state.clocks.ran() - self._ran
+        core = state.clocks.waited_for_core() if self._asks_for_core else None
         marks = None
         if self._marks and self._streams:
             marks = self._marks, recorder.clock.marks(self._streams)
         recorder.spans.append(
             Span(
-                self._name, self._detail, self._slot, self._call, of_thread.thread, self._start, end, ran,
+                self._name, self._detail, self._slot, self._call, state.thread, self._start, end, ran,
                 None if core is None or self._core is None else core - self._core, marks,
             )
         )  # fmt: skip
@@ -258,12 +258,12 @@ class _Range:
     def __enter__(self) -> _Range:
         if self._profiled is not None:
             self._profiled.__enter__()
-        self._of_thread.open.append(self._name)
+        self._thread_state.open.append(self._name)
         return self.begin()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self.end()
-        self._of_thread.open.pop()
+        self._thread_state.open.pop()
         if self._profiled is not None:
             self._profiled.__exit__(kind, error, traceback)
 
@@ -281,7 +281,7 @@ class _Replicas(profiling.Replicas):
         recorder = self._recorder
         device, profiled = self._devices[slot], profiling.profiled(f"replica {slot}")
         own = {device: self._streams[device]} if device in self._streams else None
-        with _Range(recorder, recorder._of_thread, "replica", self._module, slot, self._call, profiled, own):
+        with _Range(recorder, recorder._thread_state, "replica", self._module, slot, self._call, profiled, own):
             return task()
 
     def waits(self, slot: int) -> None:
@@ -306,7 +306,7 @@ def _start_afresh_after_fork() -> None:
 
 
 def start(recorder: Recorder) -> None:
-    """From now on this records.
+    """Makes ``recorder`` the recorder of the process.
 
     Raises:
         RuntimeError: another trace runs in this process.
@@ -321,7 +321,7 @@ def start(recorder: Recorder) -> None:
 
 
 def stop(recorder: Recorder) -> None:
-    """From now on this records no more, except what has begun."""
+    """Ends the recording, except of ranges that have begun."""
     with _changing:
         if profiling.recorder is recorder:
             profiling.recorder = None

@@ -1,7 +1,7 @@
-"""From what was recorded to figures: the stages on the caller's thread, the slots, the bytes.
+"""`results` computes figures from the records: the stages on the caller's thread, the slots, the bytes.
 
-The ranges of a thread are nested. The *exclusive* time of a range is its time without that of ranges inside it. So the
-exclusive times of a thread, and the time outside of all ranges, add up to the time of the block.
+The ranges of a thread are nested. The *exclusive* time of a range is its time without the time of ranges inside it. So
+the exclusive times of a thread and the time outside of all ranges add up to the time of the block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STAGES = {
 
 REST = "your code"  # the stage of time outside of all ranges
 
-_WAITING = frozenset({"parallel_apply", "backward"})  # mostly for others: the thread does not hold Python's lock
+_WAITING = frozenset({"parallel_apply", "backward"})  # ranges in which a thread mostly waits, without Python's lock
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Stage:
 
     Attributes:
         name: one of `STAGES`, or `REST`.
-        calls: how many ranges of it the caller's thread had.
-        seconds: their exclusive time.
-        running: for how much of it the caller's thread ran. In the rest it waited: for other threads, a lock, a core or
-            a device. ``None`` for `REST`.
-        no_core: for how much of it the caller's thread could run and had no core; ``None`` if that is not known.
+        calls: how many ranges of the stage the caller's thread had.
+        seconds: the exclusive time of these ranges.
+        running: the part of ``seconds`` in which the caller's thread ran. In the rest it waited: for other threads, a
+            lock, a core or a device. ``None`` for `REST`.
+        no_core: the part of ``seconds`` in which the thread could run and had no core; ``None`` if it is not known.
         elsewhere: the exclusive time of the stage in all other threads together.
-        elsewhere_running: for how much of that these threads ran.
+        elsewhere_running: the part of ``elsewhere`` in which those threads ran.
     """
 
     name: str
@@ -64,14 +64,14 @@ class Slot:
 
     Attributes:
         calls: how many forward passes the slot had.
-        forward: from their beginning to their end.
-        running: for how much of it the thread ran.
-        no_permit: for how long they had no permit: before they began, and after nested calls.
-        no_core: for how long the thread could run and had no core; ``None`` if the system does not tell.
-        lock: for how long they waited for Python's lock, at most: the thread neither ran nor waited for any of the
-            above, while other threads were in ranges too. Waits for a device or for intra-op threads may be in it.
-        work: without known waits and ranges inside; on the device if its events tell.
-        device_forward, device_backward: how long it took on the device, if its events tell.
+        forward: the time from the beginning to the end of the passes.
+        running: the part of ``forward`` in which the thread ran.
+        no_permit: the time without a permit: before the passes began, and after nested calls.
+        no_core: the time in which the thread could run and had no core; ``None`` if the system does not tell.
+        lock: at most this long they waited for Python's lock: the thread neither ran nor waited for any of the above,
+            while other threads were in ranges too. Waits for a device or for intra-op threads may be included.
+        work: the time without known waits and ranges inside; measured on the device if its events have times.
+        device_forward, device_backward: the time on the device, if its events have times.
     """
 
     slot: int
@@ -89,7 +89,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one stage has sent between devices along one route. ``busiest`` is the pair of devices with most bytes."""
+    """The copies of one stage between devices along one route. ``busiest``: the pair of devices with the most bytes."""
 
     stage: str
     route: str
@@ -100,7 +100,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of tensors on one device, which its slots share: before and after the block, and at most in between."""
+    """Bytes of tensors on one device, which its slots share: before and after the block, and the peak in between."""
 
     device: torch.device
     slots: tuple[int, ...]
@@ -111,17 +111,17 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Results:
-    """What a trace has found.
+    """All figures of a trace.
 
     Attributes:
-        seconds: of the block.
+        seconds: the time of the block.
         behind: for how long the host waited for devices when the block had ended.
-        steps: steps of the optimizer that made most of them, else backward passes, else calls.
-        stages: in the order of a step; their ``seconds`` add up to those of the block.
-        slots: those that have run.
-        imbalance: how many times as long as the mean of its call the slowest replica worked (`Slot.work`), else 1.0.
-        sent: by stage and route.
-        memory: of the accelerators that have run.
+        steps: the steps of the optimizer that made most steps, else the backward passes, else the calls.
+        stages: in the order of a step; their ``seconds`` add up to the time of the block.
+        slots: the slots that have run.
+        imbalance: the slowest replica's work (`Slot.work`) divided by the mean work of its call; 1.0 if not known.
+        sent: the copies by stage and route.
+        memory: the memory of the accelerators that have run.
         modules, forms: the classes of the modules that were called, and how often; and the forms that called them.
         records: how many ranges, waits and copies were recorded.
     """
@@ -149,8 +149,8 @@ def stage_of(name: str) -> str:
 
 
 def results(recorder: Recorder, seconds: float, behind: float, memory: list[DeviceMemory]) -> Results:
-    """What the recorder, whose block took so many seconds, tells."""
-    spans = _own_times(recorder.spans)
+    """Computes the figures of a block that took so many seconds."""
+    spans = _exclusive_times(recorder.spans)
     replicas = _replicas(recorder, spans)
     modules = Counter({span.call: span.detail for span in recorder.spans if span.name == "replica"}.values())
     return Results(
@@ -169,8 +169,8 @@ def results(recorder: Recorder, seconds: float, behind: float, memory: list[Devi
 
 
 @dataclass
-class _Own:
-    """A range and its exclusive times in nanoseconds. ``is_inner``: the range around it is of the same stage."""
+class _Exclusive:
+    """A range with its exclusive times in nanoseconds. ``is_inner``: the range around it is of the same stage."""
 
     span: Span
     time: int
@@ -179,13 +179,13 @@ class _Own:
     is_inner: bool = False
 
 
-def _own_times(spans: Sequence[Span]) -> list[_Own]:
+def _exclusive_times(spans: Sequence[Span]) -> list[_Exclusive]:
     by_thread: dict[Thread, list[Span]] = defaultdict(list)
     for span in spans:
         by_thread[span.thread].append(span)
-    found: list[_Own] = []
+    found: list[_Exclusive] = []
     for of_thread in by_thread.values():
-        own = [_Own(span, span.end - span.start, span.ran, span.core) for span in of_thread]
+        own = [_Exclusive(span, span.end - span.start, span.ran, span.core) for span in of_thread]
         for inner, parent in zip(own, parents([(span.start, span.end) for span in of_thread]), strict=True):
             if parent is not None:
                 outer = own[parent]
@@ -205,27 +205,27 @@ def _steps(spans: Sequence[Span], caller: Thread, calls: int) -> int:
     return sum(span.name == "backward" and span.thread == caller for span in spans) or calls
 
 
-def _stages(spans: Sequence[_Own], caller: Thread, seconds: float) -> list[Stage]:
+def _stages(spans: Sequence[_Exclusive], caller: Thread, seconds: float) -> list[Stage]:
     calls, here, ran, core, elsewhere, ran_elsewhere = (Counter[str]() for _ in range(6))
-    for own in spans:
-        name = stage_of(own.span.name)
-        if own.span.thread == caller:
-            calls[name] += not own.is_inner
-            here[name] += own.time
-            ran[name] += own.ran
-            core[name] += own.core or 0
+    for each in spans:
+        name = stage_of(each.span.name)
+        if each.span.thread == caller:
+            calls[name] += not each.is_inner
+            here[name] += each.time
+            ran[name] += each.ran
+            core[name] += each.core or 0
         else:
-            elsewhere[name] += own.time
-            ran_elsewhere[name] += own.ran
+            elsewhere[name] += each.time
+            ran_elsewhere[name] += each.ran
     names = [name for name in dict.fromkeys([*STAGES.values(), *here, *elsewhere]) if name in {*here, *elsewhere}]
-    untold = {stage_of(own.span.name) for own in spans if own.core is None}
+    without_core = {stage_of(each.span.name) for each in spans if each.core is None}
     found = [
         Stage(
             name,
             calls[name],
             1e-9 * here[name],
             running=1e-9 * min(ran[name], here[name]),
-            no_core=None if name in untold else 1e-9 * min(core[name], here[name]),
+            no_core=None if name in without_core else 1e-9 * min(core[name], here[name]),
             elsewhere=1e-9 * elsewhere[name],
             elsewhere_running=1e-9 * min(ran_elsewhere[name], elsewhere[name]),
         )
@@ -248,24 +248,24 @@ class _Replica(NamedTuple):
     work: float
 
 
-def _replicas(recorder: Recorder, spans: Sequence[_Own]) -> list[_Replica]:
+def _replicas(recorder: Recorder, spans: Sequence[_Exclusive]) -> list[_Replica]:
     waiting: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for wait in recorder.waits:
         waiting[wait.call, wait.slot].append((wait.start, wait.end))
     busy = _busy(recorder.spans)
     found = []
-    for own in spans:
-        span = own.span
+    for each in spans:
+        span = each.span
         if span.name != "replica" or span.slot is None:
             continue
         interval, time = (span.start, span.end), span.end - span.start
-        core = min(own.core or 0, max(0, own.time - own.ran))
+        core = min(each.core or 0, max(0, each.time - each.ran))
         waited = covered(interval, union(waiting[span.call, span.slot]))
-        others = covered(interval, busy[span.thread])
-        lock = max(0.0, min(own.time - own.ran - core - waited, others))
+        busy_elsewhere = covered(interval, busy[span.thread])
+        lock = max(0.0, min(each.time - each.ran - core - waited, busy_elsewhere))
         on_device = [] if span.marks is None else [*recorder.clock.seconds(*span.marks).values()]
         device = on_device[0] if on_device else None
-        work = max(0.0, (1e-9 * time if device is None else device) - 1e-9 * (time - own.time + core + waited + lock))
+        work = max(0.0, (1e-9 * time if device is None else device) - 1e-9 * (time - each.time + core + waited + lock))
         found.append(
             _Replica(
                 span.call, span.slot, 1e-9 * time, 1e-9 * span.ran,
@@ -307,7 +307,7 @@ def _slots(recorder: Recorder, replicas: Sequence[_Replica]) -> list[Slot]:
 
 
 def _busy(spans: Iterable[Span]) -> dict[Thread, list[tuple[float, float]]]:
-    """For each thread when any other one was in a range in which it may have held Python's lock."""
+    """For each thread the times in which any other thread was in a range where it may have held Python's lock."""
     own: dict[Thread, list[tuple[float, float]]] = {span.thread: [] for span in spans}
     for span in spans:
         if span.name not in _WAITING:

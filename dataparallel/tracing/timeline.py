@@ -1,7 +1,7 @@
-"""The timeline of a trace, as a picture and as a file for Perfetto.
+"""`draw` writes the timeline of a trace as a picture, and `save` as a file for Perfetto.
 
-Both have the same rows: the caller, one for each slot, one for sums, and one for each other thread with ranges. Times
-are seconds from the beginning of the block.
+Both have the same rows: the caller, each slot, sums, and each other thread with ranges. Times are seconds from the
+beginning of the block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OF_SLOT = "backward of the replica"
 
 @dataclass(frozen=True)
 class Bar:
-    """A range: its stage, its name in words, and when. Bars of a row may lie inside of each other."""
+    """A range as it is drawn, with its stage and its name in words. Bars of a row may be nested."""
 
     stage: str
     name: str
@@ -71,9 +71,9 @@ def _name(span: Span) -> str:
 
 
 def _backward_of_slots(recorder: Recorder, at: Callable[[int], float]) -> list[tuple[int, Bar]]:
-    """In a backward pass from where the gradients of outputs are sent to the slots to the last gradients of each slot.
+    """For each backward pass and slot a bar, from the first copy of outputs' gradients to the slot's last gradients.
 
-    Only if slots have threads of their own: on the CPU one thread runs the whole pass, in the caller's row.
+    There are none if one thread runs the whole pass, as on the CPU: the pass is in the caller's row then.
     """
     marks = [*recorder.marks]
     # The units of `fully_shard` deliver in ranges of their own.

@@ -114,9 +114,9 @@ def waits_again(rank: int, devices: list[torch.device]) -> list[str]:
     """What is raised by the first wait, by another one of the round, by a later round, and how long those take."""
     machines = all_machines()
     if rank == 1:
-        machines.all_say(0)
+        machines.all_gather_object(0)
         os.kill(os.getpid(), signal.SIGKILL)
-    machines.all_say(0)
+    machines.all_gather_object(0)
     round = machines.queue.begin_round("backward", "")
     waits: list[Callable[[], object]] = [round.launch("bucket 0", lambda: summed(machines, torch.ones(1))).wait]
     waits.append(round.end([True]).wait)

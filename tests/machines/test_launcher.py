@@ -95,7 +95,7 @@ def agrees_while_a_launch_blocks(rank: int, devices: list[torch.device]) -> None
     end = round.end([])
     assert is_blocked.wait(30)
     said = other.queue.begin_round("another round", "")
-    ranks = said.say("the ranks", lambda: rank)
+    ranks = said.all_gather_object("the ranks", lambda: rank)
     said.end([]).wait()
     assert ranks.wait() == [0, 1]
     assert not launched.is_decided
@@ -124,7 +124,7 @@ def breaks_where_it_has_a_number(rank: int, devices: list[torch.device]) -> None
     def advance_and_break() -> None:
         advance()
         if queue.name in order._numbers and machines._health.broken is None:
-            machines._health.break_by(MachinesError("gone"))
+            machines._health.break_with(MachinesError("gone"))
 
     def propose_late(name: str) -> int:
         assert may_go_on.wait(30)
@@ -140,7 +140,7 @@ def breaks_where_it_has_a_number(rank: int, devices: list[torch.device]) -> None
             with pytest.raises(MachinesError, match="gone"):
                 launched.wait()
         distributed.barrier()
-        machines._health.break_by(MachinesError("gone"))
+        machines._health.break_with(MachinesError("gone"))
         may_go_on.set()
         assert a_sum(other) == 2
 
@@ -166,7 +166,7 @@ def breaks_while_a_launch_blocks(rank: int, devices: list[torch.device]) -> None
     launched = round.launch("what blocks", blocks)
     del held, blocks
     assert is_blocked.wait(30)
-    machines._health.break_by(MachinesError("gone"))
+    machines._health.break_with(MachinesError("gone"))
     with pytest.raises(MachinesError, match="gone"):
         launched.wait()
     del launched, round

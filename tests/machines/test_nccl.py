@@ -204,7 +204,7 @@ def says(rank: int, devices: list[torch.device]) -> None:
     with nccl_on_machines() as nccl:
         machines = all_machines()
         assert not machines.can_send(torch.device("cpu"))
-        assert machines.all_say(f"rank {rank}") == ["rank 0", "rank 1"]
+        assert machines.all_gather_object(f"rank {rank}") == ["rank 0", "rank 1"]
         assert machines.queue.begin_round("a round", "").end([rank == 1]).wait() == [True]
     assert not nccl.issued
 

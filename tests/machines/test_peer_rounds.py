@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.machines.errors import MachinesError, PeerFailed
-from dataparallel.machines.peer_rounds import Part, PeerCall
+from dataparallel.machines.peer_rounds import Message, PeerCall
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
 
@@ -26,7 +26,7 @@ class Rounds:
         self.has_failed_backward = False
         self.fails = False
 
-    def exchange(self, kind: str, text: str, parts: Sequence[Part]) -> list[Tensor]:
+    def exchange(self, kind: str, text: str, parts: Sequence[Message]) -> list[Tensor]:
         if self.fails:
             raise PeerFailed("the other one has failed")
         self.texts.append(text.replace(" [torch.float32]", ""))

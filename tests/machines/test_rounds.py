@@ -18,7 +18,7 @@ from torch.futures import Future
 from dataparallel.machines.collectives import Transfer
 from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
 from dataparallel.machines.group import Machines
-from dataparallel.machines.rounds import Launched
+from dataparallel.machines.rounds import PendingResult
 from machine_ranks import all_machines, hooked, on_machines, on_mortal_machines, summed
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
@@ -28,7 +28,9 @@ def reduce(machines: Machines) -> Callable[[], Transfer]:
     return lambda: summed(machines, torch.ones(3))
 
 
-def whole_round(machines: Machines, kind: str = "backward", contents: str = "", error: Any = None) -> list[Launched]:
+def whole_round(
+    machines: Machines, kind: str = "backward", contents: str = "", error: Any = None
+) -> list[PendingResult]:
     round = machines.queue.begin_round(kind, contents)
     launched = [round.launch(f"bucket {number}", reduce(machines)) for number in range(2)]
     return [*launched, round.end([True], error)]
@@ -40,7 +42,7 @@ def assert_works(machines: Machines) -> None:
     assert end.wait() == [True]
 
 
-def messages(launched: list[Launched], error: type[BaseException]) -> str:
+def messages(launched: list[PendingResult], error: type[BaseException]) -> str:
     """What all of them raise, which is the same."""
     said = set()
     for each in launched:
@@ -184,7 +186,7 @@ def from_threads(rank: int, devices: list[torch.device]) -> None:
         launched = [round.launch(str(i), lambda flat=flat: summed(machines, flat)) for i, flat in enumerate(flats)]
         results: list[Any] = [None] * 4
 
-        def wait(place: int, launched: list[Launched] = launched, results: list[Any] = results) -> None:
+        def wait(place: int, launched: list[PendingResult] = launched, results: list[Any] = results) -> None:
             results[place] = launched[place].wait().tolist()
 
         threads = [threading.Thread(target=wait, args=[place]) for place in reversed(range(4))]

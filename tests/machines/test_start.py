@@ -295,7 +295,7 @@ def failing_on_the_way(rank, devices):
     filled = start._fill
 
     def fails(bucket, flat):
-        if bucket.parts[0].name == "3":
+        if bucket.entries[0].name == "3":
             raise MemoryError("no room for 3")
         filled(bucket, flat)
 
@@ -326,7 +326,7 @@ def killed(rank, devices, where):
     if rank == 1 and where == "between":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
-        start._arrive = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        start._receive = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     compare(machines, "replicate", {"slots": 2})
     send_values(machines, tensors, 400)
 

@@ -94,13 +94,13 @@ def test_what_a_failed_exchange_reads_is_not_used_again_before(
     make_slots: Callable[[int], list], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first replica's stream reads memory of the others', which do not wait for it then."""
-    total = collectives._total
+    total = collectives._sums_on_first
 
     def fails(devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> list[Tensor]:
         total(devices, of_slots)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(collectives, "_total", fails)
+    monkeypatch.setattr(collectives, "_sums_on_first", fails)
     slots = [make_slots(1)[0]] * 2
     x = samples(2, 2).to(slots[0])
     with torch.no_grad(), pytest.raises(ZeroDivisionError):

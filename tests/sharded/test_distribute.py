@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dataparallel import comm
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
-from dataparallel.sharded.placements import part_shapes
+from dataparallel.sharded.placements import shard_shapes
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -35,7 +35,7 @@ def test_there_and_back(make_slots: Callable[[int], list], data: st.DataObject) 
     placement = data.draw(placements(len(shape)))
     sharded = distribute_tensor(tensor, slots, placement)
     assert (sharded.shape, sharded.dtype) == (tensor.shape, tensor.dtype)
-    assert [shard.shape for shard in sharded.shards] == part_shapes(tensor.shape, placement, len(slots))
+    assert [shard.shape for shard in sharded.shards] == shard_shapes(tensor.shape, placement, len(slots))
     assert [shard.device for shard in sharded.shards] == [*sharded.devices] == [torch.device(slot) for slot in slots]
     assert sharded.placement == placement
     assert sharded.is_leaf
@@ -55,7 +55,7 @@ def test_a_sharded_tensor_is_divided_anew(make_slots: Callable[[int], list], dat
     slots = make_slots(data.draw(st.integers(1, 4)))
     placement = data.draw(placements(len(shape)))
     after = distribute_tensor(before, slots, placement)
-    assert [shard.shape for shard in after.shards] == part_shapes(shape, placement, len(slots))
+    assert [shard.shape for shard in after.shards] == shard_shapes(shape, placement, len(slots))
     for shard, expected in zip(after.shards, distribute_tensor(tensor, slots, placement).shards, strict=True):
         assert shard.device == expected.device
         assert torch.equal(shard, expected)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed import tensor as torch_placements
 
 from dataparallel.sharded import Replicate, Shard
-from dataparallel.sharded.placements import check_placement, part_shapes, rows_of_parts
+from dataparallel.sharded.placements import check_placement, rows_of_shards, shard_shapes
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -21,7 +21,7 @@ def test_parts_are_those_of_torch_chunk(data: st.DataObject) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))
     parts = data.draw(st.integers(1, 12))
     chunks = [chunk.shape for chunk in torch.zeros(shape).chunk(parts, dim)]
-    found = part_shapes(shape, Shard(dim), parts)
+    found = shard_shapes(shape, Shard(dim), parts)
     assert len(found) == parts
     if shape[dim]:
         empty = torch.Size([*shape[:dim], 0, *shape[dim + 1 :]])
@@ -32,19 +32,19 @@ def test_parts_are_those_of_torch_chunk(data: st.DataObject) -> None:
 
 @given(st.integers(0, 100), st.integers(1, 12))
 def test_rows_add_up(rows: int, parts: int) -> None:
-    found = rows_of_parts(rows, parts)
+    found = rows_of_shards(rows, parts)
     assert sum(found) == rows
     assert found == sorted(found, reverse=True)
 
 
 @given(shapes, st.integers(1, 5))
 def test_replicated_parts_are_the_whole(shape: list[int], parts: int) -> None:
-    assert part_shapes(shape, Replicate(), parts) == [torch.Size(shape)] * parts
+    assert shard_shapes(shape, Replicate(), parts) == [torch.Size(shape)] * parts
 
 
 def test_the_first_device_owns_a_0_dim_tensor() -> None:
-    assert part_shapes((), Shard(0), 3) == [torch.Size(()), torch.Size((0,)), torch.Size((0,))]
-    assert part_shapes((), Replicate(), 2) == [torch.Size(())] * 2
+    assert shard_shapes((), Shard(0), 3) == [torch.Size(()), torch.Size((0,)), torch.Size((0,))]
+    assert shard_shapes((), Replicate(), 2) == [torch.Size(())] * 2
 
 
 def test_they_equal_torchs() -> None:

@@ -139,7 +139,7 @@ def test_they_are_ordered_on_any_current_streams(
     slots: list, work: Callable[[Sequence[Any]], list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = work(slots)
-    for name in ("_used", "_last"):  # other streams that a forward has used would be waited for too
+    for name in ("_used_streams", "_last_stream"):  # other streams that a forward has used would be waited for too
         monkeypatch.setattr(sharded_operators, name, {})
     for _ in range(2):  # the second time on memory that the first has freed
         with streams_joined({device: torch.Stream(device) for device in slots}):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor, parts
-from dataparallel.sharded.placements import Owners, over_of, part_shapes
+from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor, shards
+from dataparallel.sharded.placements import Owners, over_of, shard_shapes
 from fake_machines import FakeOver, OutOfStep, on_fake_machines, owners_of
 from sharding import full, sharded
 
@@ -69,7 +69,7 @@ def test_machines_have_parts_in_turn(slots: list, shape: tuple, placement: Any, 
     def divide(over: FakeOver) -> None:
         owners = owners_of(slots, over)
         tensor = distribute_tensor(whole, owners, placement)
-        shapes = part_shapes(shape, tensor.placement, len(slots))
+        shapes = shard_shapes(shape, tensor.placement, len(slots))
         assert [shard.shape for shard in tensor.shards] == shapes[over.rank :: over.size]
         assert tensor.over is over
         assert [shard.device for shard in tensor.shards] == [*owners]
@@ -83,7 +83,7 @@ def test_machines_have_parts_in_turn(slots: list, shape: tuple, placement: Any, 
 def test_the_whole_has_every_dtype_and_comes_in_pieces(
     slots: list, root: torch.device, dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "AT_ONCE", at_once)
+    monkeypatch.setattr(shards, "GATHERED_BYTES", at_once)
     whole = values((9, 3), dtype)
 
     def join(over: FakeOver) -> None:

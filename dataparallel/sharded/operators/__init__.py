@@ -1,8 +1,8 @@
-"""What each ATen operator does on sharded tensors.
+"""`run` runs every ATen operator that has a sharded tensor among its arguments, below autograd.
 
-`run` takes every operator that has one among its arguments, below autograd: by the table, by a rule that knows its kind
-(all pointwise ones, all on lists), or on whole tensors (``gathered``), which may be refused. The other files fill the
-table when ``sharded`` is imported. This one imports none of them, because the tensor's class imports it.
+It uses the function in `TABLE`, or the one that a rule has for this kind of operator (pointwise, on lists). If these
+need several shards at once, it uses gathered tensors (``gathered``), unless that is refused. The other files fill the
+table when ``sharded`` is imported. This file imports none of them, because the tensor's class imports it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from dataparallel.devices import current_device
 from dataparallel.forks import in_forked_child
 
 Operator: TypeAlias = Callable[..., Any]
-"""Takes the operator, then its arguments as its schema has them."""
+"""A function that runs an operator. Its arguments are the ATen operator, then the arguments of the schema."""
 
 OnWholes: TypeAlias = "Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Exception], Any]"
-"""Also takes the error to be raised if tensors may not be gathered."""
+"""As `Operator`, on gathered tensors. The last argument is the error to raise if tensors may not be gathered."""
 
 TABLE: dict[OpOverload, Operator] = {}
-"""What single operators do. What a rule says of an operator is kept here too."""
+"""The function for each operator. Functions that a rule has returned are kept here too."""
 
 RULES: list[Callable[[OpOverload], Operator | None]] = []
-"""Functions that say what an operator of a kind does, or ``None`` if it is not of that kind. Asked in this order."""
+"""Each rule returns the function for operators of its kind, and ``None`` for others. They are tried in this order."""
 
 _on_wholes: list[OnWholes] = []
 
 LAUNCH_NOTHING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
-"""Operators whose current streams do not matter."""
+"""Operators that launch nothing on a stream."""
 
 
 def register(*overloads: OpOverload) -> Callable[[Operator], Operator]:
@@ -55,28 +55,28 @@ def register_rule(rule: Callable[[OpOverload], Operator | None]) -> Callable[[Op
 
 
 def register_on_wholes(on_wholes: OnWholes) -> OnWholes:
-    """Has this function run operators that need whole tensors."""
+    """Registers the function that runs operators on gathered tensors."""
     _on_wholes[:] = [on_wholes]
     return on_wholes
 
 
 def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator's result on arguments some of which are sharded.
+    """Runs an operator of which some arguments are sharded.
 
     Raises:
-        TypeError: the operator does not work on sharded tensors, or not on these.
+        TypeError: the operator does not work on sharded tensors, or not on these arguments.
         ValueError: the sharded tensors have different owners or placements.
     """
     operator = TABLE.get(func)
     if operator is None:
-        operator = TABLE[func] = _of_kind(func)
+        operator = TABLE[func] = _by_rule(func)
     if func not in LAUNCH_NOTHING:
         wait_for_host_reads()
     if _torch.is_in_backward():
-        with ordered_in_backward(_places([*args, *kwargs.values()])):
+        with ordered_in_backward(_shard_devices([*args, *kwargs.values()])):
             return _result(operator, func, args, kwargs)
     if torch.is_grad_enabled() and func not in LAUNCH_NOTHING:
-        _remember_streams(_places([*args, *kwargs.values()]))
+        _remember_streams(_shard_devices([*args, *kwargs.values()]))
     return _result(operator, func, args, kwargs)
 
 
@@ -88,23 +88,23 @@ def _result(operator: Operator, func: OpOverload, args: tuple[Any, ...], kwargs:
     return _on_wholes[0](func, args, kwargs, error)
 
 
-def _places(values: Iterable[Any]) -> set[torch.device]:
-    """Where the parts of the sharded tensors are, also of those in lists."""
-    found: set[torch.device] = set()
+def _shard_devices(values: Iterable[Any]) -> set[torch.device]:
+    """The devices of the shards of all sharded tensors, also of those in lists."""
+    devices: set[torch.device] = set()
     for value in values:
         if isinstance(value, (list, tuple)):
-            found |= _places(value)
+            devices |= _shard_devices(value)
         elif isinstance(value, torch.Tensor):
-            found.update(shard.device for shard in getattr(value, "_shards", ()))
-    return found
+            devices.update(shard.device for shard in getattr(value, "_shards", ()))
+    return devices
 
 
-def _of_kind(func: OpOverload) -> Operator:
-    return next(filter(None, (rule(func) for rule in RULES)), _made_of_others)
+def _by_rule(func: OpOverload) -> Operator:
+    return next(filter(None, (rule(func) for rule in RULES)), _decomposed)
 
 
-def _made_of_others(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Under inference mode operators that torch makes of others arrive whole."""
+def _decomposed(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Decomposes a composite operator. torch does so itself, except in inference mode."""
     result = func.decompose(*args, **kwargs)
     if result is NotImplemented:
         raise NeedsWhole(refusal(func))
@@ -112,7 +112,7 @@ def _made_of_others(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 class NeedsWhole(Exception):
-    """An operator needs more than each owner has, and has changed nothing. ``error``: raised if nothing may gather."""
+    """An operator needs more than each owner's shard, and has changed nothing. ``error``: raised if gathers are off."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -126,45 +126,45 @@ def refusal(func: OpOverload, why: str = "") -> TypeError:
 
 # ---- streams in a backward -------------------------------------------------------------------------------------------
 
-# Operators run on the current streams of the owners. In a backward a thread of autograd runs them, whose current
-# streams are its own: torch sets only that of the thread's device to the one that forward has used. So the streams of
-# operators with a graph are remembered, and in a backward operators run on the last of them, where the memory of their
-# results then belongs. It waits for the others before an operator, and they for it afterwards. If all are default
-# streams, there is nothing to do.
+# Operators run on the current streams of the owners. In a backward a thread of autograd runs them, with current streams
+# of its own: only on the thread's device torch sets the stream that forward has used. So the streams of operators with
+# a graph are remembered for each device. In a backward operators run on the last stream, to which the memory of their
+# results then belongs. This stream waits for the other streams before an operator, and they wait for it afterwards. If
+# all are default streams, there is nothing to do.
 
-_used: dict[torch.device, dict[torch.Stream, None]] = {}
-"""For each device the streams of operators with a graph. torch has few for a device, so they stay few."""
+_used_streams: dict[torch.device, dict[torch.Stream, None]] = {}
+"""For each device the streams of operators with a graph. torch has few streams for a device, so there are few here."""
 
-_last: dict[torch.device, torch.Stream] = {}
-"""Of these the one that was used last."""
+_last_stream: dict[torch.device, torch.Stream] = {}
+"""For each device the stream in `_used_streams` that was used last."""
 
 
 def _remember_streams(devices: Collection[torch.device]) -> None:
     for device, stream in _streams(devices).items():
-        _used.setdefault(device, {})[stream] = None
-        _last[device] = stream
+        _used_streams.setdefault(device, {})[stream] = None
+        _last_stream[device] = stream
 
 
 @contextmanager
 def ordered_in_backward(devices: Collection[torch.device]) -> Iterator[None]:
-    """The block runs after what forward has launched on the devices, and before what is launched there after it.
+    """Orders the launches of the block after the launches of forward on these devices, and before later launches there.
 
-    Outside of a backward it runs on the current streams.
+    Outside of a backward the block runs on the current streams.
     """
     if not _torch.is_in_backward():
         yield
         return
     # On the thread's own device torch has set the stream.
     to_be_set = {
-        device: _last[device]
+        device: _last_stream[device]
         for device, here in _streams(devices).items()
-        if _last.get(device, here) != here and device != current_device(device)
+        if _last_stream.get(device, here) != here and device != current_device(device)
     }
     with streams_joined(to_be_set):
         pairs = [
             (here, other)
             for device, here in _streams(devices).items()
-            for other in [*_used.get(device, ())]
+            for other in [*_used_streams.get(device, ())]
             if other != here
         ]
         for here, other in pairs:
@@ -182,18 +182,18 @@ def _streams(devices: Collection[torch.device]) -> dict[torch.device, torch.Stre
 
 # ---- copies that still read shards in host memory --------------------------------------------------------------------
 
-# Units launch copies to devices, and note when they end. Before the host writes to a shard, it waits: before each
-# operator that launches something, and in `ShardedTensor.shards`. So neither a forward nor a backward has to wait.
+# Units launch copies from shards in host memory, and note events at their ends. The host waits for the events before it
+# may write: before each operator that launches, and in `ShardedTensor.shards`. So no forward or backward has to wait.
 
 MANY_HOST_READS = 64
-"""So many copies are noted before those are forgotten that have ended, where nobody writes, as in evaluation."""
+"""At this many noted copies the ended ones are forgotten, so that they stay few if nobody writes, as in evaluation."""
 
 _host_reads: list[Event] = []
 _lock = threading.Lock()
 
 
 def note_host_reads(events: Iterable[Event]) -> None:
-    """Copies that end at these events read shards in host memory."""
+    """Notes events at the end of copies that read shards in host memory."""
     with _lock:
         if len(_host_reads) >= MANY_HOST_READS:
             _host_reads[:] = [event for event in _host_reads if not event.has_passed()]
@@ -201,9 +201,9 @@ def note_host_reads(events: Iterable[Event]) -> None:
 
 
 def wait_for_host_reads() -> None:
-    """Makes the host wait for the copies that were noted. Without any that is one question.
+    """Makes the host wait for all noted copies. Without any this costs one check.
 
-    A copy is forgotten when it has ended: until then other threads that call this wait for it too.
+    A copy is forgotten when it has ended. Until then other threads that call this wait for the copy too.
     """
     while _host_reads:
         with _lock:

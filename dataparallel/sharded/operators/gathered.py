@@ -1,8 +1,8 @@
-"""Operators that need several parts of a tensor at once: a matrix product, a sum along the divided dimension.
+"""`on_wholes` runs operators that need several shards at once, such as a matrix product, on gathered tensors.
 
-They are gathered on the device of the first part, the operator runs once, and its result is divided by the same
-placement if it has the same shape, else along dimension 0; a 0-dim one is plain. What the operator writes to is divided
-again. Over machines all compute the same, so random operators are refused.
+It gathers sharded arguments on the device of the first shard, runs the operator once, and divides the result: with the
+same placement if it has the same shape, else along dimension 0. A 0-dim result stays plain. Tensors that were written
+are divided again. Over machines all of them compute the same result, so random operators are refused.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.environment import says_no
 from dataparallel.sharded import operators
-from dataparallel.sharded.operators.layout import leading, sharded_in
+from dataparallel.sharded.operators.layout import find_template, sharded_in
 from dataparallel.sharded.placements import Replicate, Shard
-from dataparallel.sharded.tensor import ShardedTensor, divided_beside, fill_parts
+from dataparallel.sharded.tensor import ShardedTensor, divided_on_owners_of, fill_shards
 from dataparallel.threads.meetings import here
 
 _lock = threading.Lock()
-_named: set[str] = set()
+_warned: set[str] = set()  # names of operators
 _allowed: bool | None = None
 
 
 def allow_gathers(allowed: bool | None) -> None:
-    """Whether operators that need several parts of a sharded tensor may gather it on one device.
+    """Sets whether operators that need several shards of a tensor may gather it on one device.
 
     Args:
-        allowed: ``True`` lets them. ``False`` makes them raise ``TypeError`` or ``ValueError``, with the operator's
-            name. ``None``, the default, lets those whose graph is not recorded, as in optimizers, with one warning for
+        allowed: ``True``: they gather. ``False``: they raise ``TypeError`` or ``ValueError``, with the operator's name.
+            ``None``, the default: they gather if their graph is not recorded, as in optimizers, with one warning for
             each operator, unless the environment variable ``DATAPARALLEL_GATHERS`` says no.
 
-    It holds for all threads. In the ``forward`` of a replica they always raise: the parameters that it may use are
-    gathered by their unit.
+    The setting holds for all threads. In the ``forward`` of a replica such operators always raise, because units gather
+    the parameters that a replica may use.
     """
     global _allowed
     _allowed = allowed
 
 
 class GatheredView(ShardedTensor):
-    """A copy that stands for a view. It cannot be written to, because that would not reach the tensor."""
+    """A gathered copy in the place of a view. It refuses writes, because they would not reach the original tensor."""
 
     @classmethod
     @_torch.not_traced
@@ -70,36 +70,36 @@ def _cannot_be_written(view: ShardedTensor) -> GatheredView:
 
 @operators.register_on_wholes
 def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-    """The operator's result on gathered arguments. Raises ``error`` if operators may not gather or this one cannot."""
+    """Runs the operator on gathered arguments. Raises ``error`` if operators may not gather or this one cannot."""
     if not _may_gather([*args, *kwargs.values()]) or not _can_gather(func):
         raise error
-    # One position after the other, so that few whole tensors are in memory.
+    # An operator on lists runs for one position after the other, so that few full tensors are in memory.
     if _is_on_lists(func) and (count := max(len(value) for value in args if isinstance(value, (list, tuple)))) > 1:
-        found = [operators.run(func, _at(args, i, count), kwargs) for i in range(count)]
-        return None if found[0] is None else [result for results in found for result in results]
+        of_positions = [operators.run(func, _at(args, i, count), kwargs) for i in range(count)]
+        return None if of_positions[0] is None else [result for results in of_positions for result in results]
     _warn(func)
-    lead = leading(sharded_in([*args, *kwargs.values()]))
+    template = find_template(sharded_in([*args, *kwargs.values()]))
     written = [value for value in _written(func, args, kwargs) if isinstance(value, Tensor)]
     plain = [value.device for value in written if not isinstance(value, ShardedTensor)]
-    device = plain[0] if plain else lead.device
-    wholes: dict[int, tuple[ShardedTensor, Tensor]] = {}
+    device = plain[0] if plain else template.device
+    full_tensors: dict[int, tuple[ShardedTensor, Tensor]] = {}  # by the id of the sharded tensor
 
     def gathered(value: Any) -> Any:
         if isinstance(value, ShardedTensor):
-            if id(value) not in wholes:
-                wholes[id(value)] = value, value.full_tensor(device)
-            return wholes[id(value)][1]
+            if id(value) not in full_tensors:
+                full_tensors[id(value)] = value, value.full_tensor(device)
+            return full_tensors[id(value)][1]
         return type(value)(map(gathered, value)) if type(value) in (list, tuple) else value
 
     results = func(*gathered(args), **{name: gathered(value) for name, value in kwargs.items()})
     for target in written:
         if isinstance(target, ShardedTensor):
-            fill_parts(target._shards, target._placement, wholes[id(target)][1], target.over)
-    return _divided(func, results, lead, list(wholes.values()), error)
+            fill_shards(target._shards, target._placement, full_tensors[id(target)][1], target.over)
+    return _divided(func, results, template, list(full_tensors.values()), error)
 
 
 def _may_gather(arguments: list[Any]) -> bool:
-    """Whether the user lets operators gather that have these arguments."""
+    """True if the user lets operators gather these arguments."""
     if here() is not None or _allowed is False:
         return False
     is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sharded_in(arguments))
@@ -107,28 +107,28 @@ def _may_gather(arguments: list[Any]) -> bool:
 
 
 def _divided(
-    func: OpOverload, result: Any, lead: ShardedTensor, wholes: list[tuple[ShardedTensor, Tensor]], error: Exception
+    func: OpOverload, result: Any, template: ShardedTensor, pairs: list[tuple[ShardedTensor, Tensor]], error: Exception
 ) -> Any:
-    """What the operator returns, for what it has returned for whole tensors."""
+    """Divides a result of the operator. ``pairs``: the sharded arguments with their full tensors."""
     if isinstance(result, (list, tuple)):
-        return type(result)(_divided(func, each, lead, wholes, error) for each in result)
+        return type(result)(_divided(func, each, template, pairs, error) for each in result)
     if not isinstance(result, Tensor):
         return result
-    for sharded, whole in wholes:
-        if result is whole:
+    for sharded, full in pairs:
+        if result is full:
             return sharded
     if result.layout is not torch.strided:
         raise error
-    if not result.dim() or not wholes:
+    if not result.dim() or not pairs:
         return result
-    placement = lead._placement if result.shape == lead.shape else Shard(0)
-    placement = Replicate() if isinstance(lead._placement, Replicate) else placement
-    made = divided_beside(result, lead, placement)
-    return _cannot_be_written(made) if _is_view(func) else made
+    placement = template._placement if result.shape == template.shape else Shard(0)
+    placement = Replicate() if isinstance(template._placement, Replicate) else placement
+    divided = divided_on_owners_of(result, template, placement)
+    return _cannot_be_written(divided) if _is_view(func) else divided
 
 
 def _at(args: tuple[Any, ...], i: int, count: int) -> tuple[Any, ...]:
-    """The arguments of an operator on lists for one position."""
+    """The arguments with which an operator on lists runs for position ``i`` alone."""
     return tuple([value[i]] if isinstance(value, (list, tuple)) and len(value) == count else value for value in args)
 
 
@@ -170,9 +170,9 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _warn(func: OpOverload) -> None:
     name = func.overloadpacket.__name__
     with _lock:
-        if _allowed or name in _named:
+        if _allowed or name in _warned:
             return
-        _named.add(name)
+        _warned.add(name)
     warnings.warn(
         f"{func} needs several parts of sharded tensors at once: they are gathered on one device, which computes the "
         "result for all. dataparallel.sharded.allow_gathers(False) makes this an error, allow_gathers(True) accepts it",

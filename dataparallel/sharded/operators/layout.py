@@ -1,7 +1,7 @@
-"""Arguments of an operator, taken apart into one argument for each owner, and results put together again.
+"""`shards_for` divides an operator's argument into one for each owner; `make_sharded` makes a tensor of the results.
 
-An operator's layout is that of its leading argument: the first sharded tensor with the most dimensions. Other sharded
-tensors lie in the same way. Plain tensors are sliced or copied to where the parts are.
+The *template* of a call is its first sharded argument with the most dimensions: all others are divided like it. Other
+sharded arguments have to be so already. Plain tensors are sliced like its shards, or copied to each owner.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from dataparallel import comm
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.operators import NeedsWhole, refusal
-from dataparallel.sharded.parts import the_value
-from dataparallel.sharded.placements import Replicate, Rows, on_this_machine, parts_on_all, rows_of
+from dataparallel.sharded.placements import Replicate, Rows, on_this_machine, rows_of, shards_on_all_machines
+from dataparallel.sharded.shards import scalar_of
 from dataparallel.sharded.tensor import ShardedTensor
 
 
@@ -29,95 +29,96 @@ def sharded_in(values: Iterable[Any]) -> Iterator[ShardedTensor]:
             yield from sharded_in(value)
 
 
-def leading(values: Iterable[Any]) -> ShardedTensor:
-    """The first sharded tensor of the most dimensions. There is one."""
+def find_template(values: Iterable[Any]) -> ShardedTensor:
+    """The first of the sharded tensors with the most dimensions. At least one value has to be sharded."""
     return max((value for value in values if isinstance(value, ShardedTensor)), key=Tensor.dim)
 
 
-def _places(tensor: ShardedTensor) -> list[torch.device]:
+def _shard_devices(tensor: ShardedTensor) -> list[torch.device]:
     return [shard.device for shard in tensor._shards]
 
 
-def _check_alike(func: OpOverload, tensor: ShardedTensor, lead: ShardedTensor) -> None:
+def _check_alike(func: OpOverload, tensor: ShardedTensor, template: ShardedTensor) -> None:
     """Raises `NeedsWhole` unless both are divided in the same way."""
-    if tensor._devices is not lead._devices and tensor._devices != lead._devices:
-        one, other = ("[" + ", ".join(map(str, devices)) + "]" for devices in (lead._devices, tensor._devices))
+    if tensor._devices is not template._devices and tensor._devices != template._devices:
+        one, other = ("[" + ", ".join(map(str, devices)) + "]" for devices in (template._devices, tensor._devices))
         why = f"different owners, {one} and {other}; distribute them over the same devices"
         raise NeedsWhole(ValueError(f"{func} got sharded tensors with {why}"))
-    if tensor.shape != lead.shape:
-        raise NeedsWhole(refusal(func, f" of different shapes, {tuple(lead.shape)} and {tuple(tensor.shape)}"))
-    if tensor._placement is not lead._placement and tensor._placement != lead._placement:
-        if isinstance(tensor._placement, Rows) or isinstance(lead._placement, Rows):
+    if tensor.shape != template.shape:
+        raise NeedsWhole(refusal(func, f" of different shapes, {tuple(template.shape)} and {tuple(tensor.shape)}"))
+    if tensor._placement is not template._placement and tensor._placement != template._placement:
+        if isinstance(tensor._placement, Rows) or isinstance(template._placement, Rows):
             raise NeedsWhole(refusal(func, " that are views of different rows"))
-        why = f"different placements, {lead._placement} and {tensor._placement}; distribute them in the same way"
+        why = f"different placements, {template._placement} and {tensor._placement}; distribute them in the same way"
         raise NeedsWhole(ValueError(f"{func} got sharded tensors with {why}"))
 
 
-def single_value(tensor: ShardedTensor) -> Tensor:
+def scalar_value(tensor: ShardedTensor) -> Tensor:
     """The one element of a sharded 0-dim tensor, as a plain tensor on the first owner. Collective over machines."""
     if isinstance(tensor._placement, Replicate):
         return tensor._shards[0]
-    return the_value(tensor._shards, tensor.over)
+    return scalar_of(tensor._shards, tensor.over)
 
 
-def parts_of(func: OpOverload, value: Any, lead: ShardedTensor) -> Sequence[Any]:
-    """For each owner its argument: what corresponds to its part of ``lead``.
+def shards_for(func: OpOverload, value: Any, template: ShardedTensor) -> Sequence[Any]:
+    """For each owner its argument: the elements that correspond to the owner's shard of ``template``.
 
     Raises:
         NeedsWhole: a sharded tensor with other owners or another placement; a tensor that does not broadcast to the
-            shape of ``lead``.
+            shape of ``template``.
         TypeError: a tensor that is not dense.
     """
     if isinstance(value, ShardedTensor):
-        if value is lead:
-            return lead._shards
-        if value.dim() == 0 and lead.dim() > 0:
-            return on_each(single_value(value), lead)
-        _check_alike(func, value, lead)
+        if value is template:
+            return template._shards
+        if value.dim() == 0 and template.dim() > 0:
+            return copies_for_owners(scalar_value(value), template)
+        _check_alike(func, value, template)
         return value._shards
     if isinstance(value, Tensor):
-        return _plain_parts(func, value, lead)
+        return _slices_of_plain(func, value, template)
     if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
         raise NeedsWhole(refusal(func, " in lists"))
-    return [value] * len(lead._shards)
+    return [value] * len(template._shards)
 
 
-def _plain_parts(func: OpOverload, tensor: Tensor, lead: ShardedTensor) -> Sequence[Tensor]:
+def _slices_of_plain(func: OpOverload, tensor: Tensor, template: ShardedTensor) -> Sequence[Tensor]:
     if tensor.layout is not torch.strided:
         raise refusal(func, f" with a tensor of layout {tensor.layout}")
     if tensor.dim() == 0:
-        return on_each(tensor, lead)
-    shape = lead.shape
+        return copies_for_owners(tensor, template)
+    shape = template.shape
     if tensor.dim() > len(shape) or any(
         a not in (1, b) for a, b in zip(reversed(tensor.shape), reversed(shape), strict=False)
     ):
         raise NeedsWhole(refusal(func, f" of shape {tuple(shape)} with a plain tensor of shape {tuple(tensor.shape)}"))
-    if isinstance(lead._placement, Replicate):
-        return on_each(tensor, lead)
-    dim = lead._placement.dim - (len(shape) - tensor.dim())
-    # One row for all rows is copied as it is.
-    if dim < 0 or tensor.shape[dim] != shape[lead._placement.dim]:
-        return on_each(tensor, lead)
-    devices = _places(lead)
-    over, plain = lead.over, tensor.detach()
-    rows = rows_of(lead._placement, tensor.shape[dim], parts_on_all(len(devices), over))
+    if isinstance(template._placement, Replicate):
+        return copies_for_owners(tensor, template)
+    dim = template._placement.dim - (len(shape) - tensor.dim())
+    # A tensor that broadcasts along the divided dimension is not sliced.
+    if dim < 0 or tensor.shape[dim] != shape[template._placement.dim]:
+        return copies_for_owners(tensor, template)
+    devices = _shard_devices(template)
+    over, plain = template.over, tensor.detach()
+    rows = rows_of(template._placement, tensor.shape[dim], shards_on_all_machines(len(devices), over))
     is_at_once = over is None and not tensor.is_meta and devices[0].type != "meta"
     if is_at_once and any(device != tensor.device for device in devices):
         return comm.scatter(plain, devices, rows, dim)
     return [
-        _on(device, part) for part, device in zip(on_this_machine(plain.split(rows, dim), over), devices, strict=True)
+        _copied_to(device, piece)
+        for piece, device in zip(on_this_machine(plain.split(rows, dim), over), devices, strict=True)
     ]
 
 
-def _on(device: torch.device, part: Tensor) -> Tensor:
-    if device == part.device or part.is_meta or device.type == "meta":
-        return part.to(device)
-    return comm.broadcast(part, [device])[0]
+def _copied_to(device: torch.device, tensor: Tensor) -> Tensor:
+    if device == tensor.device or tensor.is_meta or device.type == "meta":
+        return tensor.to(device)
+    return comm.broadcast(tensor, [device])[0]
 
 
-def on_each(tensor: Tensor, lead: ShardedTensor) -> Sequence[Tensor]:
-    """The plain tensor on the device of each part. Owners on one device may share the copy, so it is only read."""
-    devices = _places(lead)
+def copies_for_owners(tensor: Tensor, template: ShardedTensor) -> Sequence[Tensor]:
+    """The plain tensor on the device of each shard. Owners on one device may share a copy, so nobody writes to it."""
+    devices = _shard_devices(template)
     if all(device == tensor.device for device in devices):
         return [tensor] * len(devices)
     if tensor.is_meta or any(device.type == "meta" for device in devices):
@@ -125,24 +126,24 @@ def on_each(tensor: Tensor, lead: ShardedTensor) -> Sequence[Tensor]:
     return comm.broadcast(tensor.detach(), devices)
 
 
-def whole(func: OpOverload, results: Sequence[Tensor], lead: ShardedTensor) -> ShardedTensor:
-    """The sharded tensor with these parts, divided as ``lead`` is. A 0-dim one's other parts are added, empty."""
-    shards = lead._shards
-    if lead.dim() == 0:
-        results = _of_single(func, results, shards)
+def make_sharded(func: OpOverload, results: Sequence[Tensor], template: ShardedTensor) -> ShardedTensor:
+    """Makes a sharded tensor of the owners' results, divided as ``template`` is. A 0-dim one needs the first only."""
+    shards = template._shards
+    if template.dim() == 0:
+        results = _shards_of_scalar(func, results, shards)
     for result, shard in zip(results, shards, strict=True):
         if result.shape != shard.shape:
             raise NeedsWhole(refusal(func, f": a part of shape {tuple(shard.shape)} became {tuple(result.shape)}"))
-    return ShardedTensor(results, lead._placement, lead.shape, lead._devices)
+    return ShardedTensor(results, template._placement, template.shape, template._devices)
 
 
-def _of_single(func: OpOverload, results: Sequence[Tensor], shards: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The parts of a 0-dim result."""
+def _shards_of_scalar(func: OpOverload, results: Sequence[Tensor], shards: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The shards of a 0-dim result. ``shards``: those of the template."""
     first = results[0]
-    if shards[0].dim():  # the element is on another machine, and something stood in for it
+    if shards[0].dim():  # another machine has the element, and the operator ran on a stand-in here
         first = first.new_empty(shards[0].shape)
-    if len(results) < len(shards):  # the operator ran on the first part only
-        return [first, *[first.new_empty(part.shape, device=part.device) for part in shards[1:]]]
+    if len(results) < len(shards):  # the operator ran on the first shard only
+        return [first, *[first.new_empty(shard.shape, device=shard.device) for shard in shards[1:]]]
     if any(result.dtype != first.dtype for result in results):
         raise NeedsWhole(refusal(func, " with 0-dim tensors of several dtypes in lists"))
     return [first, *results[1:]]

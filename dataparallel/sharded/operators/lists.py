@@ -1,8 +1,8 @@
-"""Operators on lists of tensors, which optimizers use: one call for each owner, with all tensors of the list.
+"""`on_lists` runs an operator on lists of tensors, as optimizers do, once for each owner with all tensors of the list.
 
-These are ``_foreach_*`` of pointwise operators, ``_fused_*`` of optimizers, and the check of gradient scaling. A list
-may hold sharded tensors of several sets of owners, and plain ones: each set is a group with calls of its own. As little
-Python as possible runs for each tensor. ``reductions`` has norms and maxima of lists.
+Such operators are ``_foreach_*`` of pointwise operators, ``_fused_*`` of optimizers, and the check of gradient scaling.
+A list may mix plain tensors and sharded ones of several sets of owners; each set is a `Group` with calls of its own. As
+little Python as possible runs for each tensor. ``reductions`` has norms and maxima of lists.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.autograd.graph import increment_version
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.operators import NeedsWhole, Operator, refusal, register, register_rule
-from dataparallel.sharded.operators.layout import on_each, parts_of, single_value, whole
-from dataparallel.sharded.parts import from_all
+from dataparallel.sharded.operators.layout import copies_for_owners, make_sharded, scalar_value, shards_for
+from dataparallel.sharded.shards import all_gather_stacked
 from dataparallel.sharded.tensor import ShardedTensor
 
 aten = torch.ops.aten
@@ -55,11 +55,11 @@ class _Signature(NamedTuple):
     """Which arguments of an operator are lists with one item for each tensor.
 
     Attributes:
-        lists: their positions.
-        written: for each list whose tensors the operator writes to its position and name. Optimizers write to gradients
-            only to take the scale out, and never to steps.
+        lists: the positions of the lists.
+        written: the position and the name of each list whose tensors the operator writes to. Optimizers write to
+            gradients only to take the scale out, and never to steps.
         single_values: positions of 1-dim tensors with one number for each tensor of the lists.
-        returns: True if there is a list of results.
+        returns: True if the operator returns a list of results.
     """
 
     lists: tuple[int, ...]
@@ -82,32 +82,32 @@ class Group(NamedTuple):
     """Tensors of a list that have the same owners.
 
     Attributes:
-        leads: for each of them the sharded tensor that its neighbours in other lists are divided like; none if the
-            tensors are plain.
-        positions: where in the list they are.
+        templates: for each tensor the sharded tensor at its position in one of the lists, as which the tensors there
+            have to be divided; empty if the tensors are plain.
+        positions: the positions of the tensors in the list.
     """
 
-    leads: list[ShardedTensor]
+    templates: list[ShardedTensor]
     positions: list[int]
 
 
 def groups_of(columns: Sequence[Sequence[Any]]) -> list[Group]:
-    """The tensors at each position of lists of one length, by owners."""
+    """Groups the positions of lists of one length by the owners of the tensors there."""
     if _have_same_owners(columns[0]):  # nearly always
         return [Group([*columns[0]], [*range(len(columns[0]))])]
     groups: dict[Any, Group] = {}
     for position, row in enumerate(zip(*columns, strict=True)):
-        lead = None
+        template = None
         for value in row:
-            if isinstance(value, ShardedTensor) and (lead is None or value.dim() > lead.dim()):
-                lead = value
-        key = None if lead is None else lead._devices
+            if isinstance(value, ShardedTensor) and (template is None or value.dim() > template.dim()):
+                template = value
+        key = None if template is None else template._devices
         group = groups.get(key)
         if group is None:
             group = groups[key] = Group([], [])
         group.positions.append(position)
-        if lead is not None:
-            group.leads.append(lead)
+        if template is not None:
+            group.templates.append(template)
     return [*groups.values()]
 
 
@@ -124,29 +124,28 @@ def _have_same_owners(values: Sequence[Any]) -> bool:
 
 
 def on_lists(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """The operator on the parts of all tensors, for each owner."""
+    """Runs the operator for each owner, on the owner's shards of all tensors."""
     signature = _signature(func)
     lists = [i for i in signature.lists if i < len(args) and len(args[i])]
     groups = groups_of([args[i] for i in lists])
     for group in groups:
-        if group.leads:
+        if group.templates:
             _check_written(func, signature, args, kwargs, group)
-            if signature.returns and group.leads[0].over is not None:
+            if signature.returns and group.templates[0].over is not None:
                 _check_dtypes(func, [args[i] for i in lists], group)
-    # Everything is divided before anything is written: wrong arguments change nothing.
+    # All arguments are divided before any tensor is written, so a call with wrong arguments changes nothing.
     calls = [(group, _calls(func, signature, lists, args, kwargs, group)) for group in groups]
     results: list[Any] = [None] * len(args[lists[0]])
     for group, of_owners in calls:
-        made = [func(*positional, **named) for positional, named in of_owners]
+        returned = [func(*positional, **named) for positional, named in of_owners]
         if not signature.returns:
             continue
-        if not group.leads:
-            parts: list[Any] = made[0]
+        if not group.templates:
+            of_group: list[Any] = returned[0]
         else:
-            parts = [
-                whole(func, shards, lead) for shards, lead in zip(zip(*made, strict=True), group.leads, strict=True)
-            ]
-        for position, result in zip(group.positions, parts, strict=True):
+            of_tensors = zip(zip(*returned, strict=True), group.templates, strict=True)
+            of_group = [make_sharded(func, shards, template) for shards, template in of_tensors]
+        for position, result in zip(group.positions, of_group, strict=True):
             results[position] = result
     for i, name in signature.written:
         if not _only_reads(name, kwargs):
@@ -171,22 +170,22 @@ def _check_written(
         column = args[i]
         if not column or _only_reads(name, kwargs):
             continue
-        for position, lead in zip(group.positions, group.leads, strict=True):
+        for position, template in zip(group.positions, group.templates, strict=True):
             target = column[position]
-            if target is lead:
+            if target is template:
                 continue
             if not isinstance(target, ShardedTensor):
                 raise NeedsWhole(refusal(func, f" if it writes to a plain tensor (position {position})"))
-            if target.shape != lead.shape:
-                why = f" if it writes a result of shape {tuple(lead.shape)} to {tuple(target.shape)}"
+            if target.shape != template.shape:
+                why = f" if it writes a result of shape {tuple(template.shape)} to {tuple(target.shape)}"
                 raise NeedsWhole(refusal(func, why))
 
 
 def _check_dtypes(func: OpOverload, columns: Sequence[Sequence[Any]], group: Group) -> None:
-    """Raises `NeedsWhole` if machines might find several dtypes for a result: one only has a 0-dim part."""
-    for position, lead in zip(group.positions, group.leads, strict=True):
+    """Raises `NeedsWhole` if machines might compute several dtypes for a result: only one machine has a 0-dim shard."""
+    for position, template in zip(group.positions, group.templates, strict=True):
         tensors = [column[position] for column in columns if isinstance(column[position], Tensor)]
-        if lead.dim() == 0 and any(tensor.dtype != lead.dtype for tensor in tensors):
+        if template.dim() == 0 and any(tensor.dtype != template.dtype for tensor in tensors):
             raise NeedsWhole(refusal(func, " with 0-dim tensors of several dtypes in lists"))
 
 
@@ -201,14 +200,14 @@ def _calls(
     """For each owner of a group the arguments of its call."""
     everything = len(group.positions) == len(args[lists[0]])
     chosen = args if everything else [_chosen(i, value, signature, lists, group) for i, value in enumerate(args)]
-    if not group.leads:
+    if not group.templates:
         return [([*chosen], kwargs)]
-    first = group.leads[0]
+    first = group.templates[0]
     owners = range(len(first._shards))
     columns: list[Sequence[Any]] = []
     for i, value in enumerate(chosen):
         if i in lists:
-            columns.append(_column(func, value, group.leads))
+            columns.append(_column(func, value, group.templates))
         elif i in signature.single_values:  # torch reads the numbers on the host
             columns.append([value] * len(owners))
         else:
@@ -223,77 +222,77 @@ def _chosen(i: int, value: Any, signature: _Signature, lists: list[int], group: 
     return value[group.positions] if i in signature.single_values else value
 
 
-def _on_each_owner(func: OpOverload, value: Any, lead: ShardedTensor) -> Sequence[Any]:
-    """An argument that is no list: a tensor with one element, or no tensor."""
+def _on_each_owner(func: OpOverload, value: Any, template: ShardedTensor) -> Sequence[Any]:
+    """For each owner an argument that is no list: a copy of a tensor with one element, or the value itself."""
     if isinstance(value, ShardedTensor):
         if value.dim() > 0:
             raise NeedsWhole(refusal(func, f" with one of shape {tuple(value.shape)} for all tensors of the list"))
-        value = single_value(value)
+        value = scalar_value(value)
     if not isinstance(value, Tensor):
-        return [value] * len(lead._shards)
+        return [value] * len(template._shards)
     if value.numel() != 1:
         raise NeedsWhole(refusal(func, f" with one of shape {tuple(value.shape)} for all tensors of the list"))
-    return on_each(value, lead)
+    return copies_for_owners(value, template)
 
 
-def _column(func: OpOverload, values: Sequence[Any], leads: Sequence[ShardedTensor]) -> Sequence[Sequence[Any]]:
-    """For each owner its list."""
-    owners = len(leads[0]._shards)
+def _column(func: OpOverload, values: Sequence[Any], templates: Sequence[ShardedTensor]) -> Sequence[Sequence[Any]]:
+    """For each owner the list that its call gets in the place of ``values``."""
+    owners = len(templates[0]._shards)
     if not isinstance(values[0], Tensor):  # numbers
         return [values] * owners
-    parts: list[Any] = [
+    rows: list[Any] = [
         value._shards
-        for value, lead in zip(values, leads, strict=True)
-        if value is lead or (type(value) is ShardedTensor and _lie_alike(value, lead))
+        for value, template in zip(values, templates, strict=True)
+        if value is template or (type(value) is ShardedTensor and _are_divided_alike(value, template))
     ]
-    if len(parts) < len(values):
-        if all(_is_single(value, lead) for value, lead in zip(values, leads, strict=True)):
-            return _singles(values, leads[0])
-        parts = [parts_of(func, value, lead) for value, lead in zip(values, leads, strict=True)]
-    return [*map(list, zip(*parts, strict=True))]
+    if len(rows) < len(values):
+        if all(_is_scalar(value, template) for value, template in zip(values, templates, strict=True)):
+            return _scalars(values, templates[0])
+        rows = [shards_for(func, value, template) for value, template in zip(values, templates, strict=True)]
+    return [*map(list, zip(*rows, strict=True))]
 
 
-def _lie_alike(value: ShardedTensor, lead: ShardedTensor) -> bool:
+def _are_divided_alike(value: ShardedTensor, template: ShardedTensor) -> bool:
     return (
-        (value._devices is lead._devices or value._devices == lead._devices)
-        and (value._placement is lead._placement or value._placement == lead._placement)
-        and value.shape == lead.shape
+        (value._devices is template._devices or value._devices == template._devices)
+        and (value._placement is template._placement or value._placement == template._placement)
+        and value.shape == template.shape
     )
 
 
-def _is_single(value: Tensor, lead: ShardedTensor) -> bool:
-    return value is not lead and value.dim() == 0 and (not isinstance(value, ShardedTensor) or lead.dim() > 0)
+def _is_scalar(value: Tensor, template: ShardedTensor) -> bool:
+    return value is not template and value.dim() == 0 and (not isinstance(value, ShardedTensor) or template.dim() > 0)
 
 
-def _singles(values: Sequence[Tensor], lead: ShardedTensor) -> Sequence[Sequence[Tensor]]:
-    """0-dim tensors, such as the steps of an optimizer, on each owner: they travel as one tensor."""
-    plain = [single_value(value) if isinstance(value, ShardedTensor) else value for value in values]
-    if all(shard.device == value.device for value in plain for shard in lead._shards):
-        return [plain] * len(lead._shards)
+def _scalars(values: Sequence[Tensor], template: ShardedTensor) -> Sequence[Sequence[Tensor]]:
+    """Copies 0-dim tensors, such as the steps of an optimizer, to each owner. They travel as one stacked tensor."""
+    plain = [scalar_value(value) if isinstance(value, ShardedTensor) else value for value in values]
+    if all(shard.device == value.device for value in plain for shard in template._shards):
+        return [plain] * len(template._shards)
     if len({(value.dtype, value.device) for value in plain}) > 1:
-        return [*map(list, zip(*(on_each(value, lead) for value in plain), strict=True))]
-    return [copy.unbind() for copy in on_each(torch.stack(plain), lead)]
+        return [*map(list, zip(*(copies_for_owners(value, template) for value in plain), strict=True))]
+    return [copy.unbind() for copy in copies_for_owners(torch.stack(plain), template)]
 
 
 @register(_torch.unscale)
 def _unscale(func: OpOverload, gradients: list[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
-    """Takes the scale out of gradients. ``found`` is 1 if any owner has found something that is not finite.
+    """Takes the scale out of gradients. Sets ``found`` to 1 if an element of any shard is not finite.
 
-    Over machines it is collective, and so are the skipped steps of a scaler.
+    Over machines the call is collective, so all machines of a scaler skip the same steps.
     """
     increment_version(gradients)
     for group in groups_of([gradients]):
-        if not group.leads:
+        if not group.templates:
             func([gradients[position] for position in group.positions], found, inverse_scale)
             continue
-        lead = group.leads[0]
-        inverses, founds = on_each(inverse_scale, lead), on_each(found, lead)
-        for i, parts in enumerate(zip(*(tensor._shards for tensor in group.leads), strict=True)):
-            func([*parts], founds[i], inverses[i])
-        for there in {id(copy): copy for copy in founds if copy is not found}.values():
-            found.copy_(torch.maximum(found, there.to(found.device)))
-        if lead.over is not None:
-            found.copy_(from_all(found, lead.over).amax(0))
+        template = group.templates[0]
+        inverses, founds = copies_for_owners(inverse_scale, template), copies_for_owners(found, template)
+        for i, shards in enumerate(zip(*(tensor._shards for tensor in group.templates), strict=True)):
+            func([*shards], founds[i], inverses[i])
+        for of_device in {id(copy): copy for copy in founds if copy is not found}.values():
+            found.copy_(torch.maximum(found, of_device.to(found.device)))
+        if template.over is not None:
+            found.copy_(all_gather_stacked(found, template.over).amax(0))
 
 
 # torch takes its operators on lists for parameters and gradients of these types only.

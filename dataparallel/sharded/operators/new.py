@@ -1,8 +1,8 @@
-"""Operators that copy, fill or draw: into new tensors like a sharded one, into others, to the host.
+"""Operators that copy, fill or draw: into new tensors like a sharded one, into other tensors, or to the host.
 
-``tensor.to("cpu")`` takes every part to the CPU and keeps the owners, so that ``.to`` their type brings the parts back.
-A new tensor of another shape is plain, on the first owner. Over machines draws, ``item``, and `copy_` to a plain tensor
-or to one that is divided in another way are collective.
+``tensor.to("cpu")`` moves every shard to the CPU and keeps the owners, so that a later ``.to`` brings the shards back.
+A new tensor of another shape is plain, on the first owner. Over machines draws, ``item``, and ``copy_`` to a tensor
+that is plain or divided in another way are collective.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from dataparallel._torch import OpOverload
 from dataparallel.devices import CPU
 from dataparallel.sharded.operators import refusal, register
 from dataparallel.sharded.operators.layout import sharded_in
-from dataparallel.sharded.parts import from_first, join, local_shapes, move, split_into
 from dataparallel.sharded.placements import Replicate, destinations
-from dataparallel.sharded.tensor import ShardedTensor, fill_parts
+from dataparallel.sharded.shards import broadcast_from_first, copy_into, gather_full, local_shard_shapes, split_into
+from dataparallel.sharded.tensor import ShardedTensor, fill_shards
 
 aten = torch.ops.aten
 
 
-def _divided(tensor: ShardedTensor, parts: Sequence[Tensor]) -> ShardedTensor:
-    return ShardedTensor(parts, tensor._placement, tensor.shape, tensor._devices)
+def _like(tensor: ShardedTensor, shards: Sequence[Tensor]) -> ShardedTensor:
+    """A sharded tensor of these shards, with the shape, placement and owners of ``tensor``."""
+    return ShardedTensor(shards, tensor._placement, tensor.shape, tensor._devices)
 
 
-def _empty_parts(tensor: ShardedTensor, device: torch.device | None, options: dict[str, Any]) -> list[Tensor]:
+def _empty_shards(tensor: ShardedTensor, device: torch.device | None, options: dict[str, Any]) -> list[Tensor]:
     places = [shard.device for shard in tensor._shards]
     if device is not None:
         places = [*destinations(tensor._devices, torch.device(device))]
@@ -42,7 +43,7 @@ def _empty_parts(tensor: ShardedTensor, device: torch.device | None, options: di
 def _empty_like(
     func: OpOverload, tensor: ShardedTensor, *, device: torch.device | None = None, **options: Any
 ) -> ShardedTensor:
-    return _divided(tensor, _empty_parts(tensor, device, options))
+    return _like(tensor, _empty_shards(tensor, device, options))
 
 
 @register(_torch.to_copy)
@@ -54,27 +55,27 @@ def _to_copy(
     non_blocking: bool = False,
     **options: Any,
 ) -> ShardedTensor:
-    shards = _empty_parts(tensor, device, options)
+    shards = _empty_shards(tensor, device, options)
     for copied, shard in zip(shards, tensor._shards, strict=True):
-        move(copied, shard, non_blocking)
-    return _divided(tensor, shards)
+        copy_into(copied, shard, non_blocking)
+    return _like(tensor, shards)
 
 
 @register(aten.clone.default)
 def _clone(func: OpOverload, tensor: ShardedTensor, **options: Any) -> ShardedTensor:
-    return _divided(tensor, [func(shard, **options) for shard in tensor._shards])
+    return _like(tensor, [func(shard, **options) for shard in tensor._shards])
 
 
 @register(_torch.pin_memory)
 def _pin_memory(func: OpOverload, tensor: ShardedTensor, device: torch.device | None = None) -> ShardedTensor:
-    return _divided(tensor, [shard.pin_memory() for shard in tensor._shards])
+    return _like(tensor, [shard.pin_memory() for shard in tensor._shards])
 
 
 @register(aten.copy_.default)
 def _copy_(func: OpOverload, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, ShardedTensor):
-        # The whole, on the target's device; copy_ checks shapes.
-        full = join(source._shards, source._placement, source.shape, target.device, source.over)
+        # The full tensor, on the target's device; copy_ checks shapes.
+        full = gather_full(source._shards, source._placement, source.shape, target.device, source.over)
         target.copy_(full, non_blocking)
         return target
     if not isinstance(source, ShardedTensor):
@@ -82,7 +83,7 @@ def _copy_(func: OpOverload, target: Tensor, source: Any, non_blocking: bool = F
     elif target.shape != source.shape:
         raise ValueError(f"cannot copy {source!r} into {target!r}: the shapes differ")
     if not target.is_meta:
-        fill_parts(target._shards, target._placement, source, target.over, non_blocking)
+        fill_shards(target._shards, target._placement, source, target.over, non_blocking)
     return target
 
 
@@ -106,11 +107,11 @@ def _item(func: OpOverload, tensor: ShardedTensor) -> Any:
 
 
 def _shapes(tensor: ShardedTensor) -> list[torch.Size]:
-    return local_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
+    return local_shard_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
 
 
-def _places(func: OpOverload, tensor: ShardedTensor, kwargs: dict[str, Any]) -> list[torch.device]:
-    """Where the new parts go. Takes ``device`` and ``layout`` out of ``kwargs``."""
+def _shard_devices(func: OpOverload, tensor: ShardedTensor, kwargs: dict[str, Any]) -> list[torch.device]:
+    """The devices of the new shards. Pops ``device`` and ``layout`` from ``kwargs``."""
     device, layout = kwargs.pop("device", None), kwargs.pop("layout", None)
     if layout not in (None, torch.strided):
         raise refusal(func, f" with layout={layout}")
@@ -123,25 +124,25 @@ def _places(func: OpOverload, tensor: ShardedTensor, kwargs: dict[str, Any]) -> 
 
 @register(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 def _filled_like(func: OpOverload, tensor: ShardedTensor, *value: Any, **options: Any) -> ShardedTensor:
-    places = _places(func, tensor, options)
-    parts = zip(tensor._shards, places, strict=True)
-    return _divided(tensor, [func(shard, *value, device=place, **options) for shard, place in parts])
+    places = _shard_devices(func, tensor, options)
+    pairs = zip(tensor._shards, places, strict=True)
+    return _like(tensor, [func(shard, *value, device=place, **options) for shard, place in pairs])
 
 
 @register(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)
 def _new(func: OpOverload, tensor: ShardedTensor, size: Sequence[int], *value: Any, **options: Any) -> Tensor:
     if torch.Size(size) != tensor.shape:
         return func(tensor._shards[0], size, *value, **options)
-    places = _places(func, tensor, options)
-    parts = zip(tensor._shards, _shapes(tensor), places, strict=True)
-    return _divided(tensor, [func(shard, shape, *value, device=place, **options) for shard, shape, place in parts])
+    places = _shard_devices(func, tensor, options)
+    rows = zip(tensor._shards, _shapes(tensor), places, strict=True)
+    return _like(tensor, [func(shard, shape, *value, device=place, **options) for shard, shape, place in rows])
 
 
 @register(aten.new_empty_strided.default)
 def _new_strided(
     func: OpOverload, tensor: ShardedTensor, size: Sequence[int], stride: Sequence[int], **options: Any
 ) -> Tensor:
-    """A tensor with the strides of a contiguous one, which autograd makes for a gradient that it copies."""
+    """Only the strides of a contiguous tensor work. Autograd calls this for a gradient that it copies."""
     if torch.Size(size) != tensor.shape:
         return func(tensor._shards[0], size, stride, **options)
     if tuple(stride) != torch.empty(size, device="meta").stride():
@@ -151,10 +152,9 @@ def _new_strided(
 
 # ---- draws -----------------------------------------------------------------------------------------------------------
 
-# A draw is that of the whole tensor on one device: the first owner draws it with its generator (or the one that is
-# passed), then each owner gets its part. So a seed gives the same values with any number of owners. Over machines each
-# draws the whole from the state that machine 0's generator has. A machine whose generator was in another state has it
-# advance as a draw of its own does.
+# The first owner draws the full tensor, with its generator or the one that is passed, and each owner gets its shard. So
+# a seed gives the same values with any number of owners. Over machines each machine draws the full tensor from the
+# state of machine 0's generator. If the generator of a machine was in another state, that state advances as by a draw.
 
 
 @register(
@@ -184,25 +184,25 @@ def _draw_in_place(func: OpOverload, tensor: Tensor, *args: Any, **kwargs: Any) 
     ],
 )  # fmt: skip
 def _drawn_like(func: OpOverload, tensor: ShardedTensor, *args: Any, **options: Any) -> ShardedTensor:
-    places = _places(func, tensor, options)
+    places = _shard_devices(func, tensor, options)
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     drawn = _drawn(tensor, lambda: func(like, *args, device=places[0], **options), places[0], options.get("generator"))
-    parts = [drawn.new_empty(shape, device=place) for shape, place in zip(_shapes(tensor), places, strict=True)]
-    _write(parts, tensor, drawn)
-    return _divided(tensor, parts)
+    shards = [drawn.new_empty(shape, device=place) for shape, place in zip(_shapes(tensor), places, strict=True)]
+    _write(shards, tensor, drawn)
+    return _like(tensor, shards)
 
 
 def _drawn(
     tensor: ShardedTensor, draw: Callable[[], Tensor], device: torch.device, generator: torch.Generator | None
 ) -> Tensor:
-    """The draw, over machines with the state of machine 0's generator."""
+    """Calls ``draw``; over machines, with the state of machine 0's generator."""
     over = tensor.over
     if over is None or device.type == "meta":
         return draw()
-    mine = _state(generator, device)
-    state = from_first(mine.to(tensor._shards[0].device), over).to(CPU)
+    own_state = _state(generator, device)
+    state = broadcast_from_first(own_state.to(tensor._shards[0].device), over).to(CPU)
     drawn = draw()
-    if not torch.equal(mine, state):
+    if not torch.equal(own_state, state):
         after = _state(generator, device)
         _set_state(generator, device, state)
         try:
@@ -213,7 +213,7 @@ def _drawn(
 
 
 def _state(generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Of the generator, or of the device's own. On the CPU."""
+    """The state of the generator, or of the device's default generator, on the CPU."""
     if generator is not None:
         return generator.get_state()
     if device.type == CPU.type:
@@ -231,15 +231,15 @@ def _set_state(generator: torch.Generator | None, device: torch.device, state: T
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-def _write(parts: Sequence[Tensor], tensor: ShardedTensor, drawn: Tensor) -> None:
-    """Copies the draw into the parts of ``tensor``, or of one that is divided as it is."""
-    if drawn.is_meta or parts[0].is_meta:
+def _write(shards: Sequence[Tensor], tensor: ShardedTensor, drawn: Tensor) -> None:
+    """Copies drawn values into shards that are divided as ``tensor`` is."""
+    if drawn.is_meta or shards[0].is_meta:
         return
     if isinstance(tensor._placement, Replicate):
-        comm.broadcast(drawn, out=parts)
+        comm.broadcast(drawn, out=shards)
     elif tensor.over is not None:
-        split_into(parts, tensor._placement, drawn, over=tensor.over)
+        split_into(shards, tensor._placement, drawn, over=tensor.over)
     elif tensor.dim() == 0:
-        parts[0].copy_(drawn)
+        shards[0].copy_(drawn)
     else:
-        comm.scatter(drawn, dim=tensor._placement.dim, out=parts)
+        comm.scatter(drawn, dim=tensor._placement.dim, out=shards)

@@ -1,8 +1,8 @@
-"""Pointwise operators: one call for each owner, on its part. And comparisons that answer with a Python value.
+"""`pointwise` runs a pointwise operator once for each owner, on the owner's shards. Comparisons return a Python value.
 
-Pointwise are all operators with ``torch.Tag.pointwise`` and a few that lack the tag. Those that write do so to the
-parts of a sharded tensor, and return that tensor. Sharded arguments have the same owners, placement and shape. Plain
-tensors that broadcast to that shape are sliced as the parts are.
+An operator is pointwise if it has ``torch.Tag.pointwise``, or is one of a few that lack the tag. If it writes, it does
+so to the shards of its target, and returns the target. Sharded arguments need the same owners, placement and shape. A
+plain tensor that broadcasts to this shape is sliced like the shards.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.operators import NeedsWhole, Operator, refusal, register, register_rule
-from dataparallel.sharded.operators.layout import leading, parts_of, whole
-from dataparallel.sharded.parts import from_all
+from dataparallel.sharded.operators.layout import find_template, make_sharded, shards_for
 from dataparallel.sharded.placements import Replicate
+from dataparallel.sharded.shards import all_gather_stacked
 from dataparallel.sharded.tensor import ShardedTensor
 
 aten = torch.ops.aten
@@ -33,14 +33,14 @@ WITHOUT_TAG = frozenset(
 )  # fmt: skip
 """Names of pointwise operators that lack the tag in some release of torch."""
 
-OF_PYTHON = frozenset(
+INPLACE_OPERATORS = frozenset(
     ["__ilshift__", "__irshift__", "add_", "bitwise_and_", "bitwise_left_shift_", "bitwise_or_", "bitwise_right_shift_",
      "bitwise_xor_", "div_", "floor_divide_", "mul_", "pow_", "remainder_", "sub_"]
 )  # fmt: skip
-"""Names of the operators behind ``+=``, ``-=`` and so on."""
+"""Names of the operators that Python calls for ``+=``, ``-=`` and so on."""
 
-FOR_ALL = frozenset({bool, int, float, complex, type(None), torch.dtype})
-"""Types of arguments that each owner gets as they are."""
+PASSED_AS_IS = frozenset({bool, int, float, complex, type(None), torch.dtype})
+"""Types of arguments that every owner's call gets unchanged."""
 
 
 @register_rule
@@ -50,8 +50,8 @@ def _rule(func: OpOverload) -> Operator | None:
 
 
 @cache
-def _written(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Which arguments the operator writes to: positions, and names of those that are only given by name."""
+def _written_arguments(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Which arguments the operator writes to: their positions, and the names of keyword-only ones."""
     written = [
         (place, argument)
         for place, argument in enumerate(_torch.schema_of(func).arguments)
@@ -63,14 +63,14 @@ def _written(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
     )
 
 
-_NOTHING: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
-_FIRST: tuple[tuple[int, ...], tuple[str, ...]] = ((0,), ())
-"""What `_written` says of most operators: that they write to nothing, or to their first argument."""
+_WRITES_NOTHING: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
+_WRITES_FIRST: tuple[tuple[int, ...], tuple[str, ...]] = ((0,), ())
+"""What `_written_arguments` returns for most operators."""
 
 
 @register(aten.zero_.default)
 def _zero_(func: OpOverload, tensor: ShardedTensor) -> Any:
-    """Counts that the tensor was set to zero: gradients that wait to be added to it are void then."""
+    """Zeroes the tensor and counts it: a gradient that still waits to be added to the tensor is then void."""
     pointwise(func, tensor)
     tensor._zeroed += 1
     return tensor
@@ -78,7 +78,7 @@ def _zero_(func: OpOverload, tensor: ShardedTensor) -> Any:
 
 @register(aten.index_put_.default)
 def _put_where(func: OpOverload, tensor: Tensor, indices: Any, value: Tensor, accumulate: bool = False) -> Any:
-    """``tensor[mask] = number``. Other indices lead to elements of several owners."""
+    """``tensor[mask] = number``. Other indices select elements of several owners."""
     mask = indices[0]
     is_mask = len(indices) == 1 and isinstance(mask, ShardedTensor) and mask.dtype is torch.bool
     if not is_mask or mask.shape != tensor.shape or value.numel() != 1 or accumulate:
@@ -88,18 +88,23 @@ def _put_where(func: OpOverload, tensor: Tensor, indices: Any, value: Tensor, ac
 
 @register(aten.equal.default)
 def _equal(func: OpOverload, one: Tensor, other: Tensor) -> bool:
-    """True if both have the same shape and elements. Collective."""
+    """True if both tensors have the same shape and elements. Collective over machines."""
     if one.shape != other.shape:
         return False
-    lead = leading([one, other])
-    is_replicated = isinstance(lead._placement, Replicate)
-    pairs = [*zip(parts_of(func, one, lead), parts_of(func, other, lead), strict=True)]
-    if lead.dim() == 0 and not is_replicated:
-        pairs = pairs[: lead._shards[0].dim() == 0]  # on one machine the first part has the element
+    template = find_template([one, other])
+    is_replicated = isinstance(template._placement, Replicate)
+    pairs = [*zip(shards_for(func, one, template), shards_for(func, other, template), strict=True)]
+    if template.dim() == 0 and not is_replicated:
+        pairs = pairs[:1] if _has_element(template) else []
     is_equal = all(func(a, b) for a, b in pairs)
-    if lead.over is None or is_replicated:
+    if template.over is None or is_replicated:
         return is_equal
-    return bool(from_all(torch.tensor(is_equal, device=lead.device), lead.over).all())
+    return bool(all_gather_stacked(torch.tensor(is_equal, device=template.device), template.over).all())
+
+
+def _has_element(tensor: ShardedTensor) -> bool:
+    """True if this machine has the element of a 0-dim tensor that is divided. On others all shards are empty."""
+    return tensor._shards[0].dim() == 0
 
 
 @register(aten.allclose.default)
@@ -119,92 +124,91 @@ def _lift_fresh(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
 
 
 def pointwise(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """The operator on each part. A 0-dim tensor has one part.
+    """Runs the operator once for each owner, and once in all for a 0-dim tensor that is not replicated.
 
     Raises:
-        NeedsWhole: as ``layout.parts_of``, and if it writes to a tensor that it cannot write to in parts. Where it is
-            one of `OF_PYTHON` and writes to a plain tensor, the error is a ``RuntimeError``.
+        NeedsWhole: as ``layout.shards_for``, and if the operator writes to a plain tensor or to one of another shape.
+            If one of `INPLACE_OPERATORS` writes to a plain tensor, the error is a ``RuntimeError``.
     """
-    alike = _alike(func, args, kwargs)
-    if alike is not None:
-        return alike
-    lead = leading([*args, *kwargs.values()])
-    positions, names = _written(func)
+    result = _run_fast(func, args, kwargs)
+    if result is not None:
+        return result
+    template = find_template([*args, *kwargs.values()])
+    positions, names = _written_arguments(func)
     targets = [*(args[i] for i in positions), *(kwargs[name] for name in names)]
     for target in targets:
         if not isinstance(target, ShardedTensor):
             error = refusal(func, " if it writes to a plain tensor")
-            # Of plain += sharded torch makes a TypeError into NotImplemented. Python would then compute
-            # plain = plain + sharded: the name would be bound to another tensor, and nothing written.
-            is_of_python = func.overloadpacket.__name__ in OF_PYTHON
-            raise NeedsWhole(RuntimeError(*error.args) if is_of_python else error)
-        if target.shape != lead.shape:
-            why = f" if it writes a result of shape {tuple(lead.shape)} to {tuple(target.shape)}"
+            # For plain += sharded torch turns a TypeError into NotImplemented. Python would then compute
+            # plain = plain + sharded, which binds the name to another tensor and writes nothing.
+            is_inplace_operator = func.overloadpacket.__name__ in INPLACE_OPERATORS
+            raise NeedsWhole(RuntimeError(*error.args) if is_inplace_operator else error)
+        if target.shape != template.shape:
+            why = f" if it writes a result of shape {tuple(template.shape)} to {tuple(target.shape)}"
             raise NeedsWhole(refusal(func, why))
-    columns: list[Sequence[Any]] = [parts_of(func, value, lead) for value in args]
-    named = {name: parts_of(func, value, lead) for name, value in kwargs.items()}
-    owners = len(lead._shards)
-    calls = owners
-    if lead.dim() == 0 and not isinstance(lead._placement, Replicate):
-        calls = 1
-        if lead._shards[0].dim():
-            columns = [_standing_in(column) for column in columns]
-            named = {name: _standing_in(column) for name, column in named.items()}
+    columns: list[Sequence[Any]] = [shards_for(func, value, template) for value in args]
+    named = {name: shards_for(func, value, template) for name, value in kwargs.items()}
+    call_count = len(template._shards)
+    if template.dim() == 0 and not isinstance(template._placement, Replicate):
+        call_count = 1  # only the first shard can have the element
+        if not _has_element(template):
+            columns = [_as_scalar(column) for column in columns]
+            named = {name: _as_scalar(column) for name, column in named.items()}
     results = [
         func(*[column[i] for column in columns], **{name: column[i] for name, column in named.items()})
-        for i in range(calls)
+        for i in range(call_count)
     ]
     if targets:
         return targets[0] if len(targets) == 1 else tuple(targets)
-    return _wholes(func, results, lead)
+    return _make_results(func, results, template)
 
 
-def _standing_in(column: Sequence[Any]) -> Sequence[Any]:
-    """A first part of a 0-dim tensor that has the element, also on machines that do not have it.
+def _as_scalar(column: Sequence[Any]) -> Sequence[Any]:
+    """Puts a 0-dim stand-in in the place of the empty 1-dim shard that this machine has of a 0-dim tensor.
 
-    An operator finds the dtype of its result by whether tensors are 0-dim. So on all machines it gets one that is.
+    The dtype of a result depends on whether arguments are 0-dim, and all machines have to get the same dtype.
     """
     first = column[0]
     return [first.new_ones(()) if isinstance(first, Tensor) and first.dim() else first]
 
 
-def _alike(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `pointwise` returns, if the arguments are sharded tensors that are divided alike and numbers, else ``None``.
+def _run_fast(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The fast path of `pointwise`, for numbers and sharded tensors with equal owners, placement and shape.
 
-    Optimizers call hundreds of operators with such arguments in each step, and little Python runs for them here.
-    Nothing is called before all arguments have been seen, and nothing is refused: the caller sees to other arguments.
+    Optimizers call hundreds of operators with such arguments in each step, so this runs little Python. For any other
+    arguments it returns ``None`` before it has called the operator, and `pointwise` handles or refuses them.
     """
-    lead: Any = None
+    template: Any = None
     columns: list[Any] = []
     for value in args:
         if type(value) is ShardedTensor:
-            if lead is None:
-                lead, shape, devices, placement = value, value.shape, value._devices, value._placement
-            elif value is not lead and (
+            if template is None:
+                template, shape, devices, placement = value, value.shape, value._devices, value._placement
+            elif value is not template and (
                 (value._devices is not devices and value._devices != devices)
                 or (value._placement is not placement and value._placement != placement)
                 or value.shape != shape
             ):
                 return None
             columns.append(value._shards)
-        elif type(value) in FOR_ALL:
+        elif type(value) in PASSED_AS_IS:
             columns.append(repeat(value))
         else:
             return None
-    if lead is None or not shape or not FOR_ALL.issuperset(map(type, kwargs.values())):
+    if template is None or not shape or not PASSED_AS_IS.issuperset(map(type, kwargs.values())):
         return None
-    written = _written(func)
-    if written == _NOTHING:
-        return _wholes(func, [func(*row, **kwargs) for row in zip(*columns, strict=False)], lead)
-    if written != _FIRST:
+    written = _written_arguments(func)
+    if written == _WRITES_NOTHING:
+        return _make_results(func, [func(*row, **kwargs) for row in zip(*columns, strict=False)], template)
+    if written != _WRITES_FIRST:
         return None
     for row in zip(*columns, strict=False):
         func(*row, **kwargs)
     return args[0]
 
 
-def _wholes(func: OpOverload, results: Sequence[Any], lead: ShardedTensor) -> Any:
-    """What the operator returns, a sharded tensor or several, from what it has returned for each owner."""
+def _make_results(func: OpOverload, results: Sequence[Any], template: ShardedTensor) -> Any:
+    """Makes one sharded tensor of the owners' results, or several if the operator returns a tuple."""
     if isinstance(results[0], Tensor):
-        return whole(func, results, lead)
-    return tuple(whole(func, parts, lead) for parts in zip(*results, strict=True))
+        return make_sharded(func, results, template)
+    return tuple(make_sharded(func, shards, template) for shards in zip(*results, strict=True))

@@ -1,8 +1,8 @@
-"""Reductions: of whole sharded tensors to plain 0-dim tensors on the first owner, along dimensions, and of lists.
+"""Reductions over all dimensions, to plain 0-dim tensors on the first owner; along some dimensions; and of lists.
 
-Each owner reduces its part, the first owner reduces what they send; of replicated tensors it reduces its own copy. Over
-machines every machine gets what all owners have found and reduces it in their order, so results have the same bits
-everywhere. A reduction along the divided dimension and not all others needs whole tensors.
+Each owner reduces its shard to a partial result, and the first owner reduces these. Of a replicated tensor it reduces
+its own copy. Over machines every machine gathers all partial results and reduces them in the owners' order, so all get
+the same bits. A reduction along the divided dimension, but not along all others, needs full tensors.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.operators import NeedsWhole, refusal, register
-from dataparallel.sharded.operators.layout import single_value
+from dataparallel.sharded.operators.layout import scalar_value
 from dataparallel.sharded.operators.lists import Group, groups_of
-from dataparallel.sharded.parts import joined, of_all_owners
-from dataparallel.sharded.placements import Replicate, moved, part_shapes
+from dataparallel.sharded.placements import Replicate, moved, shard_shapes
+from dataparallel.sharded.shards import all_gather_owners, stack_on_first
 from dataparallel.sharded.tensor import ShardedTensor
 
 aten = torch.ops.aten
 
 
 def _summed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of results of parts: 16-bit floats are rounded once, at the end."""
+    """The dtype of partial results. It is wider than 16-bit floats, so that these are rounded only once, at the end."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _combined_norm(partials: Tensor, order: float) -> Tensor:
-    """The norm of a whole from those of its parts, along dimension 0. Norm 0 counts, so it is added up."""
+    """The norm of a tensor from the norms of its shards, along dimension 0. Norm 0 is a count, so it is summed."""
     return torch.linalg.vector_norm(partials, 1 if order == 0 else order, dim=0)
 
 
 def _partials(tensor: ShardedTensor, reduce: Callable[[Tensor], Tensor], has_neutral: bool = True) -> Tensor:
-    """The results of parts, stacked on the first owner's device. Of 0-dim and replicated tensors it is one result.
+    """The partial results, stacked on the first owner's device. Of 0-dim and replicated tensors there is one.
 
     Args:
-        reduce: the reduction of a part to a 0-dim tensor.
-        has_neutral: the reduction of nothing changes no other result. Else parts without elements are left out; if none
-            has any, it is for torch to say what a reduction of nothing is.
+        reduce: reduces a shard to a 0-dim tensor.
+        has_neutral: true if the result of an empty shard does not change the total. Otherwise empty shards are left
+            out. If all are empty, torch decides what the reduction of an empty tensor is.
     """
     shards, over = tensor._shards, tensor.over
     if isinstance(tensor._placement, Replicate):
-        return joined([reduce(shards[0])])
+        return stack_on_first([reduce(shards[0])])
     if tensor.dim() == 0:
-        return joined([reduce(single_value(tensor))])
+        return stack_on_first([reduce(scalar_value(tensor))])
     if over is None or tensor.numel() == 0:
-        parts = shards if has_neutral else [part for part in shards if part.numel()] or shards[:1]
-        return joined([reduce(part) for part in parts])
-    # Every owner sends a result, also one whose part is empty. That is left out afterwards.
-    full = [part if part.numel() else part.new_ones([1] * part.dim()) for part in shards]
-    found = of_all_owners(joined([*map(reduce, full)]), over)
-    shapes = part_shapes(tensor.shape, tensor._placement, len(found))
-    return found[[i for i, shape in enumerate(shapes) if shape.numel()]]
+        reduced = shards if has_neutral else [shard for shard in shards if shard.numel()] or shards[:1]
+        return stack_on_first([reduce(shard) for shard in reduced])
+    # Every owner sends a result. The result of an owner with an empty shard is left out afterwards.
+    not_empty = [shard if shard.numel() else shard.new_ones([1] * shard.dim()) for shard in shards]
+    partials = all_gather_owners(stack_on_first([*map(reduce, not_empty)]), over)
+    shapes = shard_shapes(tensor.shape, tensor._placement, len(partials))
+    return partials[[i for i, shape in enumerate(shapes) if shape.numel()]]
 
 
 def _dims(func: OpOverload, tensor: ShardedTensor, dim: Any, none_means_all: bool = True) -> list[int]:
-    """The dimensions that are reduced, not negative."""
+    """The dimensions to reduce, as non-negative numbers."""
     dims = tensor.dim()
     if dim is None or (none_means_all and not isinstance(dim, int) and len(dim) == 0):
         return [*range(dims)]
@@ -73,7 +73,7 @@ def _dims(func: OpOverload, tensor: ShardedTensor, dim: Any, none_means_all: boo
 def _along(
     func: OpOverload, tensor: ShardedTensor, dims: list[int], keepdim: bool, reduce: Callable[[Tensor], Any]
 ) -> Any:
-    """The reduction of parts along dimensions that are not divided: a sharded result."""
+    """Reduces each shard along dimensions that are not divided. The result is sharded."""
     placement: Any = tensor._placement
     if not isinstance(placement, Replicate):
         if placement.dim in dims or not tensor.dim():
@@ -81,10 +81,10 @@ def _along(
             raise NeedsWhole(refusal(func, why))
         placement = placement if keepdim else moved(placement, placement.dim - sum(d < placement.dim for d in dims))
     shape = [1 if d in dims else size for d, size in enumerate(tensor.shape) if keepdim or d not in dims]
-    parts = [reduce(shard) for shard in tensor._shards]
-    if isinstance(parts[0], Tensor):
-        return ShardedTensor(parts, placement, shape, tensor._devices)
-    return tuple(ShardedTensor(of_one, placement, shape, tensor._devices) for of_one in zip(*parts, strict=True))
+    results = [reduce(shard) for shard in tensor._shards]
+    if isinstance(results[0], Tensor):
+        return ShardedTensor(results, placement, shape, tensor._devices)
+    return tuple(ShardedTensor(shards, placement, shape, tensor._devices) for shards in zip(*results, strict=True))
 
 
 def _shaped(result: Tensor, tensor: ShardedTensor, keepdim: bool) -> Tensor:
@@ -102,7 +102,7 @@ def _add_up(
 ) -> Any:
     dims = _dims(func, tensor, dim)
     if len(dims) < tensor.dim():
-        return _along(func, tensor, dims, keepdim, lambda part: func(part, dim, keepdim, dtype=dtype))
+        return _along(func, tensor, dims, keepdim, lambda shard: func(shard, dim, keepdim, dtype=dtype))
     is_mean = func.overloadpacket is aten.mean
     result_dtype = dtype or tensor.dtype
     is_inexact = result_dtype.is_floating_point or result_dtype.is_complex
@@ -121,10 +121,10 @@ def _add_up(
     aten.var.correction, aten.std.correction, aten.count_nonzero.dim_IntList,
 )  # fmt: skip
 def _only_along(func: OpOverload, tensor: ShardedTensor, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
-    """Reductions that cannot be put together from those of parts."""
-    if keepdim:  # of some it is given by name only, and some have none
+    """Reductions whose partial results cannot be combined, so they run only along dimensions that are not divided."""
+    if keepdim:  # some take it by name only, and some do not have it
         options["keepdim"] = True
-    return _along(func, tensor, _dims(func, tensor, dim), keepdim, lambda part: func(part, dim, **options))
+    return _along(func, tensor, _dims(func, tensor, dim), keepdim, lambda shard: func(shard, dim, **options))
 
 
 @register(aten.prod.default)
@@ -136,7 +136,7 @@ def _product(func: OpOverload, tensor: ShardedTensor, **options: Any) -> Tensor:
 def _count(func: OpOverload, tensor: ShardedTensor, dim: int | None = None) -> Any:
     if dim is None:
         return _partials(tensor, func).sum(0)
-    return _along(func, tensor, _dims(func, tensor, dim), False, lambda part: func(part, dim))
+    return _along(func, tensor, _dims(func, tensor, dim), False, lambda shard: func(shard, dim))
 
 
 @register(
@@ -145,10 +145,10 @@ def _count(func: OpOverload, tensor: ShardedTensor, dim: int | None = None) -> A
 )  # fmt: skip
 def _extreme(func: OpOverload, tensor: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
     """The largest or smallest element, and whether any or all are true."""
-    # Of any and all an empty list of dimensions means none, of amax and amin all.
+    # For any and all an empty list of dimensions means no dimension, for amax and amin it means all.
     dims = _dims(func, tensor, dim, none_means_all=func.overloadpacket in (aten.amax, aten.amin))
     if len(dims) < tensor.dim():
-        return _along(func, tensor, dims, keepdim, lambda part: func(part, dim, keepdim))
+        return _along(func, tensor, dims, keepdim, lambda shard: func(shard, dim, keepdim))
     simple = func.overloadpacket.default
     return _shaped(simple(_partials(tensor, simple, has_neutral=False)), tensor, keepdim)
 
@@ -165,7 +165,7 @@ def _vector_norm(
 ) -> Any:
     dims = _dims(func, tensor, dim)
     if len(dims) < tensor.dim():
-        return _along(func, tensor, dims, keepdim, lambda part: func(part, order, dim, keepdim, dtype=dtype))
+        return _along(func, tensor, dims, keepdim, lambda shard: func(shard, order, dim, keepdim, dtype=dtype))
     given = dtype or tensor.dtype
     reduce = partial(torch.linalg.vector_norm, ord=order, dtype=_summed_in(given))
     total = _combined_norm(_partials(tensor, reduce, has_neutral=False), order).to(given.to_real())
@@ -179,7 +179,7 @@ def _norm(
     """What ``Tensor.norm`` calls."""
     dims = _dims(func, tensor, dim)
     if len(dims) < tensor.dim():
-        return _along(func, tensor, dims, keepdim, lambda part: func(part, p, dim, keepdim, **options))
+        return _along(func, tensor, dims, keepdim, lambda shard: func(shard, p, dim, keepdim, **options))
     return _vector_norm(func, tensor, 2 if p is None else p, dim, keepdim, **options)
 
 
@@ -194,7 +194,7 @@ def _norms(func: OpOverload, tensors: list[Tensor], order: float = 2, dtype: tor
     def finish(partials: Tensor, given: torch.dtype) -> Tensor:
         return _combined_norm(partials, order).to((dtype or given).to_real())
 
-    # A norm of nothing is 0; the smallest of no absolute values is above all others.
+    # The norm of an empty tensor is 0. A negative order looks for the smallest value, so infinity is neutral.
     neutral = float("inf") if order < 0 else 0.0
     return _of_list(tensors, partial(func, ord=order, dtype=dtype), reduce, finish, lambda dtype: neutral)
 
@@ -217,44 +217,44 @@ def _of_list(
     finish: Callable[[Tensor, torch.dtype], Tensor],
     neutral: Callable[[torch.dtype], float],
 ) -> list[Tensor]:
-    """The result for each tensor of the list. What an owner sends travels as one tensor.
+    """The result for each tensor of the list. All partial results of an owner travel as one tensor.
 
     Args:
-        of_plain: the results of plain tensors.
-        reduce: the results of one owner's parts.
-        finish: the results of tensors of a dtype, from a tensor (owners, tensors) of those of the parts.
-        neutral: what stands for an empty part of this dtype.
+        of_plain: reduces a list of plain tensors.
+        reduce: reduces a list of one owner's shards.
+        finish: the results for tensors of a dtype, from the partial results, of shape (owners, tensors).
+        neutral: the value that stands for an empty shard of a dtype.
     """
     results: list[Any] = [None] * len(tensors)
     for group in groups_of([tensors]):
-        for alike in _alike(group) if group.leads else [group]:
-            if alike.leads:
-                parts = zip(*(_parts(tensor, neutral) for tensor in alike.leads), strict=True)
-                partials = joined([torch.stack(reduce([*of_owner])) for of_owner in parts])
-                over = alike.leads[0].over
-                if over is not None and not isinstance(alike.leads[0]._placement, Replicate):
-                    partials = of_all_owners(partials, over)
-                found = [*finish(partials, alike.leads[0].dtype).unbind()]
+        for subgroup in _by_dtype(group) if group.templates else [group]:
+            if subgroup.templates:
+                owners = zip(*(_reduced_shards(tensor, neutral) for tensor in subgroup.templates), strict=True)
+                partials = stack_on_first([torch.stack(reduce([*of_owner])) for of_owner in owners])
+                over = subgroup.templates[0].over
+                if over is not None and not isinstance(subgroup.templates[0]._placement, Replicate):
+                    partials = all_gather_owners(partials, over)
+                of_subgroup = [*finish(partials, subgroup.templates[0].dtype).unbind()]
             else:
-                found = of_plain([tensors[position] for position in alike.positions])
-            for position, result in zip(alike.positions, found, strict=True):
+                of_subgroup = of_plain([tensors[position] for position in subgroup.positions])
+            for position, result in zip(subgroup.positions, of_subgroup, strict=True):
                 results[position] = result
     return results
 
 
-def _alike(group: Group) -> list[Group]:
-    """The tensors of each dtype that are read on as many owners: of replicated ones only the first copy is."""
-    found: dict[Any, Group] = {}
-    for lead, position in zip(group.leads, group.positions, strict=True):
-        alike = found.setdefault((lead.dtype, isinstance(lead._placement, Replicate)), Group([], []))
-        alike.leads.append(lead)
-        alike.positions.append(position)
-    return [*found.values()]
+def _by_dtype(group: Group) -> list[Group]:
+    """Divides a group by dtype, and by whether tensors are replicated: of those only the first copy is reduced."""
+    by_key: dict[Any, Group] = {}
+    for template, position in zip(group.templates, group.positions, strict=True):
+        subgroup = by_key.setdefault((template.dtype, isinstance(template._placement, Replicate)), Group([], []))
+        subgroup.templates.append(template)
+        subgroup.positions.append(position)
+    return [*by_key.values()]
 
 
-def _parts(tensor: ShardedTensor, neutral: Callable[[torch.dtype], float]) -> list[Tensor]:
+def _reduced_shards(tensor: ShardedTensor, neutral: Callable[[torch.dtype], float]) -> list[Tensor]:
     if isinstance(tensor._placement, Replicate):
         return [tensor._shards[0]]
-    if tensor.numel() == 0:  # torch's own result or error for nothing
+    if tensor.numel() == 0:  # torch's own result or error for an empty tensor
         return [*tensor._shards]
-    return [part if part.numel() else part.new_full((1,), neutral(part.dtype)) for part in tensor._shards]
+    return [shard if shard.numel() else shard.new_full((1,), neutral(shard.dtype)) for shard in tensor._shards]

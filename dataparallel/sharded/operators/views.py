@@ -1,8 +1,8 @@
-"""Views of a sharded tensor: what is written to one reaches the parts of the tensor.
+"""Views of a sharded tensor, which share memory with its shards: each owner makes a view of its own shard.
 
-Each owner makes a view of its own part. A slice, or one row, along the divided dimension leaves each owner the rows
-that it has of it (placement `Rows`). A view to another shape keeps the order of elements, so each part has to hold
-whole rows of the new shape. Other views need elements of several owners.
+After a slice or a selected row along the divided dimension each owner has those of the rows that it had before
+(placement `Rows`). A view to another shape keeps the order of elements, so each shard has to hold complete rows of the
+new shape. Other views need elements of several owners.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dataparallel.sharded.placements import (
     Shard,
     moved,
     on_this_machine,
-    parts_on_all,
     rows_of,
-    rows_of_parts,
+    rows_of_shards,
+    shards_on_all_machines,
 )
 from dataparallel.sharded.tensor import ShardedTensor
 
@@ -40,8 +40,8 @@ def _second_object(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
 
 @register(aten.view_as_real.default, aten.view_as_complex.default)
 def _other_numbers(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
-    """Complex numbers as pairs in a last dimension, or the other way round."""
-    last = tensor.dim() - (func is aten.view_as_complex.default)  # where the pairs are
+    """Views complex numbers as pairs in a new last dimension, or such pairs as complex numbers."""
+    last = tensor.dim() - (func is aten.view_as_complex.default)  # the dimension of the pairs
     if isinstance(tensor._placement, Shard) and tensor._placement.dim >= last:
         raise refusal(func, f" of shape {tuple(tensor.shape)}, where it would cut pairs in two")
     shape = (*tensor.shape, 2) if func is aten.view_as_real.default else tensor.shape[:-1]
@@ -49,30 +49,30 @@ def _other_numbers(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
 
 
 def _on_meta(tensor: ShardedTensor) -> Tensor:
-    """A tensor without memory that has the same shape, strides and offset, for torch to make views of."""
+    """A tensor on meta with the same shape, strides and offset. A view of it gives the strides of a sharded view."""
     numel = tensor.storage_offset() + sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True)) + 1
     like = torch.empty(max(numel, 1), dtype=tensor.dtype, device="meta")
     return like.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _view(tensor: ShardedTensor, parts: Sequence[Tensor], placement: Division, like: Tensor) -> ShardedTensor:
-    return ShardedTensor(parts, placement, like.shape, tensor._devices, like=like)
+def _view(tensor: ShardedTensor, shards: Sequence[Tensor], placement: Division, like: Tensor) -> ShardedTensor:
+    return ShardedTensor(shards, placement, like.shape, tensor._devices, like=like)
 
 
 def _rows(tensor: ShardedTensor) -> list[tuple[int, int]]:
-    """For each part, over all machines, the rows of the whole that it has: from and up to."""
+    """For each shard on all machines its first row in the full tensor, and the row after its last."""
     placement = tensor._placement
     assert not isinstance(placement, Replicate)
-    counts = rows_of(placement, tensor.shape[placement.dim], parts_on_all(len(tensor._shards), tensor.over))
+    counts = rows_of(placement, tensor.shape[placement.dim], shards_on_all_machines(len(tensor._shards), tensor.over))
     return [(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
 def _each(tensor: ShardedTensor, view: Callable[[Tensor], Tensor], where: Callable[[int], int]) -> ShardedTensor:
-    """The same view of each part. ``where`` says where the divided dimension is then."""
+    """Makes the same view of each shard. ``where`` maps the divided dimension to its number in the view."""
     placement = tensor._placement
     if not isinstance(placement, Replicate):
         placement = moved(placement, where(placement.dim))
-    return _view(tensor, [view(part) for part in tensor._shards], placement, view(_on_meta(tensor)))
+    return _view(tensor, [view(shard) for shard in tensor._shards], placement, view(_on_meta(tensor)))
 
 
 @register(aten.slice.Tensor)
@@ -88,7 +88,7 @@ def _slice(
     dim %= tensor.dim()
     placement = tensor._placement
     if isinstance(placement, Replicate) or placement.dim != dim:
-        return _each(tensor, lambda part: func(part, dim, start, end, step), lambda of: of)
+        return _each(tensor, lambda shard: func(shard, dim, start, end, step), lambda of: of)
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
     cuts = []
     for begin, stop in _rows(tensor):
@@ -96,29 +96,29 @@ def _slice(
         low += (first - low) % step
         cuts.append((low - begin, max(low, min(last, stop)) - begin))
     rows = tuple(len(range(low, high, step)) for low, high in cuts)
-    parts = [
-        func(part, dim, low if count else 0, high if count else 0, step)
-        for part, (low, high), count in zip(
+    shards = [
+        func(shard, dim, low if count else 0, high if count else 0, step)
+        for shard, (low, high), count in zip(
             tensor._shards, on_this_machine(cuts, tensor.over), on_this_machine(rows, tensor.over), strict=True
         )
     ]
-    return _view(tensor, parts, Rows(dim, rows), like)
+    return _view(tensor, shards, Rows(dim, rows), like)
 
 
 @register(aten.select.int)
 def _select(func: OpOverload, tensor: ShardedTensor, dim: int, index: int) -> ShardedTensor:
-    """One row, along the divided dimension that of one owner."""
+    """Selects one row. Along the divided dimension one owner has it."""
     like = func(_on_meta(tensor), dim, index)
     dim %= tensor.dim()
     placement = tensor._placement
     if isinstance(placement, Replicate) or placement.dim != dim:
-        return _each(tensor, lambda part: func(part, dim, index), lambda of: of - (of > dim))
+        return _each(tensor, lambda shard: func(shard, dim, index), lambda of: of - (of > dim))
     index %= tensor.shape[dim]
     ranges = _rows(tensor)
     owner = next(i for i, (begin, stop) in enumerate(ranges) if begin <= index < stop)
     rows = [
-        func(part, dim, index - ranges[owner][0]) if i == owner else part.new_empty((0, *like.shape[1:]))
-        for part, i in zip(tensor._shards, on_this_machine(range(len(ranges)), tensor.over), strict=True)
+        func(shard, dim, index - ranges[owner][0]) if i == owner else shard.new_empty((0, *like.shape[1:]))
+        for shard, i in zip(tensor._shards, on_this_machine(range(len(ranges)), tensor.over), strict=True)
     ]
     if like.dim():
         return _view(tensor, rows, Rows(0, tuple(like.shape[0] * (i == owner) for i in range(len(ranges)))), like)
@@ -148,16 +148,16 @@ def _permute(func: OpOverload, tensor: ShardedTensor, *dims: Any) -> ShardedTens
     if not tensor.dim():
         return _view(tensor, tensor._shards, tensor._placement, tensor)
     numbered = func(torch.empty([*range(tensor.dim())], device="meta"), *dims).shape
-    return _each(tensor, lambda part: func(part, *dims), [*numbered].index)
+    return _each(tensor, lambda shard: func(shard, *dims), [*numbered].index)
 
 
 @register(aten.unsqueeze.default)
 def _unsqueeze(func: OpOverload, tensor: ShardedTensor, dim: int) -> ShardedTensor:
     dim %= tensor.dim() + 1
-    if not tensor.dim() and not isinstance(tensor._placement, Replicate):  # parts without the element have a dimension
-        parts = [part if part.dim() else func(part, dim) for part in tensor._shards]
-        return _view(tensor, parts, tensor._placement, func(_on_meta(tensor), dim))
-    return _each(tensor, lambda part: func(part, dim), lambda of: of + (of >= dim))
+    if not tensor.dim() and not isinstance(tensor._placement, Replicate):  # shards without the element are 1-dim
+        shards = [shard if shard.dim() else func(shard, dim) for shard in tensor._shards]
+        return _view(tensor, shards, tensor._placement, func(_on_meta(tensor), dim))
+    return _each(tensor, lambda shard: func(shard, dim), lambda of: of + (of >= dim))
 
 
 @register(aten.view.default, _torch.unsafe_view)
@@ -165,7 +165,7 @@ def _reshape(func: OpOverload, tensor: ShardedTensor, size: Sequence[int]) -> Sh
     like = func(_on_meta(tensor), size)
     placement = tensor._placement
     if isinstance(placement, Replicate):
-        return _view(tensor, [func(part, like.shape) for part in tensor._shards], placement, like)
+        return _view(tensor, [func(shard, like.shape) for shard in tensor._shards], placement, like)
     change = f" from {tuple(tensor.shape)} to {tuple(like.shape)}"
     if not tensor.dim() or not like.dim() or placement.dim:
         raise NeedsWhole(refusal(func, change))
@@ -174,9 +174,9 @@ def _reshape(func: OpOverload, tensor: ShardedTensor, size: Sequence[int]) -> Sh
     if not row or any(count % row for count in counts):
         raise NeedsWhole(refusal(func, f"{change}, whose rows lie on several devices"))
     rows = [count // row for count in counts]
-    parts = [
-        func(part, (count, *like.shape[1:]))
-        for part, count in zip(tensor._shards, on_this_machine(rows, tensor.over), strict=True)
+    shards = [
+        func(shard, (count, *like.shape[1:]))
+        for shard, count in zip(tensor._shards, on_this_machine(rows, tensor.over), strict=True)
     ]
-    is_even = rows == rows_of_parts(like.shape[0], len(rows))
-    return _view(tensor, parts, Shard(0) if is_even else Rows(0, tuple(rows)), like)
+    is_even = rows == rows_of_shards(like.shape[0], len(rows))
+    return _view(tensor, shards, Shard(0) if is_even else Rows(0, tuple(rows)), like)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.replicas.kept_values import MemoryOfCopies
-from dataparallel.sharded.placements import Shard, part_shapes
+from dataparallel.sharded.placements import Shard, shard_shapes
 
 _ALIGNED_TO = 8
 """Elements. A part begins at a multiple, so that kernels can read 16 bytes at a time also in 16-bit types."""
@@ -28,12 +28,12 @@ _ALIGNED_TO = 8
 class Columns:
     """One parameter's range of columns: ``numel`` from ``start`` on, and ``padding`` more that belong to no parameter.
 
-    ``dim``: the dimension along which it is cut. ``part_shapes``: the shape of each owner's part, without padding.
+    ``dim``: the dimension along which it is cut. ``shard_shapes``: the shape of each owner's part, without padding.
     """
 
     shape: torch.Size
     dim: int
-    part_shapes: tuple[torch.Size, ...]
+    shard_shapes: tuple[torch.Size, ...]
     start: int
     numel: int
     padding: int
@@ -41,7 +41,7 @@ class Columns:
     @cached_property
     def is_even(self) -> bool:
         """True if all owners have parts of one size, which fill their columns."""
-        return all(part.numel() == self.numel for part in self.part_shapes)
+        return all(part.numel() == self.numel for part in self.shard_shapes)
 
 
 class Layout:
@@ -74,13 +74,13 @@ class Layout:
         self.owners, self.numel = owners, 0
         self.columns: list[Columns] = []
         for shape, placement in zip(shapes, placements, strict=True):
-            parts = part_shapes(shape, placement, owners)
+            parts = shard_shapes(shape, placement, owners)
             numel = parts[0].numel()
             padding = -numel % _ALIGNED_TO
             self.columns.append(Columns(shape, placement.dim, tuple(parts), self.numel, numel, padding))
             self.numel += numel + padding
         self._views = [
-            [(each.part_shapes[owner], _contiguous(each.part_shapes[owner]), each.start) for each in self.columns]
+            [(each.shard_shapes[owner], _contiguous(each.shard_shapes[owner]), each.start) for each in self.columns]
             for owner in rows_here
         ]
         self.full_offsets = [owners * p.start for p in self.columns] if full_offsets is None else [*full_offsets]
@@ -119,7 +119,7 @@ class Layout:
         """Joins the parts of a parameter, which follow each other, along another dimension than 0."""
         numel = prod(columns.shape)
         region = full[start : start + numel]
-        parts = region.clone().view(self.owners, *columns.part_shapes[0])
+        parts = region.clone().view(self.owners, *columns.shard_shapes[0])
         torch.cat([*parts], columns.dim, out=region.view(columns.shape))
 
     def copy_in(self, grads: Sequence[Tensor | None], gathered: Tensor) -> None:

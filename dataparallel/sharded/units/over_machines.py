@@ -17,7 +17,7 @@ from dataparallel.comm.streams.current import Event
 from dataparallel.machines.collectives import all_gather, stage
 from dataparallel.machines.group import Machines
 from dataparallel.machines.peer_rounds import PeerRounds
-from dataparallel.machines.rounds import Launched
+from dataparallel.machines.rounds import PendingResult
 from dataparallel.machines.start import send_values
 from dataparallel.sharded.placements import Owners
 from dataparallel.sharded.units.shards import OwnedShards, PullSource
@@ -100,7 +100,7 @@ class SourceOverMachines(PullSource):
     def __init__(self, unit: Unit, owned: OwnedShards, pulls: int, machines: Machines) -> None:
         super().__init__(unit, owned, pulls)
         self._machines, self._name = machines, unit.name
-        self._launched: list[Launched] | None = None
+        self._launched: list[PendingResult] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -113,7 +113,7 @@ class SourceOverMachines(PullSource):
             if self._launched is None:
                 self._launched = self._launch(ready)
 
-    def _launch(self, ready: Mapping[torch.device, Event]) -> list[Launched]:
+    def _launch(self, ready: Mapping[torch.device, Event]) -> list[PendingResult]:
         machines, owned = self._machines, self._owned
         with self._copying(ready):
             flats = map(self._cast, owned.flats, owned.owners)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.comm.streams.current import Event, streams_set
-from dataparallel.sharded.placements import rows_of_parts
+from dataparallel.sharded.placements import rows_of_shards
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.buffers import FullBuffer, Layout
 
@@ -208,5 +208,5 @@ def _part(full: Tensor, dim: int, number: int, parts: int) -> Tensor:
     """Returns part ``number`` of ``parts`` of a full parameter, as a view."""
     if full.dim() == 0:
         return full if number == 0 else full.new_empty(0)
-    rows = rows_of_parts(full.shape[dim], parts)
+    rows = rows_of_shards(full.shape[dim], parts)
     return full.detach().narrow(dim, sum(rows[:number]), rows[number])

@@ -19,7 +19,7 @@ from torch import Tensor
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.machines.collectives import Staged, Transfer, all_reduce, reduce_scatter, stage
 from dataparallel.machines.group import Machines
-from dataparallel.machines.rounds import Launched, Round
+from dataparallel.machines.rounds import PendingResult, Round
 from dataparallel.sharded.units.gradients import PartialSums, UnitGradients
 from dataparallel.sharded.units.over_machines import MachinesOfTree
 from dataparallel.sharded.units.sums import PassGradients, added_in
@@ -88,8 +88,8 @@ class SumsOverMachines:
         has_others = machines.shard is not None or any(entry.is_for_all for entry in self._entries)
         self._learns_order = has_others and not tree.is_order_known
         self._round: Round | None = None
-        self._proposed_order: Launched | None = None  # of each rank
-        self._end: Launched | None = None
+        self._proposed_order: PendingResult | None = None  # of each rank
+        self._end: PendingResult | None = None
         self._flags: list[bool] = []  # per trainable parameter: has a gradient; per unit: has a rest
         self._scattered: _UnitEntry | None = None  # the unit whose parts go over the replicate group next
         if self._entries and has_others:
@@ -213,7 +213,7 @@ class SumsOverMachines:
             self._send_scattered()
             if self._learns_order and self._round is not None:
                 order = [*dict.fromkeys([*self._arrived, *self._tree.order_of_sums])]
-                self._proposed_order = self._round.say("the order of units", lambda: order)
+                self._proposed_order = self._round.all_gather_object("the order of units", lambda: order)
 
     def _fill(self, entry: _UnitEntry, with_partial: bool) -> None:
         for at, (_, layout, dtype) in enumerate(entry.gradients.groups):
@@ -313,14 +313,14 @@ def _nothing(unit: Unit) -> list[list[Any]]:
 
 
 def _launched(
-    round: Round | None, entry: _UnitEntry, calls: Sequence[Callable[[], Transfer]], after: Sequence[Launched] = ()
+    round: Round | None, entry: _UnitEntry, calls: Sequence[Callable[[], Transfer]], after: Sequence[PendingResult] = ()
 ) -> list[Any]:
     assert round is not None
     return round.launch_together([f"the gradients of {entry.unit.name!r}"] * len(calls), calls, after)
 
 
-def _all_reduce(replicate: Machines, part: Launched | Staged) -> Transfer:
-    return all_reduce(replicate, part.received() if isinstance(part, Launched) else part)
+def _all_reduce(replicate: Machines, part: PendingResult | Staged) -> Transfer:
+    return all_reduce(replicate, part.received() if isinstance(part, PendingResult) else part)
 
 
 def _received(result: Any, device: torch.device) -> Tensor:

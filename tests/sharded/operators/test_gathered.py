@@ -128,7 +128,7 @@ def test_some_are_refused_all_the_same(slots: list, operator: Callable[[Tensor],
 
 
 def test_one_warning_names_each_operator(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered, "_named", set())
+    monkeypatch.setattr(gathered, "_warned", set())
     monkeypatch.delenv("DATAPARALLEL_GATHERS", raising=False)
     allow_gathers(None)
     x = sharded(values(), slots)

@@ -82,7 +82,7 @@ class TestParameters:
         for owner in range(layout.owners):
             for at, view in enumerate(layout.parts_of(gathered[owner], owner)):
                 assert view.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
-                assert view.shape == layout.columns[at].part_shapes[owner]
+                assert view.shape == layout.columns[at].shard_shapes[owner]
                 torch.testing.assert_close(view, parts(layout, parameters[at], at)[owner], rtol=0, atol=0)
 
     @given(layouts())

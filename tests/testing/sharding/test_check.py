@@ -96,7 +96,7 @@ def test_only_even_parts_on_demand() -> None:
 
 
 def test_a_wrong_kernel_is_found_with_the_placements_that_show_it(slots: list, monkeypatch: Any) -> None:
-    right = operators._of_kind(aten.exp.default)
+    right = operators._by_rule(aten.exp.default)
 
     def planted(func: Any, *args: Any, **kwargs: Any) -> Any:
         result = right(func, *args, **kwargs)
@@ -111,7 +111,7 @@ def test_a_wrong_kernel_is_found_with_the_placements_that_show_it(slots: list, m
 
 
 def test_a_replica_that_differs_is_found(slots: list, monkeypatch: Any) -> None:
-    right = operators._of_kind(aten.exp.default)
+    right = operators._by_rule(aten.exp.default)
 
     def planted(func: Any, *args: Any, **kwargs: Any) -> Any:
         result = right(func, *args, **kwargs)
@@ -125,7 +125,7 @@ def test_a_replica_that_differs_is_found(slots: list, monkeypatch: Any) -> None:
 
 
 def test_a_wrong_gradient_is_found(slots: list, monkeypatch: Any) -> None:
-    right = operators._of_kind(aten.mul.Tensor)
+    right = operators._by_rule(aten.mul.Tensor)
 
     def twice(func: Any, *args: Any, **kwargs: Any) -> Any:
         result = right(func, *args, **kwargs)

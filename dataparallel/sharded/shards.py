@@ -1,0 +1,262 @@
+"""`split_into` copies a full tensor to shards, `gather_full` shards to a full tensor, `copy_shards` shards to others.
+
+They travel through ``comm`` on the current streams of their devices. A copy to the CPU is complete at the return,
+unless ``non_blocking`` is true. With ``over``, the machines over which a tensor is sharded, shards are those of this
+machine. A function that needs others' is collective: all machines call it, in one order, with the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dataparallel import comm
+from dataparallel.devices import CPU
+from dataparallel.sharded.placements import (
+    Division,
+    Replicate,
+    Rows,
+    on_this_machine,
+    rows_of,
+    shard_shapes,
+    shards_on_all_machines,
+)
+
+if TYPE_CHECKING:
+    from dataparallel.machines.group import Machines
+
+GATHERED_BYTES = 4 << 20
+"""How much `gather_full` gathers from all machines at a time, at most, unless one owner's shards are larger."""
+
+
+def empty_shards(
+    shape: Sequence[int],
+    placement: Division,
+    devices: Sequence[torch.device],
+    dtype: torch.dtype,
+    over: Machines | None = None,
+) -> list[Tensor]:
+    """Uninitialised contiguous shards, one on each of the devices."""
+    shapes = local_shard_shapes(shape, placement, len(devices), over)
+    return [torch.empty(of_shard, dtype=dtype, device=device) for of_shard, device in zip(shapes, devices, strict=True)]
+
+
+@torch.no_grad()
+def copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
+    """Copies ``source`` into ``target``, which has the same shape and may be on another device."""
+    types = (source.device.type, target.device.type)
+    # A copy to meta does nothing in torch, and a copy from meta raises.
+    if source.device == target.device or CPU.type in types or "meta" in types:
+        target.copy_(source, non_blocking)
+    else:
+        comm.broadcast(source, out=[target])
+
+
+@torch.no_grad()
+def split_into(
+    shards: Sequence[Tensor],
+    placement: Division,
+    tensor: Tensor,
+    non_blocking: bool = False,
+    over: Machines | None = None,
+) -> None:
+    """Copies the values of each shard from the full ``tensor``."""
+    for shard, view in zip(shards, _views_of_shards(tensor, placement, len(shards), over), strict=True):
+        if shard.numel():
+            copy_into(shard, view, non_blocking)
+
+
+@torch.no_grad()
+def gather_full(
+    shards: Sequence[Tensor],
+    placement: Division,
+    shape: Sequence[int],
+    device: torch.device,
+    over: Machines | None = None,
+) -> Tensor:
+    """Copies the shards of a tensor of this shape into a full tensor on ``device``."""
+    full = torch.empty(torch.Size(shape), dtype=shards[0].dtype, device=device)
+    if full.is_meta:
+        return full
+    if isinstance(placement, Replicate):
+        on_device = [shard for shard in shards if shard.device == device]
+        copy_into(full, on_device[0] if on_device else shards[0])
+    elif not shape:
+        copy_into(full, scalar_of(shards, over))
+    elif over is None:
+        comm.gather(shards, placement.dim, out=full)
+    else:
+        start = 0
+        for rows in _rows_of_all_machines(shards, placement, shape, over):
+            copy_into(full.narrow(placement.dim, start, rows.shape[placement.dim]), rows)
+            start += rows.shape[placement.dim]
+    return full
+
+
+def scalar_of(shards: Sequence[Tensor], over: Machines | None) -> Tensor:
+    """The element of a 0-dim tensor that is divided. The first owner of the first machine has it."""
+    if over is None:
+        return shards[0]
+    return broadcast_from_first(shards[0] if over.rank == 0 else shards[0].new_zeros(()), over)
+
+
+@torch.no_grad()
+def copy_shards(
+    targets: Sequence[Tensor],
+    target_placement: Division,
+    sources: Sequence[Tensor],
+    source_placement: Division,
+    shape: Sequence[int],
+    non_blocking: bool = False,
+    *,
+    target_over: Machines | None = None,
+    source_over: Machines | None = None,
+) -> None:
+    """Copies shards of one tensor of this shape into shards with another placement.
+
+    Each target gets from each source the elements that both of them have. Of replicated sources it uses one, on its own
+    device if possible. Sources over machines are gathered to a full tensor first, unless all is divided alike.
+    """
+    if target_placement == source_placement and len(targets) == len(sources) and target_over == source_over:
+        for target, source in zip(targets, sources, strict=True):
+            if target.numel():
+                copy_into(target, source, non_blocking)
+        return
+    if source_over is not None and not isinstance(source_placement, Replicate):
+        full = gather_full(sources, source_placement, shape, targets[0].device, source_over)
+        split_into(targets, target_placement, full, non_blocking, target_over)
+        return
+    starts = starts_of_shards(shape, target_placement, len(targets), target_over)
+    source_starts = starts_of_shards(shape, source_placement, len(sources))
+    for target, start in zip(targets, starts, strict=True):
+        if not target.numel():
+            continue
+        if isinstance(source_placement, Replicate):
+            on_device = [i for i, source in enumerate(sources) if source.device == target.device]
+            used = on_device[:1] or [0]
+        else:
+            used = [i for i, source in enumerate(sources) if source.numel()]
+        for i in used:
+            _copy_common(target, start, sources[i], source_starts[i], non_blocking)
+
+
+def _copy_common(
+    target: Tensor, target_start: Sequence[int], source: Tensor, source_start: Sequence[int], non_blocking: bool
+) -> None:
+    """Copies the elements that two shards of one tensor have in common. The starts are positions in the full tensor."""
+    for dim in range(target.dim()):
+        start = max(target_start[dim], source_start[dim])
+        stop = min(target_start[dim] + target.shape[dim], source_start[dim] + source.shape[dim])
+        if stop <= start:
+            return
+        target = target.narrow(dim, start - target_start[dim], stop - start)
+        source = source.narrow(dim, start - source_start[dim], stop - start)
+    copy_into(target, source, non_blocking)
+
+
+def starts_of_shards(
+    shape: Sequence[int], placement: Division, owners: int, over: Machines | None = None
+) -> list[list[int]]:
+    """For each owner on this machine the position in the full tensor at which its shard begins."""
+    starts = [[0] * len(shape) for _ in range(owners)]
+    if shape and not isinstance(placement, Replicate):
+        rows = rows_of(placement, shape[placement.dim], shards_on_all_machines(owners, over))
+        for start, first in zip(starts, on_this_machine([0, *accumulate(rows)][:-1], over), strict=True):
+            start[placement.dim] = first
+    return starts
+
+
+def _views_of_shards(tensor: Tensor, placement: Division, owners: int, over: Machines | None) -> Sequence[Tensor]:
+    """For each owner on this machine a view of the elements of a full tensor that belong to its shard."""
+    if isinstance(placement, Replicate):
+        return [tensor] * owners
+    count = shards_on_all_machines(owners, over)
+    if tensor.dim() == 0:
+        return on_this_machine([tensor, *[tensor.new_empty(0)] * (count - 1)], over)
+    return on_this_machine(tensor.split(rows_of(placement, tensor.shape[placement.dim], count), placement.dim), over)
+
+
+# ---- shards of other machines ----------------------------------------------------------------------------------------
+
+
+def local_shard_shapes(
+    shape: Sequence[int], placement: Division, owners: int, over: Machines | None
+) -> list[torch.Size]:
+    """The shape of the shard of each owner on this machine. ``owners``: how many owners this machine has."""
+    return [*on_this_machine(shard_shapes(shape, placement, shards_on_all_machines(owners, over)), over)]
+
+
+def all_gather_stacked(tensor: Tensor, over: Machines) -> Tensor:
+    """All-gathers one tensor of each machine: ``[machines, *shape]``, on the device of ``tensor``.
+
+    The tensors travel as bytes, so every dtype can be sent, and all machines get the same bits.
+    """
+    if tensor.is_meta or not tensor.numel():
+        return tensor.new_empty((over.size, *tensor.shape))
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    gathered = over.all_gather(values.view(-1).view(torch.uint8))
+    return gathered.reshape(-1).view(tensor.dtype).view(over.size, *tensor.shape)
+
+
+def broadcast_from_first(tensor: Tensor, over: Machines) -> Tensor:
+    """The tensor of machine 0. All machines pass tensors of one shape and dtype."""
+    return all_gather_stacked(tensor, over)[0]
+
+
+def all_gather_owners(of_owners: Tensor, over: Machines) -> Tensor:
+    """All-gathers a row of each owner, ``[owners, ...]`` on each machine. The rows come in the order of the shards."""
+    return all_gather_stacked(of_owners, over).transpose(0, 1).flatten(0, 1)
+
+
+def _rows_of_all_machines(
+    shards: Sequence[Tensor], placement: Division, shape: Sequence[int], over: Machines
+) -> Iterator[Tensor]:
+    """Yields consecutive pieces of the full tensor, cut along the placement's dimension.
+
+    A piece holds the shards that owner j has on all machines, or several owners' if they are small. It is on the device
+    of its first owner.
+    """
+    assert not isinstance(placement, Replicate)
+    dim = placement.dim
+    shapes = shard_shapes(shape, placement, len(shards) * over.size)
+    largest = max(shapes, key=lambda of_shard: of_shard[dim])
+    bytes_of_owner = prod(largest) * shards[0].element_size() * over.size
+    step = max(1, GATHERED_BYTES // max(bytes_of_owner, 1))
+    for first in range(0, len(shards), step):
+        chosen = shards[first : first + step]
+        sizes = [of_shard[dim] for of_shard in shapes[first * over.size : (first + len(chosen)) * over.size]]
+        rows = sum(sizes)
+        if not rows:
+            continue
+        stacked = stack_on_first([_padded(shard, largest) for shard in chosen])
+        gathered = all_gather_stacked(stacked, over)  # [machines, owners, *largest]
+        in_order = gathered.movedim((1, 0), (dim, dim + 1)).flatten(dim, dim + 2)
+        if isinstance(placement, Rows):
+            pieces = in_order.split(largest[dim], dim)
+            yield torch.cat([piece.narrow(dim, 0, size) for piece, size in zip(pieces, sizes, strict=True)], dim)
+        else:  # only shards at the end are padded
+            yield in_order.narrow(dim, 0, rows)
+
+
+def stack_on_first(of_owners: Sequence[Tensor]) -> Tensor:
+    """Stacks tensors of one shape, one from each owner on this machine, on the device of the first one."""
+    first = of_owners[0]
+    if len(of_owners) == 1:
+        return first.unsqueeze(0)
+    if all(one.device == first.device for one in of_owners):
+        return torch.stack([*of_owners])
+    return comm.gather([one.unsqueeze(0) for one in of_owners], 0, first.device)
+
+
+def _padded(shard: Tensor, shape: torch.Size) -> Tensor:
+    """The shard, padded with zeros at the end to this shape."""
+    if shard.shape == shape:
+        return shard
+    padded = shard.new_zeros(shape)
+    padded[tuple(slice(size) for size in shard.shape)].copy_(shard)
+    return padded
