@@ -117,9 +117,9 @@ def test_what_a_bucket_came_on_is_told_once(everyone: list) -> None:
         expected = [[first, second], [third], [first, second, third]]
         for (source, *buffers), pieces, came_on in zip(buckets, [2, 1, 4], expected, strict=True):
             TorchCopies("chain", pieces).broadcast_flat(source, buffers)
-            assert streams.taken(everyone[1]) == came_on
-        assert streams.taken(everyone[1]) == [first]  # where work is that asks for no other
-        assert streams.taken(torch.device("cpu")) == ()
+            assert streams.take_used(everyone[1]) == came_on
+        assert streams.take_used(everyone[1]) == [first]  # where work is that asks for no other
+        assert streams.take_used(torch.device("cpu")) == ()
 
 
 @pytest.mark.slots(4)

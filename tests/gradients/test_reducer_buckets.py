@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import wait_for_the_engine
 from persistent import Branched, assert_same, build, gradients, kept_on_slots, loss, numbers
 from torch import Tensor
 from torch.futures import Future
@@ -108,6 +109,7 @@ def test_a_pass_that_fails_leaves_all_as_it_was(model, twin, hook, slots, root, 
     hook.fails = True
     with pytest.raises(RuntimeError, match="ArithmeticError"):
         loss(model(third)).backward()
+    wait_for_the_engine(slots)
     assert_same(gradients(model), before)
     assert kept_on_slots(model) == waiting
     hook.fails = False
