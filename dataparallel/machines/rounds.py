@@ -241,7 +241,8 @@ def run_call(queue: RoundQueue, this_round: Round, item: Item) -> None:
                 result.fail(error)
                 queue.health.notices.publish(key, describe_error(error))
             steps = queue.control.all_gather_object(None if failure is None else f": {describe_error(failure)}")
-            this_round.call_error = failure or error_of_failures(queue.group, _drive(steps, check))
+            failures = _drive(steps, check)  # on each rank, also where it has failed
+            this_round.call_error = failure or error_of_failures(queue.group, failures)
     if this_round.call_error is None:
         result.succeed(None)
     elif not result.is_decided:
