@@ -154,9 +154,9 @@ def destinations(owners: Sequence[torch.device], device: torch.device) -> tuple[
     """
     if device.type == META:
         return (device,) * len(owners)
-    is_current = device.index is None or device == current_device(device)
     is_of_owners = device.type != CPU.type and device.type in {owner.type for owner in owners}
-    if device == owners[0] or (is_of_owners and is_current):
+    # The current device is asked for last: the machine may lack the type of ``device``.
+    if device == owners[0] or (is_of_owners and (device.index is None or device == current_device(device))):
         return tuple(resolve_each(owners))
     if device.type == CPU.type:
         return (CPU,) * len(owners)

@@ -179,6 +179,12 @@ class JointGathers:
         self._asking_slots: set[int] = set()  # slots that have asked for a large unit in this backward
         self.last_pull: Event | None = None
 
+    def take_last_pull(self) -> Event | None:
+        """Returns `last_pull` once. A gather that another thread launches just now comes before this or after it."""
+        with self._lock:
+            event, self.last_pull = self.last_pull, None
+            return event
+
     @property
     def number(self) -> int:
         """The number of the unit in its tree."""

@@ -73,6 +73,11 @@ class SlotUnit:
         self._is_kept_for_graph = False  # a recorded backward has ended, whose graph reads the parameters
         self._modules_run: set[int] = set()  # numbers of the unit's modules that have run in this forward
 
+    def take_last_pull(self) -> Event | None:
+        """Returns `last_pull` once."""
+        event, self.last_pull = self.last_pull, None
+        return event
+
     @property
     def is_started(self) -> bool:
         """True if a gather has started, or the parameters are full."""

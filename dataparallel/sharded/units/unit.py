@@ -285,12 +285,7 @@ class Unit(Settings):
 
     def take_pulls(self) -> list[Event]:
         """Returns, once, events after the last pulls of all slots."""
-        events = []
-        for puller in self._pullers:
-            event, puller.last_pull = puller.last_pull, None
-            if event is not None:
-                events.append(event)
-        return events
+        return [event for puller in self._pullers if (event := puller.take_last_pull()) is not None]
 
     # ---- calls by the user -------------------------------------------------------------------------------------------
 
