@@ -15,6 +15,7 @@ from torch import Tensor
 from dataparallel.comm import kernels, nccl, settings
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
 from dataparallel.comm.choice import Choice, Collective, choose, pieces
+from dataparallel.comm.compare import forget as forget_comparisons
 from dataparallel.comm.compare import why_unusable
 from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.host import ThroughHost
@@ -120,3 +121,4 @@ def forget() -> None:
     """Forgets all transports: a forked child, and a test that changes what is available, chooses again."""
     _cached_transport.cache_clear()
     _why_unavailable.cache_clear()
+    forget_comparisons()

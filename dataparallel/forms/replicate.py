@@ -159,8 +159,8 @@ def _prepare(
     Over machines all ranks call this in the same order. Then they have rank 0's parameters and buffers. All ranks make
     the same forwards in grad mode and the same backwards; a forward under ``torch.no_grad`` may run on one rank alone.
     A parameter's ``.grad`` is ``None`` if no rank has used it. If a rank fails, all ranks raise, and no ``.grad`` is
-    changed. Gradients have to be dense, ``create_graph=True`` and reentrant checkpoints inside the module raise, and
-    inside `no_sync` all gradients wait on the slots: a ``.grad`` changes only when a backward sums.
+    changed. Gradients have to be dense, ``create_graph=True`` and reentrant checkpoints inside the module raise.
+    Inside `no_sync` a ``.grad`` gets the gradients of this rank's slot 0, and the others wait on their slots.
 
     A ``backward()`` must not run in one thread while another thread calls the module, unless both threads call the
     module: see the limits. The call writes current values into the replicas, which the backward pass may still read.

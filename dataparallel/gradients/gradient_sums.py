@@ -147,7 +147,7 @@ class GradSnapshot:
     """The identity and the version of a source's ``.grad`` while gradients wait. It shows if the user throws it away.
 
     Attributes:
-        reduced: the tensor that was ``.grad`` before `ReducerSums` put a copy there.
+        reduced: a copy of the ``.grad`` from before gradients waited, for `ReducerSums`.
     """
 
     def __init__(self, source: Tensor) -> None:
@@ -252,7 +252,9 @@ class GradientSums:
         """Adds all waiting gradients to the ``.grad`` of their sources, except void ones."""
         self.drop_void()
         terms: dict[int, list[KeptGradient]] = defaultdict(list)  # by the id of the source, in slot order
-        for (_, source_id), kept in sorted(self._take({each for _, each in [*self._kept]}).items(), key=itemgetter(0)):
+        running: set[int] = set().union(*[*self._kept_by_pass.values()])  # these passes have not written ``.grad`` yet
+        source_ids = {each for _, each in [*self._kept]} - running
+        for (_, source_id), kept in sorted(self._take(source_ids).items(), key=itemgetter(0)):
             terms[source_id].append(kept)
         # Kept gradients were made on the streams of their forward; ``.grad`` may have been written on other streams.
         for _, group in groupby(terms.values(), lambda of_source: id(of_source[0].streams)):

@@ -253,7 +253,9 @@ class OrderedPass:
                 del self._in_flight[0], result, flat, sums
         assert self._end_result is not None
         self._used_anywhere = self._end_result.wait()
-        self._taken.clear()
+        with streams_set(self._row.streams):
+            while self._taken:
+                self._kept_gradients.show_reduced(self._taken.pop())
         self._row.on_success()
 
     def take_gradients(self, index: int) -> list[Tensor | None]:

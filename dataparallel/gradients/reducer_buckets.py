@@ -14,21 +14,18 @@ from dataparallel.gradients.gradient_sums import GradientSums, GradSnapshot, Kep
 
 
 class TakenGradients(NamedTuple):
-    """Kept gradients that a pass has taken, and the ``.grad`` that each source had before.
-
-    The keys of ``kept`` are the slot and the id of the source.
-    """
+    """Kept gradients that a pass has taken, by slot and id of the source, and each ``.grad`` with those of slot 0."""
 
     kept: dict[tuple[int, int], KeptGradient]
-    former_grads: list[tuple[GradSnapshot, Tensor]]
+    grads: list[tuple[GradSnapshot, Tensor]]
 
 
 class ReducerSums(GradientSums):
     """The gradients of a module that has a `Reducer`.
 
     - Slot 0's gradients wait in ``.grad``, but the reducer has to get them together with those of other slots, and
-      without the sums that it has reduced before. So ``.grad`` becomes a copy of these sums when gradients begin to
-      wait. The pass that takes the gradients puts the original back.
+      without the sums that it has reduced before. So these sums are copied when gradients begin to wait. The pass that
+      takes the gradients writes the copy back to ``.grad`` when it has succeeded on all machines.
     - Only a pass with sums takes gradients that wait, and only of sources whose ``.grad`` it writes. If the pass fails,
       the gradients wait again.
     """
@@ -37,12 +34,9 @@ class ReducerSums(GradientSums):
     """Slot 0's gradients wait too, in ``.grad``."""
 
     def begin_keeping(self, source: Tensor) -> None:
-        """See `GradientSums.begin_keeping`. The running pass adds to a copy of the reduced ``.grad``."""
-        reduced = source.grad
-        if reduced is not None:
-            source.grad = reduced.clone()
+        """See `GradientSums.begin_keeping`. The running pass adds to the ``.grad`` that is copied here."""
         super().begin_keeping(source)
-        self._snapshots[id(source)].reduced = reduced
+        self._snapshots[id(source)].reduced = None if source.grad is None else source.grad.clone()
 
     def add_kept(self) -> None:
         """Does nothing: gradients are added to ``.grad`` only after the reducer has had them."""
@@ -52,24 +46,31 @@ class ReducerSums(GradientSums):
         self.drop_void(bucket.sources)
         ids = {id(bucket.sources[position]) for position in written}
         snapshots = [snapshot for each in ids if (snapshot := self._snapshots.get(each)) is not None]
-        taken = TakenGradients(self._take(ids), [])
-        slot_0_grads: list[tuple[Tensor, Tensor]] = []
-        for snapshot in snapshots:
-            source, grad, reduced = snapshot.source, snapshot.source.grad, snapshot.reduced
-            if grad is not None:  # else the engine still holds a pass that has failed
-                taken.former_grads.append((snapshot, grad))
-                slot_0_grads.append((source, grad if reduced is None else grad - reduced))
-                source.grad = reduced
+        # Without a ``.grad`` the gradients are void, and the engine still holds the pass that has failed.
+        grads = [(snapshot, snapshot.source.grad) for snapshot in snapshots if snapshot.source.grad is not None]
+        slot_0_grads = [grad if snapshot.reduced is None else grad - snapshot.reduced for snapshot, grad in grads]
+        valid = {id(snapshot.source) for snapshot, _ in grads}
+        taken = TakenGradients({key: kept for key, kept in self._take(ids).items() if key[1] in valid}, grads)
         device = bucket.sources[0].device
         made = None if device.type == "cpu" else ReadyEvent(torch.accelerator.current_stream(device))
-        for source, grad in slot_0_grads:
-            taken.kept[0, id(source)] = KeptGradient(source, grad, made, bucket.streams)
+        for (snapshot, _), grad in zip(grads, slot_0_grads, strict=True):
+            taken.kept[0, id(snapshot.source)] = KeptGradient(snapshot.source, grad, made, bucket.streams)
         return taken
 
+    def show_reduced(self, taken: TakenGradients) -> None:
+        """Removes slot 0's gradients from ``.grad`` when the pass has succeeded: it adds them with the others.
+
+        The streams of the forward are current. The engine orders the additions to ``.grad`` after them.
+        """
+        for snapshot, grad in taken.grads:
+            if snapshot.reduced is None:
+                snapshot.source.grad = None
+            else:
+                grad.copy_(snapshot.reduced)
+
     def put_back(self, taken: TakenGradients) -> None:
-        """Lets gradients wait again after the pass that has taken them has failed."""
-        for snapshot, grad in taken.former_grads:
-            snapshot.source.grad = grad
+        """Lets gradients wait again after the pass that has taken them has failed. No ``.grad`` has changed."""
+        for snapshot, _ in taken.grads:
             self._snapshots.setdefault(id(snapshot.source), snapshot)
         for (slot, _), kept in taken.kept.items():
             if slot:

@@ -85,6 +85,7 @@ class CurrentValues:
         self._singles: list[tuple[int, list[Tensor]]] = []  # single tensors, with their copies' memory
         self._sparse: list[tuple[int, bool]] = []  # sparse tensors, and if each slot has its own copy
         self._versions: list[int] = []
+        self._parameters = plan.parameters
         self._backward = -1  # the number of the backward in which values were last sent; -1: in no backward
 
     def send_at_each_forward(self, indices: list[int], cap_bytes: int, own: bool) -> None:
@@ -130,9 +131,9 @@ class CurrentValues:
         threads of other devices still compute gradients from these copies, and are not ordered with another write.
         """
         tensors, versions = self._tensors, _versions(self._tensors)
-        former, self._backward = self._backward, _torch.current_graph_task_id()
-        is_second = self._backward == former != -1
-        sent = {i for i, version in enumerate(versions) if is_second and version == self._versions[i]}
+        backward = _torch.current_graph_task_id()
+        is_second = backward == self._backward != -1
+        sent = {i for i in self._parameters if versions[i] == self._versions[i]} if is_second else set()
         buckets = [each for each in self._buckets if not sent.issuperset(each[0].indices)]
         late = send_buckets(buckets, tensors, () if arrivals is None else self._may_be_late)
         if arrivals is not None:
@@ -153,6 +154,7 @@ class CurrentValues:
             # Slot 0's copies share the source's versions.
             torch.autograd.graph.increment_version([on_slot[i] for on_slot in self._by_slot[1:] for i in changed])
             self._versions = versions
+        self._backward = backward
 
     def launch(self, late: Sequence[FlatBroadcast], arrivals: Arrivals) -> None:
         """Launches the broadcasts of parameters in the order of use."""
