@@ -129,17 +129,17 @@ class SourceBucket:
 
 
 class KeptGradient(NamedTuple):
-    """A gradient that waits on its slot. ``made`` has the stream that made it; see `SlotGradients`."""
+    """A gradient that waits on its slot. ``ready_event`` has the stream that made it; see `SlotGradients`."""
 
     source: Tensor
     grad: Tensor
-    made: ReadyEvent | None
+    ready_event: ReadyEvent | None
     streams: dict[torch.device, torch.Stream]  # the computing streams of the forward
 
     def receive(self) -> Tensor:
         """Makes the current stream of the gradient's device wait for the gradient, and returns it."""
-        if self.made is not None:
-            self.made.receive([self.grad])
+        if self.ready_event is not None:
+            self.ready_event.receive([self.grad])
         return self.grad
 
 
@@ -186,13 +186,9 @@ class GradientSums:
         # The keys are the slot and the id of the source, or the id alone. Values hold the source.
         self._kept: dict[tuple[int, int], KeptGradient] = {}
         self._snapshots: dict[int, GradSnapshot] = {}
+        self._slot_count = 0
         # Ids of the sources whose gradients a running pass has kept. Reentrant checkpoints nest passes.
         self._kept_by_pass: dict[PassOfBackward, set[int]] = {}
-
-    @property
-    def count(self) -> int:
-        """The number of gradients that wait on the slots."""
-        return len(self._kept)
 
     def keep(
         self, bucket: SourceBucket, by_slot: Sequence[SlotGradients | None], written: Set[int]
@@ -202,6 +198,7 @@ class GradientSums:
         If only other slots have a gradient, slot 0's gradient is zeros: a ``.grad`` of ``None`` would say that the
         waiting gradients are void.
         """
+        self._slot_count = max(self._slot_count, len(by_slot))
         self.drop_void(bucket.sources)
         lists = bucket.as_lists(by_slot)
         slot_0, *others = lists
@@ -243,17 +240,16 @@ class GradientSums:
         """Frees the void gradients of ``sources``, or of all sources, except where a running pass writes ``.grad``."""
         if not self._snapshots:
             return
-        written: set[int] = set().union(*[*self._kept_by_pass.values()])
         ids = {*self._snapshots} if sources is None else {*map(id, sources)} & self._snapshots.keys()
-        self._take({each for each in ids - written if (found := self._snapshots.get(each)) and found.is_void()})
+        ids -= self._kept_by_running_passes()
+        self._take({each for each in ids if (found := self._snapshots.get(each)) and found.is_void()})
 
     @torch.no_grad()
     def add_kept(self) -> None:
         """Adds all waiting gradients to the ``.grad`` of their sources, except void ones."""
         self.drop_void()
         terms: dict[int, list[KeptGradient]] = defaultdict(list)  # by the id of the source, in slot order
-        running: set[int] = set().union(*[*self._kept_by_pass.values()])  # these passes have not written ``.grad`` yet
-        source_ids = {each for _, each in [*self._kept]} - running
+        source_ids = {each for _, each in [*self._kept]} - self._kept_by_running_passes()
         for (_, source_id), kept in sorted(self._take(source_ids).items(), key=itemgetter(0)):
             terms[source_id].append(kept)
         # Kept gradients were made on the streams of their forward; ``.grad`` may have been written on other streams.
@@ -264,6 +260,10 @@ class GradientSums:
                     source = of_source[0].source
                     if source.grad is not None:  # else void: the engine still holds a pass that has failed
                         source.grad.add_(comm.reduce_add([kept.receive() for kept in of_source], source.device))
+
+    def _kept_by_running_passes(self) -> set[int]:
+        """Ids of the sources for which a running pass has kept gradients. It may not have written ``.grad`` yet."""
+        return set().union(*[*self._kept_by_pass.values()])
 
     def _note_pass(self, source_ids: set[int]) -> None:
         running = running_pass()
@@ -278,7 +278,7 @@ class GradientSums:
             if ok and snapshot is not None and snapshot.source.grad is not None:
                 snapshot.update()
 
-    def _add_to_kept(self, slot: int, gradients: Sequence[KeptGradient], made: ReadyEvent | None) -> None:
+    def _add_to_kept(self, slot: int, gradients: Sequence[KeptGradient], ready_event: ReadyEvent | None) -> None:
         """Adds gradients to those that wait on a slot, on the stream that makes the slot's gradients.
 
         Each step is atomic: passes in several threads may add and take at the same time.
@@ -287,10 +287,10 @@ class GradientSums:
         while left:
             waiting = {each: kept for each in left if (kept := self._kept.pop((slot, each), None)) is not None}
             if waiting:
-                with streams_set({} if made is None else {made.stream.device: made.stream}):
+                with streams_set({} if ready_event is None else {ready_event.stream.device: ready_event.stream}):
                     sums = {each: kept.receive() + left[each].grad for each, kept in waiting.items()}
-                made = None if made is None else ReadyEvent(made.stream)
-                left.update({each: left[each]._replace(grad=total, made=made) for each, total in sums.items()})
+                event = None if ready_event is None else ReadyEvent(ready_event.stream)
+                left.update({each: left[each]._replace(grad=total, ready_event=event) for each, total in sums.items()})
             for each, kept in [*left.items()]:
                 if self._kept.setdefault((slot, each), kept) is kept:
                     del left[each]
@@ -298,9 +298,9 @@ class GradientSums:
     def _take(self, source_ids: Set[int]) -> dict[tuple[int, int], KeptGradient]:
         """Removes and returns the waiting gradients of some sources, by slot and the id of the source."""
         taken = {}
-        for key in [*self._kept]:
-            if key[1] in source_ids and (kept := self._kept.pop(key, None)) is not None:
-                taken[key] = kept
         for source_id in source_ids:
+            for slot in range(self._slot_count):
+                if (kept := self._kept.pop((slot, source_id), None)) is not None:
+                    taken[slot, source_id] = kept
             self._snapshots.pop(source_id, None)
         return taken

@@ -52,9 +52,9 @@ class ReducerSums(GradientSums):
         valid = {id(snapshot.source) for snapshot, _ in grads}
         taken = TakenGradients({key: kept for key, kept in self._take(ids).items() if key[1] in valid}, grads)
         device = bucket.sources[0].device
-        made = None if device.type == "cpu" else ReadyEvent(torch.accelerator.current_stream(device))
+        ready_event = None if device.type == "cpu" else ReadyEvent(torch.accelerator.current_stream(device))
         for (snapshot, _), grad in zip(grads, slot_0_grads, strict=True):
-            taken.kept[0, id(snapshot.source)] = KeptGradient(snapshot.source, grad, made, bucket.streams)
+            taken.kept[0, id(snapshot.source)] = KeptGradient(snapshot.source, grad, ready_event, bucket.streams)
         return taken
 
     def show_reduced(self, taken: TakenGradients) -> None:
@@ -74,7 +74,7 @@ class ReducerSums(GradientSums):
             self._snapshots.setdefault(id(snapshot.source), snapshot)
         for (slot, _), kept in taken.kept.items():
             if slot:
-                self._add_to_kept(slot, [kept], kept.made)
+                self._add_to_kept(slot, [kept], kept.ready_event)
 
 
 class ReducerBucket(SourceBucket):

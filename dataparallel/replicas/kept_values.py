@@ -127,8 +127,8 @@ class CurrentValues:
     def refresh(self, arrivals: Arrivals | None = None) -> None:
         """Gives the copies current values. ``arrivals``: parameters may arrive after this returns.
 
-        Checkpoints run forwards inside a backward. A second one in the same backward does not send values again:
-        threads of other devices still compute gradients from these copies, and are not ordered with another write.
+        Checkpoints run forwards inside a backward. A second one in the same backward sends no unchanged parameter
+        again: threads of other devices still compute gradients from its copies, and nothing orders them with a write.
         """
         tensors, versions = self._tensors, _versions(self._tensors)
         backward = _torch.current_graph_task_id()
@@ -138,13 +138,12 @@ class CurrentValues:
         late = send_buckets(buckets, tensors, () if arrivals is None else self._may_be_late)
         if arrivals is not None:
             self.launch(late, arrivals)
-        for i, copies in self._singles:
-            for copy in copies if i not in sent else ():
+        for i, copies in [each for each in self._singles if each[0] not in sent]:
+            for copy in copies:
                 note_copy("direct", tensors[i], copy.device)
                 copy.copy_(tensors[i])
-        for i, own in self._sparse:  # sent to new memory, because the source may have new indices
-            if i in sent:
-                continue
+        # Sparse tensors are sent to new memory, because the source may have new indices.
+        for i, own in [each for each in self._sparse if each[0] not in sent]:
             on_slots = comm.broadcast_coalesced([tensors[i]], self._slots, own_storage=own)
             for on_slot, (values,) in zip(self._by_slot, on_slots, strict=True):
                 if on_slot[i] is not tensors[i]:

@@ -93,4 +93,4 @@ def tensors_of(module: nn.Module) -> PersistentTensors:
 
 def kept_on_slots(module: nn.Module) -> int:
     """How many gradients wait on the slots. No public name tells: a user sees only what a later backward adds."""
-    return tensors_of(module).sums.count
+    return len(tensors_of(module).sums._kept)

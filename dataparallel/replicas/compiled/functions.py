@@ -40,7 +40,7 @@ class _LookAgain(Exception):
 
 _LOOK_AGAIN_SECONDS = 0.002
 _RETURN_SECONDS = 1.0
-"""How long a graph is waited for that another thread has made. After ``torch._dynamo.reset()`` it never comes."""
+"""How long a graph is waited for that another thread has made. After ``torch.compiler.reset()`` it never comes."""
 
 
 class CompiledFunctions:

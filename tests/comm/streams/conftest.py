@@ -8,6 +8,7 @@ from torch import nn
 
 from clocked import check_clocks
 from dataparallel import DataParallel
+from dataparallel.comm.streams.ahead import SentTensor
 from dataparallel.composable import replicate
 
 
@@ -30,6 +31,20 @@ def side_streams(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
             torch.accelerator.synchronize(device)
             torch.accelerator.set_stream(stream)
         torch.accelerator.set_device_index(here)
+
+
+@pytest.fixture
+def copy_streams(monkeypatch: pytest.MonkeyPatch) -> list[torch.Stream]:
+    """The streams on which chunks have been copied."""
+    streams: list[torch.Stream] = []
+    real = SentTensor.copy_to
+
+    def copy_to(self: SentTensor, device: torch.device) -> None:
+        streams.append(torch.accelerator.current_stream(device))
+        real(self, device)
+
+    monkeypatch.setattr(SentTensor, "copy_to", copy_to)
+    return streams
 
 
 @pytest.fixture

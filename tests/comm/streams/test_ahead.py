@@ -37,20 +37,6 @@ def settled(slots: list) -> None:
 
 
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[torch.Stream]:
-    """Collects the streams on which copies run."""
-    used: list[torch.Stream] = []
-    real = SentTensor.copy_to
-
-    def copy_to(self: SentTensor, device: torch.device) -> None:
-        used.append(torch.accelerator.current_stream(device))
-        real(self, device)
-
-    monkeypatch.setattr(SentTensor, "copy_to", copy_to)
-    return used
-
-
-@pytest.fixture
 def elsewhere(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
     """A new stream on every device. None of them is current."""
     streams, device = {slot: torch.Stream(slot) for slot in slots}, torch.accelerator.current_device_index()
@@ -60,15 +46,15 @@ def elsewhere(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
     torch.accelerator.set_device_index(device)  # setting a stream makes its device current
 
 
-def test_copies_run_on_streams_of_their_own(slots: list, used: list[torch.Stream]) -> None:
+def test_copies_run_on_streams_of_their_own(slots: list, copy_streams: list[torch.Stream]) -> None:
     before = [torch.accelerator.current_stream(slot) for slot in slots]
     here = torch.accelerator.current_device_index()
     for _ in prefetch(pinned(), DataParallel(Doubles(), slots)):
         assert [torch.accelerator.current_stream(slot) for slot in slots] == before
         assert torch.accelerator.current_device_index() == here
-    assert len(used) == 4 * len({*slots})
-    assert len({*used}) == len({*slots})  # one for each device, kept
-    assert not {*used} & {*before}
+    assert len(copy_streams) == 4 * len({*slots})
+    assert len({*copy_streams}) == len({*slots})  # one for each device, kept
+    assert not {*copy_streams} & {*before}
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -212,7 +198,7 @@ def test_nothing_is_sent_inside_a_transform(slots: list) -> None:
     assert can_be_sent(torch.ones(4, 3))
 
 
-def test_a_call_sends_its_batch_to_all_slots_at_once(slots: list, used: list[torch.Stream]) -> None:
+def test_a_call_sends_its_batch_to_all_slots_at_once(slots: list, copy_streams: list[torch.Stream]) -> None:
     """Pinned and pageable memory, on side streams. After the scatter the caller may write to the batch again."""
     before = {torch.accelerator.current_stream(slot) for slot in slots}
     for pin_memory in (False, True):
@@ -224,8 +210,8 @@ def test_a_call_sends_its_batch_to_all_slots_at_once(slots: list, used: list[tor
         assert torch.cat([part["x"].cpu() for part in parts]).tolist() == torch.arange(12.0).reshape(6, 2).tolist()
         assert all(part["again"][0] is part["x"] for part in parts)
         assert all(part["table"].tolist() == [0, 1, 2] for part in parts)
-    assert len(used) == 2 * 2 * len({*slots})
-    assert not {*used} & before
+    assert len(copy_streams) == 2 * 2 * len({*slots})
+    assert not {*copy_streams} & before
     assert left_behind() == 0
 
 
@@ -236,12 +222,12 @@ def test_a_call_that_cannot_be_scattered_leaves_nothing_on_its_way(slots: list) 
     assert left_behind() == 0
 
 
-def test_a_batch_that_was_sent_ahead_is_not_sent_again(slots: list, used: list[torch.Stream]) -> None:
+def test_a_batch_that_was_sent_ahead_is_not_sent_again(slots: list, copy_streams: list[torch.Stream]) -> None:
     model = DataParallel(Doubles(), slots)
     for x in prefetch(pinned(), model):
         assert torch.equal(model(x).cpu(), x * 2)
     settled(slots)
-    assert len(used) == 4 * len({*slots})
+    assert len(copy_streams) == 4 * len({*slots})
 
 
 class Waited:

@@ -89,20 +89,6 @@ def slots(request: pytest.FixtureRequest, make_slots: Callable[[int], list]) -> 
 
 
 @pytest.fixture
-def copying(monkeypatch: pytest.MonkeyPatch) -> list[torch.Stream]:
-    """The streams on which chunks have been copied."""
-    streams: list[torch.Stream] = []
-    real = SentTensor.copy_to
-
-    def copy_to(self: SentTensor, device: torch.device) -> None:
-        streams.append(torch.accelerator.current_stream(device))
-        real(self, device)
-
-    monkeypatch.setattr(SentTensor, "copy_to", copy_to)
-    return streams
-
-
-@pytest.fixture
 def camera() -> Iterator[Callable[[Tensor], None]]:
     """A function by which another device fills pinned memory. Nothing but the host orders it after the copies."""
     device = torch.device(7)
@@ -131,48 +117,48 @@ def forward_and_backward(model: nn.Module, x: Tensor) -> None:
 @host_memory
 @arrangements
 def test_nobody_waits_for_the_step_before(
-    form: str, pin_memory: bool, slots: list, root: torch.device, copying: list[torch.Stream]
+    form: str, pin_memory: bool, slots: list, root: torch.device, copy_streams: list[torch.Stream]
 ) -> None:
     source, step, looked = Looks().to(root), Step(slots), []
 
     def look() -> None:
-        looked.append((step.known_to_host(), any([step.known_to(stream) for stream in copying])))
+        looked.append((step.known_to_host(), any([step.known_to(stream) for stream in copy_streams])))
 
     model = in_form(form, source, slots)
     train(model, batch(pin_memory), step)
-    copying.clear()
+    copy_streams.clear()
     source.look = look
     forward_and_backward(model, batch(pin_memory))
-    assert len(copying) == len({*slots})  # one for each device
+    assert len(copy_streams) == len({*slots})  # one for each device
     assert looked == [(False, False)] * len(slots)
     assert not step.known_to_host()  # nor in backward
 
 
 @host_memory
 def test_nobody_waits_for_the_step_before_where_workers_run_the_replicas(
-    pin_memory: bool, slots: list, root: torch.device, copying: list[torch.Stream], monkeypatch: pytest.MonkeyPatch
+    pin_memory: bool, slots: list, root: torch.device, copy_streams: list[torch.Stream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SERIAL_VARIABLE)
     step, model = Step(slots), DataParallel(Looks().to(root), slots, workers=2)
     train(model, batch(pin_memory), step)
-    copying.clear()
+    copy_streams.clear()
     forward_and_backward(model, batch(pin_memory))
-    assert copying
+    assert copy_streams
     assert not step.known_to_host()
-    assert not any([step.known_to(stream) for stream in copying])
+    assert not any([step.known_to(stream) for stream in copy_streams])
 
 
 @host_memory
 @arrangements
 def test_prefetch_waits_for_no_step(
-    pin_memory: bool, slots: list, root: torch.device, copying: list[torch.Stream]
+    pin_memory: bool, slots: list, root: torch.device, copy_streams: list[torch.Stream]
 ) -> None:
     """Neither its copies, when they are sent, nor the host, when a batch is released."""
     step, model = Step(slots), DataParallel(Looks().to(root), slots)
     for x in prefetch([batch(pin_memory) for _ in range(4)], model):
-        assert not any([step.known_to(stream) for stream in copying if step.last[stream.device]._version])
+        assert not any([step.known_to(stream) for stream in copy_streams if step.last[stream.device]._version])
         assert not step.last[root]._version or not step.known_to_host()
-        copying.clear()
+        copy_streams.clear()
         train(model, x, step)
 
 
