@@ -118,6 +118,11 @@ def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> FlatLayout:
     return FlatLayout(shape, core, stride, numel, False)
 
 
+def has_strides(tensor: Tensor) -> bool:
+    """True unless the tensor is sparse, nested or of another layout without strides."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def travels_flat(tensor: Tensor) -> bool:
     """True if a flat copy of the data is a full copy of the tensor.
 

@@ -22,6 +22,11 @@ def near_equal_sizes(total: int, slots: int) -> list[int]:
     return [min(size, total - start) for start in range(0, total, size)]
 
 
+def tensor_split_sizes(total: int, count: int) -> list[int]:
+    """``count`` sizes that add up to ``total``, as ``torch.tensor_split`` makes them. They differ by one at most."""
+    return [total // count + (i < total % count) for i in range(count)]
+
+
 def check_chunk_sizes(chunk_sizes: Sequence[int], slots: int, total: int) -> list[int]:
     """``chunk_sizes`` as a list.
 

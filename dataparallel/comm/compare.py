@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.transport import Transport
-from dataparallel.forks import in_forked_child
 
 _COMPARED_BYTES = 2**16 + 1
 """The size of the buffers that are copied; no round number."""
@@ -125,7 +124,6 @@ def _differ(actual: Tensor, expected: Tensor) -> Tensor:
     return (actual.view(bits) != expected.view(bits)) & ~(actual.isnan() & expected.isnan())
 
 
-@in_forked_child
 def forget() -> None:
-    """Forgets all results: a forked child, and a test that changes a transport, compares again."""
+    """Forgets all results. ``select.forget`` calls it."""
     _results.clear()

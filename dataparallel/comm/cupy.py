@@ -187,11 +187,10 @@ def _split_off_readable(
     """
     unreadable: set[int] = set()
     addresses = []
-    is_row_major = all(layout.row_major for layout, _ in bucket.runs)
     # With thousands of tensors, one ``map`` over all of them is several times faster than a loop.
     for tensors in inputs:
         members = [tensors[i] for i in bucket.indices]
-        if not (is_row_major and all(map(Tensor.is_contiguous, members))):
+        if not (bucket.row_major and all(map(Tensor.is_contiguous, members))):
             pairs = zip(members, bucket.layouts, strict=True)
             unreadable.update(k for k, (tensor, layout) in enumerate(pairs) if not _lies_as(tensor, layout))
         row = [*map(Tensor.data_ptr, members)]

@@ -16,7 +16,13 @@ from dataparallel.comm.streams.current import current_streams, kept_stream
 from dataparallel.devices import current_device_set
 
 RECEIVING, SENDING = 0, 1
-"""The numbers of a device's streams if one receives, the caller's, and a further one sends."""
+"""The numbers of a device's streams: it receives on the caller's stream, and sends on a further one."""
+
+
+def wavefront(hops: int, pieces: int) -> list[tuple[int, int]]:
+    """Pairs of hop and piece, in the order in which the host launches them so that no device waits for the host."""
+    steps = range(hops + pieces - 1)
+    return [(step - piece, piece) for step in steps for piece in range(pieces) if 0 <= step - piece < hops]
 
 
 class PieceStreams:

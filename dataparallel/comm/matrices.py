@@ -13,7 +13,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from dataparallel.comm.duplex import RECEIVING, SENDING, piece_streams
+from dataparallel.comm.duplex import RECEIVING, SENDING, piece_streams, wavefront
 from dataparallel.comm.streams.current import Event
 from dataparallel.devices import CPU
 
@@ -138,20 +138,18 @@ def _sum_at_owners(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor]
     count, devices = len(matrices), [matrix.device for matrix in matrices]
     buffers = [empty(total.shape, matrices[0].dtype, total.device) for total in out]
     with piece_streams(devices, _streams_for(matrices[0])) as streams:
-        for step in range(2 * count - 1):
-            for owner in range(max(step - count + 1, 0), min(step + 1, count)):
-                slot = step - owner
-                row, total = matrices[slot][owner], out[owner]
-                streams.use(devices[owner], RECEIVING)
-                if slot != owner:
-                    streams.use(devices[slot], SENDING)
-                    received = total if slot == 0 and row.dtype == total.dtype else buffers[owner]
-                    copy(received, row)
-                    row = received
-                if slot:
-                    total.add_(row)
-                elif row is not total:
-                    total.copy_(row)
+        for slot, owner in wavefront(count, count):
+            row, total = matrices[slot][owner], out[owner]
+            streams.use(devices[owner], RECEIVING)
+            if slot != owner:
+                streams.use(devices[slot], SENDING)
+                received = total if slot == 0 and row.dtype == total.dtype else buffers[owner]
+                copy(received, row)
+                row = received
+            if slot:
+                total.add_(row)
+            elif row is not total:
+                total.copy_(row)
 
 
 def _sum_along_chain(
@@ -176,33 +174,31 @@ def _sum_along_chain(
     ]
     sends: list[deque[Event]] = [deque() for _ in devices]  # an event after each send from a buffer that is used again
     with piece_streams(devices, number) as streams:
-        for step in range(last + count):
-            # A device sends a sum on before it receives the next piece, because the send would wait for that receive.
-            for piece in range(max(step - last, 0), min(step + 1, count)):
-                slot = step - piece
-                total, own = sums[slot][piece], terms[slot][piece]
-                if len(sends[slot]) > 1:
-                    sends[slot].popleft().make_wait(streams.of_device(devices[slot])[RECEIVING])
-                streams.use(devices[slot], RECEIVING)
-                if slot:
-                    streams.use(devices[slot - 1], SENDING)
-                    received = buffers[slot][0][: len(own)] if is_in_place[slot] else total
-                    copy(received, sums[slot - 1][piece])
-                    total.add_(received if is_in_place[slot] else own)
-                elif is_wide:
-                    total.copy_(own)
-                if slot or is_wide:
-                    streams.order(devices[slot], RECEIVING, SENDING)
-                if slot == last:
-                    streams.use(devices[last], SENDING)
-                    for target, part in _row_parts(out, total, piece * size):
-                        if target.device != devices[last]:
-                            streams.use(target.device, RECEIVING)
-                        copy(target, part)
-                senders = (slot - 1, slot) if slot == last else (slot - 1,)
-                for sender in senders if number > 1 and slot else ():
-                    if not is_in_place[sender]:
-                        sends[sender].append(Event(streams.of_device(devices[sender])[SENDING]))
+        # A device sends a sum on before it receives the next piece, because the send would wait for that receive.
+        for slot, piece in wavefront(last + 1, count):
+            total, own = sums[slot][piece], terms[slot][piece]
+            if len(sends[slot]) > 1:
+                sends[slot].popleft().make_wait(streams.of_device(devices[slot])[RECEIVING])
+            streams.use(devices[slot], RECEIVING)
+            if slot:
+                streams.use(devices[slot - 1], SENDING)
+                received = buffers[slot][0][: len(own)] if is_in_place[slot] else total
+                copy(received, sums[slot - 1][piece])
+                total.add_(received if is_in_place[slot] else own)
+            elif is_wide:
+                total.copy_(own)
+            if slot or is_wide:
+                streams.order(devices[slot], RECEIVING, SENDING)
+            if slot == last:
+                streams.use(devices[last], SENDING)
+                for target, part in _row_parts(out, total, piece * size):
+                    if target.device != devices[last]:
+                        streams.use(target.device, RECEIVING)
+                    copy(target, part)
+            senders = (slot - 1, slot) if slot == last else (slot - 1,)
+            for sender in senders if number > 1 and slot else ():
+                if not is_in_place[sender]:
+                    sends[sender].append(Event(streams.of_device(devices[sender])[SENDING]))
 
 
 def _row_parts(rows: Sequence[Tensor], piece: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,7 +13,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dataparallel.comm.duplex import RECEIVING, SENDING, are_pieces_under_way, piece_streams, shared_piece_streams
+from dataparallel.comm.duplex import (
+    RECEIVING,
+    SENDING,
+    are_pieces_under_way,
+    piece_streams,
+    shared_piece_streams,
+    wavefront,
+)
 from dataparallel.comm.transport import Transport, summed_in
 from dataparallel.profiling import note_copy
 
@@ -93,7 +100,7 @@ def _broadcast_along_chain(source: Tensor, buffers: Sequence[Tensor], count: int
     with shared_piece_streams(devices, min(2, len(pieces[0]))) as streams:
         first = streams.broadcast_pieces
         streams.broadcast_pieces += len(pieces[0])
-        for hop, piece in _wavefront(len(buffers), len(pieces[0])):
+        for hop, piece in wavefront(len(buffers), len(pieces[0])):
             streams.use(devices[hop], first + piece if hop else 0)
             streams.use(devices[hop + 1], first + piece)
             note_copy("chain", pieces[hop][piece], devices[hop + 1])
@@ -120,7 +127,7 @@ def _sum_along_chain(flats: Sequence[Tensor], destination: torch.device, count: 
     devices = [*(flat.device for flat in partial), destination]
     last = len(stations) - 1
     with piece_streams(devices, min(2, len(totals))) as streams:
-        for at, piece in _wavefront(len(stations) + (result is not total), len(totals)):
+        for at, piece in wavefront(len(stations) + (result is not total), len(totals)):
             if at:
                 streams.use(devices[at - 1], piece if at > 1 else 0)
             # The first device sends on stream 0, so the destination, which is often the first, receives on the other.
@@ -148,12 +155,6 @@ def _stations(flats: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             station = []
         station.append(flat)
     yield station
-
-
-def _wavefront(hops: int, pieces: int) -> list[tuple[int, int]]:
-    """Pairs of hop and piece, in the order in which the host launches them so that no device waits for the host."""
-    steps = range(hops + pieces - 1)
-    return [(step - piece, piece) for step in steps for piece in range(pieces) if 0 <= step - piece < hops]
 
 
 # ---- by shards: slot j adds the j-th shard of the buffers of all slots -----------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 from dataparallel.autograd.bucket_gradients import GradientStreams
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.comm import settings
-from dataparallel.comm.buckets import fill_buckets
+from dataparallel.comm.buckets import fill_buckets, has_strides
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
@@ -30,7 +30,7 @@ from dataparallel.gradients.reducer_buckets import ReducerBucket
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.build import make_parameters
 from dataparallel.replicas.kept_tensors import ReplicaTensors
-from dataparallel.replicas.kept_values import CurrentValues, MemoryOfCopies, has_strides
+from dataparallel.replicas.kept_values import CurrentValues, MemoryOfCopies
 from dataparallel.replicas.plan import ModulePlan, names_of
 from dataparallel.replicas.replicate import at_positions, copy_buffers, copy_constants, put
 

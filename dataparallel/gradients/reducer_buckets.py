@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.bucket_gradients import ReadyEvent, SourceGradients
-from dataparallel.comm.buckets import Bucket, FlatLayout, flatten
+from dataparallel.comm.buckets import Bucket, FlatLayout, flatten, has_strides
 from dataparallel.gradients.gradient_sums import GradientSums, GradSnapshot, KeptGradient, SourceBucket
 
 
@@ -99,7 +99,7 @@ class ReducerBucket(SourceBucket):
         super().__init__(sums, sources, streams)
         self.names = list(names)
         for name, source in zip(names, sources, strict=True):
-            if source.layout is not torch.strided or source.is_nested:
+            if not has_strides(source):
                 raise TypeError(
                     f"parameter {name!r} is {'nested' if source.is_nested else source.layout}: its gradient cannot "
                     "travel in a flat buffer. Pass it in ignored_params, and sum its gradient yourself"

@@ -72,7 +72,7 @@ class ControlChannel:
 
 
 def agree(group: Group, control: ControlChannel, kind: str, contents: str, failed: str | None) -> Steps:
-    """Returns if all ranks do the same next, else raises `MachinesDiffer`, or `PeerFailed` if a rank has ``failed``."""
+    """Raises `PeerFailed` if a rank has ``failed``, and `MachinesDiffer` if ranks do different things next."""
     checksum = zlib.crc32(f"{kind}\n{contents}".encode())
     maxima = yield from control.all_reduce_max(torch.tensor([checksum, -checksum, failed is not None]))
     largest, negated_smallest, has_failed = maxima.tolist()

@@ -17,6 +17,7 @@ from torch import Tensor, distributed
 from torch.futures import Future
 
 from dataparallel._torch import current_stream_at
+from dataparallel.comm.checks import tensor_split_sizes
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.current import Event, kept_stream, streams_set
 from dataparallel.devices import CPU
@@ -191,7 +192,7 @@ def _sum_in_rank_order(group: Group, staged: Staged) -> Transfer:
     The two exchanges send as many bytes as gloo's own sum.
     """
     flat, size = staged.payload.view(-1), group.size
-    sizes = [flat.numel() // size + (rank < flat.numel() % size) for rank in range(size)]
+    sizes = tensor_split_sizes(flat.numel(), size)
     own_sizes = [sizes[group.rank]] * size
     rows = flat.new_empty(size, sizes[group.rank])
     with _launching(staged):

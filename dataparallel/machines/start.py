@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from dataparallel import _torch
-from dataparallel.comm.buckets import layout_of
+from dataparallel.comm.buckets import has_strides, layout_of
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.machines.agreement import as_text
 from dataparallel.machines.arguments import check_sendable
@@ -56,7 +56,7 @@ def _properties(tensor: Tensor) -> dict[str, Any]:
     properties = {"dtype": tensor.dtype, "device": tensor.device.type, "requires_grad": tensor.requires_grad}
     if is_lazy(tensor):
         return {"shape": "not initialised", **properties}
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if not has_strides(tensor):
         return {"shape": "nested" if tensor.is_nested else tuple(tensor.shape), "layout": tensor.layout, **properties}
     layout = layout_of(tensor)
     # Flat gradients have the order of the memory, so ranks have to agree on strides.

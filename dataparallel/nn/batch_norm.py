@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from dataparallel.autograd.functions import Broadcast, Gather
 from dataparallel.autograd.node import Node
+from dataparallel.comm.transport import summed_in
 from dataparallel.peers.across_machines import gathered
 
 MAX_PIECES = 8  # of a chunk
@@ -35,9 +36,9 @@ class Statistics(Node):
 
     @staticmethod
     def forward(ctx: Any, chunk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.count = chunk.numel() // max(chunk.shape[1], 1)
+        ctx.count = values_of_a_channel(chunk)
         if ctx.count == 0:
-            mean = m2 = chunk.new_zeros(chunk.shape[1], dtype=statistics_dtype(chunk.dtype))
+            mean = m2 = chunk.new_zeros(chunk.shape[1], dtype=summed_in(chunk.dtype))
         else:
             mean, m2 = statistics(chunk)
         result = torch.cat([mean, m2, mean.new_full((1,), ctx.count)])
@@ -141,11 +142,6 @@ class Normalised(Node):
 # backward are differentiable: while gradients are recorded they use torch's operators, for the whole chunk at once.
 
 
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of means and variances: float32 for half precision."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def pooled(means: Tensor, m2s: Tensor, sizes: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """The mean and M2 of each channel, computed from the means and M2s of groups of values.
 
@@ -162,17 +158,17 @@ def pooled(means: Tensor, m2s: Tensor, sizes: Tensor, total: int) -> tuple[Tenso
 
 
 def statistics(chunk: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and M2 of each channel of a non-empty chunk, in the chunk's `statistics_dtype`."""
-    count = _values_of_a_channel(chunk)
+    """The mean and M2 of each channel of a non-empty chunk, in the dtype in which chunks are summed."""
+    count = values_of_a_channel(chunk)
     if _has_kernels(chunk):
         mean, inverse = torch.batch_norm_stats(_dense(chunk, chunk), 0.0)
         # For a variance of zero the kernel gives zero.
         return mean, torch.where(inverse == 0, inverse, count / inverse.square())
-    dtype, pieces = statistics_dtype(chunk.dtype), _pieces(chunk, chunk)
+    dtype, pieces = summed_in(chunk.dtype), _pieces(chunk, chunk)
     of_pieces = [torch.var_mean(piece.to(dtype), _dims(chunk), correction=0) for piece in pieces]
     # The sizes are written on the device: a copy from the host would have to wait. Only the last piece may be smaller.
-    sizes = of_pieces[0][0].new_full((len(pieces), 1), _values_of_a_channel(pieces[0]))
-    sizes[-1].fill_(_values_of_a_channel(pieces[-1]))
+    sizes = of_pieces[0][0].new_full((len(pieces), 1), values_of_a_channel(pieces[0]))
+    sizes[-1].fill_(values_of_a_channel(pieces[-1]))
     means = torch.stack([mean for _, mean in of_pieces])
     return pooled(means, torch.stack([variance for variance, _ in of_pieces]) * sizes, sizes, count)
 
@@ -214,7 +210,7 @@ def grad_of_chunk(
 
     Args:
         chunk: shape (samples, channels, ...); not empty.
-        mean, slope, offset, scale: one value for each channel, in the `statistics_dtype` of ``chunk``.
+        mean, slope, offset, scale: one value for each channel, in the dtype in which ``chunk`` is summed.
         grad: has the shape and dtype of ``chunk``. ``None`` stands for zeros.
     """
     if torch.is_grad_enabled():
@@ -272,7 +268,8 @@ def _pieces(tensor: Tensor, chunk: Tensor) -> Sequence[Tensor]:
     return tensor.chunk(max(1, min(MAX_PIECES, chunk.numel() // VALUES)), dim)
 
 
-def _values_of_a_channel(chunk: Tensor) -> int:
+def values_of_a_channel(chunk: Tensor) -> int:
+    """How many values a channel has."""
     return chunk.numel() // max(chunk.shape[1], 1)
 
 

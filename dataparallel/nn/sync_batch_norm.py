@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from dataparallel import _torch
-from dataparallel.nn.batch_norm import Normalised, Statistics, merged
+from dataparallel.nn.batch_norm import Normalised, Statistics, merged, values_of_a_channel
 from dataparallel.peers.checkpoint import replayed_place
 from dataparallel.peers.joint import Request, Span, described, joint, span_of_caller
 
@@ -68,7 +68,7 @@ class SyncBatchNorm(BatchNorm):
             inference = torch.is_inference_mode_enabled()
             request = Request("SyncBatchNorm", "", described([statistics]), inference, across_machines=is_across)
             together = partial(merged, peer_call=span.peer_call, text=str(request))
-            count = chunk.numel() // max(chunk.shape[1], 1)
+            count = values_of_a_channel(chunk)
             mean, variance, total = joint(span.place, request, [statistics], together, count)
             if self.training and self.track_running_stats and replayed_place() is None:
                 self._update_running(mean.detach(), variance.detach() * (int(total) / (int(total) - 1)))

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dataparallel.comm.checks import tensor_split_sizes
+
 _SMALL = 64 * 1024
 """Bytes up to which each machine receives all tensors and adds them. Larger sums are reduce-scatter and all-gather."""
 
@@ -26,7 +28,7 @@ def summed(peer_call: Any, text: str, tensors: Sequence[Tensor]) -> list[Tensor]
         # All copies of a flat tensor pass one node, so that its gradients are added in rank order.
         received = peer_call.exchange(text, *_copies_for_all(size, flats), in_graph)
         return _unflatten(tensors, [*map(_sum, received)])
-    sizes = [near_equal(flat.numel(), size) for flat in flats]
+    sizes = [tensor_split_sizes(flat.numel(), size) for flat in flats]
     split = [flat.split(each) for flat, each in zip(flats, sizes, strict=True)]
     own_sizes = [[each[peer_call.rank]] * size for each in sizes]
     parts = [*map(_sum, peer_call.exchange(f"{text}, parts", split, own_sizes, in_graph))]
@@ -114,11 +116,6 @@ def sent(peer_call: Any, text: str, of_slots: Sequence[Sequence[Tensor]], counts
         for k, of_target in enumerate(results):
             of_target += tensors[k * sources : (k + 1) * sources]
     return results
-
-
-def near_equal(size: int, count: int) -> list[int]:
-    """``count`` sizes that add up to ``size``, as ``torch.tensor_split`` makes them."""
-    return [size // count + (i < size % count) for i in range(count)]
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.autograd.functions import Broadcast, Gather, ReduceAddCoalesced, Scatter
+from dataparallel.comm.checks import tensor_split_sizes
 from dataparallel.peers import across_machines as across
 from dataparallel.peers.joint import Request, Span, described, joint, span_of_caller
 
@@ -163,7 +164,7 @@ def _reduce_scatter(
     span: Span, text: str, devices: Devices, of_slots: TensorsOfSlots, sizes: Sequence[int] | None
 ) -> TensorsOfSlots:
     totals, counts, first = _sums_on_first(devices, of_slots), span.counts, sum(span.counts[: span.rank])
-    of_all = [sizes if sizes is not None else across.near_equal(each.shape[0], span.count) for each in totals]
+    of_all = [sizes if sizes is not None else tensor_split_sizes(each.shape[0], span.count) for each in totals]
     if span.peer_call is not None:
         rows = [[sum(own[sum(counts[:r]) : sum(counts[: r + 1])]) for r in range(len(counts))] for own in of_all]
         totals = across.scattered(span.peer_call, text, totals, rows)

@@ -301,7 +301,7 @@ class ParameterRegistry(dict[str, Any]):
                 arrival.make_wait(stream)
 
     def __iter__(self) -> Iterator[str]:
-        # Also what makes ``dict(registry)`` and ``**registry`` look every value up: see `PyDict_Merge`.
+        # ``dict(registry)`` and ``**registry`` look every value up because this method exists: see `PyDict_Merge`.
         self.wait_for_all()
         return super().__iter__()
 

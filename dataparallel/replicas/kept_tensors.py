@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch, comm, ownership
-from dataparallel.comm.buckets import Bucket, alias, plan_buckets, unflatten
+from dataparallel.comm.buckets import Bucket, alias, has_strides, plan_buckets, unflatten
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.replica_parameter import ReplicaParameter
@@ -120,7 +120,7 @@ class KeptCopies(ReplicaTensors):
         first_slots = [slots.index(device) for device in slots]  # for each slot the first slot on its device
         receivers = [slot for slot, first in enumerate(first_slots) if slot == first and slot > 0]
         if receivers:
-            self._send(plan, slots, receivers, copies, arrivals)
+            self._send(plan, parameters, slots, receivers, copies, arrivals)
         for slot, first in enumerate(first_slots):
             if slot in receivers:
                 continue
@@ -147,6 +147,7 @@ class KeptCopies(ReplicaTensors):
     def _send(
         self,
         plan: ModulePlan,
+        parameters: set[int],
         slots: list[torch.device],
         receivers: list[int],
         copies: list[list[Tensor]],
@@ -166,7 +167,6 @@ class KeptCopies(ReplicaTensors):
             for bucket_targets, flat in zip(targets, kept.begin_call(), strict=True):
                 bucket_targets.append(flat)
             put([copies[slot]], positions, [kept.tensors])
-        parameters = set(plan.parameters)
         may_be_late = () if arrivals is None else parameters
         late = send_buckets(zip(self._buckets, targets, strict=True), plan.tensors, may_be_late)
         if arrivals is not None:
@@ -181,7 +181,7 @@ class KeptCopies(ReplicaTensors):
 
 def _kind(tensor: Tensor) -> Any:
     """Returns the properties of a tensor on which `plan_buckets` and the copies' ``requires_grad`` depend."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if not has_strides(tensor):
         return tensor.layout
     bits = tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), bool(tensor.__dict__)
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, bits

@@ -181,11 +181,6 @@ def send_buckets(
     return late
 
 
-def has_strides(tensor: Tensor) -> bool:
-    """True unless the tensor is sparse, nested or of another layout without strides."""
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     try:
         return [*map(_torch.version_of, tensors)]

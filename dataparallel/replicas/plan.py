@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dataparallel._torch import HOOK_TABLES, REGISTRIES
-from dataparallel.comm.buckets import PLAIN_TYPES
+from dataparallel.comm.buckets import PLAIN_TYPES, has_strides
 from dataparallel.devices import CPU
 from dataparallel.replicas.compiled.calls import Compiled, compiled_here
 from dataparallel.replicas.placement import constant_devices, constant_tensors, is_graph
@@ -274,7 +274,7 @@ class ModulePlan:
         parameters = set(self.parameters)
         for i, tensor in enumerate(self.tensors):
             # Tensors with "__tensor_flatten__" wrap other tensors and have no memory of their own.
-            if tensor.layout is not torch.strided or tensor.is_nested or hasattr(tensor, "__tensor_flatten__"):
+            if not has_strides(tensor) or hasattr(tensor, "__tensor_flatten__"):
                 continue
             address = tensor.untyped_storage().data_ptr()
             if address and (other := first.setdefault(address, i)) != i:

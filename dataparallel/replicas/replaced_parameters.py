@@ -47,7 +47,7 @@ def where(parameter: Tensor) -> tuple[str, str] | None:
 
 
 def rebind(modules: Iterable[nn.Module]) -> None:
-    """Has attributes of these modules that refer to replaced parameters refer to the new ones.
+    """Makes attributes of these modules that refer to replaced parameters refer to the new ones.
 
     Examples are lists of weights (torch's RNNs have one), partials, and closures of hooks. They would keep the memory
     of the old parameters, and compute with their values. Variables outside of the modules keep the old ones.

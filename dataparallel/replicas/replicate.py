@@ -41,7 +41,7 @@ def replicate(
     """A copy of ``network`` for each of ``devices``. Its parameters and buffers should be on the first device.
 
     Args:
-        network: a module without uninitialised parameters, or Python modules below ScriptModules.
+        network: a module without uninitialised parameters and without Python modules below ScriptModules.
         devices: the slots; a device may be listed more than once.
         detach: make copies without autograd.
         bucket_cap_mb: size in MiB of the buckets in which parameters are sent and gradients are sent back; above 0.

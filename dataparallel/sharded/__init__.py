@@ -1,6 +1,6 @@
 """Tensors whose parts lie on several devices of this process, and the operators that work on them.
 
-Importing it also fills the table of operators, and prepares optimizers for what they load.
+Importing it also fills the table of operators, and adds a hook to optimizers that divides the states that they load.
 """
 
 from dataparallel.sharded.distribute import distribute_tensor

@@ -1,7 +1,7 @@
 """`SlotTimes` measures the time and memory of each slot in a call, and `search` finds the best split of a batch.
 
 The time of a slot is wall time in the replica's thread, from when the replica has a permit until its device has
-finished, without waits for other replicas. Only measured calls wait for devices. Memory is an estimate: from what a
+finished, without waits for other replicas. Only measured calls wait for devices. Memory is estimated from what a
 forward leaves on a device. The memory of a backward is not known.
 """
 
@@ -20,6 +20,7 @@ import torch
 
 from dataparallel.batches.chunk_sizes import split_by_shares
 from dataparallel.batches.structures import tensors_in
+from dataparallel.comm.buckets import has_strides
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.devices import CPU
 from dataparallel.forks import in_forked_child
@@ -82,7 +83,7 @@ class SlotTimes:
                 allocated, peak = torch.accelerator.memory_allocated, torch.accelerator.max_memory_allocated
                 self._before[device] = allocated(device), peak(device)
         for tensor in {id(tensor): tensor for each in inputs for tensor in tensors_in(each)}.values():
-            if tensor.device in self.taken and tensor.layout == torch.strided and not tensor.is_nested:
+            if tensor.device in self.taken and has_strides(tensor):
                 self.taken[tensor.device] += tensor.nbytes
         self._start = time.perf_counter()
 

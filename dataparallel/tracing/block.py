@@ -99,8 +99,7 @@ class Trace:
     @cached_property
     def results(self) -> Results:
         """All figures."""
-        seconds = 1e-9 * (self._end - self._begin) if self._ended else 0.0
-        return results(self._ended, seconds, self._behind, self._memory)
+        return results(self._ended, 1e-9 * (self._end - self._begin), self._behind, self._memory)
 
     @property
     def advice(self) -> str:
@@ -146,8 +145,8 @@ def trace() -> Trace:
     forward passes and the backward passes are timed on the devices too.
 
     When the block begins, the peaks of ``torch.accelerator.max_memory_allocated`` are set back on all devices. When it
-    ends, the host waits for the devices. In between ``torch.autograd.backward`` and ``torch.autograd.grad`` are other
-    functions, which call torch's. One trace runs at a time.
+    ends, the host waits for the devices. Inside the block ``torch.autograd.backward`` and ``torch.autograd.grad`` are
+    replaced by functions that call torch's. One trace runs at a time.
     """
     return Trace()
 

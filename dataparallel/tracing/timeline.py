@@ -79,6 +79,7 @@ def _backward_of_slots(recorder: Recorder, at: Callable[[int], float]) -> list[t
     # The units of `fully_shard` deliver in ranges of their own.
     delivered = [span for span in recorder.spans if span.name == "reduce_add"]
     marks += [Gradients(span.slot, span.thread, span.end) for span in delivered if span.slot is not None]
+    sent = [copy.time for copy in recorder.copies if copy.stage == "backward"]
     found = []
     for span in recorder.spans:
         if span.name != "backward":
@@ -86,7 +87,6 @@ def _backward_of_slots(recorder: Recorder, at: Callable[[int], float]) -> list[t
         inside = [mark for mark in marks if span.start <= mark.time <= span.end]
         if len({mark.thread for mark in inside}) < 2:
             continue
-        sent = [copy.time for copy in recorder.copies if copy.stage == "backward"]
         begin = min([time for time in sent if span.start <= time <= span.end], default=span.start)
         last: dict[int, int] = defaultdict(int)
         for mark in inside:

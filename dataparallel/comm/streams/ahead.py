@@ -158,8 +158,8 @@ class SentTensor:
     def hand_out(self, slots: Sequence[torch.device]) -> list[Tensor]:
         """The chunks of the first ``slots``. Makes the current streams wait for the copies.
 
-        A backward may use a chunk last, or the user. The library sees neither, so it calls ``record_stream`` on the
-        chunk, as ``torch.nn.DataParallel`` does.
+        The last use of a chunk may be in a backward or in the user's code. The library sees neither, so it calls
+        ``record_stream`` on the chunk, as ``torch.nn.DataParallel`` does.
         """
         chunks, self.chunks = self.chunks, []
         for device, stream in current_streams(chunk.device for chunk in chunks).items():
@@ -190,7 +190,7 @@ class SentBatch:
         """Releases chunks that nobody took, and adds copies that may still read the caller's memory to ``reads``."""
         for tensor in self.tensors:
             _withdraw(tensor)
-            reads.note(tensor.callers_memory, self.copy_events.values())
+        reads.note([part for tensor in self.tensors for part in tensor.callers_memory], self.copy_events.values())
         self.tensors.clear()
 
 
@@ -239,9 +239,9 @@ def copied_at_once(
 ) -> Iterator[None]:
     """Sends all tensors of a call; inside the block, `take_sent_chunks` finds their chunks.
 
-    It leaves out tensors for which `can_be_sent` is false, and tensors that ``prefetch`` has sent in the same chunks,
-    whose memory copies may read until the next batch. At the end of the block ``reads`` gets the copies that may still
-    read the caller's memory. On CPU slots nothing is sent.
+    It leaves out tensors for which `can_be_sent` is false, and tensors that ``prefetch`` has sent in the same chunks:
+    those copies may read the caller's memory until the next batch. At the end of the block ``reads`` gets the copies
+    that may still read the caller's memory. On CPU slots nothing is sent.
     """
     new = []
     if slots and slots[0] != CPU and _has_side_streams(slots[0].type):

@@ -154,9 +154,12 @@ class Event:
         self._index = stream.device_index
         before = exchange_device(self._index)
         try:
-            self._event = stream.record_event()
+            self._event = self._recorded(stream)
         finally:
             go_back_to_device(before)
+
+    def _recorded(self, stream: torch.Stream) -> torch.Event:
+        return stream.record_event()
 
     def make_wait(self, stream: torch.Stream) -> None:
         """Makes ``stream`` wait for the event. The host does not wait."""
@@ -224,14 +227,10 @@ def _make_wait(stream: torch.Stream, event: torch.Event) -> None:
 class TimedEvent(Event):
     """An event that records its time. A backend without such events raises as torch does."""
 
-    def __init__(self, stream: torch.Stream) -> None:
-        self._index = stream.device_index
-        before = exchange_device(self._index)
-        try:
-            self._event = torch.Event(stream.device, enable_timing=True)
-            self._event.record(stream)
-        finally:
-            go_back_to_device(before)
+    def _recorded(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(stream.device, enable_timing=True)
+        event.record(stream)
+        return event
 
     def seconds_until(self, later: TimedEvent) -> float:
         """The seconds between two events of one device, which must have passed both."""

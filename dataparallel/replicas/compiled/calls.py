@@ -24,7 +24,7 @@ NAMES = ("backend", "mode", "dynamic", "fullgraph", "options")
 
 
 class _Reference(weakref.ref[Any]):
-    """A weak reference of its own. torch and users share the plain one, so it would hide theirs where they count."""
+    """Not a plain weak reference: Python shares those, so it would hide a user's where ``ownership`` counts them."""
 
     __slots__ = ()
 
@@ -32,15 +32,15 @@ class _Reference(weakref.ref[Any]):
 class CompiledCall:
     """Calls a module by a compiled function.
 
-    It refers to the module weakly, because the module holds it: a circle would keep replicas alive. While the compiler
-    traces a module around this one it does not get here, but looks into the module.
+    It refers to the module weakly, because the module holds it: a cycle would keep replicas alive. When the compiler
+    traces a module around this one, it does not call this object, but looks into the module.
 
     Args:
         functions: ``None``: the module runs as it is.
-        seen: makes of the module what the compiler is to see in its place.
+        seen: returns what the compiler sees in place of the module.
 
     Attributes:
-        device: that of all tensors of the replica; ``None`` if it has none.
+        device: the device of all tensors of the replica; ``None`` if it has none.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Compiled(NamedTuple):
     """How replicas of a module call compiled code.
 
     Attributes:
-        functions: what they call; ``None``: the child, as it is.
+        functions: the compiled functions that replicas call; ``None``: replicas call the child uncompiled.
         attribute: where they have a `CompiledCall`.
         child: the name of the child that is called; ``None`` if it is the module itself.
-        left_out: attributes of the source that a replica has no copy of, because they lead to the source.
+        left_out: attributes that are not copied to replicas, because they lead to the source.
     """
 
     functions: CompiledFunctions | None
@@ -107,7 +107,7 @@ def compiled_in_place(module: nn.Module, call: Any, others: Iterable[Compiled | 
 
 
 def call_of(module: nn.Module, compiled: Compiled) -> CompiledCall:
-    """What calls ``module`` itself as replicas of it are called. The caller keeps the module alive."""
+    """A call of ``module`` itself by the compiled functions of its replicas. The caller keeps the module alive."""
     call = CompiledCall(compiled.functions, module)
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
     call.device = None if first is None else first.device
@@ -128,7 +128,8 @@ class CompileArgument:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = dict(options)
-        self._call = torch.compile(_nothing, **self.options)  # holds the context, which the functions live as long as
+        # It holds the context, and the functions live as long as the context.
+        self._call = torch.compile(_nothing, **self.options)
 
     @classmethod
     def checked(cls, module: nn.Module, compile: Any) -> CompileArgument | None:
@@ -161,7 +162,7 @@ class CompileArgument:
         return CompileArgument, (self.options,)
 
     def call(self, module: nn.Module) -> Callable[..., Any]:
-        """What runs ``module`` itself compiled, where it needs no replicas."""
+        """A function that runs ``module`` itself compiled, for calls without replicas."""
         root = self.of(module)
         return module if root is None else call_of(module, root)
 
@@ -181,4 +182,4 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _nothing() -> None:
-    """What is compiled to get a context."""
+    """This function is compiled only to get a context."""

@@ -73,10 +73,10 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func not in LAUNCH_NOTHING:
         wait_for_host_reads()
     if _torch.is_in_backward():
-        with ordered_in_backward(_shard_devices([*args, *kwargs.values()])):
+        with ordered_in_backward(_devices_of_all([*args, *kwargs.values()])):
             return _result(operator, func, args, kwargs)
     if torch.is_grad_enabled() and func not in LAUNCH_NOTHING:
-        _remember_streams(_shard_devices([*args, *kwargs.values()]))
+        _remember_streams(_devices_of_all([*args, *kwargs.values()]))
     return _result(operator, func, args, kwargs)
 
 
@@ -88,12 +88,12 @@ def _result(operator: Operator, func: OpOverload, args: tuple[Any, ...], kwargs:
     return _on_wholes[0](func, args, kwargs, error)
 
 
-def _shard_devices(values: Iterable[Any]) -> set[torch.device]:
+def _devices_of_all(values: Iterable[Any]) -> set[torch.device]:
     """The devices of the shards of all sharded tensors, also of those in lists."""
     devices: set[torch.device] = set()
     for value in values:
         if isinstance(value, (list, tuple)):
-            devices |= _shard_devices(value)
+            devices |= _devices_of_all(value)
         elif isinstance(value, torch.Tensor):
             devices.update(shard.device for shard in getattr(value, "_shards", ()))
     return devices

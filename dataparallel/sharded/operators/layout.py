@@ -34,7 +34,8 @@ def find_template(values: Iterable[Any]) -> ShardedTensor:
     return max((value for value in values if isinstance(value, ShardedTensor)), key=Tensor.dim)
 
 
-def _shard_devices(tensor: ShardedTensor) -> list[torch.device]:
+def shard_devices(tensor: ShardedTensor) -> list[torch.device]:
+    """The devices of the tensor's shards on this machine."""
     return [shard.device for shard in tensor._shards]
 
 
@@ -98,7 +99,7 @@ def _slices_of_plain(func: OpOverload, tensor: Tensor, template: ShardedTensor) 
     # A tensor that broadcasts along the divided dimension is not sliced.
     if dim < 0 or tensor.shape[dim] != shape[template._placement.dim]:
         return copies_for_owners(tensor, template)
-    devices = _shard_devices(template)
+    devices = shard_devices(template)
     over, plain = template.over, tensor.detach()
     rows = rows_of(template._placement, tensor.shape[dim], shards_on_all_machines(len(devices), over))
     is_at_once = over is None and not tensor.is_meta and devices[0].type != "meta"
@@ -118,7 +119,7 @@ def _copied_to(device: torch.device, tensor: Tensor) -> Tensor:
 
 def copies_for_owners(tensor: Tensor, template: ShardedTensor) -> Sequence[Tensor]:
     """The plain tensor on the device of each shard. Owners on one device may share a copy, so nobody writes to it."""
-    devices = _shard_devices(template)
+    devices = shard_devices(template)
     if all(device == tensor.device for device in devices):
         return [tensor] * len(devices)
     if tensor.is_meta or any(device.type == "meta" for device in devices):

@@ -17,7 +17,7 @@ from dataparallel import _torch, comm
 from dataparallel._torch import OpOverload
 from dataparallel.devices import CPU
 from dataparallel.sharded.operators import refusal, register
-from dataparallel.sharded.operators.layout import sharded_in
+from dataparallel.sharded.operators.layout import shard_devices, sharded_in
 from dataparallel.sharded.placements import Replicate, destinations
 from dataparallel.sharded.shards import broadcast_from_first, copy_into, gather_full, local_shard_shapes, split_into
 from dataparallel.sharded.tensor import ShardedTensor, fill_shards
@@ -31,7 +31,7 @@ def _like(tensor: ShardedTensor, shards: Sequence[Tensor]) -> ShardedTensor:
 
 
 def _empty_shards(tensor: ShardedTensor, device: torch.device | None, options: dict[str, Any]) -> list[Tensor]:
-    places = [shard.device for shard in tensor._shards]
+    places = shard_devices(tensor)
     if device is not None:
         places = [*destinations(tensor._devices, torch.device(device))]
     return [
@@ -110,13 +110,13 @@ def _shapes(tensor: ShardedTensor) -> list[torch.Size]:
     return local_shard_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
 
 
-def _shard_devices(func: OpOverload, tensor: ShardedTensor, kwargs: dict[str, Any]) -> list[torch.device]:
+def _places_of_new_shards(func: OpOverload, tensor: ShardedTensor, kwargs: dict[str, Any]) -> list[torch.device]:
     """The devices of the new shards. Pops ``device`` and ``layout`` from ``kwargs``."""
     device, layout = kwargs.pop("device", None), kwargs.pop("layout", None)
     if layout not in (None, torch.strided):
         raise refusal(func, f" with layout={layout}")
     if device is None or device == tensor.device or (device.type == tensor.device.type and device.index is None):
-        return [shard.device for shard in tensor._shards]
+        return shard_devices(tensor)
     if device.type not in ("cpu", "meta"):
         raise refusal(func, f" with device={device}, which is not that of the first part ({tensor.device})")
     return [device] * len(tensor._shards)
@@ -124,7 +124,7 @@ def _shard_devices(func: OpOverload, tensor: ShardedTensor, kwargs: dict[str, An
 
 @register(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 def _filled_like(func: OpOverload, tensor: ShardedTensor, *value: Any, **options: Any) -> ShardedTensor:
-    places = _shard_devices(func, tensor, options)
+    places = _places_of_new_shards(func, tensor, options)
     pairs = zip(tensor._shards, places, strict=True)
     return _like(tensor, [func(shard, *value, device=place, **options) for shard, place in pairs])
 
@@ -133,7 +133,7 @@ def _filled_like(func: OpOverload, tensor: ShardedTensor, *value: Any, **options
 def _new(func: OpOverload, tensor: ShardedTensor, size: Sequence[int], *value: Any, **options: Any) -> Tensor:
     if torch.Size(size) != tensor.shape:
         return func(tensor._shards[0], size, *value, **options)
-    places = _shard_devices(func, tensor, options)
+    places = _places_of_new_shards(func, tensor, options)
     rows = zip(tensor._shards, _shapes(tensor), places, strict=True)
     return _like(tensor, [func(shard, shape, *value, device=place, **options) for shard, shape, place in rows])
 
@@ -184,7 +184,7 @@ def _draw_in_place(func: OpOverload, tensor: Tensor, *args: Any, **kwargs: Any) 
     ],
 )  # fmt: skip
 def _drawn_like(func: OpOverload, tensor: ShardedTensor, *args: Any, **options: Any) -> ShardedTensor:
-    places = _shard_devices(func, tensor, options)
+    places = _places_of_new_shards(func, tensor, options)
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     drawn = _drawn(tensor, lambda: func(like, *args, device=places[0], **options), places[0], options.get("generator"))
     shards = [drawn.new_empty(shape, device=place) for shape, place in zip(_shapes(tensor), places, strict=True)]

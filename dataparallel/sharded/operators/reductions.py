@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
+from dataparallel.comm.transport import summed_in
 from dataparallel.sharded.operators import NeedsWhole, refusal, register
 from dataparallel.sharded.operators.layout import scalar_value
 from dataparallel.sharded.operators.lists import Group, groups_of
@@ -24,11 +25,6 @@ from dataparallel.sharded.shards import all_gather_owners, stack_on_first
 from dataparallel.sharded.tensor import ShardedTensor
 
 aten = torch.ops.aten
-
-
-def _summed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of partial results. It is wider than 16-bit floats, so that these are rounded only once, at the end."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _combined_norm(partials: Tensor, order: float) -> Tensor:
@@ -110,7 +106,7 @@ def _add_up(
         aten.mean.default(tensor._shards[0], dtype=dtype)  # raises torch's own error
     add = aten.nansum.default if func.overloadpacket is aten.nansum else aten.sum.default
     is_exact = dtype is None and not is_inexact
-    total = _partials(tensor, partial(add, dtype=None if is_exact else _summed_in(result_dtype))).sum(0)
+    total = _partials(tensor, partial(add, dtype=None if is_exact else summed_in(result_dtype))).sum(0)
     if is_mean:
         total = total / tensor.numel()
     return _shaped(total if is_exact else total.to(result_dtype), tensor, keepdim)
@@ -167,7 +163,7 @@ def _vector_norm(
     if len(dims) < tensor.dim():
         return _along(func, tensor, dims, keepdim, lambda shard: func(shard, order, dim, keepdim, dtype=dtype))
     given = dtype or tensor.dtype
-    reduce = partial(torch.linalg.vector_norm, ord=order, dtype=_summed_in(given))
+    reduce = partial(torch.linalg.vector_norm, ord=order, dtype=summed_in(given))
     total = _combined_norm(_partials(tensor, reduce, has_neutral=False), order).to(given.to_real())
     return _shaped(total, tensor, keepdim)
 
@@ -189,7 +185,7 @@ def _norm(
 @register(_torch.foreach_norm)
 def _norms(func: OpOverload, tensors: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
     def reduce(parts: list[Tensor]) -> list[Tensor]:
-        return func(parts, order, dtype=_summed_in(dtype or parts[0].dtype))
+        return func(parts, order, dtype=summed_in(dtype or parts[0].dtype))
 
     def finish(partials: Tensor, given: torch.dtype) -> Tensor:
         return _combined_norm(partials, order).to((dtype or given).to_real())

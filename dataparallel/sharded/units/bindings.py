@@ -72,7 +72,8 @@ class TreeBinding:
     """What a tree gives a unit that its calls use. A unit may belong to several trees, one after the other.
 
     Attributes:
-        number: the unit's number in the tree, by which units choose the slots that collect them.
+        number: the unit's number in the tree. It decides which slot collects the unit, and which joint gathers a slot
+            has passed by.
         deliver: takes a slot's gradients.
         settle: waits until no backward uses the unit.
         copies: notes the last copies of shards that slots have pulled from.

@@ -116,13 +116,13 @@ class ModuleCall:
     def __init__(self, slot_unit: SlotUnit, root_call: RootCall, runner: ModuleRunner) -> None:
         self._slot_unit, self._root_call, self._runner = slot_unit, root_call, runner
         self._lock = threading.Lock()
-        self._number_of_inputs = 0  # that need gradients
-        self._number_awaited = 0  # of these inputs, whose gradients have not come in this backward
+        self._number_awaited = 0  # of inputs whose gradients have not come in this backward
         self._is_in_backward = False
         self._is_recomputation = _torch.is_in_backward()
         self._versions: list[int] = []
         self._position = -1
-        self._input_hooks: list[TensorHooks] = []  # inputs may outlive the graph of this call, and keep no hooks
+        # One for each input that needs gradients. Inputs may outlive the graph of this call, and keep no hooks.
+        self._input_hooks: list[TensorHooks] = []
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class ModuleCall:
             slot_unit.unit.refuse_overwritten(slot_unit.slot)
             return output
         self._position = self._root_call.end_unit(slot_unit)
-        has_backward = torch.is_grad_enabled() and (bool(slot_unit.unit.trainable) or self._number_of_inputs > 0)
+        has_backward = torch.is_grad_enabled() and bool(slot_unit.unit.trainable or self._input_hooks)
         is_announced = False
         if has_backward:
             for tensor in tensors_in(output):
@@ -168,7 +168,6 @@ class ModuleCall:
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in tensors_in((args, kwargs)):
             if tensor.requires_grad:
-                self._number_of_inputs += 1
                 hooks = self._root_call.hooks_of(self._slot_unit.slot, tensor)
                 hooks.call_at_end(self._note_input_gradient)
                 self._input_hooks.append(hooks)
@@ -176,8 +175,8 @@ class ModuleCall:
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def _open_backward(self) -> None:
-        self._is_in_backward, self._number_awaited = True, self._number_of_inputs
-        self._slot_unit.begin_backward(self if self._number_of_inputs else None)
+        self._is_in_backward, self._number_awaited = True, len(self._input_hooks)
+        self._slot_unit.begin_backward(self if self._input_hooks else None)
 
     def _begin_backward(self) -> None:
         """Gathers the unit, whose nodes run next: an output has its gradient."""

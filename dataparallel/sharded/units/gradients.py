@@ -197,7 +197,7 @@ class UnitGradients:
                 self._note_torn()
             raise
         # Gradients in host memory and over machines can be put back until the pass ends, when sums are added to them.
-        if sums.restorers and not self._unit.is_offloaded and sums.over_machines is None:
+        if sums.restorers and self._sums.adds_at_once(sums):
             for slot in deliveries:
                 sums.restorers.pop((id(self), slot), None)
 
@@ -212,7 +212,6 @@ class UnitGradients:
         """
         with self._lock, streams_set(computing), torch.inference_mode(False), torch.no_grad():
             self._lost.update({i: FormerGrad(self._unit.parameters[i]) for i in self._unit.trainable})
-            self._sums.is_torn = False
 
     def _note_torn(self) -> None:
         """Notes that a sum was added to some owners' shards of gradients only."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
 
 _PATIENCE = 0.25
-"""Seconds for which a slot waits while no slot moves: none begins the backward of a unit or delivers gradients."""
+"""Seconds after which a slot stops waiting if no slot has begun the backward of a unit or delivered gradients."""
 
 _MAY_WAIT_BYTES = 2**20
 """Bytes of a slot's gradients that may wait for another slot before the slot stops."""
@@ -82,7 +82,7 @@ class SumsOfPass:
 
     def drop_all(self) -> None:
         """Drops everything after a failure. The computing streams wait for the sums that read it."""
-        wait_for([] if self.latest_sum is None else [self.latest_sum], self.computing.values())
+        self._make_computing_wait()
         if self.over_machines is not None:
             self.over_machines.fail_round(RuntimeError("its backward has failed, with an error that is shown there"))
         self.in_flight.clear()
@@ -91,6 +91,10 @@ class SumsOfPass:
         while self.restorers:
             _, put_back = self.restorers.popitem()
             put_back()
+
+    def _make_computing_wait(self) -> None:
+        """Makes the computing streams wait for all sums."""
+        wait_for([] if self.latest_sum is None else [self.latest_sum], self.computing.values())
 
     def note_callers(self) -> None:
         """Notes the current streams as callers'. At the end of a task the engine makes the caller's streams current."""
@@ -109,7 +113,7 @@ class SumsOfPass:
 
     def wait_for_sums(self) -> None:
         """Makes the computing and callers' streams wait for all sums, adds sums on the host, and runs hooks."""
-        wait_for([] if self.latest_sum is None else [self.latest_sum], self.computing.values())
+        self._make_computing_wait()
         self.in_flight.clear()  # `latest_sum` comes after the sums that read these deliveries
         self.added_to.clear()
         if self.over_machines is not None:

@@ -62,9 +62,6 @@ class PassGradients:
         self._parameters: dict[int, ShardedTensor] = {}
         self._before_hooks: dict[int, ShardedTensor] = {}  # gradients that hooks of their parameters have to see
 
-    def __len__(self) -> int:
-        return len(self._parameters)
-
     def note(self, parameters: Iterable[ShardedTensor]) -> None:
         """Notes that these parameters have got gradients."""
         self._parameters.update((id(parameter), parameter) for parameter in parameters)
@@ -166,7 +163,7 @@ class UnitSums:
                     if stream is not None:
                         sums.last_sums[owner] = Event(stream)
             except BaseException:
-                self.is_torn = any(totals) and not self._unit.is_offloaded and sums.over_machines is None
+                self.is_torn = any(totals) and self.adds_at_once(sums)
                 # Sums that have been launched read the deliveries, which are dropped now.
                 launched = [Event(stream) for stream in streams.adding.values()]
                 wait_for(launched, sums.computing.values())
@@ -235,8 +232,12 @@ class UnitSums:
             if part is not total:
                 part.copy_(total)
             parts_of_owners.append(unit.to_host(part) if unit.is_offloaded else part)
-        if sums.over_machines is None and not unit.is_offloaded:
+        if self.adds_at_once(sums):
             sums.added_to += self._add_to_gradients(owner, totals, present, sums.summed)
+
+    def adds_at_once(self, sums: SumsOfPass) -> bool:
+        """True if sums are added to ``.grad`` when they are launched, not at the end of the pass."""
+        return sums.over_machines is None and not self._unit.is_offloaded
 
     def _add_to_gradients(
         self, owner: int, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients

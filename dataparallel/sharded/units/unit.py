@@ -324,9 +324,10 @@ class Unit(Settings):
     def make_owners_wait(self) -> None:
         """Orders later writes to the shards, by streams and by the host, after all pulls and copies of shards."""
         pulls = [event for each in self._pullers if (event := each.last_pull) is not None]
-        wait_for([*self.binding.copies.last(), *pulls], current_streams(self.slots).values())
+        copies = self.binding.copies.last()
+        wait_for([*copies, *pulls], current_streams(self.slots).values())
         if self.is_offloaded:
-            note_host_reads(self.binding.copies.last())
+            note_host_reads(copies)
 
 
 class _UnshardHandle:
