@@ -22,7 +22,7 @@ _one_thread = threading.RLock()
 
 
 def import_on_demand(package: str, rooms: Mapping[str, tuple[str, ...]]) -> None:
-    """Lets ``package`` import public names and its submodules at their first use. An ``__init__`` calls it for itself.
+    """Lets ``package`` import public names and submodules at their first use. The package or module itself calls it.
 
     A public name wins over a submodule of the same name, whoever has imported that submodule before.
 

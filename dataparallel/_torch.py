@@ -521,7 +521,7 @@ def walked_as_a_list(cls: C) -> C:
 def is_profiler_enabled() -> bool:
     """True if a profiler of torch runs in this process; False in a torch that does not tell.
 
-    A profiler of all threads leaves no mark in a single thread's state, so that is not asked.
+    It asks about the process: a profiler of all threads leaves no mark in the state of a single thread.
     """
     return bool(getattr(profiler, "_is_profiler_enabled", False))
 

@@ -6,7 +6,7 @@ value, an error. A guard that nobody notices is redundant, or a test is missing.
     python tests/guards.py --kind sim                                   # all guards, on simulated devices
     python tests/guards.py --kind both --cuda-python OTHER/bin/python   # and on CUDA, or its stand-in
     python tests/guards.py --list                                       # only their names
-    python tests/guards.py --only streams/arrivals --jobs 4 --table guards.csv
+    python tests/guards.py --only comm/streams/arrivals --jobs 4 --table guards.csv
 
 It works in copies of the repository in a scratch folder. The first run of a kind notes which tests come to which guards
 (``--map FOLDER`` keeps that). Then each guard is taken out of a copy, and those tests run until one fails. A guard is

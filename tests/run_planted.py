@@ -16,7 +16,6 @@ cuda.stand_in(8)
 import torch  # noqa: E402
 
 A, B, C = (torch.device("cuda", index) for index in range(3))
-RUNTIME = torch.cuda.cudart()
 
 
 def variants(program):

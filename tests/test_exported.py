@@ -58,7 +58,7 @@ def a_branch(net, y):
     )
 
 
-KINDS = [nothing, a_range, a_tensor_of_numbers, a_move, a_number_on_the_cpu, a_plain_tensor]
+KINDS = [nothing, a_range, a_tensor_of_numbers, a_move, a_number_on_the_cpu, a_plain_tensor, a_branch]
 
 
 def build(adds, root):

@@ -100,8 +100,8 @@ def split_by_shares(total: int, shares: Sequence[float]) -> list[int]:
     """Splits ``total`` samples in the ratio of ``shares``, by largest remainders.
 
     Each slot gets its quota rounded down. The samples that are left go to the slots whose quotas have lost most, lower
-    slots first. A slot gets at least one sample, and of two slots that with the larger share gets no fewer. With fewer
-    samples than slots, the first slots get one each. The arithmetic is exact, so all machines agree.
+    slots first. A slot gets at least one sample, and of two slots the one with the larger share gets no fewer samples.
+    With fewer samples than slots, the first slots get one each. The arithmetic is exact, so all machines agree.
 
     Source: the method of Hamilton, M. Balinski and H. P. Young, Fair Representation, 1982.
     """

@@ -68,9 +68,9 @@ def parallel_apply(
         Exception: the first error of a replica in slot order. It is the object that was raised, with a note that names
             the replica and its device. Every other replica has ended by then.
         KeyboardInterrupt: Ctrl-C. No further replica starts, and the exception is raised when the running replicas have
-            ended; a replica in the calling thread is interrupted. A second one is raised at once, and abandons replicas
-            in other threads. A replica that waits by its own means for one that has not started, without a collective
-            of ``peers``, ends with the second only.
+            ended; a replica in the calling thread is interrupted. A second Ctrl-C is raised at once, and abandons
+            replicas in other threads. Only a second one ends a call in which a replica waits, without a collective of
+            ``peers``, for a replica that has not started.
     """
     return run_replicas(modules, inputs, kwargs_tup, devices, workers=workers, serial=serial)
 

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
-from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, name_of_form
+from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, form_and_state, name_of_form
 from dataparallel.replicas import replaced_parameters
 from dataparallel.replicas.plan import ORIGINAL_CLASS
 
@@ -133,7 +133,7 @@ class Form(Generic[P, S]):
 
     def state(self, module: nn.Module) -> S | None:
         """Returns this form's state for ``module``, or ``None`` if this form is not applied to it."""
-        form, state = vars(module).get(FORM_ATTRIBUTE, (None, None))
+        form, state = form_and_state(module)
         return state if form is self else None
 
     def _class_for(self, cls: type[nn.Module]) -> type[nn.Module]:

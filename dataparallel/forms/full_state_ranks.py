@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dataparallel import _torch
 from dataparallel.devices import CPU
 from dataparallel.forms.fully_shard_state import FullyShardState
-from dataparallel.forms.managed import FORM_ATTRIBUTE
+from dataparallel.forms.managed import form_and_state
 from dataparallel.sharded.tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ SAMPLES = 64
 
 def unit_states(model: nn.Module) -> list[FullyShardState]:
     """Returns the states of the model's units that have slots, each once."""
-    states = [vars(module).get(FORM_ATTRIBUTE, (None, None))[1] for module in model.modules()]
+    states = [form_and_state(module)[1] for module in model.modules()]
     by_id = {id(state): state for state in states if isinstance(state, FullyShardState) and state.slots}
     return [*by_id.values()]
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.call.engine import Method
 from dataparallel.call.options import CallOptions
+from dataparallel.devices import CPU
 from dataparallel.forms.fully_shard_arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, StateOnSlots, Twin
 from dataparallel.forms.unit_tensors import UnitTensors
@@ -61,8 +62,8 @@ class FullyShardState(StateOnSlots):
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         ignored_parameters: Sequence[Tensor],
-        machines: MachinesOfTree | None = None,
-        compile: CompileArgument | None = None,
+        machines: MachinesOfTree | None,
+        compile: CompileArgument | None,
     ) -> None:
         super().__init__(modules, options)
         self.machines, self.compile = machines, compile
@@ -183,7 +184,7 @@ def _shard_parameter(
     machines: MachinesOfTree | None,
 ) -> ShardedTensor:
     """Shards the parameter over the slots. Its shards are in host memory if it is offloaded."""
-    devices = [torch.device("cpu")] * len(slots) if is_offloaded else slots
+    devices = [CPU] * len(slots) if is_offloaded else slots
     if machines is not None:
         devices, slots = machines.owners(devices), machines.owners(slots)
     distributed = distribute_tensor(parameter.detach(), devices, placement)

@@ -163,9 +163,15 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
+def form_and_state(module: Any) -> tuple[Any, Any]:
+    """Returns the module's form and its state there, or two ``None``."""
+    found: tuple[Any, Any] = vars(module).get(FORM_ATTRIBUTE, (None, None))
+    return found
+
+
 def name_of_form(module: Any) -> str:
     """Returns the name of the form that manages the module, for messages."""
-    form, _ = vars(module).get(FORM_ATTRIBUTE, (None, None))
+    form, _ = form_and_state(module)
     return "a composable form" if form is None else form.__name__
 
 
@@ -178,7 +184,7 @@ def state_of(module: Any) -> Any:
     Raises:
         RuntimeError: it has no state, because it is a copy of a managed module.
     """
-    form, state = vars(module).get(FORM_ATTRIBUTE, (None, None))
+    form, state = form_and_state(module)
     if form is None:
         raise RuntimeError(
             f"this {type(module).__name__} was not made by a composable form, but copied from one that was"
@@ -306,7 +312,7 @@ class OnSlots:
 
     def _call(self, module: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Splits the call, except in a replica, or while ``torch.fx`` records it and there are no tensors to split."""
-        _, state = vars(module).get(FORM_ATTRIBUTE, (None, None))
+        _, state = form_and_state(module)
         if state is None or self._name not in state.methods:
             return original(*args, **kwargs)
         if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):

@@ -6,6 +6,7 @@ would not do: ``torch.autograd.grad`` finds no path through them to the source, 
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -327,7 +328,7 @@ class _PersistentCopies:
             put(self.by_slot, group, outputs)
             if row is not None:
                 row.note_copies(position, outputs)
-            self.values.send_at_each_forward(group, 2**62, False)
+            self.values.send_at_each_forward(group, sys.maxsize, False)
 
 
 _KIND = attrgetter("shape", "dtype", "device")

@@ -162,8 +162,8 @@ def _prepare(
     changed. Gradients have to be dense, ``create_graph=True`` and reentrant checkpoints inside the module raise.
     Inside `no_sync` a ``.grad`` gets the gradients of this rank's slot 0, and the others wait on their slots.
 
-    A ``backward()`` must not run in one thread while another thread calls the module, unless both threads call the
-    module: see the limits. The call writes current values into the replicas, which the backward pass may still read.
+    While one thread calls the module, ``backward()`` may run in another thread only if that thread calls the module
+    too. A call writes current values into the replicas, which the backward of the other thread may still read.
 
     Args:
         module: a module that has a ``forward`` and no form yet. It has to be on the first slot when it is called.
@@ -218,6 +218,7 @@ def _prepare(
         from dataparallel.machines.start import failing_together
 
         machines = machines_of(process_group, mesh)
+        assert machines is not None
         together = failing_together(machines)
     with together:
         _check_kind(module)

@@ -49,11 +49,11 @@ class ReplicateState(StateOnSlots):
         *,
         first_bytes: int,
         broadcast_buffers: bool,
-        ignored_modules: Sequence[nn.Module] = (),
-        ignored_parameters: Sequence[Tensor] = (),
-        machines: Machines | None = None,
-        average: bool = True,
-        compile: CompileArgument | None = None,
+        ignored_modules: Sequence[nn.Module],
+        ignored_parameters: Sequence[Tensor],
+        machines: Machines | None,
+        average: bool,
+        compile: CompileArgument | None,
     ) -> None:
         super().__init__([module], options)
         self._ignored = (*ignored_modules, *ignored_parameters)  # else other objects could get their ids

@@ -45,8 +45,11 @@ class StandIns:
 
 
 def left_alone(function: F) -> F:
-    """Marks this function with `_torch.leave_alone`, but no other function that the same lines have made."""
-    cast(FunctionType, function).__code__ = cast(FunctionType, function).__code__.replace()  # the mark is on the code
+    """Marks this function with `_torch.leave_alone`, but not other functions that the same ``def`` has made.
+
+    The mark is on the code, which they share, so this function gets a code of its own.
+    """
+    cast(FunctionType, function).__code__ = cast(FunctionType, function).__code__.replace()
     return _torch.leave_alone(function)
 
 

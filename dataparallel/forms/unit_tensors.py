@@ -1,7 +1,7 @@
 """`UnitTensors` gives replicas of a fully sharded tree their tensors; `_CompiledParts` compiles code inside units only.
 
-A replica's parameters are its units' tensors on its slot (``units.on_slot``), which are empty between calls. Each call
-sends buffers to the slots; the first slot has the module's own.
+A replica's parameters are its units' tensors on its slot (``units.slot_unit``), which are empty between calls. Each
+call sends buffers to the slots; the first slot has the module's own.
 """
 
 from __future__ import annotations

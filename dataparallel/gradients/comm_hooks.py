@@ -37,6 +37,11 @@ class GradBucket:
         """``summed`` is the buffer that the bucket was made with; `set_buffer` does not change it."""
         self.kind = buffer.shape, buffer.dtype, buffer.device
 
+    @classmethod
+    def of(cls, bucket_sum: BucketSum, buffer: Tensor) -> GradBucket:
+        """The bucket of ``bucket_sum``. ``buffer`` is its flat tensor, or a copy of it."""
+        return cls(bucket_sum.index, bucket_sum.count, buffer, bucket_sum.parameters, bucket_sum.names)
+
     def index(self) -> int:
         """The bucket's number, from 0 on. Hooks are called in this order, once for each bucket in each backward."""
         return self._index
@@ -243,8 +248,7 @@ class _HookedPass:
         if self._has_failed:
             return None
         try:
-            parameters, names = bucket_sum.parameters, bucket_sum.names
-            return self._sums.call(GradBucket(bucket_sum.index, bucket_sum.count, bucket_sum.flat, parameters, names))
+            return self._sums.call(GradBucket.of(bucket_sum, bucket_sum.flat))
         except BaseException:
             self._has_failed = True
             raise

@@ -115,11 +115,11 @@ class SourceBucket:
         self, by_slot: Sequence[SlotGradients | None], taken: Mapping[tuple[int, int], KeptGradient]
     ) -> list[SlotGradients | None]:
         """Adds gradients that `GradientSums.take` has taken to the gradients of this pass, on the current streams."""
-        unflattened = [None if of_slot is None else of_slot.without_flat() for of_slot in by_slot]
-        for of_slot in unflattened:
+        for of_slot in by_slot:
             if of_slot is not None:
+                of_slot.receive_flat()
                 of_slot.receive_separate()
-        lists = self.as_lists(unflattened)
+        lists = self.as_lists(by_slot)
         positions = {id(source): position for position, source in enumerate(self.sources)}
         for (slot, source_id), kept in taken.items():
             position = positions[source_id]

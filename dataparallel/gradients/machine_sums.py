@@ -121,8 +121,7 @@ class _HookedResult:
         self._pass = of_pass
         self._hook_call: HookCall | None = None
         self._staged = stage(of_pass.machines, bucket_sum.flat)
-        parameters, names = bucket_sum.parameters, bucket_sum.names
-        self._bucket = GradBucket(bucket_sum.index, bucket_sum.count, self._staged.payload, parameters, names)
+        self._bucket = GradBucket.of(bucket_sum, self._staged.payload)
         what = f"the communication hook {of_pass.hook.name} for {self._bucket}"
         self._launched = of_pass.round.call(what, self._call_hook, self._check)
 

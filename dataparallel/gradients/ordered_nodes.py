@@ -53,7 +53,6 @@ class BucketRow:
         self.number = next(_numbers)
         self.contents = "\n".join(f"{i}: {bucket.describe()}" for i, bucket in enumerate(buckets))
         self.first_positions = [0, *accumulate(len(bucket.names) for bucket in self.buckets)]
-        self._end_node: weakref.ref[Any] | None = None
         self._copy_nodes: list[list[weakref.ref[Any]]] = [[] for _ in self.buckets]
 
     def make_source_nodes(self) -> tuple[list[Tensor], Tensor]:
@@ -78,7 +77,7 @@ class BucketRow:
             handles.append(handle)
             tokens.append(token)
         token = EndLaunches.apply(self, WaitForAll.apply(self, *tokens))
-        self._end_node = weakref.ref(token.grad_fn)
+        self._end_node: weakref.ref[Any] = weakref.ref(token.grad_fn)
         self.passes.rows.add(self)
         return handles, token
 
@@ -95,12 +94,12 @@ class BucketRow:
 
     def is_reached(self) -> bool:
         """True if the running backward reaches these buckets."""
-        end_node = None if self._end_node is None else self._end_node()
+        end_node = self._end_node()
         return end_node is not None and _torch.will_engine_execute_node(end_node)
 
     def reached_sources(self) -> list[tuple[bool, set[int]]]:
         """Calls `reached_sources` for each bucket, in the running backward."""
-        end_node = None if self._end_node is None else self._end_node()
+        end_node = self._end_node()
         assert end_node is not None
         ((wait_node, _),) = [following for following in end_node.next_functions if following[0] is not None]
         nodes = [node for node, _ in wait_node.next_functions if node is not None]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dataparallel.autograd.bucket_gradients import SlotGradients, SourceGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
-from dataparallel.comm.buckets import Bucket, unflatten
+from dataparallel.comm.buckets import unflatten
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.gradients.reducer_buckets import TakenGradients
 
@@ -35,7 +35,6 @@ class BucketSum:
         index, count: the number of the bucket, from 0 on, and how many buckets every pass has.
         flat: one gradient after the other, each in the order of a contiguous tensor. It is not divided by anything, and
             the reducer may write to it and keep it.
-        layout: where each gradient lies in ``flat``.
         parameters: the gradients' parameters, in the order of ``flat``.
         names: the names of the parameters.
     """
@@ -43,7 +42,6 @@ class BucketSum:
     index: int
     count: int
     flat: Tensor
-    layout: Bucket
     parameters: Sequence[Tensor]
     names: Sequence[str]
 
@@ -184,7 +182,7 @@ class OrderedPass:
         row, bucket = self._row, self._row.buckets[index]
         members = bucket.layout.indices
         parameters, names = [bucket.sources[i] for i in members], [bucket.names[i] for i in members]
-        bucket_sum = BucketSum(index, len(row.buckets), flat, bucket.layout, parameters, names)
+        bucket_sum = BucketSum(index, len(row.buckets), flat, parameters, names)
 
         def launch() -> None:
             if self._reducer_pass is None:
@@ -255,7 +253,7 @@ class OrderedPass:
         self._used_anywhere = self._end_result.wait()
         with streams_set(self._row.streams):
             while self._taken:
-                self._kept_gradients.show_reduced(self._taken.pop())
+                self._kept_gradients.remove_from_grads(self._taken.pop())
         self._row.on_success()
 
     def take_gradients(self, index: int) -> list[Tensor | None]:

@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.bucket_gradients import ReadyEvent, SourceGradients
-from dataparallel.comm.buckets import Bucket, FlatLayout, flatten, has_strides
+from dataparallel.comm.buckets import Bucket, flatten, has_strides, layout_of
 from dataparallel.gradients.gradient_sums import GradientSums, GradSnapshot, KeptGradient, SourceBucket
 
 
 class TakenGradients(NamedTuple):
-    """Kept gradients that a pass has taken, by slot and id of the source, and each ``.grad`` with those of slot 0."""
+    """Gradients that a pass has taken.
+
+    Attributes:
+        kept: the gradients, by slot and id of the source.
+        grads: the snapshot of each source, and the ``.grad`` in which the gradient of slot 0 has waited.
+    """
 
     kept: dict[tuple[int, int], KeptGradient]
     grads: list[tuple[GradSnapshot, Tensor]]
@@ -46,6 +51,8 @@ class ReducerSums(GradientSums):
         self.drop_void(bucket.sources)
         ids = {id(bucket.sources[position]) for position in written}
         snapshots = [snapshot for each in ids if (snapshot := self._snapshots.get(each)) is not None]
+        if not snapshots:
+            return TakenGradients({}, [])
         # Without a ``.grad`` the gradients are void, and the engine still holds the pass that has failed.
         grads = [(snapshot, snapshot.source.grad) for snapshot in snapshots if snapshot.source.grad is not None]
         slot_0_grads = [grad if snapshot.reduced is None else grad - snapshot.reduced for snapshot, grad in grads]
@@ -57,10 +64,11 @@ class ReducerSums(GradientSums):
             taken.kept[0, id(snapshot.source)] = KeptGradient(snapshot.source, grad, ready_event, bucket.streams)
         return taken
 
-    def show_reduced(self, taken: TakenGradients) -> None:
-        """Removes slot 0's gradients from ``.grad`` when the pass has succeeded: it adds them with the others.
+    def remove_from_grads(self, taken: TakenGradients) -> None:
+        """Removes slot 0's gradients from ``.grad`` after the pass has succeeded.
 
-        The streams of the forward are current. The engine orders the additions to ``.grad`` after them.
+        The reduced gradients, which the pass adds next, contain them. The streams of the forward are current, and the
+        engine orders the additions after them.
         """
         for snapshot, grad in taken.grads:
             if snapshot.reduced is None:
@@ -104,7 +112,8 @@ class ReducerBucket(SourceBucket):
                     f"parameter {name!r} is {'nested' if source.is_nested else source.layout}: its gradient cannot "
                     "travel in a flat buffer. Pass it in ignored_params, and sum its gradient yourself"
                 )
-        self.layout = Bucket.of([(i, _row_major(source)) for i, source in enumerate(sources)])
+        contiguous = [torch.empty(source.shape, device="meta") for source in sources]
+        self.layout = Bucket.of([(i, layout_of(like)) for i, like in enumerate(contiguous)])
 
     def describe(self) -> str:
         """Returns words that are equal on all machines if their buckets have the same sources."""
@@ -136,12 +145,3 @@ class ReducerBucket(SourceBucket):
     def zeros(self) -> Tensor:
         """Returns a flat buffer of zeros with this layout, made on the current stream."""
         return torch.zeros(self.layout.numel, dtype=self.sources[0].dtype, device=self.sources[0].device)
-
-
-def _row_major(tensor: Tensor) -> FlatLayout:
-    shape = tuple(tensor.shape)
-    stride, strides = 1, []
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return FlatLayout(shape, shape, tuple(reversed(strides)), tensor.numel(), True)

@@ -65,7 +65,7 @@ def _properties(tensor: Tensor) -> dict[str, Any]:
 
 
 @contextmanager
-def failing_together(machines: Machines | None) -> Iterator[None]:
+def failing_together(machines: Machines) -> Iterator[None]:
     """If the block raises on this rank, the other ranks raise in their next round instead of waiting for this rank.
 
     Use it for checks and preparations of one rank while other ranks may already be in `compare`.
@@ -75,8 +75,7 @@ def failing_together(machines: Machines | None) -> Iterator[None]:
     except MachinesError:
         raise  # all ranks know of it
     except BaseException as error:
-        if machines is not None:
-            machines.queue.signal_failure(error)
+        machines.queue.signal_failure(error)
         raise
 
 

@@ -1,6 +1,6 @@
 """`prefetch` gives the loader's own batches, in order, and the wrapper finds them on its slots.
 
-Streams: ``streams/test_ahead``.
+Streams: ``comm/streams/test_ahead``.
 """
 
 import weakref

@@ -15,7 +15,6 @@ from probe import Probe, intra_op_threads
 pytestmark = pytest.mark.devices("cpu")
 
 CPU = ["cpu"] * 3
-TIMEOUT = 20.0
 
 
 def in_a_fresh_thread(read: Callable[[], Any]) -> Any:

@@ -204,7 +204,9 @@ def test_cupy_is_imported_where_it_is_asked_for_and_not_by_a_report(asked, tmp_p
 
 @pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
 def test_python_dash_m():
-    assert run_python("-m", "dataparallel").startswith("dataparallel  ")
+    text = run_python("-m", "dataparallel")
+    assert text.startswith("dataparallel  ")
+    assert "\nwhat to do next\n" in text
 
 
 @pytest.mark.parametrize("why_not", [None, "a test says so"])

@@ -1,6 +1,6 @@
 """Launching the kernels: the reasons why it is impossible here, and the results on a GPU.
 
-Without a GPU the steps of a launch are tested one by one: they are private functions of the room.
+Without a GPU the steps of a launch are tested one by one: they are private functions of ``comm.kernels``.
 """
 
 import os
