@@ -1,10 +1,12 @@
-"""How many buckets are summed before backward ends, by the recorded order of events."""
+"""How many buckets are summed before backward ends, by the recorded order of events; and a model to see it with."""
 
 import statistics
 import threading
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from dataparallel.autograd.bucket_nodes import ToSlots
 
@@ -47,3 +49,22 @@ class Overlap:
             if number >= first_steps:
                 shares.append(self._events[:last_slot].count("sum") / self._events.count("sum"))
         return statistics.median(shares)
+
+
+class Layers(nn.Module):
+    """A bucket for each layer. Notes when a replica has the gradients of the first one's weights."""
+
+    def __init__(self, count: int, width: int, note: Callable[..., object] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.note = note
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Cuts the first layer off, so that a node comes to have its gradients just before the broadcast does.
+        weight, bias = self.layers[0].weight * 1, self.layers[0].bias * 1
+        if self.note is not None and weight.requires_grad:
+            weight.grad_fn.register_hook(self.note)
+        x = torch.tanh(nn.functional.linear(x, weight, bias))
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x

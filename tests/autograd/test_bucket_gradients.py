@@ -14,32 +14,13 @@ from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.testing.models import CASES
 from dataparallel.testing.parity import assert_same_training
 from graphs import nodes_of
-from overlap import Overlap
+from overlap import Layers, Overlap
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 WIDTH = 48
 LAYER_MB = (WIDTH * WIDTH + WIDTH) * 8 / 2**20
 """One layer in float64 fills a bucket of this size."""
-
-
-class Layers(nn.Module):
-    """A bucket for each layer. Notes when a replica has the gradients of the first one's weights."""
-
-    def __init__(self, count: int, width: int = WIDTH, note=None) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
-        self.note = note
-
-    def forward(self, x):
-        # Cuts the first layer off, so that a node comes to have its gradients just before the broadcast does.
-        weight, bias = self.layers[0].weight * 1, self.layers[0].bias * 1
-        if self.note is not None and weight.requires_grad:
-            weight.grad_fn.register_hook(self.note)
-        x = torch.tanh(nn.functional.linear(x, weight, bias))
-        for layer in self.layers[1:]:
-            x = torch.tanh(layer(x))
-        return x
 
 
 @pytest.mark.alone
@@ -67,7 +48,7 @@ def test_a_bucket_is_summed_before_the_slowest_slot_has_the_gradient_of_its_firs
 def test_a_sum_is_accumulated_before_the_slowest_slot_has_the_gradient_of_its_first_layer(slots, root):
     """So an optimizer step in backward frees it early. One thread runs all of it here: the order is certain."""
     events = []
-    model = Layers(6, note=lambda grad_inputs, grad_outputs: events.append("first layer")).double().to(root)
+    model = Layers(6, WIDTH, note=lambda grad_inputs, grad_outputs: events.append("first layer")).double().to(root)
     model.layers[-1].weight.register_post_accumulate_grad_hook(lambda parameter: events.append("accumulated"))
     x = torch.randn(6, WIDTH, dtype=torch.float64, device=root)
     DataParallel(model, slots, bucket_cap_mb=LAYER_MB)(x).square().sum().backward()
@@ -79,7 +60,7 @@ def test_buckets_are_filled_from_the_last_layer_and_are_small_at_both_ends(make_
     # The package has a function of that name, which hides the module.
     room = importlib.import_module("dataparallel.replicas.replicate")
     monkeypatch.setattr(room, "FIRST_BUCKET_BYTES", int(LAYER_MB * 2**20 / 2))
-    model = Layers(5).double().to(slots[0])
+    model = Layers(5, WIDTH).double().to(slots[0])
     sent = []
     monkeypatch.setattr(
         room,
@@ -98,7 +79,7 @@ def test_buckets_are_filled_from_the_last_layer_and_are_small_at_both_ends(make_
 @pytest.mark.parametrize("bucket_cap_mb", [1e-9, LAYER_MB, 25])
 def test_a_node_for_each_bucket_and_the_same_bits(slots, root, bucket_cap_mb):
     torch.manual_seed(0)
-    model = Layers(4).double().to(root)
+    model = Layers(4, WIDTH).double().to(root)
     x = torch.randn(7, WIDTH, dtype=torch.float64, device=root)
     reference = torch.autograd.grad(DataParallel(model, slots)(x).square().sum(), list(model.parameters()))
     output = DataParallel(model, slots, bucket_cap_mb=bucket_cap_mb)(x)
@@ -130,7 +111,7 @@ def test_gradcheck_and_gradgradcheck_through_several_buckets(slots, root):
 @pytest.mark.slots(2, 3)
 def test_gradients_of_some_parameters_only(slots, root):
     """Buckets without a wanted gradient are not summed."""
-    model = Layers(4).double().to(root)
+    model = Layers(4, WIDTH).double().to(root)
     x = torch.randn(6, WIDTH, dtype=torch.float64, device=root)
     wanted = [model.layers[3].bias, model.layers[1].weight]
     expected = torch.autograd.grad(model(x).square().sum(), wanted)
@@ -157,7 +138,7 @@ def test_training_is_the_same_with_a_bucket_for_each_parameter(case, slots):
 @pytest.mark.slots(2)
 def test_without_sequence_numbers_only_the_order_goes(slots, root, monkeypatch):
     monkeypatch.setattr("dataparallel._torch.set_sequence_nr", lambda node, number: None)
-    model = Layers(4).double().to(root)
+    model = Layers(4, WIDTH).double().to(root)
     x = torch.randn(6, WIDTH, dtype=torch.float64, device=root)
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     wrapped = DataParallel(model, slots, bucket_cap_mb=LAYER_MB)

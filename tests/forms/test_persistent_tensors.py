@@ -15,6 +15,7 @@ from loops import assert_same_loop, mean_square, waits
 from persistent import Branched, assert_same, gradients, loss, numbers, settled, tensors_of, with_persistent_replicas
 from torch import Tensor, nn
 
+from at_once import in_threads
 from dataparallel import DataParallel
 from dataparallel.autograd.bucket_nodes import OnSlot, ToSlots
 from dataparallel.gradients.gradient_sums import GradientSums, SourceBucket
@@ -144,21 +145,12 @@ def test_buffers_are_slot_0s(slots: list, root: torch.device) -> None:
 def test_several_threads_may_call(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
     wrapped = settled(net, slots, x)
     expected = twin(x).detach()
-    errors: list[BaseException] = []
 
-    def call() -> None:
-        try:
-            for _ in range(10):
-                torch.testing.assert_close(wrapped(x).detach(), expected, rtol=0, atol=1e-9)
-        except BaseException as error:
-            errors.append(error)
+    def call(*_: object) -> None:
+        for _ in range(10):
+            torch.testing.assert_close(wrapped(x).detach(), expected, rtol=0, atol=1e-9)
 
-    threads = [threading.Thread(target=call) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    in_threads(3, call)
 
 
 @pytest.mark.devices("sim", "cuda")  # slots on the CPU share the source's memory

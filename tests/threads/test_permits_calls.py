@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from at_once import in_threads
 from clocked import timeline
 from dataparallel import DataParallel, parallel_apply
 from dataparallel.comm.streams.current import DeviceClock, Event
@@ -203,22 +204,14 @@ def test_gradients_and_outputs_do_not_depend_on_the_number(slots: list, root: to
 
 
 def test_calls_from_several_threads(slots: list, root: torch.device) -> None:
-    x, errors = torch.zeros(6, 2, device=root), []
+    x = torch.zeros(6, 2, device=root)
 
-    def several() -> None:
-        try:
-            with torch.no_grad():
-                for _ in range(30):
-                    assert torch.equal(model(x), x + 1)
-        except BaseException as error:
-            errors.append(error)
+    def several(*_: object) -> None:
+        with torch.no_grad():
+            for _ in range(30):
+                assert torch.equal(model(x), x + 1)
 
     model = wrapper(slots, 0.001).eval()
     chooser = model._permits
-    threads = [threading.Thread(target=several) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(4, several)
     assert chooser.begin_call("kind", 0, 8).is_alone, "every call has been ended"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from at_once import in_threads
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.composable import replicate
 from late_parameters import ARRANGEMENTS, WIDTH, Net, arranged, copy_of, samples, silently, steps, trained
@@ -33,21 +34,12 @@ def test_several_threads_call_one_wrapper(slots: list, root: torch.device, x: Te
     model = Net().double().to(root)
     call = form(model, slots)
     steps(model, call, x)
-    errors: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            for _ in range(3):
-                call(x).sum().backward()
-        except BaseException as error:
-            errors.append(error)
+    def run(*_: object) -> None:
+        for _ in range(3):
+            call(x).sum().backward()
 
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    in_threads(3, run)
 
 
 def test_a_thread_does_not_write_to_persistent_replicas_of_another(
