@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial, wraps
 from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
@@ -744,6 +744,24 @@ def let_backwards_run_at_once() -> None:
         module.contextvars = SimpleNamespace(  # type: ignore[attr-defined]
             copy_context=lambda: _ContextForEach(original.copy_context())
         )
+
+
+def trace_branches_by(run_alone: Callable[..., Any]) -> None:
+    """Has ``torch.cond``, ``while_loop``, ``scan`` and ``map`` trace their functions by ``run_alone(trace, ...)``.
+
+    torch traces them in each call that needs gradients, and again in its backward, with globals of ``torch.fx`` that
+    threads share: "CURRENT_PATCHER is None in finally block". This replaces names in the modules of these operators.
+    Where torch has no such names, replicas that run at the same time may fail.
+    """
+    package = "torch._higher_order_ops"
+    modules = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
+    for name in ("materialize_as_graph", "_hop_compile_and_call"):
+        original: Callable[..., Any] | None = getattr(sys.modules[f"{package}.utils"], name, None)
+        if original is not None:
+            one_at_a_time = wraps(original)(partial(run_alone, original))
+            for module in modules:
+                if getattr(module, name, None) is original:
+                    setattr(module, name, one_at_a_time)
 
 
 class _ContextForEach:

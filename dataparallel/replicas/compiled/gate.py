@@ -1,7 +1,8 @@
 """The gate: while one thread compiles, no other thread of the library is in compiled code.
 
 While ``torch.compile`` traces it sets flags of the whole process, and compiled code that another thread enters then
-raises or runs without its graphs. The gate is a lock that many share (`run_inside`) and one has alone (`run_alone`).
+raises or runs without its graphs. ``torch.cond`` and its relatives do the same, in each call and each backward. The
+gate is a lock that many share (`run_inside`) and one has alone (`run_alone`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from dataparallel import _torch
 from dataparallel.forks import in_forked_child
 
 T = TypeVar("T")
@@ -56,17 +58,17 @@ class Gate:
         finally:
             self._inside.pop(me, None)
 
-    def run_alone(self, function: Callable[..., T], *args: Any) -> T:
+    def run_alone(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Calls ``function``, which compiles, once no other thread is inside."""
         me = threading.get_ident()
         if me in self._alone:
-            return function(*args)
+            return function(*args, **kwargs)
         was_inside = self._inside.pop(me, False)
         try:
             self._take_turn(me)
             while self._inside:
                 time.sleep(_POLL_SECONDS)
-            return function(*args)
+            return function(*args, **kwargs)
         finally:
             self._alone.pop(me, None)
             if was_inside:
@@ -103,6 +105,8 @@ class Gate:
 
 gate = Gate()
 """The gate of this process."""
+
+_torch.trace_branches_by(gate.run_alone)
 
 
 @in_forked_child
