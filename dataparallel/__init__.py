@@ -1,7 +1,7 @@
 """One process drives every device of the machine: ``model = DataParallel(model)``.
 
 The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, `prefetch`, `whole`, `samples`,
-`PerReplica`, `trace`, `peers` and `nn`.
+`PerReplica`, `trace`, `replace_torch`, `peers` and `nn`.
 A *room* is a folder or a file of this package. It imports only from rooms below it (``tests/test_floors.py``).
 Importing this package touches no device, starts no thread, compiles nothing, and does not import torch: each name and
 each room is imported when it is first asked for.
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dataparallel.call.parallel_apply import parallel_apply
     from dataparallel.forms.data_parallel import DataParallel, data_parallel
     from dataparallel.forms.prefetch import prefetch
+    from dataparallel.integrations.replacement import replace_torch
     from dataparallel.replicas.replicate import replicate
     from dataparallel.samples import samples
     from dataparallel.tracing import trace
@@ -35,6 +36,7 @@ __all__ = [
     "parallel_apply",
     "peers",
     "prefetch",
+    "replace_torch",
     "replicate",
     "samples",
     "scatter",
@@ -50,6 +52,7 @@ import_on_demand(
         "call.parallel_apply": ("parallel_apply",),
         "batches.batch_types": ("PerReplica",),
         "forms.prefetch": ("prefetch",),
+        "integrations.replacement": ("replace_torch",),
         "replicas.replicate": ("replicate",),
         "samples": ("samples",),
         "batches.gather": ("gather",),

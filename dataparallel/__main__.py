@@ -1,6 +1,8 @@
-"""``python -m dataparallel`` prints a description of this machine, and what to do next."""
+"""``python -m dataparallel`` describes this machine, or runs a program with this library in place of torch's."""
 
-from dataparallel.tracing.report import report
+import sys
+
+from dataparallel.integrations.programs import main
 
 if __name__ == "__main__":
-    print(report())
+    main(sys.argv[1:])

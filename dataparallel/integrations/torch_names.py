@@ -1,0 +1,238 @@
+"""What `replace_torch` puts in the place of torch's names: the library, with torch's rule where it promises more.
+
+Where torch accepts what the library refuses, these accept it too, and `fall_back` says so once. They count their calls.
+Only ``replacement`` and programs that run under it use them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.parallel import comm as torch_comm
+
+from dataparallel import comm
+from dataparallel.batches import gather as gathers
+from dataparallel.batches import scatter as scatters
+from dataparallel.batches.batch_types import PerReplica
+from dataparallel.batches.structures import Arguments, is_whole, leaves, with_leaves
+from dataparallel.call import parallel_apply as applies
+from dataparallel.comm.checks import near_equal_sizes
+from dataparallel.devices import DeviceLike, resolve_slots
+from dataparallel.forms import data_parallel as wrappers
+from dataparallel.forms.signatures import shows_forward_of_module
+from dataparallel.replicas import replicate as replicates
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+TorchDataParallel = nn.DataParallel
+"""torch's own class. `replace_torch` changes the name ``torch.nn.DataParallel``, not this one."""
+
+
+# ---- what is counted, and what falls back ----------------------------------------------------------------------------
+
+
+class Counts:
+    """How often each name was called, and what has fallen back to torch's rule. Threads may call at the same time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: Counter[str] = Counter()
+        self._fallbacks: Counter[str] = Counter()
+
+    def note_call(self, name: str) -> None:
+        """Counts a call."""
+        with self._lock:
+            self._calls[name] += 1
+
+    def note_fallback(self, reason: str) -> bool:
+        """Returns true the first time."""
+        with self._lock:
+            self._fallbacks[reason] += 1
+            return self._fallbacks[reason] == 1
+
+    def calls(self) -> dict[str, int]:
+        """Returns how often each name was called."""
+        with self._lock:
+            return dict(self._calls)
+
+    def fallbacks(self) -> dict[str, int]:
+        """Returns how often torch's rule was followed, by its description."""
+        with self._lock:
+            return dict(self._fallbacks)
+
+
+counts = Counts()
+"""Of this process."""
+
+
+def fall_back(reason: str) -> None:
+    """Counts a call that follows torch's rule, and warns of the first one."""
+    if counts.note_fallback(reason):
+        warnings.warn(f"as torch.nn.DataParallel does: {reason}", stacklevel=_level_of_user())
+
+
+def _level_of_user() -> int:
+    """Returns the stack level, for a warning of the calling function, of the first caller outside of both libraries."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "dataparallel.")):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _counted(name: str) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts.note_call(name)
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+# ---- batches whose sizes differ --------------------------------------------------------------------------------------
+
+
+def split_where_sizes_differ(arguments: Any, dim: int, slots: int) -> Any:
+    """Splits each tensor whose batch size is not that of the first one, if all have the same number of chunks.
+
+    torch splits every tensor by itself. ``Trainer`` of transformers, for one, passes a tensor with one entry for each
+    device beside the batch. Where the numbers of chunks differ torch drops samples; that stays an error here.
+    """
+    found = [
+        leaf
+        for _, leaf in leaves(arguments, "")
+        if isinstance(leaf, Tensor) and not is_whole(leaf) and -leaf.dim() <= dim < leaf.dim()
+    ]
+    sizes = [leaf.shape[dim] for leaf in found]
+    if len({*sizes}) < 2 or len({len(near_equal_sizes(size, slots)) for size in sizes}) > 1:
+        return arguments
+    fall_back(
+        f"batch sizes differ ({', '.join(map(str, dict.fromkeys(sizes)))}), so each tensor is split by itself. Mark a "
+        "tensor that every replica needs with dataparallel.whole(tensor)"
+    )
+    parts = {
+        id(leaf): PerReplica(leaf.split(near_equal_sizes(size, slots), dim))
+        for leaf, size in zip(found, sizes, strict=True)
+        if size != sizes[0]
+    }
+
+    def change(leaf: Any) -> Any:
+        return parts.get(id(leaf), leaf)
+
+    if type(arguments) is Arguments:
+        inputs, kwargs = arguments
+        return Arguments((with_leaves(inputs, change), with_leaves(kwargs, change)))
+    return with_leaves(arguments, change)
+
+
+# ---- the class -------------------------------------------------------------------------------------------------------
+
+
+class _IsAnyWrapper(type):
+    """``isinstance(model, torch.nn.DataParallel)`` is true of torch's own wrappers and of the library's too."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, TorchDataParallel) if cls is DataParallel else super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, TorchDataParallel) if cls is DataParallel else super().__subclasscheck__(subclass)
+
+
+class DataParallel(wrappers.DataParallel[Any], metaclass=_IsAnyWrapper):
+    """`dataparallel.DataParallel` in the place of ``torch.nn.DataParallel``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        counts.note_call("DataParallel")
+        super().__init__(*args, **kwargs)
+
+    @shows_forward_of_module
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As `dataparallel.DataParallel.forward`, with `split_where_sizes_differ`."""
+        counts.note_call("DataParallel.forward")
+        if len(self.device_ids) > 1:
+            arguments = Arguments((inputs, kwargs))
+            inputs, kwargs = split_where_sizes_differ(arguments, self.dim, len(self.device_ids))
+        return wrappers.DataParallel.forward(self, *inputs, **kwargs)
+
+
+# ---- the functions ---------------------------------------------------------------------------------------------------
+
+
+@_counted("data_parallel")
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """`dataparallel.data_parallel`, with `split_where_sizes_differ`."""
+    slots = len(resolve_slots(device_ids))
+    if slots > 1:
+        inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+        inputs, module_kwargs = split_where_sizes_differ(Arguments((inputs, module_kwargs or {})), dim, slots)
+    return wrappers.data_parallel(module, inputs, device_ids, output_device, dim, module_kwargs)
+
+
+@_counted("scatter")
+def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
+    """`dataparallel.scatter`, with `split_where_sizes_differ`."""
+    return scatters.scatter(split_where_sizes_differ(inputs, dim, len(target_gpus)), target_gpus, dim)
+
+
+@_counted("scatter_kwargs")
+def scatter_kwargs(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, target_gpus: Sequence[DeviceLike], dim: int = 0
+) -> Any:
+    """`dataparallel.scatter_kwargs`, with `split_where_sizes_differ`."""
+    inputs, kwargs = split_where_sizes_differ(Arguments((inputs, kwargs or {})), dim, len(target_gpus))
+    return scatters.scatter_kwargs(inputs, kwargs, target_gpus, dim)
+
+
+@_counted("comm.scatter")
+def comm_scatter(
+    tensor: Tensor,
+    devices: Sequence[DeviceLike] | None = None,
+    chunk_sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    streams: Sequence[Any] | None = None,
+    *,
+    out: Sequence[Tensor] | None = None,
+) -> Any:
+    """`dataparallel.comm.scatter`. With ``streams``, which it has no argument for, torch's own function."""
+    if streams is not None:
+        fall_back("comm.scatter copies on the streams that are passed, by torch's own function")
+        return _torch_scatter(tensor, devices, chunk_sizes, dim, streams, out=out)
+    return comm.scatter(tensor, devices, chunk_sizes, dim, out=out)
+
+
+_torch_scatter = torch_comm.scatter
+
+NAMES: dict[str, dict[str, Any]] = {
+    "torch.nn.parallel.data_parallel": {"DataParallel": DataParallel, "data_parallel": data_parallel},
+    "torch.nn.parallel.replicate": {"replicate": _counted("replicate")(replicates.replicate)},
+    "torch.nn.parallel.parallel_apply": {"parallel_apply": _counted("parallel_apply")(applies.parallel_apply)},
+    "torch.nn.parallel.scatter_gather": {
+        "scatter": scatter,
+        "scatter_kwargs": scatter_kwargs,
+        "gather": _counted("gather")(gathers.gather),
+    },
+    "torch.nn.parallel.comm": {
+        "scatter": comm_scatter,
+        **{
+            name: _counted(f"comm.{name}")(getattr(comm, name))
+            for name in ("broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesced", "gather")
+        },
+    },
+}
+"""What replaces torch's names, by the module of torch that defines them."""

@@ -1,0 +1,152 @@
+"""`replace_torch` puts the library in the place of torch's names, wherever they are, and gives them back."""
+
+import sys
+import threading
+import types
+
+import pytest
+import torch
+import torch.nn.parallel.comm  # not ours
+from torch import nn
+
+import dataparallel
+from around import assert_trains_alike
+from dataparallel import replace_torch
+
+TORCH = nn.DataParallel  # the name in this module is replaced too, so each test asks `originals`
+NAMES = {
+    torch.nn: ["DataParallel"],
+    torch.nn.parallel: ["DataParallel", "data_parallel", "replicate", "scatter", "gather", "parallel_apply"],
+    torch.nn.parallel.comm: [
+        "broadcast",
+        "broadcast_coalesced",
+        "reduce_add",
+        "reduce_add_coalesced",
+        "scatter",
+        "gather",
+    ],
+}
+
+
+def now():
+    return {(module.__name__, name): getattr(module, name) for module, names in NAMES.items() for name in names}
+
+
+def linear(root):
+    torch.manual_seed(0)
+    return nn.Linear(4, 2).double().to(root)
+
+
+def test_all_names_are_replaced_and_given_back():
+    before = now()
+    with replace_torch():
+        inside = now()
+    assert all(inside[name] is not before[name] for name in before)
+    assert now() == before
+
+
+def test_names_that_were_imported_before():
+    before, mine = nn.DataParallel, sys.modules[__name__]
+    with replace_torch() as replacement:
+        assert mine.TORCH is nn.DataParallel is not before
+        assert f"{__name__}.TORCH" in replacement.places
+    assert mine.TORCH is before
+
+
+def test_modules_that_are_imported_inside(monkeypatch):
+    before = nn.DataParallel
+    with replace_torch():
+        late = types.ModuleType("late")
+        exec("from torch.nn import DataParallel", vars(late))
+        monkeypatch.setitem(sys.modules, "late", late)
+        assert issubclass(late.DataParallel, dataparallel.DataParallel)
+    assert late.DataParallel is before
+
+
+def test_until_the_last_one_is_undone():
+    before = nn.DataParallel
+    outer = replace_torch()
+    with replace_torch() as inner:
+        assert inner.places == outer.places
+    assert nn.DataParallel is not before
+    outer.undo()
+    assert nn.DataParallel is before
+    outer.undo()
+    assert nn.DataParallel is before
+
+
+def test_several_threads_replace_at_once():
+    before = now()
+
+    def work():
+        for _ in range(20):
+            with replace_torch():
+                assert nn.DataParallel is not before["torch.nn", "DataParallel"]
+
+    failures = []
+
+    def guarded():
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert now() == before
+
+
+def test_isinstance_is_true_of_both(slots, root):
+    theirs, ours = nn.DataParallel(nn.Linear(4, 2)), dataparallel.DataParallel(linear(root), slots)
+    with replace_torch():
+        wrapped = nn.DataParallel(linear(root), slots)
+        for model in (theirs, ours, wrapped):
+            assert isinstance(model, nn.DataParallel)
+        assert not isinstance(wrapped.module, nn.DataParallel)
+        assert issubclass(dataparallel.DataParallel, nn.DataParallel)
+        with pytest.raises(TypeError, match="wrapped already"):
+            nn.DataParallel(theirs, slots)
+    assert isinstance(wrapped, nn.DataParallel)
+    assert isinstance(wrapped, dataparallel.DataParallel)
+
+
+def test_training_equals_one_device(slots, root):
+    with replace_torch():
+        assert_trains_alike(nn.DataParallel(linear(root), slots), linear(root), root)
+
+
+def test_subclasses_that_are_defined_inside(slots, root):
+    with replace_torch():
+
+        class Doubled(nn.DataParallel):
+            def gather(self, outputs, output_device):
+                return super().gather(outputs, output_device) * 2
+
+        x = torch.randn(6, 4, dtype=torch.float64, device=root)
+        torch.testing.assert_close(Doubled(linear(root), slots)(x), linear(root)(x) * 2)
+        assert not isinstance(nn.DataParallel(linear(root), slots), Doubled)
+
+
+def test_the_functions_do_what_torch_says(slots, root):
+    x = torch.randn(6, 4, dtype=torch.float64, device=root)
+    with replace_torch():
+        parallel = torch.nn.parallel
+        replicas = parallel.replicate(linear(root), slots)
+        chunks = parallel.scatter((x,), slots)
+        outputs = parallel.parallel_apply(replicas, chunks, devices=slots)
+        torch.testing.assert_close(parallel.gather(outputs, root), linear(root)(x))
+        torch.testing.assert_close(parallel.data_parallel(linear(root), x, slots), linear(root)(x))
+        copies = parallel.comm.broadcast(x, slots)
+        torch.testing.assert_close(parallel.comm.reduce_add(copies, root), x * len(slots))
+
+
+def test_the_report_says_what_was_replaced_and_called(slots, root):
+    with replace_torch() as replacement:
+        nn.DataParallel(linear(root), slots)(torch.randn(6, 4, dtype=torch.float64, device=root))
+        text = replacement.report()
+    assert f"{__name__}.TORCH" in text
+    assert "DataParallel.forward" in text

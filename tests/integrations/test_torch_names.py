@@ -1,0 +1,94 @@
+"""Where torch accepts what the library refuses, its rule is followed, with one warning."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import dataparallel
+from dataparallel import replace_torch
+from dataparallel.integrations import torch_names
+
+
+class Adds(nn.Module):
+    def forward(self, x, each, keyword=None):
+        return x + each.to(x.dtype).unsqueeze(1)
+
+
+@pytest.fixture(autouse=True)
+def counts(monkeypatch):
+    """As in a program that has called nothing yet."""
+    monkeypatch.setattr(torch_names, "counts", torch_names.Counts())
+
+
+@pytest.fixture
+def arguments(slots, root):
+    return torch.arange(24.0, device=root).reshape(6, 4), torch.arange(len(slots), device=root)
+
+
+def expected(slots, x, each):
+    pairs = zip(x.chunk(len(slots)), each.chunk(len(slots)), strict=True)
+    return torch.cat([chunk + entry for chunk, entry in pairs])
+
+
+def test_tensors_of_other_sizes_are_split_by_themselves(slots, arguments):
+    with pytest.raises(ValueError, match="batch sizes disagree"):
+        dataparallel.DataParallel(Adds(), slots)(*arguments)
+    with replace_torch():
+        model = nn.DataParallel(Adds(), slots)
+        with pytest.warns(UserWarning, match=r"batch sizes differ \(6, 3\)") as caught:
+            torch.testing.assert_close(model(*arguments), expected(slots, *arguments))
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.testing.assert_close(model(*arguments), expected(slots, *arguments))
+
+
+def test_gradients_flow_to_all_of_them(slots, arguments):
+    x, each = (argument.double().requires_grad_() for argument in arguments)
+    with replace_torch(), pytest.warns(UserWarning, match="batch sizes differ"):
+        nn.DataParallel(Adds(), slots)(x, each).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert torch.equal(each.grad, torch.full_like(each, 6 / len(slots) * 4))
+
+
+def test_keyword_arguments_too(slots, arguments):
+    x, each = arguments
+    with replace_torch(), pytest.warns(UserWarning, match="batch sizes differ"):
+        output = nn.DataParallel(Adds(), slots)(x=x, each=each, keyword=[{"each": each}])
+    torch.testing.assert_close(output, expected(slots, x, each))
+
+
+@pytest.mark.filterwarnings("ignore:as torch.nn.DataParallel does")
+def test_functions_follow_the_same_rule(slots, arguments):
+    with replace_torch():
+        parallel = torch.nn.parallel
+        scattered = parallel.scatter(arguments, slots)
+        by_kwargs, _ = parallel.scatter_gather.scatter_kwargs(arguments, None, slots)
+        output = parallel.data_parallel(Adds(), arguments, slots)
+    sizes = [(x.shape[0], each.shape[0]) for x, each in scattered]
+    assert sizes == [(x.shape[0], each.shape[0]) for x, each in by_kwargs] == [(2, 1)] * 3
+    torch.testing.assert_close(output, expected(slots, *arguments))
+
+
+def test_another_number_of_chunks_stays_an_error(slots, root):
+    """torch drops the samples for which the other tensor has no chunk."""
+    with replace_torch(), pytest.raises(ValueError, match="batch sizes disagree"):
+        nn.DataParallel(Adds(), slots)(torch.ones(6, 4, device=root), torch.ones(2, device=root))
+
+
+def test_equal_sizes_are_no_fallback(slots, root):
+    with replace_torch():
+        nn.DataParallel(Adds(), slots)(torch.ones(6, 4, device=root), torch.ones(6, device=root))
+    assert torch_names.counts.fallbacks() == {}
+    assert torch_names.counts.calls() == {"DataParallel": 1, "DataParallel.forward": 1}
+
+
+@pytest.mark.devices("cuda")
+def test_streams_of_the_caller(slots, root):
+    x, streams = torch.arange(6.0), [torch.cuda.Stream(slot) for slot in slots]
+    with replace_torch(), pytest.warns(UserWarning, match="streams"):
+        chunks = torch.nn.parallel.comm.scatter(x, [slot.index for slot in slots], streams=streams)
+    torch.cuda.synchronize()
+    assert [chunk.tolist() for chunk in chunks] == [[0, 1], [2, 3], [4, 5]]
