@@ -746,8 +746,9 @@ def let_backwards_run_at_once() -> None:
         )
 
 
+@cache
 def trace_branches_by(run_alone: Callable[..., Any]) -> None:
-    """Has ``torch.cond``, ``while_loop``, ``scan`` and ``map`` trace their functions by ``run_alone(trace, ...)``.
+    """Has ``torch.cond``, ``while_loop``, ``scan`` and ``map`` trace functions by ``run_alone(trace, ...)``, once.
 
     torch traces them in each call that needs gradients, and again in its backward, with globals of ``torch.fx`` that
     threads share: "CURRENT_PATCHER is None in finally block". This replaces names in the modules of these operators.

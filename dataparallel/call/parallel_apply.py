@@ -117,6 +117,7 @@ def run_replicas(
     if output_functions is not None:
         calls = [partial(_composed, call, function) for call, function in zip(calls, output_functions, strict=True)]
     meeting = Meeting(slots, machines, is_serial(serial))
+    _torch.trace_branches_by(gate.run_alone)
     if len(calls) > 1 or machines is not None:  # otherwise the only replica meets no other
         calls = [partial(meeting.run_replica, slot, call) for slot, call in enumerate(calls)]
     times = None if balanced is None else balanced.measures(slots)

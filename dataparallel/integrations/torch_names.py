@@ -7,8 +7,9 @@ Only ``replacement`` and programs that run under it use them.
 from __future__ import annotations
 
 import functools
-import sys
+import inspect
 import threading
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -80,10 +81,10 @@ def fall_back(reason: str) -> None:
 
 def _level_of_user() -> int:
     """Returns the stack level, for a warning of the calling function, of the first caller outside of both libraries."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "dataparallel.")):
-        frame, level = frame.f_back, level + 1
-    return level
+    for level, (frame, _) in enumerate(traceback.walk_stack(inspect.currentframe())):
+        if not frame.f_globals.get("__name__", "").startswith(("torch.", "dataparallel.")):
+            return level
+    return 1
 
 
 def _counted(name: str) -> Callable[[F], F]:

@@ -200,9 +200,9 @@ class ModulePlan:
             positions[id(tensor)] = self._share(tensor)
         else:
             if type(tensor) not in PLAIN_TYPES and is_lazy(tensor):
-                raise RuntimeError(
-                    f"{dotted(entry.name, key)} is not initialised yet; run the module once on a sample batch "
-                    "before it is replicated"
+                raise RuntimeError(  # in the words of torch.nn.DataParallel, which people search for
+                    f"Modules with uninitialized parameters can't be replicated: {dotted(entry.name, key)} is not "
+                    "initialised yet; run the module once on a sample batch before"
                 )
             positions[id(tensor)] = len(self.tensors)
             if is_parameter:

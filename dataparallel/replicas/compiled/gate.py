@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dataparallel import _torch
 from dataparallel.forks import in_forked_child
 
 T = TypeVar("T")
@@ -105,8 +104,6 @@ class Gate:
 
 gate = Gate()
 """The gate of this process."""
-
-_torch.trace_branches_by(gate.run_alone)
 
 
 @in_forked_child
