@@ -6,7 +6,7 @@ It walks the containers that ``batch_types`` knows, and joins tensors with a fun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,10 +44,17 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         ValueError: outputs cannot be joined, because types, keys, lengths, shapes or dtypes differ; the message names
             the place, such as ``output["logits"][2]``.
     """
+    return gather_outputs(outputs, target_device, dim)
+
+
+def gather_outputs(
+    outputs: Sequence[Any], target_device: DeviceLike, dim: int, combine: Callable[[Tensor], Tensor] | None = None
+) -> Any:
+    """`gather` for the forms. The vector of 0-dim tensors, if there is one, goes through ``combine``."""
     if not outputs:
         raise ValueError("gather needs the output of at least one replica; got none")
     target = CPU if target_device == -1 else resolve(target_device)
-    return _joined(list(outputs), _Joins(target, dim, {}, _of_one_node(outputs)), "output", ())
+    return _joined(list(outputs), _Joins(target, dim, {}, _of_one_node(outputs), combine), "output", ())
 
 
 def _of_one_node(outputs: Sequence[Any]) -> dict[int, Tensor]:
@@ -74,12 +81,14 @@ class _Joins(NamedTuple):
     Attributes:
         offsets: the cache of `ragged.joined`.
         of_one_node: the result of `_of_one_node`.
+        combine: makes one tensor of a vector of 0-dim tensors, if given.
     """
 
     target: torch.device
     dim: int
     offsets: dict[Any, Any]
     of_one_node: dict[int, Tensor]
+    combine: Callable[[Tensor], Tensor] | None
 
 
 def _joined(outputs: list[Any], joins: _Joins, path: str, above: tuple[int, ...]) -> Any:
@@ -146,7 +155,8 @@ def _joined_tensors(outputs: list[Any], joins: _Joins, path: str) -> Tensor:
         raise ValueError(f"cannot gather {path}: {problem.replace('tensor', 'replica')}")
     if ragged.is_ragged(outputs[0]):
         return ragged.joined(outputs, joins.target, joins.offsets)
-    return Gather.apply(joins.target, dim, *(joins.of_one_node.get(id(output), output) for output in outputs))
+    joined = Gather.apply(joins.target, dim, *(joins.of_one_node.get(id(output), output) for output in outputs))
+    return joined if joins.combine is None or outputs[0].dim() > 0 else joins.combine(joined)
 
 
 def _check_layouts(outputs: list[Tensor], dim: int, path: str) -> None:

@@ -141,6 +141,19 @@ def number_of_replicas(
     return replicas
 
 
+def number_of_samples(obj: Any, dim: int) -> int:
+    """Returns the batch size of the first tensor or batch in a structure; 1 if there is none."""
+    for _, leaf in leaves(obj, ""):
+        if isinstance(leaf, Tensor):
+            if not is_whole(leaf):
+                return leaf.shape[dim]
+        elif isinstance(leaf, Samples):
+            return len(leaf)
+        elif (batch := batch_of(leaf)) is not None:
+            return batch.size(leaf)
+    return 1
+
+
 def arguments_of_one(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments of a call without slots, with each `PerReplica` replaced by its only entry.
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import Split
-from dataparallel.batches.gather import gather
+from dataparallel.batches.gather import gather_outputs
 from dataparallel.batches.scatter import moved, scatter_arguments
 from dataparallel.batches.structures import arguments_of_one
 from dataparallel.call.losses import CallLoss
@@ -154,6 +154,7 @@ class CallEngine:
             run = partial(run_alone, self._alone(method, loss), inputs[0], kwargs[0], slots[0], output_device)
             return run() if peers is None else Meeting(slots, peers).run_replica(0, run)
         slots = slots[: len(inputs)]
+        call.combine_scalars = options.scalars.of_chunks(inputs, kwargs, options.dim)
         with maker.lends(slots) as lent:
             with stage("replicate", maker.form), call.replicates():
                 overridden = self._overridden("replicate", call)
@@ -179,8 +180,9 @@ class CallEngine:
                 else:
                     outputs = overridden(replicas, inputs, kwargs)
         with stage("gather"):
-            join = self._overridden("gather", call) or partial(gather, target_device=output_device, dim=options.dim)
-            output = join(outputs) if loss is None else loss.loss_of_batch(outputs, join)
+            own = partial(gather_outputs, target_device=output_device, dim=options.dim)
+            join = self._overridden("gather", call) or partial(own, combine=call.combine_scalars)
+            output = join(outputs) if loss is None else loss.loss_of_batch(outputs, own, join)
         maker.returns(output)
         if peers is not None:
             peers.expect_backward_of(output)
@@ -238,6 +240,7 @@ class Call:
 
     Attributes:
         balanced: the split of this call, if it is balanced.
+        combine_scalars: combines scalars that replicas return, from the stage ``replicate`` on.
         reads: the copies that read pinned memory of the caller. The stage ``scatter`` notes them here.
 
     Raises:
@@ -256,6 +259,7 @@ class Call:
             refuse_what_cannot_be_shared()
         self.kept, self._form_split = kept, split
         self.balanced: BalancedCall | None = None
+        self.combine_scalars: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._breaker: CycleBreaker | None = None
         is_compiler_in_use = _torch.note_whether_compiler_is_in_use()
         self._copies = LateCopies(allowed=not (is_compiler_in_use or is_serial(serial) or may_use_source))

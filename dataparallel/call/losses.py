@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dataparallel.batches.batch_types import batch_of
-from dataparallel.batches.structures import is_whole, leaves
+from dataparallel.batches.structures import number_of_samples
 from dataparallel.replicas.placement import check_placement
 from dataparallel.replicas.replicate import make_replicas
-from dataparallel.samples import Samples
 
 Criterion = Callable[[Any, Any], Any]
 
@@ -118,7 +116,12 @@ class CallLoss:
 
         return run_with_loss
 
-    def loss_of_batch(self, chunks: Sequence[ChunkLoss], gather: Callable[[list[Any]], Any]) -> Any:
+    def loss_of_batch(
+        self,
+        chunks: Sequence[ChunkLoss],
+        gather: Callable[[list[Any]], Any],
+        gather_outputs: Callable[[list[Any]], Any],
+    ) -> Any:
         """Returns the batch's loss on the output device, in a pair with the gathered outputs if the call wants them."""
         loss = gather([chunk.total for chunk in chunks])
         if chunks[0].weight is not None:
@@ -126,7 +129,7 @@ class CallLoss:
             loss = loss.sum() / (gather(weights).sum() if isinstance(weights[0], Tensor) else sum(weights))
         elif chunks[0].total.dim() == 0:
             loss = loss.sum()
-        return (loss, gather([chunk.output for chunk in chunks])) if self._with_outputs else loss
+        return (loss, gather_outputs([chunk.output for chunk in chunks])) if self._with_outputs else loss
 
 
 def _has_tensors(module: nn.Module) -> bool:
@@ -145,7 +148,7 @@ def _chunk_loss(criterion: Any, target: Any, dim: int, with_output: bool, output
         return ChunkLoss(total, weight, kept_output)
     if getattr(criterion, "reduction", None) in ("sum", "none") or loss.dim() > 0:
         return ChunkLoss(loss, None, kept_output)
-    samples = _number_of_samples(target, output, dim)
+    samples = number_of_samples((target, output), dim)
     return ChunkLoss(loss * samples, samples, kept_output)
 
 
@@ -168,16 +171,3 @@ def _weight_of_targets(criterion: Any, target: Tensor) -> Tensor:
         return is_used.sum()
     weights = criterion.weight[torch.where(is_used, target, 0)]
     return torch.where(is_used, weights, 0).sum()
-
-
-def _number_of_samples(target: Any, output: Any, dim: int) -> int:
-    """Returns the batch size of the first tensor or batch in ``target``, else in ``output``; 1 if there is none."""
-    for _, leaf in leaves((target, output), ""):
-        if isinstance(leaf, Tensor):
-            if not is_whole(leaf):
-                return leaf.shape[dim]
-        elif isinstance(leaf, Samples):
-            return len(leaf)
-        elif (batch := batch_of(leaf)) is not None:
-            return batch.size(leaf)
-    return 1

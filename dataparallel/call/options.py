@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from dataparallel.batches.chunk_sizes import BALANCED, ChunkSizes, FixedSplit
 from dataparallel.call.losses import Criterion, ReplicaLoss
 from dataparallel.call.parallel_apply import check_workers
+from dataparallel.call.scalars import ScalarRule, Scalars
 from dataparallel.devices import DeviceLike, resolve_output
 from dataparallel.replicas.replicate import cap_in_bytes
 from dataparallel.threads.balance import BalancedCall, Balancer
@@ -81,6 +83,7 @@ class CallOptions:
         cap_bytes: the size of the largest bucket.
         workers, serial: as for `parallel_apply`.
         loss: the loss that replicas compute from their outputs, if any.
+        scalars: combines scalars that replicas return.
         permits: chooses how many replicas run at a time, and learns from each call.
         overridden: by name the stages that a user's subclass overrides.
         may_use_source: true if an overridden stage may write to parameters: see `call.engine.Call`.
@@ -94,6 +97,7 @@ class CallOptions:
     workers: int | None = None
     serial: bool | None = None
     loss: ReplicaLoss | None = None
+    scalars: Scalars = field(default_factory=partial(Scalars, None))
     permits: PermitChooser = field(default_factory=PermitChooser)
     overridden: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     may_use_source: bool = False
@@ -111,14 +115,15 @@ class CallOptions:
         workers: int | None,
         serial: bool | None,
         loss: Criterion | None,
+        scalars: ScalarRule,
     ) -> CallOptions:
         """Checks a user's options for ``modules``, which are called as one form, and returns them.
 
         Raises:
-            TypeError: ``dim`` is no int; ``loss`` cannot be called; ``chunk_sizes`` are no numbers.
+            TypeError: ``dim`` is no int; ``loss`` or ``scalars`` cannot be called; ``chunk_sizes`` are no numbers.
             ValueError: ``output_device`` is no device; ``workers`` is below 1; ``bucket_cap_mb`` is not above 0;
                 ``chunk_sizes`` are not one positive number for each slot; ``forward`` has a parameter with a name that
-                ``loss`` needs.
+                ``loss`` needs; ``scalars`` is another string than ``"mean"`` and ``"sum"``.
         """
         if slots:
             resolve_output(output_device, slots)
@@ -127,6 +132,7 @@ class CallOptions:
         check_workers(workers)
         split, cap_bytes = BatchSplit(chunk_sizes, len(slots)), cap_in_bytes(bucket_cap_mb)
         options = cls(slots, output_device, operator.index(dim), split, cap_bytes, workers, serial)
+        options.scalars = Scalars(scalars)
         if loss is not None:
             options.loss, *_ = [ReplicaLoss(loss, module) for module in modules]
         return options

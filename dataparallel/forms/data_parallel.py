@@ -15,12 +15,13 @@ from torch import nn
 
 from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import ChunkSizes
-from dataparallel.batches.gather import gather
+from dataparallel.batches.gather import gather_outputs
 from dataparallel.batches.scatter import scatter_arguments
 from dataparallel.call.engine import CallEngine, Method, ReplicaMaker, call_of_this_thread
 from dataparallel.call.losses import Criterion
 from dataparallel.call.options import BatchSplit, CallOptions
 from dataparallel.call.parallel_apply import CALL, run_replicas
+from dataparallel.call.scalars import ScalarRule
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
 from dataparallel.forms.signatures import shows_forward_of_module
@@ -65,6 +66,9 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             the outputs. Each replica computes the loss of its chunk, so outputs need not be gathered. How they are
             combined: `dataparallel.call.losses.ReplicaLoss`. A criterion with tensors has to be on the first slot. It
             is not part of the wrapper: its parameters, if it has any, are its own.
+        scalars: how scalars that the module returns, such as a loss of its own, become one: ``"mean"``, in which each
+            chunk counts by its samples, ``"sum"``, or a function of a vector of the values and a tuple with the number
+            of samples of each chunk. Without it they become a vector, as in torch. A single replica's stay as they are.
         sync_batch_norm: make each BatchNorm of ``module`` a `dataparallel.nn.SyncBatchNorm`, in place, so that its
             statistics are those of the whole batch. A ``torch.nn.SyncBatchNorm`` is refused otherwise.
 
@@ -100,6 +104,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         bucket_cap_mb: float = BUCKET_CAP_MB,
         compile: bool | dict[str, Any] | None = None,
         loss: Criterion | None = None,
+        scalars: ScalarRule = None,
         sync_batch_norm: bool = False,
     ) -> None:
         _check_module(module)
@@ -114,6 +119,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             workers=workers,
             serial=serial,
             loss=loss,
+            scalars=scalars,
         )
         compiled = CompileArgument.checked(module, compile)
         prepare(module, sync_batch_norm, slots)
@@ -123,7 +129,8 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         self.output_device = device_id(resolve_output(output_device, slots)) if slots else None
         self.src_device_obj = slots[0] if slots else None
         self.dim = options.dim
-        self._split, self._loss, self._permits = options.split, options.loss, options.permits
+        self._split, self._permits = options.split, options.permits
+        self._loss, self._scalars = options.loss, options.scalars
         self.workers = workers
         self.serial = serial
         self.bucket_cap_mb = bucket_cap_mb
@@ -157,6 +164,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             workers=self.workers,
             serial=self.serial,
             loss=self._loss,
+            scalars=self._scalars,
             permits=self._permits,
             overridden=self._stages() if overridden else {},
             may_use_source=bool(overridden - {"scatter"}),
@@ -241,8 +249,12 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         )
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
-        """The stage `dataparallel.gather`; override it to join outputs in another way."""
-        return gather(outputs, output_device, self.dim)
+        """The stage `dataparallel.gather`; override it to join outputs in another way.
+
+        With a loss it joins the outputs, if the call wants them. The losses of chunks are no outputs.
+        """
+        call = call_of_this_thread(self._kept)
+        return gather_outputs(outputs, output_device, self.dim, None if call is None else call.combine_scalars)
 
     def __getattr__(self, name: str) -> Any:
         try:

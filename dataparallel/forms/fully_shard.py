@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from dataparallel.batches.chunk_sizes import ChunkSizes
 from dataparallel.call.losses import Criterion
 from dataparallel.call.options import CallOptions
+from dataparallel.call.scalars import ScalarRule
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.forms.contract import Form
 from dataparallel.forms.full_state import full_state_dict, load_full_state_dict
@@ -61,6 +62,7 @@ def _prepare(
     mesh: DeviceMesh | None = None,
     compile: bool | dict[str, Any] | None = None,
     loss: Criterion | None = None,
+    scalars: ScalarRule = None,
     sync_batch_norm: bool | Literal["across_machines"] = False,
     workers: int | None = None,
     serial: bool | None = None,
@@ -113,7 +115,8 @@ def _prepare(
         compile: compile the module on the slots: ``True``, or a dict of arguments for ``torch.compile`` (``backend``,
             ``mode``, ``dynamic``, ``fullgraph``, ``options``). Each unit below is compiled by itself, in the same way
             unless it has its own. A module that is compiled needs no argument.
-        loss: a criterion for the replicas, as for `dataparallel.DataParallel`. That of the outermost module counts.
+        loss, scalars: the loss of the replicas, and scalars that they return: as for `dataparallel.DataParallel`. Those
+            of the outermost module count.
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
             ``"across_machines"``: with the batch of all machines. BatchNorms that have a unit of their own stay as they
             are.
@@ -154,6 +157,7 @@ def _prepare(
             workers=workers,
             serial=serial,
             loss=loss,
+            scalars=scalars,
         )
         check_policies(mp_policy, offload_policy)
         compiled = [CompileArgument.checked(each, compile) for each in module]

@@ -17,6 +17,7 @@ from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import ChunkSizes
 from dataparallel.call.losses import Criterion
 from dataparallel.call.options import CallOptions
+from dataparallel.call.scalars import ScalarRule
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.forms.contract import Form
 from dataparallel.forms.managed import ManagedModule, OnSlots, has_forward, state_of
@@ -144,6 +145,7 @@ def _prepare(
     average: bool = True,
     compile: bool | dict[str, Any] | None = None,
     loss: Criterion | None = None,
+    scalars: ScalarRule = None,
     sync_batch_norm: bool | Literal["across_machines"] = False,
     workers: int | None = None,
     serial: bool | None = None,
@@ -190,7 +192,7 @@ def _prepare(
             DistributedDataParallel. If false, without the factor 1/R.
         compile: compile the replicas: as for `dataparallel.DataParallel`. A module that is compiled already, or later
             by ``module.compile()``, needs no argument: its replicas are compiled, and its own call is not.
-        loss: a criterion for the replicas: as for `dataparallel.DataParallel`.
+        loss, scalars: the loss of the replicas, and scalars that they return: as for `dataparallel.DataParallel`.
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
             ``"across_machines"``: with the batch of all machines.
         workers, serial: how replicas run: as for `dataparallel.DataParallel`.
@@ -234,6 +236,7 @@ def _prepare(
             workers=workers,
             serial=serial,
             loss=loss,
+            scalars=scalars,
         )
         compiled = CompileArgument.checked(module, compile)
         modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(ignored_params or ())])

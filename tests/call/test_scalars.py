@@ -1,0 +1,125 @@
+"""``scalars=`` combines the scalars that replicas return, by the samples of their chunks, in every form."""
+
+import pytest
+import torch
+from torch import nn
+
+from dataparallel import DataParallel
+from each_form import whole
+
+
+class WithLoss(nn.Module):
+    """It returns a loss of its own, as the models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x, y):
+        logits = self.layer(x)
+        loss = nn.functional.mse_loss(logits, y)
+        return {"loss": loss, "logits": logits, "right": (logits > y).sum(), "rows": logits.sum(dim=1)}
+
+
+def build(root):
+    torch.manual_seed(0)
+    return WithLoss().double().to(root)
+
+
+def batch(root, size):
+    generator = torch.Generator().manual_seed(size)
+    return [torch.randn(size, width, dtype=torch.float64, generator=generator).to(root) for width in (4, 2)]
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [6, 7, 2, 1])
+def test_a_mean_trains_as_one_device_does(form, slots, root, size):
+    """Seven samples on three slots make uneven chunks, and two leave a slot out."""
+    single = build(root)
+    model = form(build(root), slots, scalars="mean")
+    x, y = batch(root, size)
+    output, expected = model(x, y), single(x, y)
+    assert output["loss"].dim() == 0
+    close(output["loss"], expected["loss"])
+    close(output["logits"], expected["logits"])
+    close(output["rows"], expected["rows"])
+    output["loss"].backward()
+    expected["loss"].backward()
+    for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
+        close(whole(ours.grad), theirs.grad)
+
+
+def test_a_sum(form, slots, root):
+    x, y = batch(root, 7)
+    output = form(build(root), slots, scalars="sum")(x, y)
+    assert output["right"].item() == build(root)(x, y)["right"].item()
+
+
+def test_a_mean_of_counts_is_a_float(slots, root):
+    x, y = batch(root, 6)
+    output = DataParallel(build(root), slots, scalars="mean")(x, y)
+    close(output["right"].double() * len(slots), build(root)(x, y)["right"].double())
+
+
+def test_a_function_of_values_and_samples(form, slots, root):
+    seen = []
+
+    def largest(values, samples):
+        seen.append((values.shape, samples))
+        return values.max()
+
+    x, y = batch(root, 7)
+    output = form(build(root), slots, scalars=largest)(x, y)
+    chunks = [build(root)(a, b)["loss"] for a, b in zip(x.split([3, 3, 1]), y.split([3, 3, 1]), strict=True)]
+    close(output["loss"], max(chunks))
+    assert seen == [(torch.Size([3]), (3, 3, 1))] * 2
+
+
+def test_chunks_of_the_users_sizes(form, slots, root):
+    x, y = batch(root, 7)
+    output = form(build(root), slots, scalars="mean", chunk_sizes=[1, 2, 4])(x, y)
+    close(output["loss"], build(root)(x, y)["loss"])
+
+
+def test_without_it_scalars_are_a_vector(form, slots, root):
+    assert form(build(root), slots)(*batch(root, 7))["loss"].shape == (3,)
+
+
+def test_a_loss_of_the_wrapper_is_left_as_it_is(form, slots, root):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.layer(x), self.layer.weight.sum()
+
+    def criterion(output, target):
+        return nn.functional.mse_loss(output[0], target)
+
+    torch.manual_seed(0)
+    net = Net().double().to(root)
+    x, y = batch(root, 7)
+    expected, sum_of_weights = criterion(net(x), y), net.layer.weight.detach().sum()
+    loss, (_, found) = form(net, slots, loss=criterion, scalars="mean")(x, target=y, outputs=True)
+    close(loss, expected)
+    close(found, sum_of_weights)
+
+
+def test_a_subclass_that_overrides_gather(slots, root):
+    class Doubled(DataParallel):
+        def gather(self, outputs, output_device):
+            output = super().gather(outputs, output_device)
+            return output["loss"] * 2
+
+    x, y = batch(root, 7)
+    close(Doubled(build(root), slots, scalars="mean")(x, y), build(root)(x, y)["loss"] * 2)
+
+
+@pytest.mark.parametrize(("given", "error"), [("median", ValueError), (3, TypeError)])
+def test_what_is_no_rule_is_refused(form, slots, root, given, error):
+    with pytest.raises(error, match="expected 'mean', 'sum', a function"):
+        form(build(root), slots, scalars=given)
