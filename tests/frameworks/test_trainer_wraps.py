@@ -7,8 +7,8 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tiny import examples, gpt2
-from transformers import Trainer, TrainingArguments
+from tiny import VOCABULARY, examples, gpt2
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import dataparallel
 
@@ -36,11 +36,10 @@ def trainer_for(model, folder, gpus, batch_size=PER_DEVICE, trainer=Trainer, **s
         per_device_eval_batch_size=batch_size,
         learning_rate=0.02,
         logging_steps=1,
-        save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         label_names=["labels"],
-        **settings,
+        **{"save_strategy": "no", **settings},
     )
     if gpus == 1:
         arguments._n_gpu = 1
@@ -74,7 +73,7 @@ def expected(gpus, accumulation, tmp_path):
 
 
 class OneNumber(Trainer):
-    """The trainer makes a row of ``num_items_in_batch`` for each GPU. It is no batch: each replica needs the number."""
+    """For a wrapper that the user makes: each replica needs the number that is in a row for each GPU."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if num_items_in_batch is not None:
@@ -82,31 +81,77 @@ class OneNumber(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
-wrappers = pytest.mark.parametrize(
-    ("wrapper", "trainer"),
-    [(nn.DataParallel, Trainer), (dataparallel.DataParallel, OneNumber)],
-    ids=["torch", "ours"],
-)
+@pytest.fixture(params=["torch", "ours"])
+def wrapper(request):
+    """torch's class, as the trainer finds it, or ours, by nothing but `replace_torch`."""
+    if request.param == "torch":
+        yield nn.DataParallel
+        return
+    with dataparallel.replace_torch():
+        assert issubclass(nn.DataParallel, dataparallel.DataParallel)
+        yield nn.DataParallel
 
 
-@wrappers
 class TestTheTrainerWraps:
-    """Its ``nn.DataParallel`` is torch's, as it is, and then ours in its place."""
-
-    @pytest.fixture(autouse=True)
-    def wrapping(self, monkeypatch, wrapper):
-        monkeypatch.setattr(nn, "DataParallel", wrapper)
-
-    def test_losses_and_parameters(self, wrapper, trainer, gpus, accumulation, expected, tmp_path):
-        made = trainer_for(gpt2(), tmp_path, gpus, trainer=trainer, **accumulation)
+    def test_losses_and_parameters(self, gpus, accumulation, expected, wrapper, tmp_path):
+        made = trainer_for(gpt2(), tmp_path, gpus, **accumulation)
         found = trained(made)
         assert type(made.model_wrapped) is wrapper
         assert len(made.model_wrapped.device_ids) == gpus
         assert_same(found, expected)
 
-    def test_evaluation(self, wrapper, trainer, gpus, tmp_path):
+    def test_evaluation(self, wrapper, gpus, tmp_path):
         one = trainer_for(gpt2(), tmp_path / "one", 1, PER_DEVICE * gpus).evaluate()["eval_loss"]
-        assert trainer_for(gpt2(), tmp_path, gpus, trainer=trainer).evaluate()["eval_loss"] == pytest.approx(one)
+        assert trainer_for(gpt2(), tmp_path, gpus).evaluate()["eval_loss"] == pytest.approx(one)
+
+    def test_saving_and_resuming(self, wrapper, gpus, tmp_path):
+        whole = trained(trainer_for(gpt2(), tmp_path / "whole", gpus))
+        halfway = {"save_strategy": "steps", "save_steps": STEPS // 2}
+        trainer_for(gpt2(), tmp_path, gpus, **halfway).train()
+        again = trainer_for(gpt2(), tmp_path, gpus)
+        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
+        for name, value in again.model.state_dict().items():
+            torch.testing.assert_close(value, whole[1][name], rtol=1e-9, atol=1e-9)
+
+
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "ffn_dim": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 16,
+    "word_embed_proj_dim": 16,
+    "head_dim": 8,
+    "rotary_pct": 0.5,
+    "max_position_embeddings": 32,
+    "n_positions": 32,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+WITHOUT_DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "attention_dropout", "hidden_dropout")
+LANGUAGE_MODELS = ["bloom", "gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
+
+
+def language_model(kind):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES, **dict.fromkeys(WITHOUT_DROPOUT, 0.0))
+    return AutoModelForCausalLM.from_config(config).double()
+
+
+@pytest.mark.parametrize("kind", LANGUAGE_MODELS)
+def test_architectures_train_as_on_one_gpu(kind, gpus, tmp_path):
+    expected = trained(trainer_for(language_model(kind), tmp_path / "one", 1, PER_DEVICE * gpus))
+    with dataparallel.replace_torch():
+        trainer = trainer_for(language_model(kind), tmp_path, gpus)
+        found = trained(trainer)
+    assert isinstance(trainer.model_wrapped, dataparallel.DataParallel)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
 
 
 class TestAWrapperOfOurs:

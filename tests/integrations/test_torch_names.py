@@ -90,5 +90,6 @@ def test_streams_of_the_caller(slots, root):
     x, streams = torch.arange(6.0), [torch.cuda.Stream(slot) for slot in slots]
     with replace_torch(), pytest.warns(UserWarning, match="streams"):
         chunks = torch.nn.parallel.comm.scatter(x, [slot.index for slot in slots], streams=streams)
-    torch.cuda.synchronize()
+    for stream in streams:
+        stream.synchronize()
     assert [chunk.tolist() for chunk in chunks] == [[0, 1], [2, 3], [4, 5]]
