@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +96,7 @@ class CallOptions:
     workers: int | None = None
     serial: bool | None = None
     loss: ReplicaLoss | None = None
-    scalars: Scalars = field(default_factory=partial(Scalars, None))
+    scalars: Scalars = field(default_factory=Scalars)
     permits: PermitChooser = field(default_factory=PermitChooser)
     overridden: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     may_use_source: bool = False

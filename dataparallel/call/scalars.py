@@ -24,7 +24,7 @@ class Scalars:
         TypeError, ValueError: ``rule`` is something else than a `ScalarRule`.
     """
 
-    def __init__(self, rule: ScalarRule) -> None:
+    def __init__(self, rule: ScalarRule = None) -> None:
         if isinstance(rule, str) and rule not in _RULES:
             raise ValueError(f"scalars={rule!r}: expected 'mean', 'sum', a function, or None for a vector")
         if rule is not None and not callable(rule) and not isinstance(rule, str):
