@@ -748,11 +748,11 @@ def let_backwards_run_at_once() -> None:
 
 @cache
 def trace_branches_by(run_alone: Callable[..., Any]) -> None:
-    """Has ``torch.cond``, ``while_loop``, ``scan`` and ``map`` trace functions by ``run_alone(trace, ...)``, once.
+    """Makes ``torch.cond``, ``while_loop``, ``scan`` and ``map`` call ``run_alone(trace, ...)`` to trace functions.
 
-    torch traces them in each call that needs gradients, and again in its backward, with globals of ``torch.fx`` that
-    threads share: "CURRENT_PATCHER is None in finally block". This replaces names in the modules of these operators.
-    Where torch has no such names, replicas that run at the same time may fail.
+    torch traces in each call that needs gradients, and again in its backward. It uses globals of ``torch.fx``, so
+    threads that trace at the same time fail: "CURRENT_PATCHER is None in finally block". This replaces names in the
+    modules of these operators. Where torch has no such names, replicas that run at the same time may still fail.
     """
     package = "torch._higher_order_ops"
     modules = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]

@@ -26,20 +26,21 @@ def main(arguments: Sequence[str]) -> None:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    program = [*([] if options.module is None else options.module), *options.program]
+    is_module = options.module is not None
+    program = options.module if is_module else options.program
     if not program:
-        if options.report:
-            parser.error("--report needs a program: python -m dataparallel --report SCRIPT")
+        if options.report or is_module:
+            parser.error("--report and -m need a program: python -m dataparallel --report SCRIPT")
         print(report())
         return
     with ExitStack() as stack:
         replacement = stack.enter_context(replace_torch())
         if options.report:
             recorded = trace()
-            # In this order after the program, and also if it fails or exits.
+            # Printed after the trace has ended, and also if the program fails or exits.
             stack.callback(lambda: print(f"\n{replacement.report()}\n\n{recorded}", file=sys.stderr))
             stack.enter_context(recorded)
-        _run(program, is_module=options.module is not None)
+        _run(program, is_module)
 
 
 def _run(program: Sequence[str], is_module: bool) -> None:

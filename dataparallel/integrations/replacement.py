@@ -19,7 +19,10 @@ _lock = threading.Lock()  # guards `_active`, and the names while they change
 _active: list[Replacement] = []
 
 _LEFT_ALONE = ("torch.nn.parallel.", "dataparallel.")
-"""Modules in which names are not replaced wherever they occur: so torch's own functions go on calling one another."""
+"""Prefixes of modules in which no other names are replaced than `torch_names.NAMES` has for them.
+
+So torch's own functions go on calling one another.
+"""
 
 
 class Replacement:
@@ -51,10 +54,10 @@ class Replacement:
         if not calls:
             lines.append("  nothing was called")
         fallbacks = torch_names.counts.fallbacks()
-        lines += [f"  {number} times as torch does: {reason}" for reason, number in fallbacks.items()]
+        lines += [f"  {number} times as torch does: {rule}" for rule, number in fallbacks.items()]
         left = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in _torch_subclasses()))
         if left:
-            lines.append(f"  classes that were made from torch's DataParallel before, and stay torch's: {left}")
+            lines.append(f"  classes that were derived from torch's DataParallel before, and stay torch's: {left}")
         return "\n".join(lines)
 
     def __enter__(self) -> Replacement:
@@ -77,8 +80,8 @@ def replace_torch() -> Replacement:
     Where torch accepts what this library refuses, torch's rule is followed, with one warning. So tensors of a call may
     have different batch sizes, if all are split into the same number of chunks.
 
-    Replaced names are found in the dictionaries of modules. Classes that were derived from torch's class before, names
-    in functions that run, and default arguments keep torch's.
+    Only names of modules are replaced. Classes that were derived from torch's class before stay as they are, and so do
+    default arguments and local variables.
 
     Returns:
         A handle: ``replace_torch().undo()``, or ``with replace_torch():``.

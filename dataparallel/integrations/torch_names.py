@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm as torch_comm
 
@@ -22,7 +23,7 @@ from dataparallel import comm
 from dataparallel.batches import gather as gathers
 from dataparallel.batches import scatter as scatters
 from dataparallel.batches.batch_types import PerReplica
-from dataparallel.batches.structures import Arguments, is_whole, leaves, with_leaves
+from dataparallel.batches.structures import is_whole, leaves, with_leaves
 from dataparallel.call import parallel_apply as applies
 from dataparallel.comm.checks import near_equal_sizes
 from dataparallel.devices import DeviceLike, resolve_slots
@@ -52,11 +53,11 @@ class Counts:
         with self._lock:
             self._calls[name] += 1
 
-    def note_fallback(self, reason: str) -> bool:
-        """Returns true the first time."""
+    def note_fallback(self, rule: str) -> bool:
+        """Counts a call that follows a rule of torch. Returns true the first time."""
         with self._lock:
-            self._fallbacks[reason] += 1
-            return self._fallbacks[reason] == 1
+            self._fallbacks[rule] += 1
+            return self._fallbacks[rule] == 1
 
     def calls(self) -> dict[str, int]:
         """Returns how often each name was called."""
@@ -64,7 +65,7 @@ class Counts:
             return dict(self._calls)
 
     def fallbacks(self) -> dict[str, int]:
-        """Returns how often torch's rule was followed, by its description."""
+        """Returns how often each rule of torch was followed."""
         with self._lock:
             return dict(self._fallbacks)
 
@@ -73,10 +74,10 @@ counts = Counts()
 """Of this process."""
 
 
-def fall_back(reason: str) -> None:
-    """Counts a call that follows torch's rule, and warns of the first one."""
-    if counts.note_fallback(reason):
-        warnings.warn(f"as torch.nn.DataParallel does: {reason}", stacklevel=_level_of_user())
+def fall_back(rule: str, reason: str) -> None:
+    """Counts a call that follows a rule of torch, and warns of the first one with the reason."""
+    if counts.note_fallback(rule):
+        warnings.warn(f"as torch.nn.DataParallel does, {rule}: {reason}", stacklevel=_level_of_user())
 
 
 def _level_of_user() -> int:
@@ -106,8 +107,13 @@ def split_where_sizes_differ(arguments: Any, dim: int, slots: int) -> Any:
     """Splits each tensor whose batch size is not that of the first one, if all have the same number of chunks.
 
     torch splits every tensor by itself. ``Trainer`` of transformers, for one, passes a tensor with one entry for each
-    device beside the batch. Where the numbers of chunks differ torch drops samples; that stays an error here.
+    device beside the batch. Where the numbers of chunks differ, torch drops samples; that stays an error here.
+
+    Args:
+        arguments: any structure. It is returned as it is if ``slots`` is 0.
     """
+    if not slots:
+        return arguments
     found = [
         leaf
         for _, leaf in leaves(arguments, "")
@@ -117,22 +123,16 @@ def split_where_sizes_differ(arguments: Any, dim: int, slots: int) -> Any:
     if len({*sizes}) < 2 or len({len(near_equal_sizes(size, slots)) for size in sizes}) > 1:
         return arguments
     fall_back(
-        f"batch sizes differ ({', '.join(map(str, dict.fromkeys(sizes)))}), so each tensor is split by itself. Mark a "
-        "tensor that every replica needs with dataparallel.whole(tensor)"
+        "each tensor is split by itself",
+        f"batch sizes differ ({', '.join(map(str, dict.fromkeys(sizes)))}). Mark a tensor that every replica needs "
+        "with dataparallel.whole(tensor)",
     )
     parts = {
         id(leaf): PerReplica(leaf.split(near_equal_sizes(size, slots), dim))
         for leaf, size in zip(found, sizes, strict=True)
         if size != sizes[0]
     }
-
-    def change(leaf: Any) -> Any:
-        return parts.get(id(leaf), leaf)
-
-    if type(arguments) is Arguments:
-        inputs, kwargs = arguments
-        return Arguments((with_leaves(inputs, change), with_leaves(kwargs, change)))
-    return with_leaves(arguments, change)
+    return with_leaves(arguments, lambda leaf: parts.get(id(leaf), leaf))
 
 
 # ---- the class -------------------------------------------------------------------------------------------------------
@@ -148,6 +148,9 @@ class _IsAnyWrapper(type):
         return issubclass(subclass, TorchDataParallel) if cls is DataParallel else super().__subclasscheck__(subclass)
 
 
+_forward = wrappers.DataParallel.forward  # looked up here: the compiler cannot trace the lookup
+
+
 class DataParallel(wrappers.DataParallel[Any], metaclass=_IsAnyWrapper):
     """`dataparallel.DataParallel` in the place of ``torch.nn.DataParallel``."""
 
@@ -158,11 +161,10 @@ class DataParallel(wrappers.DataParallel[Any], metaclass=_IsAnyWrapper):
     @shows_forward_of_module
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As `dataparallel.DataParallel.forward`, with `split_where_sizes_differ`."""
-        counts.note_call("DataParallel.forward")
-        if len(self.device_ids) > 1:
-            arguments = Arguments((inputs, kwargs))
-            inputs, kwargs = split_where_sizes_differ(arguments, self.dim, len(self.device_ids))
-        return wrappers.DataParallel.forward(self, *inputs, **kwargs)
+        if not torch.compiler.is_dynamo_compiling():  # without devices the compiler traces this, and knows no locks
+            counts.note_call("DataParallel.forward")
+        inputs, kwargs = split_where_sizes_differ((inputs, kwargs), self.dim, len(self.device_ids))
+        return _forward(self, *inputs, **kwargs)
 
 
 # ---- the functions ---------------------------------------------------------------------------------------------------
@@ -178,10 +180,8 @@ def data_parallel(
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """`dataparallel.data_parallel`, with `split_where_sizes_differ`."""
-    slots = len(resolve_slots(device_ids))
-    if slots > 1:
-        inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-        inputs, module_kwargs = split_where_sizes_differ(Arguments((inputs, module_kwargs or {})), dim, slots)
+    slots = resolve_slots(device_ids)
+    inputs, module_kwargs = split_where_sizes_differ((inputs, module_kwargs), dim, len(slots))
     return wrappers.data_parallel(module, inputs, device_ids, output_device, dim, module_kwargs)
 
 
@@ -196,7 +196,7 @@ def scatter_kwargs(
     inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, target_gpus: Sequence[DeviceLike], dim: int = 0
 ) -> Any:
     """`dataparallel.scatter_kwargs`, with `split_where_sizes_differ`."""
-    inputs, kwargs = split_where_sizes_differ(Arguments((inputs, kwargs or {})), dim, len(target_gpus))
+    inputs, kwargs = split_where_sizes_differ((inputs, kwargs), dim, len(target_gpus))
     return scatters.scatter_kwargs(inputs, kwargs, target_gpus, dim)
 
 
@@ -212,7 +212,9 @@ def comm_scatter(
 ) -> Any:
     """`dataparallel.comm.scatter`. With ``streams``, which it has no argument for, torch's own function."""
     if streams is not None:
-        fall_back("comm.scatter copies on the streams that are passed, by torch's own function")
+        fall_back(
+            "comm.scatter copies on the caller's streams", "streams= was passed, so torch's own function is called"
+        )
         return _torch_scatter(tensor, devices, chunk_sizes, dim, streams, out=out)
     return comm.scatter(tensor, devices, chunk_sizes, dim, out=out)
 

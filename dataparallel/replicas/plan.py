@@ -202,7 +202,7 @@ class ModulePlan:
             if type(tensor) not in PLAIN_TYPES and is_lazy(tensor):
                 raise RuntimeError(  # in the words of torch.nn.DataParallel, which people search for
                     f"Modules with uninitialized parameters can't be replicated: {dotted(entry.name, key)} is not "
-                    "initialised yet; run the module once on a sample batch before"
+                    "initialised yet; run the module once on a sample batch first"
                 )
             positions[id(tensor)] = len(self.tensors)
             if is_parameter:

@@ -67,4 +67,7 @@ def test_without_a_program_the_machine_is_described(capsys):
     assert capsys.readouterr().out.startswith("dataparallel")
     with pytest.raises(SystemExit):
         programs.main(["--report"])
-    assert "needs a program" in capsys.readouterr().err
+    assert "need a program" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        programs.main(["-m"])
+    assert "need a program" in capsys.readouterr().err

@@ -119,6 +119,15 @@ def test_training_equals_one_device(slots, root):
         assert_trains_alike(nn.DataParallel(linear(root), slots), linear(root), root)
 
 
+def test_without_devices_the_compiler_goes_through(monkeypatch):
+    monkeypatch.setattr("dataparallel.devices.accelerator_type", lambda: None)
+    net, x = nn.Linear(4, 2), torch.randn(3, 4)
+    with replace_torch():
+        wrapped = nn.DataParallel(net)
+        compiled = torch.compile(lambda x: wrapped(x) + 1, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), net(x) + 1)
+
+
 def test_subclasses_that_are_defined_inside(slots, root):
     with replace_torch():
 

@@ -53,6 +53,22 @@ def test_gradients_flow_to_all_of_them(slots, arguments):
     assert torch.equal(each.grad, torch.full_like(each, 6 / len(slots) * 4))
 
 
+def test_one_warning_for_all_sizes(slots, root):
+    with replace_torch(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = nn.DataParallel(Adds(), slots)
+        for size in (6, 9):
+            model(torch.ones(size, 4, device=root), torch.ones(3, device=root))
+    assert ["batch sizes differ (6, 3)" in str(warning.message) for warning in caught] == [True]
+
+
+@pytest.mark.slots(1)
+def test_a_single_slot_takes_any_sizes(slots, root):
+    with replace_torch(), pytest.warns(UserWarning, match="batch sizes differ"):
+        output = nn.DataParallel(Adds(), slots)(torch.ones(6, 4, device=root), torch.ones(1, device=root))
+    assert torch.equal(output, torch.full((6, 4), 2.0, device=root))
+
+
 def test_keyword_arguments_too(slots, arguments):
     x, each = arguments
     with replace_torch(), pytest.warns(UserWarning, match="batch sizes differ"):
