@@ -12,7 +12,7 @@ import threading
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,8 +25,9 @@ from dataparallel.batches import scatter as scatters
 from dataparallel.batches.batch_types import PerReplica
 from dataparallel.batches.structures import is_whole, leaves, with_leaves
 from dataparallel.call import parallel_apply as applies
+from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
 from dataparallel.comm.checks import near_equal_sizes
-from dataparallel.devices import DeviceLike, resolve_slots
+from dataparallel.devices import CPU, DeviceLike, current_device, resolve_slots
 from dataparallel.forms import data_parallel as wrappers
 from dataparallel.forms.signatures import shows_forward_of_module
 from dataparallel.replicas import replicate as replicates
@@ -200,6 +201,54 @@ def scatter_kwargs(
     return scatters.scatter_kwargs(inputs, kwargs, target_gpus, dim)
 
 
+# ---- the functions of torch.nn.parallel.comm ------------------------------------------------------------------------
+#
+# A complex tensor becomes a real one with a last dimension of 2. torch's own autograd functions call these functions
+# too, and make the results complex again.
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _destination(inputs: Sequence[Tensor], destination: DeviceLike | None) -> DeviceLike | None:
+    if destination is not None or not inputs or inputs[0].device == CPU:
+        return destination
+    return current_device(inputs[0].device)
+
+
+@_counted("comm.broadcast")
+def comm_broadcast(
+    tensor: Tensor, devices: Sequence[DeviceLike] | None = None, *, out: Sequence[Tensor] | None = None
+) -> tuple[Tensor, ...]:
+    """`dataparallel.comm.broadcast`, of complex tensors as real ones."""
+    return comm.broadcast(_real(tensor), devices, out=out)
+
+
+@_counted("comm.broadcast_coalesced")
+def comm_broadcast_coalesced(
+    tensors: Iterable[Tensor], devices: Sequence[DeviceLike], buffer_size: int = DEFAULT_CAP_BYTES
+) -> list[list[Tensor]]:
+    """`dataparallel.comm.broadcast_coalesced`, of complex tensors as real ones."""
+    return comm.broadcast_coalesced([_real(tensor) for tensor in tensors], devices, buffer_size)
+
+
+@_counted("comm.reduce_add")
+def comm_reduce_add(inputs: Iterable[Tensor], destination: DeviceLike | None = None) -> Tensor:
+    """`dataparallel.comm.reduce_add`, by default on the current device."""
+    inputs = list(inputs)
+    return comm.reduce_add(inputs, _destination(inputs, destination))
+
+
+@_counted("comm.reduce_add_coalesced")
+def comm_reduce_add_coalesced(
+    inputs: Iterable[Sequence[Tensor]], destination: DeviceLike | None = None, buffer_size: int = DEFAULT_CAP_BYTES
+) -> tuple[Tensor, ...]:
+    """`dataparallel.comm.reduce_add_coalesced`, by default on the current device."""
+    inputs = list(inputs)
+    return comm.reduce_add_coalesced(inputs, _destination(inputs[0] if inputs else [], destination), buffer_size)
+
+
 @_counted("comm.scatter")
 def comm_scatter(
     tensor: Tensor,
@@ -210,13 +259,22 @@ def comm_scatter(
     *,
     out: Sequence[Tensor] | None = None,
 ) -> Any:
-    """`dataparallel.comm.scatter`. With ``streams``, which it has no argument for, torch's own function."""
+    """`dataparallel.comm.scatter`, of complex tensors as real ones. With ``streams`` it is torch's own function."""
     if streams is not None:
         fall_back(
             "comm.scatter copies on the caller's streams", "streams= was passed, so torch's own function is called"
         )
         return _torch_scatter(tensor, devices, chunk_sizes, dim, streams, out=out)
-    return comm.scatter(tensor, devices, chunk_sizes, dim, out=out)
+    return comm.scatter(_real(tensor), devices, chunk_sizes, dim, out=out)
+
+
+@_counted("comm.gather")
+def comm_gather(
+    tensors: Iterable[Tensor], dim: int = 0, destination: DeviceLike | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """`dataparallel.comm.gather`, of complex tensors as real ones, by default on the current device."""
+    tensors = [_real(tensor) for tensor in tensors]
+    return comm.gather(tensors, dim, _destination(tensors, destination) if out is None else destination, out=out)
 
 
 _torch_scatter = torch_comm.scatter
@@ -231,11 +289,12 @@ NAMES: dict[str, dict[str, Any]] = {
         "gather": _counted("gather")(gathers.gather),
     },
     "torch.nn.parallel.comm": {
+        "broadcast": comm_broadcast,
+        "broadcast_coalesced": comm_broadcast_coalesced,
+        "reduce_add": comm_reduce_add,
+        "reduce_add_coalesced": comm_reduce_add_coalesced,
         "scatter": comm_scatter,
-        **{
-            name: _counted(f"comm.{name}")(getattr(comm, name))
-            for name in ("broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesced", "gather")
-        },
+        "gather": comm_gather,
     },
 }
 """What replaces torch's names, by the module of torch that defines them."""

@@ -50,6 +50,13 @@ UNIT_MODULE = "_dataparallel_unit_module"
 """Attribute of a replica's module: the `UnitModule` that gathers the parameters of the module's unit on the slot."""
 
 
+class UninitializedError(RuntimeError, ValueError):
+    """A parameter is lazy. ``torch.nn.DataParallel`` raises ValueError for it, and torch's lazy modules RuntimeError.
+
+    The message has the words of both, for which people search.
+    """
+
+
 @dataclass(frozen=True, eq=False)
 class TwinInfo:
     """Describes a twin: a root that has the children and tensors of another module, and is replicated in its place.
@@ -200,9 +207,10 @@ class ModulePlan:
             positions[id(tensor)] = self._share(tensor)
         else:
             if type(tensor) not in PLAIN_TYPES and is_lazy(tensor):
-                raise RuntimeError(  # in the words of torch.nn.DataParallel, which people search for
-                    f"Modules with uninitialized parameters can't be replicated: {dotted(entry.name, key)} is not "
-                    "initialised yet; run the module once on a sample batch first"
+                raise UninitializedError(
+                    "Attempted to use an uninitialized parameter. Modules with uninitialized parameters can't be "
+                    f"replicated: {dotted(entry.name, key)} is not initialised yet; run the module once on a sample "
+                    "batch first"
                 )
             positions[id(tensor)] = len(self.tensors)
             if is_parameter:

@@ -8,6 +8,7 @@ from torch import nn
 
 import dataparallel
 from dataparallel import replace_torch
+from dataparallel.devices import current_device_set
 from dataparallel.integrations import torch_names
 
 
@@ -109,3 +110,62 @@ def test_streams_of_the_caller(slots, root):
     for stream in streams:
         stream.synchronize()
     assert [chunk.tolist() for chunk in chunks] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.devices("sim", "cuda")
+def test_the_default_destination_is_the_current_device(make_slots):
+    """dataparallel's own functions take the first tensor's device."""
+    slots = make_slots(3)
+    tensors = [torch.ones(2, device=slot) for slot in slots[:2]]
+    with current_device_set(slots[2]), replace_torch():
+        comm = torch.nn.parallel.comm
+        results = [comm.gather(tensors), comm.reduce_add(tensors), *comm.reduce_add_coalesced([[x] for x in tensors])]
+        filled = comm.gather(tensors, out=torch.zeros(4, device=slots[0]))
+    assert [result.device for result in results] == [slots[2]] * 3
+    assert [result.tolist() for result in results] == [[1] * 4, [2] * 2, [2] * 2]
+    assert filled.device == slots[0]
+
+
+def test_complex_tensors_travel_as_real_ones(slots, root):
+    x = torch.randn(6, 4, dtype=torch.complex64, device=root)
+    real = torch.view_as_real(x)
+    with replace_torch():
+        comm = torch.nn.parallel.comm
+        chunks = comm.scatter(x, slots)
+        for result in (
+            comm.gather(chunks, destination=root),
+            comm.gather([x], destination=root),
+            comm.broadcast(x, slots)[-1],
+            comm.broadcast_coalesced([x], slots)[-1][0],
+        ):
+            assert torch.equal(result.to(root), real)
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 1 + 2j))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.devices("cuda")
+def test_wrappers_of_torch_keep_complex_tensors(slots, root):
+    """Their autograd functions call the functions that were replaced."""
+    model = nn.DataParallel(Complex().to(root), slots)
+    x = torch.randn(6, 4, dtype=torch.complex64, device=root)
+    with replace_torch():
+        output = model(x)
+        output.abs().sum().backward()
+    assert torch_names.counts.calls()["comm.broadcast_coalesced"] == 1
+    torch.testing.assert_close(output, x * (1 + 2j))
+    expected = torch.full((4,), 1 + 2j, device=root, requires_grad=True)
+    (x * expected).abs().sum().backward()
+    torch.testing.assert_close(model.module.weight.grad, expected.grad)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_modules_are_refused_as_torch_refuses_them(slots, root):
+    with replace_torch(), pytest.raises(ValueError, match="Attempted to use an uninitialized parameter"):
+        nn.DataParallel(nn.LazyLinear(2).to(root), slots)(torch.ones(6, 4, device=root))

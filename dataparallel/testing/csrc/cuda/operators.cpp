@@ -30,6 +30,7 @@ bool is_torchs(const std::string& name) {
       "aten::set_",
       "aten::record_stream",
       "aten::copy_",
+      "aten::copy_sparse_to_sparse_", // also to another device
       "aten::_local_scalar_dense",
       "aten::is_pinned",
       "aten::_pin_memory",
