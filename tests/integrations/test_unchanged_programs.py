@@ -1,0 +1,76 @@
+"""Programs that were written for ``torch.nn.DataParallel`` print the same losses with the library in its place.
+
+They are in the folder ``programs``, and know nothing of the library.
+"""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataparallel.integrations import programs, torch_names
+
+FOLDER = Path(__file__).parent / "programs"
+
+ALIKE = [("classify", "--arch=plain")] + [
+    ("predict_words", f"--model={name}") for name in ("LSTM", "GRU", "RNN_TANH", "Transformer")
+]
+
+
+@pytest.fixture
+def numbers(tmp_path, monkeypatch, capsys, slots, root):
+    """Runs a program with ``torch``'s class, with ``ours`` or on ``one`` device, and returns the numbers it prints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch_names, "counts", torch_names.Counts())
+    before = torch.get_default_dtype()
+
+    def run(way, name, *options):
+        arguments = [str(FOLDER / f"{name}.py"), "--double", f"--device={root}", *options]
+        if way == "one":
+            arguments += ["--one-device"]
+        else:
+            arguments += ["--device-ids", *map(str, slots)]
+        capsys.readouterr()
+        try:
+            if way == "ours":
+                programs.main(arguments)
+                assert torch_names.counts.calls()["DataParallel.forward"] > 0
+                assert torch_names.counts.fallbacks() == {}
+            else:
+                monkeypatch.setattr(sys, "argv", arguments)
+                runpy.run_path(arguments[0], run_name="__main__")
+        finally:
+            torch.set_default_dtype(before)
+        printed = capsys.readouterr().out
+        assert "loss" in printed
+        return torch.tensor([float(number) for number in re.findall(r"\d+\.\d+", printed)])
+
+    return run
+
+
+def check(numbers, others):
+    torch.testing.assert_close(numbers, others, atol=1e-6, rtol=0)
+
+
+@pytest.mark.devices("cuda")
+@pytest.mark.parametrize(("name", "kind"), [*ALIKE, ("classify", "--arch=residual")])
+def test_losses_are_those_of_torch(numbers, name, kind):
+    check(numbers("ours", name, kind), numbers("torch", name, kind))
+
+
+@pytest.mark.parametrize(("name", "kind"), ALIKE)
+def test_losses_are_those_of_one_device(numbers, name, kind):
+    check(numbers("ours", name, kind), numbers("one", name, kind))
+
+
+@pytest.mark.devices("cuda")
+@pytest.mark.parametrize("kind", ["--arch=plain", "--arch=residual"])
+@pytest.mark.parametrize(("first", "second"), [("torch", "ours"), ("ours", "torch")])
+def test_checkpoints_are_those_of_torch(numbers, kind, first, second):
+    """A training that one of them began goes on with the other."""
+    whole = numbers("torch", "classify", kind, "--epochs=3")
+    begun = numbers(first, "classify", kind, "--epochs=1")
+    check(torch.cat([begun, numbers(second, "classify", kind, "--epochs=3", "--resume")]), whole)
