@@ -384,6 +384,12 @@ def test_sparse_tensors(device):
     check_same(dense.to(device).to_sparse_csr() @ torch.ones(5, device=device), dense @ torch.ones(5))
 
 
+def test_sparse_tensors_are_copied_to_another_device(device):
+    dense = torch.randn(4, 5).relu()
+    target = torch.empty(4, 5, device=device, layout=torch.sparse_coo)
+    check_same(target.copy_(dense.to("cuda:0").to_sparse()).to_dense(), dense)
+
+
 @pytest.mark.parametrize("by_channels", [False, True])
 def test_quantised_tensors(device, by_channels):
     x = torch.randn(3, 4)
