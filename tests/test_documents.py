@@ -28,6 +28,7 @@ writes all such blocks of a page into one folder and runs pytest there.
 """
 
 import copy
+import re
 import textwrap
 from functools import partial
 
@@ -74,7 +75,6 @@ class TestFragmentsOfTheReadme:
         "fully_shard(block)",
         "set_requires_gradient_sync",
         "prefetch(",
-        "frozen()",
     )
 
     def test_each_is_run_below(self):
@@ -150,25 +150,28 @@ class TestFragmentsOfTheReadme:
         inputs, targets = (tensor.to(root) for tensor in loader[-1])
         torch.testing.assert_close(names["loss"], nn.functional.mse_loss(model(inputs), targets))
 
-    def test_a_model_that_does_not_change(self, model, batches, slots, root):
-        wrapped = DataParallel(model, slots)
-        names = self.run("frozen()", model=wrapped, loader=[(batch, None) for batch in batches])
-        torch.testing.assert_close(names["outputs"], [model(batch.to(root)) for batch in batches])
-        assert not model.training
-
 
 class TestReadme:
-    """It is the front page, here and on a package index, which shows neither files beside it nor Sphinx's markup."""
+    """It is the front page, here and on a package index, which shows no files beside it and no markup of Sphinx.
+
+    There a picture of this repository is what its ``:alt:`` says.
+    """
 
     text = README.read_text(encoding="utf-8")
 
     def test_it_is_short(self):
         assert len(self.text.splitlines()) <= 250
 
-    def test_it_needs_no_file_beside_it(self):
-        targets = [line.split("::")[1] for line in self.text.splitlines() if "image::" in line or "figure::" in line]
-        targets += [line.partition("<")[2] for line in self.text.splitlines() if ">`_" in line]
+    def test_its_links_need_no_file_beside_it(self):
+        targets = [line.partition("<")[2] for line in self.text.splitlines() if ">`_" in line]
         assert [target for target in targets if not target.strip().startswith("https://")] == []
+
+    def test_its_pictures_are_small_and_described_in_words(self):
+        pictures = re.findall(r"^\.\. image:: (.+)\n(?:   :alt: (.+))?", self.text, re.M)
+        assert pictures
+        for path, words in pictures:
+            assert 0 < (README.parent / path).stat().st_size < 200_000
+            assert words
 
     def test_docutils_renders_it_without_a_warning(self):
         core = pytest.importorskip("docutils.core")

@@ -17,7 +17,7 @@ SHOWN = ("trace_before.png", "trace_before.txt", "trace_after.png", "trace_after
 
 @pytest.fixture
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("example", DOCS / "examples" / "trace_before_and_after.py")
+    spec = importlib.util.spec_from_file_location("example", DOCS / "guide" / "trace_before_and_after.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""The example of ``docs/guide/machines.rst`` runs as the page says, and a killed run goes on to the same bits.
+"""``examples/two_machines.py`` runs as ``docs/guide/machines.rst`` says, and a killed run goes on to the same bits.
 
 ``torchrun`` starts two processes of its own for it. They talk by gloo and have slots on the CPU.
 """
@@ -6,7 +6,6 @@
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from documents import DOCS
-from processes import environment
+from example_programs import EXAMPLES, variables
 
 # Their processes are their own: once is enough.
 pytestmark = [
@@ -35,16 +34,15 @@ SECONDS = 100
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
     """Starts the command of the page in a folder. What is left of it at the end is killed."""
-    (command,) = re.findall(r"^    torchrun (.* train_on_machines.py)$", PAGE.read_text(encoding="utf-8"), re.M)
+    (command,) = re.findall(r"^    torchrun (.*) examples/two_machines.py$", PAGE.read_text(encoding="utf-8"), re.M)
     started = []
 
     def begin(folder: Path) -> subprocess.Popen[str]:
-        shutil.copy(DOCS / "examples" / "train_on_machines.py", folder)
         started.append(
             subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)],
+                [sys.executable, "-m", "torch.distributed.run", *shlex.split(command), EXAMPLES / "two_machines.py"],
                 cwd=folder,
-                env=environment(OMP_NUM_THREADS="1"),
+                env=variables(),
                 stdout=subprocess.PIPE,
                 stderr=(folder / "stderr").open("a"),
                 text=True,

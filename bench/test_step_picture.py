@@ -1,0 +1,65 @@
+"""The picture of the front page: which part of a step a launch is, and which bars follow. Nothing is timed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import step_picture
+from dataparallel.testing.simulated.timeline import Launch, Recording, StreamName
+from step_picture import BACKWARD, COPY, FORWARD, OPTIMIZER, SUM, bars_of, part_of
+from timelines import TORCH, WRAPPER, Recorded
+
+WEIGHT, ACTIVATION = (768, 768), (8, 512, 768)
+
+
+def launch(op: str, *shapes: tuple[int, ...], index: int = 0, in_backward: bool = False, **more: object) -> Launch:
+    fields = {"thread": 0, "stream": 0, "bytes_read": 0, "bytes_written": 450_000_000, "flops": 0, "dtype": "float32"}
+    fields |= {"copy": None, "waits": (), "joins": None, "host_waits": (), "issued_after": (), "host_seconds": 0.0}
+    return Launch(index=index, op=f"aten::{op}", shapes=shapes, in_backward=in_backward, **{**fields, **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("made", "part"),
+    [
+        (launch("mm", ACTIVATION, WEIGHT), FORWARD),
+        (launch("mm", ACTIVATION, WEIGHT, in_backward=True), BACKWARD),
+        (launch("add", ACTIVATION, ACTIVATION, in_backward=True), BACKWARD),
+        (launch("add_", WEIGHT, WEIGHT, in_backward=True), SUM),
+        (launch("_copy_from", WEIGHT, copy=(0, 1), in_backward=True), COPY),
+        (launch("_foreach_add_", WEIGHT), OPTIMIZER),
+    ],
+)
+def test_parts(made: Launch, part: str) -> None:
+    assert part_of(made) == part
+
+
+@pytest.fixture
+def two_steps() -> Recorded:
+    """Each computes on device 0, and sends what it has computed to device 1."""
+    streams = (StreamName(0, 0), StreamName(1, 0))
+    launches = [
+        made
+        for at in (0, 2)
+        for made in (
+            launch("mm", ACTIVATION, index=at),
+            launch("_copy_from", WEIGHT, index=at + 1, copy=(0, 1), joins=1),
+        )
+    ]
+    return Recorded(Recording(streams, tuple(launches[:2])), Recording(streams, tuple(launches)))
+
+
+def test_only_the_second_step_is_drawn_and_copies_are_at_both_ends(two_steps: Recorded) -> None:
+    length, bars = bars_of(two_steps)
+    assert set(bars) == {(0, FORWARD), (0, COPY), (1, COPY)}
+    assert bars[0, COPY] == bars[1, COPY]
+    ((start, end),) = bars[0, COPY]
+    assert 0 < start < end == pytest.approx(length)
+
+
+def test_it_is_drawn(two_steps: Recorded, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    _, bars = bars_of(two_steps)
+    step_picture.draw({TORCH: (100.0, bars), WRAPPER: (50.0, bars)}, tmp_path / "step.png")
+    assert (tmp_path / "step.png").stat().st_size > 1000
