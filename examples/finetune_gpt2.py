@@ -40,12 +40,12 @@ class SlotsTrainer(Trainer):
 
 
 torch.manual_seed(0)
-config = GPT2Config(vocab_size=256, n_positions=128, n_embd=96, n_layer=3, n_head=4, bos_token_id=10, eos_token_id=None)
+config = GPT2Config(vocab_size=256, n_positions=128, n_embd=96, n_layer=2, n_head=4, bos_token_id=10, eos_token_id=None)
 gpt2 = GPT2LMHeadModel(config).to(device)
 with tempfile.TemporaryDirectory() as folder:
     arguments = Arguments(
         output_dir=folder,
-        max_steps=80,
+        max_steps=60,
         per_device_train_batch_size=32,  # of the whole batch
         learning_rate=3e-3,
         logging_steps=20,

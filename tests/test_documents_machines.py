@@ -1,6 +1,6 @@
 """Blocks of ``docs/guide/machines.rst`` that need several machines do what the page says.
 
-They run in two or four processes, each with slots of its own. ``test_documents_torchrun`` runs the page's example.
+They run in two or four processes, each with slots of its own. ``test_example_machines`` runs the page's example.
 """
 
 from functools import partial

@@ -1,9 +1,11 @@
 """The programs in ``examples/`` run as their docstrings say, and show what they promise.
 
-``test_example_machines`` has the one that torchrun starts, ``tests/frameworks`` those that need other packages.
+``test_example_machines`` has the one that torchrun starts, ``tests/frameworks`` the notebook and the one that needs
+transformers.
 """
 
 import ast
+import json
 import re
 
 import pytest
@@ -57,6 +59,11 @@ class TestAllOfThem:
         source = (EXAMPLES / name).read_text(encoding="utf-8")
         assert f" examples/{name}\n" in (ast.get_docstring(ast.parse(source)) or "")
         assert len(source.splitlines()) <= 90
+
+    def test_the_notebook_is_kept_without_outputs(self):
+        cells = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+        assert len(cells) > 10
+        assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
 
     def test_the_page_of_examples_lists_all(self):
         page = (DOCS / "guide" / "examples.rst").read_text(encoding="utf-8")
