@@ -1,7 +1,7 @@
 """One process drives every device of the machine: ``model = DataParallel(model)``.
 
 The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, `prefetch`, `whole`, `samples`,
-`PerReplica`, `trace`, `replace_torch`, `peers` and `nn`.
+`PerReplica`, `trace`, `replace_torch`, `PerformanceWarning`, `peers` and `nn`.
 A *room* is a folder or a file of this package. It imports only from rooms below it (``tests/test_floors.py``).
 Importing this package touches no device, starts no thread, compiles nothing, and does not import torch: each name and
 each room is imported when it is first asked for.
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from dataparallel.replicas.replicate import replicate
     from dataparallel.samples import samples
     from dataparallel.tracing import trace
+    from dataparallel.user_warnings import PerformanceWarning
 
 __all__ = [
     "DataParallel",
     "PerReplica",
+    "PerformanceWarning",
     "__version__",
     "data_parallel",
     "gather",
@@ -59,5 +61,6 @@ import_on_demand(
         "batches.scatter": ("scatter", "scatter_kwargs"),
         "batches.structures": ("whole",),
         "tracing": ("trace",),
+        "user_warnings": ("PerformanceWarning",),
     },
 )

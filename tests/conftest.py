@@ -27,7 +27,8 @@ import hypothesis
 import pytest
 import torch
 
-from dataparallel import DataParallel, ownership
+from dataparallel import DataParallel, PerformanceWarning, ownership, user_warnings
+from dataparallel.call.performance_warnings import VARIABLE
 from dataparallel.comm.streams import arrivals
 from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.cuda.possible import why_not_here
@@ -50,6 +51,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("dataparallel")
 
+
+# Most tests call tiny models with small batches. Who wants the warnings all the same asks for `performance_warnings`.
+os.environ.setdefault(VARIABLE, "0")
 
 DEFAULT_SLOTS = 3
 SIMULATED = 8  # what tests of the simulated devices themselves rely on
@@ -238,6 +242,21 @@ def warnings_are_errors() -> Iterator[None]:
         warnings.simplefilter("error")
         yield
     torch.set_warn_always(before)
+
+
+@pytest.fixture
+def performance_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come, as in a process that has given none."""
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setattr(user_warnings, "_said", {})
+
+
+@pytest.fixture
+def performance_warnings_are_errors(performance_warnings: None) -> Iterator[None]:
+    """For what has to run without any. A program of its own: ``python -W error::dataparallel.PerformanceWarning``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PerformanceWarning)
+        yield
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])

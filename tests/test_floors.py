@@ -51,6 +51,7 @@ FLOORS = """
     replica_parameter  the class of a replica's parameters
     ownership          who else holds an object
     profiling          named ranges, and who records them
+    user_warnings      warnings at the line of the user's code
     devices            which devices a caller may pass
     forks              what begins anew in a forked child
     environment        switches in the environment

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -127,7 +128,10 @@ class CallEngine:
             may_use_source = maker.may_use_source or options.may_use_source
             with Call(slots, maker.kept, options.serial, may_use_source, options.split) as call:
                 call.balanced = options.split.begin_call(maker.source(), slots, inputs, kwargs, method.name)
-                return self._stages(call, slots, output_device, method, inputs, kwargs, loss, peers)
+                output = self._stages(call, slots, output_device, method, inputs, kwargs, loss, peers)
+        if options.checks.are_open:
+            options.checks.look_at(options, slots, (inputs, kwargs), maker.source().training, call.seconds)
+        return output
 
     def _stages(
         self,
@@ -153,7 +157,7 @@ class CallEngine:
         if len(slots) == 1 and maker.needs_no_replica():
             run = partial(run_alone, self._alone(method, loss), inputs[0], kwargs[0], slots[0], output_device)
             return run() if peers is None else Meeting(slots, peers).run_replica(0, run)
-        slots = slots[: len(inputs)]
+        slots, start = slots[: len(inputs)], time.perf_counter()
         call.combine_scalars = options.scalars.of_chunks(inputs, kwargs, options.dim)
         with maker.lends(slots) as lent:
             with stage("replicate", maker.form), call.replicates():
@@ -183,6 +187,7 @@ class CallEngine:
             own = partial(gather_outputs, target_device=output_device, dim=options.dim)
             join = self._overridden("gather", call) or partial(own, combine=call.combine_scalars)
             output = join(outputs) if loss is None else loss.loss_of_batch(outputs, own, join)
+        call.seconds = time.perf_counter() - start
         maker.returns(output)
         if peers is not None:
             peers.expect_backward_of(output)
@@ -242,6 +247,7 @@ class Call:
         balanced: the split of this call, if it is balanced.
         combine_scalars: combines scalars that replicas return, from the stage ``replicate`` on.
         reads: the copies that read pinned memory of the caller. The stage ``scatter`` notes them here.
+        seconds: the host's time for the stages after ``scatter``; ``None`` until they have ended.
 
     Raises:
         RuntimeError: several replicas cannot run here: see ``threads.settings.REFUSED``.
@@ -264,6 +270,7 @@ class Call:
         is_compiler_in_use = _torch.note_whether_compiler_is_in_use()
         self._copies = LateCopies(allowed=not (is_compiler_in_use or is_serial(serial) or may_use_source))
         self.reads = HostReads()
+        self.seconds: float | None = None
 
     @property
     def split(self) -> Split:

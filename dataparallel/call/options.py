@@ -13,6 +13,7 @@ from torch import nn
 from dataparallel.batches.chunk_sizes import BALANCED, ChunkSizes, FixedSplit
 from dataparallel.call.losses import Criterion, ReplicaLoss
 from dataparallel.call.parallel_apply import check_workers
+from dataparallel.call.performance_warnings import PerformanceChecks
 from dataparallel.call.scalars import ScalarRule, Scalars
 from dataparallel.devices import DeviceLike, resolve_output
 from dataparallel.replicas.replicate import cap_in_bytes
@@ -84,6 +85,7 @@ class CallOptions:
         loss: the loss that replicas compute from their outputs, if any.
         scalars: combines scalars that replicas return.
         permits: chooses how many replicas run at a time, and learns from each call.
+        checks: looks at the first calls, and warns of what makes them slow.
         overridden: by name the stages that a user's subclass overrides.
         may_use_source: true if an overridden stage may write to parameters: see `call.engine.Call`.
     """
@@ -98,6 +100,7 @@ class CallOptions:
     loss: ReplicaLoss | None = None
     scalars: Scalars = field(default_factory=Scalars)
     permits: PermitChooser = field(default_factory=PermitChooser)
+    checks: PerformanceChecks = field(default_factory=PerformanceChecks)
     overridden: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     may_use_source: bool = False
 

@@ -21,6 +21,7 @@ from dataparallel.call.engine import CallEngine, Method, ReplicaMaker, call_of_t
 from dataparallel.call.losses import Criterion
 from dataparallel.call.options import BatchSplit, CallOptions
 from dataparallel.call.parallel_apply import CALL, run_replicas
+from dataparallel.call.performance_warnings import PerformanceChecks
 from dataparallel.call.scalars import ScalarRule
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
@@ -129,7 +130,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         self.output_device = device_id(resolve_output(output_device, slots)) if slots else None
         self.src_device_obj = slots[0] if slots else None
         self.dim = options.dim
-        self._split, self._permits = options.split, options.permits
+        self._split, self._permits, self._checks = options.split, options.permits, options.checks
         self._loss, self._scalars = options.loss, options.scalars
         self.workers = workers
         self.serial = serial
@@ -166,6 +167,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             loss=self._loss,
             scalars=self._scalars,
             permits=self._permits,
+            checks=self._checks,
             overridden=self._stages() if overridden else {},
             may_use_source=bool(overridden - {"scatter"}),
         )
@@ -327,7 +329,12 @@ def data_parallel(
         inputs = () if inputs is None else (inputs,)
     _check_module(module)
     check_placement(module, slots[0])
-    return DataParallel(module, device_ids, output_device, dim)(*inputs, **(module_kwargs or {}))
+    model = DataParallel(module, device_ids, output_device, dim)
+    model._checks = _checks
+    return model(*inputs, **(module_kwargs or {}))
+
+
+_checks = PerformanceChecks()  # of all calls of `data_parallel`: each has a wrapper of its own
 
 
 def _check_module(module: Any) -> None:

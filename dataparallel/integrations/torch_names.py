@@ -7,10 +7,7 @@ Only ``replacement`` and programs that run under it use them.
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
-import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -31,6 +28,7 @@ from dataparallel.devices import CPU, DeviceLike, current_device, resolve_slots
 from dataparallel.forms import data_parallel as wrappers
 from dataparallel.forms.signatures import shows_forward_of_module
 from dataparallel.replicas import replicate as replicates
+from dataparallel.user_warnings import warn_user
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,15 +76,7 @@ counts = Counts()
 def fall_back(rule: str, reason: str) -> None:
     """Counts a call that follows a rule of torch, and warns of the first one with the reason."""
     if counts.note_fallback(rule):
-        warnings.warn(f"as torch.nn.DataParallel does, {rule}: {reason}", stacklevel=_level_of_user())
-
-
-def _level_of_user() -> int:
-    """Returns the stack level, for a warning of the calling function, of the first caller outside of both libraries."""
-    for level, (frame, _) in enumerate(traceback.walk_stack(inspect.currentframe())):
-        if not frame.f_globals.get("__name__", "").startswith(("torch.", "dataparallel.")):
-            return level
-    return 1
+        warn_user(f"as torch.nn.DataParallel does, {rule}: {reason}")
 
 
 def _counted(name: str) -> Callable[[F], F]:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,13 @@ STALL_TIMEOUT = 1.0  # if no replica ends for so many seconds, and so many durat
 STALL_CALLS = 5.0
 
 
+class TimesInTurn(NamedTuple):
+    """Seconds of the host, and of the slowest device, in a call whose replicas ran one after the other."""
+
+    host: float
+    devices: float
+
+
 class CallPermits(ChoosingCall):
     """The number of ``permits`` of one call. If ``is_measured``, `PermitChooser.end_call` needs the call's time.
 
@@ -44,12 +51,12 @@ class CallPermits(ChoosingCall):
     that wait for each other would hang. ``None`` if there are enough permits for all.
     """
 
-    __slots__ = ("is_measured", "kind", "permits", "situation", "stall_timeout")
+    __slots__ = ("host_seconds", "is_measured", "kind", "permits", "situation", "stall_timeout")
 
     def __init__(self, kind: Hashable, situation: _Situation) -> None:
         super().__init__()
         self.kind, self.situation = kind, situation
-        self.permits, self.is_measured = situation.number, False
+        self.permits, self.is_measured, self.host_seconds = situation.number, False, 0.0
         self.stall_timeout: float | None = None
 
 
@@ -66,6 +73,7 @@ class PermitChooser(Chooser["_Situation", int]):
         self._need_all_permits: set[int] = set()  # numbers of replicas that had to run at the same time
         self.largest = 1  # the largest number of replicas that could run at a time
         self._unread: deque[tuple[CallPermits, Marks, Marks]] = deque()  # measured calls whose marks have to be read
+        self.times_in_turn: deque[TimesInTurn] = deque(maxlen=SAMPLES)  # of the last calls that devices have timed
         self._clock = DeviceClock()
 
     def begin_call(
@@ -122,7 +130,7 @@ class PermitChooser(Chooser["_Situation", int]):
                 # No replica takes several times as long as a whole call did, so replicas must wait for each other.
                 self._need_all_permits.add(situation.ladder[-1])
             elif call.is_measured and not stalled and before and after:
-                situation.has_unread_time = True
+                situation.has_unread_time, call.host_seconds = True, seconds
                 self._unread.append((call, before, after))
             elif call.is_measured and not stalled:
                 self._note(call, seconds)
@@ -133,7 +141,10 @@ class PermitChooser(Chooser["_Situation", int]):
         while self._unread and self._clock.have_passed(self._unread[0][2]):
             call, before, after = self._unread.popleft()
             call.situation.has_unread_time = False
-            self._note(call, max(self._clock.seconds(before, after).values()))
+            seconds = max(self._clock.seconds(before, after).values())
+            self._note(call, seconds)
+            if call.permits == 1:
+                self.times_in_turn.append(TimesInTurn(call.host_seconds, seconds))
 
     def _note(self, call: CallPermits, seconds: float) -> None:
         if call.situation.note(call.permits, seconds):

@@ -1,0 +1,344 @@
+"""Each performance warning comes where a line of the user's code makes calls slow, and not where all is well."""
+
+import pickle
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dataparallel import DataParallel, PerformanceWarning, data_parallel, prefetch, whole
+from dataparallel.call import engine, performance_warnings
+from dataparallel.threads import permits
+from each_form import Form
+
+pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("performance_warnings")]
+
+LARGE = 12 * 2**20 // 4  # elements of a batch that is large, of 12 samples
+
+
+class Mean(nn.Module):
+    """Of each sample. ``spin``: seconds of Python code that each replica runs."""
+
+    spin = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        end = time.perf_counter() + self.spin
+        while time.perf_counter() < end:
+            pass
+        return self.weight * x.to(self.weight.dtype).flatten(1).mean(1)
+
+
+@pytest.fixture
+def net(root: torch.device) -> nn.Module:
+    return Mean().to(root)
+
+
+@pytest.fixture
+def well(performance_warnings_are_errors: None) -> None:
+    """All is well: no warning comes."""
+
+
+def small(samples: int, **options: Any) -> Tensor:
+    return torch.ones(samples, 4, **options)
+
+
+def large(**options: Any) -> Tensor:
+    return torch.ones(12, LARGE // 12, **options)
+
+
+def coming(text: str) -> Any:
+    return pytest.warns(PerformanceWarning, match=text)
+
+
+class TestChunksOfOneSample:
+    @pytest.mark.parametrize("samples", [2, 3])
+    def test_a_first_training_batch_with_no_more_samples_than_slots(
+        self, form: Form, net: nn.Module, slots: list, samples: int
+    ) -> None:
+        model = form(net, slots)
+        with coming(rf"batch of {samples} samples on 3 slots .* batch_size=3 \*") as caught:
+            model(small(samples))
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PerformanceWarning)
+            form(Mean().to(slots[0]), slots)(small(samples))  # once for a process
+
+    def test_along_another_dimension(self, slots: list, root: torch.device) -> None:
+        with coming("batch of 2 samples"):
+            DataParallel(nn.Linear(1, 3).to(root), slots, dim=1)(torch.ones(4, 2))
+
+    @pytest.mark.usefixtures("well")
+    def test_more_samples_than_slots(self, form: Form, net: nn.Module, slots: list) -> None:
+        form(net, slots)(small(4))
+
+    @pytest.mark.usefixtures("well")
+    def test_what_is_left_of_the_data(self, form: Form, net: nn.Module, slots: list) -> None:
+        model = form(net, slots)
+        for samples in (9, 1):
+            model(small(samples))
+
+    @pytest.mark.usefixtures("well")
+    def test_inference(self, form: Form, net: nn.Module, slots: list, without_graph: Any) -> None:
+        model = form(net, slots)
+        with without_graph():
+            model(small(1))
+        model.eval()
+        model(small(1))
+
+    @pytest.mark.usefixtures("well")
+    @pytest.mark.parametrize("shape", [torch.ones(3, 2**18), torch.ones(3, 2**10, dtype=torch.long)])
+    def test_large_samples(self, net: nn.Module, slots: list, shape: Tensor) -> None:
+        """An image of 1 MiB, and a text of 1024 tokens."""
+        DataParallel(net, slots)(shape)
+
+    @pytest.mark.usefixtures("well")
+    def test_chunk_sizes_of_the_user(self, net: nn.Module, slots: list) -> None:
+        DataParallel(net, slots, chunk_sizes=[1, 1, 1])(small(3))
+
+    @pytest.mark.usefixtures("well")
+    def test_nothing_to_split(self, net: nn.Module, slots: list) -> None:
+        DataParallel(net, slots)(whole(small(3)))
+        DataParallel(net, slots)(small(0))
+
+
+class TestInputsOnAnAccelerator:
+    def test_large_ones(self, form: Form, net: nn.Module, slots: list, root: torch.device) -> None:
+        with coming(rf"inputs of 12 MiB are on {root}, .* Leave out .to\('{root}'\)") as caught:
+            form(net, slots)(large(device=root))
+        assert caught[0].filename == __file__
+
+    @pytest.mark.usefixtures("well")
+    def test_small_ones(self, form: Form, net: nn.Module, slots: list, root: torch.device) -> None:
+        form(net, slots)(small(12, device=root))
+
+    @pytest.mark.usefixtures("well")
+    def test_those_that_were_computed_there(self, net: nn.Module, slots: list, root: torch.device) -> None:
+        DataParallel(net, slots)(large(device=root, requires_grad=True) * 2)
+
+    @pytest.mark.usefixtures("well")
+    def test_those_that_every_slot_needs(self, net: nn.Module, slots: list, root: torch.device) -> None:
+        DataParallel(net, slots)(small(12), whole(large(device=root)))
+
+
+class TestMemoryThatIsNotPinned:
+    def test_large_inputs(self, form: Form, net: nn.Module, slots: list) -> None:
+        with coming(r"inputs of 12 MiB .* not pinned, .* pin_memory=True") as caught:
+            form(net, slots)(large())
+        assert caught[0].filename == __file__
+
+    def test_a_loader_that_prefetch_reads(self, net: nn.Module, slots: list) -> None:
+        model = DataParallel(net, slots)
+        with coming("pin_memory=True"):
+            for batch in prefetch(DataLoader(large(), batch_size=12), model):
+                model(batch)
+
+    @pytest.mark.usefixtures("well")
+    def test_a_loader_that_pins(self, net: nn.Module, slots: list) -> None:
+        model = DataParallel(net, slots)
+        loader = DataLoader(large(), batch_size=12, pin_memory=True)
+        for batches in (loader, prefetch(loader, model)):
+            for batch in batches:
+                assert batch.is_pinned()
+                model(batch)
+
+    @pytest.mark.usefixtures("well")
+    def test_small_inputs(self, net: nn.Module, slots: list) -> None:
+        DataParallel(net, slots)(small(12))
+
+    @pytest.mark.usefixtures("well")
+    def test_a_backend_that_pins_nothing(self, net: nn.Module, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(performance_warnings, "can_pin", lambda _: False)
+        DataParallel(net, slots)(large())
+
+
+class TestModelSmallerThanItsOverhead:
+    @pytest.fixture(autouse=True)
+    def each_number_of_permits_is_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever else the machine does. On three slots a choice takes at most 21 calls."""
+        monkeypatch.setattr(performance_warnings, "CALLS", 25)
+        monkeypatch.setattr(permits, "MAY_WIN", (float("inf"),) * 3)
+        monkeypatch.setattr(permits, "HOPELESS", float("inf"))
+
+    @pytest.fixture
+    def slow(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The host needs long beside the replicas."""
+        gather = engine.gather_outputs
+
+        def gather_late(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.05)
+            return gather(*args, **kwargs)
+
+        monkeypatch.setattr(engine, "gather_outputs", gather_late)
+
+    def run(self, model: nn.Module) -> None:
+        for _ in range(performance_warnings.CALLS):
+            model(small(12))
+
+    @pytest.mark.usefixtures("slow")
+    def test_it_is(self, form: Form, net: nn.Module, slots: list) -> None:
+        with coming(r"smaller than the overhead.* device_ids=\[0\]") as caught:
+            self.run(form(net, slots))
+        assert caught[0].filename == __file__
+
+    @pytest.mark.usefixtures("well")
+    def test_it_is_not(self, form: Form, net: nn.Module, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Mean, "spin", 0.005)
+        model = form(net, slots)
+        self.run(model)
+
+    @pytest.mark.usefixtures("well", "slow")
+    def test_a_gather_to_the_cpu_waits_for_the_devices(self, net: nn.Module, slots: list) -> None:
+        self.run(DataParallel(net, slots, "cpu"))
+
+    @pytest.mark.usefixtures("well", "slow")
+    def test_the_user_has_chosen(self, net: nn.Module, slots: list) -> None:
+        self.run(DataParallel(net, slots, workers=1))
+
+    @pytest.mark.usefixtures("well")
+    @pytest.mark.parametrize(
+        ("devices", "comes"), [(0.010, True), (0.020, False)], ids=["devices are done", "devices compute"]
+    )
+    def test_time_that_devices_compute_after_the_host_counts_for_each_chunk(self, devices: float, comes: bool) -> None:
+        """Replicas were launched in 9 ms. If the last one takes 11 ms more, one device takes 9 + 8 * 11 for all."""
+        times = [permits.TimesInTurn(0.009, devices)] * 3
+        if comes:
+            with pytest.raises(PerformanceWarning, match=r"8 slots takes 50 ms, .* at most 17 ms"):
+                performance_warnings._check_overhead(0.05, times, 8)
+        else:
+            performance_warnings._check_overhead(0.05, times, 8)
+
+
+class TestFirstDeviceThatHoldsMost:
+    @pytest.fixture(autouse=True)
+    def total(self, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Devices with 40 MiB more than they hold, in a process that has held no more before."""
+        monkeypatch.setattr(performance_warnings, "CALLS", 3)
+        for device in {*slots}:
+            torch.accelerator.reset_peak_memory_stats(device)
+        held = torch.accelerator.max_memory_allocated(slots[0])
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (0, held + 40 * 2**20))
+
+    def run(self, model: nn.Module) -> None:
+        for _ in range(performance_warnings.CALLS):
+            model(small(12)).sum().backward()
+
+    def test_it_is_nearly_full(self, form: Form, net: nn.Module, slots: list, root: torch.device) -> None:
+        model = form(net, slots)
+        state = torch.empty(36 * 2**20, dtype=torch.uint8, device=root)
+        with coming(f"{root} has held .* loss=.*output_device='{slots[-1]}'.*fully_shard") as caught:
+            self.run(model)
+        assert caught[0].filename == __file__
+        del state
+
+    @pytest.mark.usefixtures("well")
+    def test_there_is_memory_left(self, form: Form, net: nn.Module, slots: list, root: torch.device) -> None:
+        model = form(net, slots)
+        state = torch.empty(8 * 2**20, dtype=torch.uint8, device=root)
+        self.run(model)
+        del state
+
+    @pytest.mark.usefixtures("well")
+    def test_all_devices_are_nearly_full(self, form: Form, net: nn.Module, slots: list) -> None:
+        model = form(net, slots)
+        state = [torch.empty(36 * 2**20, dtype=torch.uint8, device=device) for device in {*slots}]
+        self.run(model)
+        del state
+
+    @pytest.mark.usefixtures("well")
+    def test_a_backend_that_does_not_count(
+        self, net: nn.Module, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(device: Any) -> Any:
+            raise RuntimeError("not counted")
+
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", refuse)
+        state = torch.empty(36 * 2**20, dtype=torch.uint8, device=root)
+        self.run(DataParallel(net, slots))
+        del state
+
+
+class TestAllOfThem:
+    """Every model here would give three warnings: it gets a large batch with one sample for each slot."""
+
+    @pytest.fixture
+    def batches(self, root: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+        monkeypatch.setattr(performance_warnings, "LARGE_BATCH", 1)
+        return [small(3, device=root), small(3)]
+
+    def run(self, model: Any, batches: list[Tensor]) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for batch in batches:
+                model(batch)
+        return sum(each.category is PerformanceWarning for each in caught)
+
+    def test_they_come(self, net: nn.Module, slots: list, batches: list[Tensor]) -> None:
+        assert self.run(DataParallel(net, slots), batches) == 3
+
+    def test_one_setting_switches_them_off(
+        self, net: nn.Module, slots: list, batches: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("DATAPARALLEL_PERFORMANCE_WARNINGS", "0")
+        model = DataParallel(net, slots)
+        assert self.run(model, batches) == 0
+        assert not model._checks.are_open  # private: a closed one costs nothing
+
+    def test_slots_on_one_device_are_to_try_things_out(
+        self, net: nn.Module, root: torch.device, batches: list[Tensor]
+    ) -> None:
+        model = DataParallel(net, [root] * 3)
+        assert self.run(model, batches) == 0
+        assert not model._checks.are_open
+
+    def test_a_stage_of_the_user_knows_better(self, net: nn.Module, slots: list, batches: list[Tensor]) -> None:
+        class Splits(DataParallel):
+            def scatter(self, *args: Any) -> Any:
+                return super().scatter(*args)
+
+        assert self.run(Splits(net, slots), batches) == 0
+
+    def test_the_function_counts_its_calls(
+        self, net: nn.Module, slots: list, batches: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        checks = performance_warnings.PerformanceChecks()
+        monkeypatch.setattr("dataparallel.forms.data_parallel._checks", checks)
+        assert self.run(lambda batch: data_parallel(net, batch, slots), batches * 20) == 3
+        assert not checks.are_open
+
+    @pytest.mark.filterwarnings("ignore::dataparallel.PerformanceWarning")
+    def test_a_closed_one_is_not_asked(
+        self, form: Form, net: nn.Module, slots: list, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks = []
+        look_at = performance_warnings.PerformanceChecks.look_at
+
+        def counted(*args: Any) -> None:
+            looks.append(args)
+            look_at(*args)
+
+        monkeypatch.setattr(performance_warnings.PerformanceChecks, "look_at", counted)
+        model = form(net, slots)
+        for _ in range(performance_warnings.CALLS + 5):
+            model(small(12))
+        assert len(looks) == performance_warnings.CALLS
+
+    def test_a_wrapper_can_be_pickled(self, net: nn.Module, slots: list) -> None:
+        model = DataParallel(net, slots)
+        model(small(12))
+        assert pickle.loads(pickle.dumps(model))._checks.are_open
+
+
+@pytest.mark.devices("cpu")
+def test_slots_on_the_cpu_are_to_try_things_out(form: Form, slots: list, well: None) -> None:
+    model = form(Mean(), slots)
+    for _ in range(performance_warnings.CALLS):
+        model(small(3))
+        model(large())
