@@ -100,7 +100,7 @@ def _check_chunks(tensors: Sequence[Tensor], options: CallOptions, slots: int) -
     if not tensors or options.split.given is not None:
         return
     samples = tensors[0].shape[options.dim]
-    if not 0 < samples <= slots:
+    if samples > slots:
         return
     whole_numbers = (torch.int32, torch.int64)
     in_bytes = sum(t.numel() * TOKEN if t.dtype in whole_numbers else t.nbytes for t in tensors)
