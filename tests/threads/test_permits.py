@@ -180,6 +180,18 @@ def test_a_measured_call_without_marks_counts_by_the_host() -> None:
     assert chooser.begin_call("kind", 0, 8).permits == best(SLEEPING)
 
 
+def test_the_times_of_calls_in_turn_are_kept_if_devices_have_told_them() -> None:
+    chooser, without_marks, devices = PermitChooser(), PermitChooser(), Devices()
+    chooser._clock, devices.have_come = devices, True
+    for _ in range(60):
+        trial = chooser.begin_call("kind", 0, 8)
+        marks = ({0: 0.0}, {0: LAUNCH_BOUND[trial.permits]}) if trial.is_measured else ()
+        chooser.end_call(trial, 1e-3 * trial.permits, False, *marks)
+        call(without_marks, LAUNCH_BOUND)
+    assert [*chooser.times_in_turn] == [(1e-3, LAUNCH_BOUND[1])] * 6
+    assert not without_marks.times_in_turn
+
+
 def is_at_the_beginning(chooser: PermitChooser, size: Any) -> bool:
     """True if the next call of this size measures the first of the numbers, so nothing has been measured yet."""
     trial = chooser.begin_call("kind", size, 8)
