@@ -31,6 +31,10 @@ serve, plain copies still carry tensors that do not travel flat, sums in dtypes 
 """
 
 
+PLAIN = "plain tensor copies serve every backend"
+"""Why the user need not ask for a transport."""
+
+
 class Choice(NamedTuple):
     """A transport, a route, and the reason in words. Only *copy* has routes; for other transports it is "star"."""
 
@@ -69,7 +73,7 @@ def choose(
         return Choice("copy", "star", "fewer than two devices, so nothing has to travel")
     failed_pair = next((pair for pair in permutations(distinct, 2) if pair in failed_pairs), None)
     transport = settings.transport
-    preface = "plain tensor copies serve every backend"
+    preface = PLAIN
     if transport == "host":
         return Choice("host", "star", "it was asked for")
     if transport == "copy":

@@ -89,8 +89,10 @@ def _cached_transport(
     return TorchCopies(choice.route)
 
 
-def choose_transport(devices: Sequence[torch.device], work: Collective = "broadcast") -> Choice:
-    """The transport and the route that a bucket of parameters would take between ``devices``, and the reason.
+def choose_transport(
+    devices: Sequence[torch.device], work: Collective = "broadcast", nbytes: int = DEFAULT_CAP_BYTES
+) -> Choice:
+    """The transport and the route that a bucket of ``nbytes`` bytes would take between ``devices``, and the reason.
 
     This function copies nothing, does not import CuPy, and does not ask CUDA which devices are peers.
 
@@ -100,7 +102,7 @@ def choose_transport(devices: Sequence[torch.device], work: Collective = "broadc
     """
     user_settings = settings.current()
     links = links_between(devices)
-    return choose(work, devices, DEFAULT_CAP_BYTES, user_settings, _why_unavailable(user_settings.transport), (), links)
+    return choose(work, devices, nbytes, user_settings, _why_unavailable(user_settings.transport), (), links)
 
 
 @lru_cache(maxsize=256)

@@ -1,24 +1,34 @@
 """``python -m dataparallel SCRIPT ARGS`` runs a program in which this library takes the place of torch's.
 
-``__main__`` calls `main`. Without a program it prints the report of this machine.
+``__main__`` calls `main`. Without a program it prints the report of this machine, or writes it as a page.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import pkgutil
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from dataparallel.integrations.replacement import replace_torch
 from dataparallel.tracing import trace
-from dataparallel.tracing.report import report
+from dataparallel.tracing.report import look
+from dataparallel.tracing.report_page import as_page
+from dataparallel.tracing.report_parts import Section, as_text
+
+Plan: TypeAlias = Callable[[Callable[[], Any], str, str], list[Section]]
+"""``testing.planned.plan``, a function of a room above: the user's function, its name, and the name of a machine."""
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str], plan: Plan) -> None:
     """Runs the program that ``arguments`` name, as Python would with ``arguments`` in place of its own.
+
+    ``plan`` plans the model of ``--model``.
 
     Raises:
         SystemExit: the arguments are wrong (status 2), or the program has called ``sys.exit``.
@@ -31,8 +41,10 @@ def main(arguments: Sequence[str]) -> None:
     if not program:
         if options.report or is_module:
             parser.error("--report and -m need a program: python -m dataparallel --report SCRIPT")
-        print(report())
+        _describe(parser, options, plan)
         return
+    if options.html or options.model or options.machine:
+        parser.error(f"--html, --model and --machine describe this machine: leave out the program {program[0]!r}")
     with ExitStack() as stack:
         replacement = stack.enter_context(replace_torch())
         if options.report:
@@ -41,6 +53,37 @@ def main(arguments: Sequence[str]) -> None:
             stack.callback(lambda: print(f"\n{replacement.report()}\n\n{recorded}", file=sys.stderr))
             stack.enter_context(recorded)
         _run(program, is_module)
+
+
+def _describe(parser: argparse.ArgumentParser, options: argparse.Namespace, plan: Plan) -> None:
+    """Prints the report, or writes the page. What is wrong with the options is found before anything is planned."""
+    page = options.html and Path(options.html)
+    if page and not page.parent.is_dir():
+        parser.error(f"--html {page}: there is no folder {page.parent}")
+    if options.machine and not options.model:
+        parser.error("--machine is for --model: python -m dataparallel --model package:function --machine H100")
+    make = options.model and _function(parser, options.model)
+    machine, *others = look()  # before devices are simulated, which are accelerators afterwards
+    planned = plan(make, options.model, options.machine or "A100") if make else []
+    sections = [machine, *planned, *others]
+    if page:
+        page.write_text(as_page("dataparallel on this machine", sections), encoding="utf-8")
+        print(f"{page} is written: open it in a browser")
+    else:
+        print(as_text(sections))
+
+
+def _function(parser: argparse.ArgumentParser, name: str) -> Callable[[], Any]:
+    wanted = "expected package:function, where function() returns (module, arguments)"
+    if ":" not in name:
+        parser.error(f"--model {name}: {wanted}")
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ValueError, ImportError, AttributeError) as error:
+        parser.error(f"--model {name}: {type(error).__name__}: {error}; {wanted}")
+    if not callable(found):
+        parser.error(f"--model {name}: this is of type {type(found).__name__}; {wanted}")
+    return found
 
 
 def _run(program: Sequence[str], is_module: bool) -> None:
@@ -63,6 +106,15 @@ def _parser() -> argparse.ArgumentParser:
         "this machine.",
     )
     parser.add_argument("--report", action="store_true", help="print at the end what was replaced, and where time went")
+    parser.add_argument("--html", metavar="FILE", help="write the description of this machine as a page of one file")
+    parser.add_argument(
+        "--model",
+        metavar="PACKAGE:FUNCTION",
+        help="predict a training step of the model that function() returns: (module, arguments)",
+    )
+    parser.add_argument(
+        "--machine", help="for --model: a published machine, such as A100 (default), H100, V100, RTX_3090"
+    )
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="a module, as for python -m, with arguments"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from dataparallel.tracing.results import REST, Results
 
@@ -52,7 +52,7 @@ def _stages(found: Results) -> str:
         )
     total = sum(stage.seconds for stage in found.stages)
     sums = ["all", "", _ms(total), f"{100 * total / found.seconds:.1f}", _ms(total / steps), "", "", ""]
-    return "The calling thread, without ranges inside ranges:\n" + _table([*rows, sums])
+    return "The calling thread, without ranges inside ranges:\n" + aligned([*rows, sums])
 
 
 def _slots(found: Results) -> str:
@@ -71,7 +71,7 @@ def _slots(found: Results) -> str:
     waiting = sum(slot.no_permit for slot in found.slots), sum(slot.lock for slot in found.slots)
     return (
         "Replicas:\n"
-        + _table(rows)
+        + aligned(rows)
         + f"\nWithout waits the slowest replica of a call takes {found.imbalance:.2f} times the mean. All together had "
         + f"no permit for {_ms(waiting[0])} ms, and waited for Python's lock for {_ms(waiting[1])} ms at most."
     )
@@ -86,7 +86,7 @@ def _sent(found: Results) -> str:
         source, target = sent.busiest
         copies, size = sent.copies / steps, round(sent.number_of_bytes / steps)
         rows.append([sent.stage, sent.route, f"{copies:.1f}", f"{size:,}", f"{source} and {target}"])
-    return "Sent between devices:\n" + _table(rows)
+    return "Sent between devices:\n" + aligned(rows)
 
 
 def _memory(found: Results) -> str:
@@ -96,18 +96,20 @@ def _memory(found: Results) -> str:
     for memory in found.memory:
         sizes = [f"{size / 2**20:.1f}" for size in (memory.before, memory.after, memory.peak)]
         rows.append([str(memory.device), " ".join(map(str, memory.slots)), *sizes])
-    return "Memory of tensors:\n" + _table(rows)
+    return "Memory of tensors:\n" + aligned(rows)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of the same width: the first one begins at the left, and the others end at the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(_line(row, widths) for row in rows)
-
-
-def _line(row: Iterable[str], widths: Sequence[int]) -> str:
-    (name, width), *others = zip(row, widths, strict=True)
-    return "  ".join([name.ljust(width), *(cell.rjust(width) for cell, width in others)]).rstrip()
+def aligned(rows: Iterable[Sequence[str]], words: Collection[int] = (0,)) -> str:
+    """Rows as lines, in columns of the same width. Columns of `words` begin at the left, others end at the right."""
+    lines = [*rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in lines
+    )
 
 
 def _ms(seconds: float) -> str:

@@ -10,6 +10,7 @@ from dataparallel.testing.simulated.timeline.breakdown import WaitGroup
 from dataparallel.testing.simulated.timeline.launches import by_device, name_of_launch, name_of_stream
 from dataparallel.tracing import perfetto
 from dataparallel.tracing.perfetto import Event, microseconds, name, span
+from dataparallel.tracing.table import aligned
 
 if TYPE_CHECKING:
     from dataparallel.testing.simulated.timeline.schedule import Schedule
@@ -36,7 +37,7 @@ def _step(result: Schedule) -> str:
         ("no thread issues", _ms(result.host_idle), ""),
     ]
     title = f"A prediction for {result.machine.name}. Times are in ms."
-    return f"{title}\n\n{_aligned(rows, text={0, 2})}"
+    return f"{title}\n\n{aligned(rows, words={0, 2})}"
 
 
 def _devices(result: Schedule) -> str:
@@ -50,7 +51,7 @@ def _devices(result: Schedule) -> str:
         )
         for device in result.devices
     ]
-    return _aligned([("device", "launches", "kernels", "copies", "% kernels"), *rows])
+    return aligned([("device", "launches", "kernels", "copies", "% kernels"), *rows])
 
 
 def _streams(result: Schedule) -> str:
@@ -60,13 +61,13 @@ def _streams(result: Schedule) -> str:
         for name, busy in found
         if busy.launches
     ]
-    return _aligned([("stream", "launches", "kernels", "copies"), *rows])
+    return aligned([("stream", "launches", "kernels", "copies"), *rows])
 
 
 def _links(result: Schedule) -> str:
     used = sorted(((seconds, link) for link, seconds in result.links.items() if seconds), reverse=True)
     rows = [(link, _ms(seconds), _share(result, seconds)) for seconds, link in used[:ROWS]]
-    return _aligned([(_first("link", used), "busy", "% busy"), *rows]) if used else ""
+    return aligned([(_first("link", used), "busy", "% busy"), *rows]) if used else ""
 
 
 def _threads(result: Schedule) -> str:
@@ -75,13 +76,13 @@ def _threads(result: Schedule) -> str:
         (str(one.number), str(one.launches), *map(_ms, (one.seconds, one.for_devices, one.for_others, one.idle)))
         for one in result.threads
     ]
-    return _aligned([head, *rows])
+    return aligned([head, *rows])
 
 
 def _waits(result: Schedule) -> str:
     groups = result.grouped_waits
     rows = [(_ms(group.seconds), str(group.count), *_ends(group)) for group in groups[:ROWS]]
-    return _aligned([("waits", "times", _first("launch", groups), "waits for"), *rows], text={2, 3}) if groups else ""
+    return aligned([("waits", "times", _first("launch", groups), "waits for"), *rows], words={2, 3}) if groups else ""
 
 
 def _ends(group: WaitGroup) -> tuple[str, str]:
@@ -105,7 +106,7 @@ def _critical_path(result: Schedule) -> str:
     largest = sorted(sums.items(), key=lambda item: -item[1][0])
     rows = [(_ms(seconds), _share(result, seconds), str(count), what) for what, (seconds, count) in largest[:ROWS]]
     head = ("ms", "%", "times", _first("on the critical path", largest))
-    return _aligned([head, *rows], text={3}) if rows else ""
+    return aligned([head, *rows], words={3}) if rows else ""
 
 
 def _first(what: str, found: Sequence[object]) -> str:
@@ -118,19 +119,6 @@ def _ms(seconds: float) -> str:
 
 def _share(result: Schedule, seconds: float) -> str:
     return f"{100 * seconds / result.time if result.time else 0:.1f}"
-
-
-def _aligned(rows: Iterable[tuple[str, ...]], text: Iterable[int] = (0,)) -> str:
-    """Rows as lines, in columns. Columns in `text` are flush left, others flush right."""
-    lines, left = [*rows], {*text}
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in lines
-    )
 
 
 KERNEL, COPY, WAIT, ISSUE = "#3b6fb6", "#e08b2c", "#d9d9d9", "#5d9b6b"
