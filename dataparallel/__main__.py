@@ -8,7 +8,7 @@ from dataparallel.integrations.programs import main
 
 def plan(*arguments: Any) -> Any:
     """What ``--model`` asks for. It is above the room that reads the options."""
-    from dataparallel.testing.planned import plan
+    from dataparallel.testing.model_report import plan
 
     return plan(*arguments)
 

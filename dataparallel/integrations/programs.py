@@ -22,7 +22,7 @@ from dataparallel.tracing.report_page import as_page
 from dataparallel.tracing.report_parts import Section, as_text
 
 Plan: TypeAlias = Callable[[Callable[[], Any], str, str], list[Section]]
-"""``testing.planned.plan``, a function of a room above: the user's function, its name, and the name of a machine."""
+"""``plan`` of ``testing.model_report``, a room above: of the user's function, its name, and the name of a machine."""
 
 
 def main(arguments: Sequence[str], plan: Plan) -> None:

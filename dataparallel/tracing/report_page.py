@@ -148,25 +148,26 @@ _BOX_WIDTH, _LINE = 168, 16  # of a device's box, and the height of a line of te
 
 
 def _links(links: Links) -> str:
-    """Devices on an ellipse. In its middle is the host, if copies of some pairs go through it."""
-    count, ways = len(links.devices), links.ways or {}
-    box_height = 18 + _LINE * max(1 + len(lines) for _, lines in links.devices)
-    middle = (380.0, 40.0 + box_height if count < 3 else 200.0 + box_height / 2)
-    across, up = (280.0, 0.0) if count < 3 else (285.0, 180.0)
-    angles = [math.tau * number / count - (math.pi if count < 3 else math.pi / 2) for number in range(count)]
+    """Devices on an ellipse. In its middle is the host, if every copy goes through it."""
+    count, ways, is_row = len(links.devices), links.ways or {}, len(links.devices) < 3
+    height = 18 + _LINE * max(1 + len(lines) for _, lines in links.devices)
+    across, up = max(285, 34 * count), 0 if is_row else max(180, 13 * count)
+    middle = (across + 100, up + height / 2 + 10)
+    turn = 0.5 if is_row else 0.25  # the first device is at the left of a row, or at the top
+    angles = [math.tau * (number / count - turn) for number in range(count)]
     places = [(middle[0] + across * math.cos(angle), middle[1] + up * math.sin(angle)) for angle in angles]
     colors = {kind: 1 + number % 4 for number, kind in enumerate(dict.fromkeys(ways.values()))}
     drawn = [_line(places[one], places[other], f"way c{colors[kind]}") for (one, other), kind in ways.items()]
     caption = _legend(colors)
-    is_complete = len(ways) == count * (count - 1) // 2
     if links.ways is None:
-        caption = ["<span>It is not known how these devices are linked.</span>"]
-    elif count == 1 or not is_complete:
-        drawn = [_line(place, middle, "host") for place in places] + drawn
-        drawn.append(_box(middle, 44, "host", ()))
-        caption.append("<span>Pairs without a line of their own: through the host</span>")
-    drawn += [_box(place, box_height, *device) for place, device in zip(places, links.devices, strict=True)]
-    return _figure("devices and links", (760, 2 * middle[1]), drawn, caption)
+        caption.append("<span>It is not known how these devices are linked.</span>")
+    elif not ways:
+        drawn = [_line(place, middle, "host") for place in places] + [_box(middle, 40, "host", ())]
+        caption.append("<span>Copies go through the host.</span>")
+    elif len(ways) < count * (count - 1) // 2:
+        caption.append("<span>Copies between other pairs go through the host.</span>")
+    drawn += [_box(place, height, *device) for place, device in zip(places, links.devices, strict=True)]
+    return _figure("devices and links", (2 * middle[0], 2 * middle[1]), drawn, caption)
 
 
 def _line(start: tuple[float, float], end: tuple[float, float], names: str) -> str:

@@ -1,6 +1,6 @@
 """A report is a list of `Section`: facts, tables and pictures. `as_text` prints it; ``report_page`` makes a page of it.
 
-``report`` finds out what to say about the machine, ``dataparallel.testing.planned`` about a model. This file knows
+``report`` finds out what to say about the machine, ``dataparallel.testing.model_report`` about a model. This file knows
 neither.
 """
 

@@ -1,10 +1,12 @@
 """``python -m dataparallel SCRIPT ARGS`` runs a program as Python would, with the library in the place of torch's."""
 
 import sys
+from html import escape
 
 import pytest
 
 from dataparallel.integrations import programs
+from dataparallel.tracing.report_parts import Section
 
 PROGRAM = """
 import sys
@@ -15,6 +17,15 @@ print("name", __name__, "arguments", sys.argv[1:], "beside", beside.VALUE, "clas
 model = nn.DataParallel(nn.Linear(3, 2), ["cpu", "cpu"])
 model(ones(4, 3)).sum().backward()
 """
+
+
+def main(arguments):
+    """The command, with a planner that says what it was asked for."""
+
+    def plan(make, called, machine):
+        return [Section(f"the model {called}", [f"{make()} on {machine}"])]
+
+    programs.main(arguments, plan)
 
 
 @pytest.fixture
@@ -31,19 +42,19 @@ EXPECTED = "name __main__ arguments ['--lr', '1', '-m', 'x'] beside 7 class data
 
 def test_a_script(script, capsys):
     before = [*sys.argv], [*sys.path], sys.modules["__main__"]
-    programs.main([str(script), "--lr", "1", "-m", "x"])
+    main([str(script), "--lr", "1", "-m", "x"])
     assert capsys.readouterr().out.strip() == EXPECTED
     assert ([*sys.argv], [*sys.path], sys.modules["__main__"]) == before
 
 
 def test_a_module(script, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(script.parent))
-    programs.main(["-m", "train", "--lr", "1", "-m", "x"])
+    main(["-m", "train", "--lr", "1", "-m", "x"])
     assert capsys.readouterr().out.strip() == EXPECTED
 
 
 def test_the_report_at_the_end(script, capsys):
-    programs.main(["--report", str(script)])
+    main(["--report", str(script)])
     error = capsys.readouterr().err
     for words in ("names of torch", "DataParallel.forward", "backward", "your code"):
         assert words in error
@@ -57,17 +68,66 @@ def test_how_the_program_ends(script, capsys, ending, error):
     before = nn.DataParallel
     script.write_text(f"{PROGRAM}\n{ending}\n")
     with pytest.raises(error):
-        programs.main(["--report", str(script)])
+        main(["--report", str(script)])
     assert "DataParallel.forward" in capsys.readouterr().err
     assert nn.DataParallel is before
 
 
 def test_without_a_program_the_machine_is_described(capsys):
-    programs.main([])
+    main([])
     assert capsys.readouterr().out.startswith("dataparallel")
     with pytest.raises(SystemExit):
-        programs.main(["--report"])
+        main(["--report"])
     assert "need a program" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        programs.main(["-m"])
+        main(["-m"])
     assert "need a program" in capsys.readouterr().err
+
+
+@pytest.fixture
+def shop(tmp_path, monkeypatch):
+    """A module of a user with a model."""
+    (tmp_path / "shop.py").write_text("VALUE = 7\ndef make():\n    return 'a model'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "shop", raising=False)
+    yield tmp_path
+    sys.modules.pop("shop", None)
+
+
+def test_the_model_is_planned_between_the_machine_and_what_to_do_next(shop, capsys):
+    main(["--model", "shop:make", "--machine", "H100"])
+    text = capsys.readouterr().out
+    places = [text.index(words) for words in ("dataparallel  ", "the model shop:make\n  a model on H100", "what to do")]
+    assert places == sorted(places)
+
+
+def test_the_page_has_what_the_text_has(shop, capsys):
+    main(["--html", str(shop / "page.html"), "--model", "shop:make"])
+    assert capsys.readouterr().out == f"{shop / 'page.html'} is written: open it in a browser\n"
+    page = (shop / "page.html").read_text(encoding="utf-8")
+    assert "a model on A100" in page
+    main(["--model", "shop:make"])
+    for line in capsys.readouterr().out.splitlines():
+        name, _, found = line.strip().partition("  ")
+        if name in ("dataparallel", "torch", "accelerator", "NVML", "reuse"):
+            assert f"{name}</dt>" in page
+            assert escape(found.strip()) in page
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--html", "page.html", "train.py"], "leave out the program 'train.py'"),
+        (["--html", "no/folder/page.html"], "there is no folder no/folder"),
+        (["--machine", "H100"], "--machine is for --model"),
+        (["--model", "shop"], "expected package:function, where function() returns (module, arguments)"),
+        (["--model", "nowhere:make"], "ModuleNotFoundError: No module named 'nowhere'; expected package:function"),
+        (["--model", "shop:buy"], "AttributeError: module 'shop' has no attribute 'buy'; expected"),
+        (["--model", "shop:VALUE"], "this is of type int; expected"),
+    ],
+)
+def test_what_is_wrong_with_the_options(shop, capsys, options, words):
+    with pytest.raises(SystemExit) as ended:
+        main(options)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

@@ -13,6 +13,7 @@ import torch
 from dataparallel import comm, ownership
 from dataparallel.comm import kernels, nccl
 from dataparallel.tracing import report
+from dataparallel.tracing.report_parts import Facts, Links, Section, as_text
 from selection import others_long
 
 pytestmark = pytest.mark.devices("cpu")  # no device takes part
@@ -20,12 +21,13 @@ pytestmark = pytest.mark.devices("cpu")  # no device takes part
 
 def test_it_has_a_line_for_each_fact_and_ends_with_what_to_do_next(monkeypatch):
     monkeypatch.setattr(report, "all_devices", lambda: [])
-    monkeypatch.setattr(report, "look_at_nvml", lambda: ["not asked", "an H100", "another"])
+    gpus = [report.Gpu(name, "memory not shown", {}) for name in ("an H100", "another")]
+    monkeypatch.setattr(report, "look_at_nvml", lambda: ("not asked", gpus))
     text = report.report()
     for line in ("dataparallel ", "torch ", "CPU ", "NVML          not asked", "NCCL ", "CuPy ", "reuse "):
         assert f"\n{line}" in "\n" + text
     assert "accelerator   none\n" in text
-    assert "  GPU 0       an H100\n  GPU 1       another\n" in text
+    assert "  GPU 0       an H100, memory not shown, peers none\n  GPU 1       another, " in text
     assert "\ntransport     copy: " in text
     _, what_next = text.split("\nwhat to do next\n")
     for words in ("dataparallel.trace()", "simulate(4)", "pytest bench", "README.rst"):
@@ -50,7 +52,7 @@ def test_accelerators_are_counted_and_a_stand_in_is_named(monkeypatch):
     ],
 )
 def test_what_to_do_next_depends_on_the_devices(devices, line):
-    assert line in "\n".join(report.next_lines([*map(torch.device, devices)]))
+    assert line in as_text([report.next_steps([*map(torch.device, devices)])])
 
 
 def test_cpu_memory(tmp_path):
@@ -95,12 +97,12 @@ def installed(monkeypatch):
 
 
 def transport_lines():
-    return report.transport_lines(GPUS)
+    return as_text([Section("", [Facts(report.transport_facts(GPUS))])]).splitlines()
 
 
 def test_where_nothing_is_asked_for_one_line_says_how_a_bucket_travels(installed):
     (line,) = transport_lines()
-    assert line.startswith("transport     copy: plain tensor copies serve every backend")
+    assert line.startswith("transport  copy: plain tensor copies serve every backend")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_where_nothing_is_asked_for_one_line_says_how_a_bucket_travels(installed
 def test_where_a_transport_is_asked_for_each_call_has_its_line(name, ways, words, installed, monkeypatch):
     monkeypatch.setenv("DATAPARALLEL_TRANSPORT", name)
     head, *lines = transport_lines()
-    assert head == "transport     as asked for"
+    assert head.split() == ["transport", "as", "asked", "for"]
     assert [line.split()[0] for line in lines] == ["scatter", "broadcast", "reduce_add", "gather"]
     assert [line.split()[1] for line in lines] == [f"{way}:" for way in ways]
     assert words in "".join(lines)
@@ -121,7 +123,7 @@ def test_where_a_transport_is_asked_for_each_call_has_its_line(name, ways, words
 
 def test_where_all_calls_go_one_way_one_line_says_it(installed, monkeypatch):
     monkeypatch.setenv("DATAPARALLEL_TRANSPORT", "host")
-    assert transport_lines() == ["transport     host: it was asked for"]
+    assert transport_lines() == ["transport  host: it was asked for"]
 
 
 def test_a_route_that_is_asked_for_is_said_of_each_call(installed):
@@ -151,8 +153,26 @@ def test_the_report_does_not_ask_cuda_about_peers(installed, monkeypatch):
 def test_an_unknown_transport_is_a_line_too(monkeypatch):
     monkeypatch.setenv("DATAPARALLEL_TRANSPORT", "pigeon")
     (line,) = transport_lines()
-    assert line.startswith("transport     refused: the environment variable DATAPARALLEL_TRANSPORT")
+    assert line.startswith("transport  refused: the environment variable DATAPARALLEL_TRANSPORT")
     assert "pigeon" in line
+
+
+def test_buckets_have_the_transport_and_the_route_that_a_call_would_take(installed):
+    """A small one goes down a tree, and each says why; a route that is asked for is that of all."""
+    broadcast, sums = report.bucket_tables([torch.device("cuda", index) for index in range(8)])
+    assert [row[:3] for row in broadcast.rows[::4]] == [("64 KiB", "copy", "tree"), ("100 MiB", "copy", "chain")]
+    assert broadcast.rows[0][3].startswith("the fastest, by formula, for 64.0 KiB between 8 devices")
+    with comm.using(route="star"):
+        assert {row[2] for table in report.bucket_tables(GPUS) for row in table.rows} == {"star"}
+    assert sums.title.startswith("Gradients")
+
+
+def test_a_bucket_that_is_refused_has_a_row_too(installed, monkeypatch):
+    monkeypatch.setattr(kernels, "why_not_installed", lambda: "CuPy is not installed")
+    with comm.using(transport="cupy"):
+        broadcast, _ = report.bucket_tables(GPUS)
+    assert broadcast.rows[0][1] == "refused"
+    assert "CuPy is not installed" in broadcast.rows[0][3]
 
 
 def run_python(*arguments, **changes):
@@ -240,7 +260,7 @@ def test_names_are_those_of_torch():
         "-c",
         "import torch\n"
         "from dataparallel.tracing.report import look_at_nvml\n"
-        "seen = {gpu.split(', memory')[0] for gpu in look_at_nvml()[1:]}\n"
+        "seen = {gpu.name for gpu in look_at_nvml()[1]}\n"
         "names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}\n"
         "assert names <= seen, (seen, names)",
     )
@@ -258,7 +278,8 @@ class FakeNvml:
     # As nvidia-ml-py has it: a stray comma makes a tuple, which NVML's functions refuse.
     NVML_P2P_CAPS_INDEX_READ = (0,)
 
-    def __init__(self, names, p2p=0):
+    def __init__(self, names, p2p=0, nvlink=1):
+        self.nvlink = nvlink
         self.gpus = {f"GPU-{i}{i}-{name}": name for i, name in enumerate(names)}
         self.p2p = p2p
         self.users = 0
@@ -283,8 +304,10 @@ class FakeNvml:
         return SimpleNamespace(total=80 * GIB, used=(index + 1) * GIB, free=(79 - index) * GIB)
 
     def nvmlDeviceGetP2PStatus(self, one, other, capability):
-        assert capability in (0, 1)
+        assert capability in (0, 1, 2)
         assert one != other
+        if capability == 2:
+            return self.nvlink
         return self.p2p[capability] if isinstance(self.p2p, tuple) else self.p2p
 
 
@@ -303,10 +326,10 @@ class Broken(FakeNvml):
 @pytest.mark.parametrize(("visible", "shown"), [(None, "not set"), ("1,0", "'1,0'"), ("", "''")])
 def test_all_gpus_are_listed_whatever_cuda_shows(visible, shown):
     fake = FakeNvml(["H", "L"])
-    head, *gpus = report.ask_nvml(fake, visible)
+    head, gpus = report.ask_nvml(fake, visible)
     assert fake.users == 0
     assert head.endswith(f"CUDA_VISIBLE_DEVICES is {shown}")
-    assert gpus == [
+    assert [*map(str, gpus)] == [
         "H, memory 80.0 GiB, 1.0 GiB used, 79.0 GiB free, peers 1",
         "L, memory 80.0 GiB, 2.0 GiB used, 78.0 GiB free, peers 0",
     ]
@@ -317,25 +340,44 @@ def test_all_gpus_are_listed_whatever_cuda_shows(visible, shown):
     [(0, "1 2"), (1, "none"), ((0, 4), "none"), ((4, 0), "none"), (99, "none")],
 )
 def test_peers_can_read_and_write(p2p, peers):
-    _, first, *_ = report.ask_nvml(FakeNvml(["H", "H", "H"], p2p), None)
-    assert first.endswith(f", peers {peers}")
+    _, (first, *_) = report.ask_nvml(FakeNvml(["H", "H", "H"], p2p), None)
+    assert str(first).endswith(f", peers {peers}")
+
+
+def test_links_are_drawn_as_nvml_knows_them():
+    """NVLink, peer access by another way, through the host, and what is not known."""
+
+    def drawn(nvml):
+        (links,) = report.links_of([], report.ask_nvml(nvml, None)[1])
+        return links
+
+    assert drawn(FakeNvml(["H", "L"], nvlink=0)) == Links(
+        [("GPU 0", ["H", "79.0 GiB of 80.0 GiB free"]), ("GPU 1", ["L", "78.0 GiB of 80.0 GiB free"])],
+        {(0, 1): "NVLink"},
+    )
+    assert str(report.ask_nvml(FakeNvml(["H", "L"], nvlink=0), None)[1][0]).endswith("peers 1, NVLink to 1")
+    assert drawn(FakeNvml(["H", "L"])).ways == {(0, 1): "peer access"}
+    assert drawn(FakeNvml(["H", "L"], p2p=1)).ways == {}
+    assert drawn(Broken("nvmlDeviceGetP2PStatus")).ways is None
+    assert report.links_of([torch.device("xpu", 0)], []) == [Links([("xpu:0", ())], None)]
+    assert report.links_of([], []) == []
 
 
 @pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetName"])
 def test_broken_nvml_is_a_line_of_the_report(function):
     broken = Broken(function)
-    assert report.ask_nvml(broken, None) == ["failed: GPU is lost"]
+    assert report.ask_nvml(broken, None) == ("failed: GPU is lost", [])
     assert broken.users == 0
 
 
 def test_unknown_memory_or_peer_hides_nothing_else():
-    _, first, second = report.ask_nvml(Broken("nvmlDeviceGetMemoryInfo"), None)
+    first, second = map(str, report.ask_nvml(Broken("nvmlDeviceGetMemoryInfo"), None)[1])
     assert first == "A, memory not shown: NVML says GPU is lost, peers 1"
     assert second == "B, memory not shown: NVML says GPU is lost, peers 0"
-    _, first, _ = report.ask_nvml(Broken("nvmlDeviceGetP2PStatus"), None)
+    first, _ = map(str, report.ask_nvml(Broken("nvmlDeviceGetP2PStatus"), None)[1])
     assert first == "A, memory 80.0 GiB, 1.0 GiB used, 79.0 GiB free, peers not shown: NVML says GPU is lost"
 
 
 def test_binding_not_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert report.look_at_nvml() == ["not asked: nvidia-ml-py is not installed"]
+    assert report.look_at_nvml() == ("not asked: nvidia-ml-py is not installed", [])
