@@ -17,7 +17,7 @@ ROOT = Path(dataparallel.__file__).parent
 
 FLOORS = """
     __main__           python -m dataparallel
-    testing            simulated accelerators, a stand-in for CUDA, helpers for tests: no other room imports them
+    testing            simulated accelerators, a stand-in for CUDA, helpers for tests: only the command imports them
     __init__           the public names
     ─── public paths, which have names and no code
     composable         the forms without a wrapper

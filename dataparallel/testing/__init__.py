@@ -5,10 +5,11 @@ has the parts of the first. `parity` compares a module on several slots with the
 library's models and for your own; `steps` has its comparisons. `simulated` makes accelerators on a machine without any,
 and `cuda` runs torch's CUDA build on a machine without a GPU. They share ``csrc``, which `compiling` compiles, and
 `host_threads`. `ranks` runs tests on slots, on threads and in processes; `sharding` runs operators on tensors that are
-sharded in every way. ``dataparallel.testing.pytest`` is a plugin with fixtures for these.
+sharded in every way. ``dataparallel.testing.pytest`` is a plugin with fixtures for these. `model_report` and `planned`
+predict steps of a model for ``python -m dataparallel --model``.
 
-Nothing in the library imports this package. Importing it touches no device and does not import torch: each name is
-imported when it is first asked for.
+Only that command imports this package. Importing it touches no device and does not import torch: each name is imported
+when it is first asked for.
 """
 
 from typing import TYPE_CHECKING
