@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dataparallel import DataParallel, composable
+from dataparallel import DataParallel
+from dataparallel.composable import fully_shard, replicate
 from dataparallel.testing.simulated import device_module as sim
 from dataparallel.testing.simulated.timeline import HOST, Machine, Schedule
 
@@ -106,19 +107,10 @@ def _on_device(module: nn.Module, device: torch.device) -> nn.Module:
     return copy.deepcopy(module, empty)
 
 
-def _wrapped(module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
-    # All replicas run at a time. Otherwise the library would time kernels, which are skipped.
-    return DataParallel(module, devices, workers=len(devices))
-
-
-def _replicated(module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
-    return composable.replicate(module, devices=devices, workers=len(devices))
-
-
 def _sharded(module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
     for unit in units_of(module):
-        composable.fully_shard(unit, devices=devices)
-    return composable.fully_shard(module, devices=devices, workers=len(devices))
+        fully_shard(unit, devices=devices)
+    return fully_shard(module, devices=devices, workers=len(devices))
 
 
 def units_of(module: nn.Module) -> Iterator[nn.Module]:
@@ -131,10 +123,11 @@ def units_of(module: nn.Module) -> Iterator[nn.Module]:
             yield from units_of(child)
 
 
+# All replicas run at a time. Otherwise the library would time kernels, which are skipped.
 WAYS: Mapping[str, Callable[[nn.Module, Sequence[torch.device]], nn.Module]] = {
     ALONE: lambda module, devices: module,
-    "DataParallel": _wrapped,
-    "composable.replicate": _replicated,
+    "DataParallel": lambda module, devices: DataParallel(module, devices, workers=len(devices)),
+    "composable.replicate": lambda module, devices: replicate(module, devices=devices, workers=len(devices)),
     "composable.fully_shard": _sharded,
 }
 
