@@ -7,7 +7,7 @@ library.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, TypeAlias, overload
 
@@ -27,6 +27,7 @@ from dataparallel.forms.full_state_ranks import (
     parameters_by_key,
     unit_states,
 )
+from dataparallel.progress import progress
 from dataparallel.replicas.replaced_parameters import check_optimizer
 from dataparallel.sharded.distribute import counters, sharded_value
 from dataparallel.sharded.tensor import ShardedTensor
@@ -70,10 +71,13 @@ def full_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> Sta
         groups_that_save(model), "full_state_dict", lambda: _state_to_save(model, optimizer), describe_sent_tensors
     )
     copies: dict[int, Tensor] = {}
-    saved: Any = OrderedDict((name, _full_copy(value, copies)) for name, value in model_state.items())
-    if hasattr(model_state, "_metadata"):  # the versions of modules
-        saved._metadata = model_state._metadata
-    return saved if optimizer is None else (saved, _full_copy(optimizer_state, copies))
+    leaves = _torch.pytree.tree_leaves([*model_state.values(), optimizer_state])
+    tensors = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    with progress(f"copying the state of {type(model).__name__} to host memory", len(tensors)) as step:
+        saved: Any = OrderedDict((name, _full_copy(value, copies, step)) for name, value in model_state.items())
+        if hasattr(model_state, "_metadata"):  # the versions of modules
+            saved._metadata = model_state._metadata
+        return saved if optimizer is None else (saved, _full_copy(optimizer_state, copies, step))
 
 
 def load_full_state_dict(
@@ -121,7 +125,8 @@ def load_full_state_dict(
         if optimizer is not None:
             optimizer.load_state_dict(_shard_optimizer_state(optimizer, optimizer_state))
 
-    act_together(groups, "the end of load_full_state_dict", load, lambda _: {})
+    with progress(f"loading the state of {type(model).__name__}"):
+        act_together(groups, "the end of load_full_state_dict", load, lambda _: {})
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
@@ -141,8 +146,11 @@ def _state_to_save(model: nn.Module, optimizer: Optimizer | None) -> tuple[Mappi
     return model_state, {} if optimizer is None else optimizer.state_dict()
 
 
-def _full_copy(tree: Any, copies: dict[int, Tensor]) -> Any:
-    """Copies a nested structure, with full tensors on the CPU. ``copies`` has those made before, by tensors' ids."""
+def _full_copy(tree: Any, copies: dict[int, Tensor], step: Callable[[], None]) -> Any:
+    """Copies a nested structure, with full tensors on the CPU, and calls ``step`` after each copy.
+
+    ``copies`` has those made before, by tensors' ids.
+    """
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -152,6 +160,7 @@ def _full_copy(tree: Any, copies: dict[int, Tensor]) -> Any:
                 copies[id(leaf)] = leaf.full_tensor(CPU)
             else:
                 copies[id(leaf)] = leaf.detach().to(CPU, copy=True)
+            step()
         return copies[id(leaf)]
 
     return _torch.pytree.tree_map(copy, tree)

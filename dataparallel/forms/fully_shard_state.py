@@ -20,6 +20,7 @@ from dataparallel.devices import CPU
 from dataparallel.forms.fully_shard_arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, StateOnSlots, Twin
 from dataparallel.forms.unit_tensors import UnitTensors
+from dataparallel.progress import progress
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.plan import TwinInfo
@@ -92,11 +93,12 @@ class FullyShardState(StateOnSlots):
         """Replaces the unit's parameters by sharded ones, in all modules, and moves buffers to the first slot."""
         modules = self.modules()
         is_offloaded = isinstance(self._offload, CPUOffloadPolicy)
-        sharded = [
-            _shard_parameter(parameter, self.slots, placement, is_offloaded, self.machines)
-            for parameter, placement in zip(self._parameters, self._placements, strict=True)
-        ]
         name = " and ".join(type(module).__name__ for module in modules)
+        sharded: list[ShardedTensor] = []
+        with progress(f"sharding {name}", len(self._parameters)) as step:
+            for plain, placement in zip(self._parameters, self._placements, strict=True):
+                sharded.append(_shard_parameter(plain, self.slots, placement, is_offloaded, self.machines))
+                step()
         unit = Unit(
             name,
             sharded,

@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,6 +29,7 @@ from dataparallel.gradients.gradient_sums import GradientSums, PersistentToSlots
 from dataparallel.gradients.ordered_nodes import BucketRow, ModulePasses
 from dataparallel.gradients.ordered_pass import Reducer
 from dataparallel.gradients.reducer_buckets import ReducerBucket
+from dataparallel.progress import progress
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.build import make_parameters
 from dataparallel.replicas.kept_tensors import ReplicaTensors
@@ -64,6 +66,7 @@ class PersistentTensors(ReplicaTensors):
         self._slots, self._broadcast_buffers = slots, broadcast_buffers
         self._first_bytes, self._cap_bytes = first_bytes, cap_bytes
         self._order = BucketOrder(None)
+        self._has_made = False
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("the tensors of persistent replicas belong to one module and cannot be copied")
@@ -141,8 +144,11 @@ class PersistentTensors(ReplicaTensors):
         copies = _PersistentCopies(plan, self._slots, order, record)
         # Until the order is known, for one pass, each parameter is a bucket: so each gradient's arrival is noted.
         first, cap = (1, 1) if copies.learns_order else (self._first_bytes, self._cap_bytes)
-        with torch.enable_grad():
+        # Only the first time: a call that makes new copies in each step should start no thread for it.
+        shown = nullcontext() if self._has_made else progress(f"making {len(self._slots)} replicas")
+        with torch.enable_grad(), shown:
             copies.make(first, cap, order, self.sums, self.passes, self._broadcast_buffers, arrivals)
+        self._has_made = True
         return copies
 
 

@@ -22,8 +22,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +29,8 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
+
+from dataparallel.progress import progress
 
 __all__ = [
     "Extension",
@@ -48,7 +48,6 @@ __all__ = [
 T = TypeVar("T")
 
 PACKAGE = Path(__file__).parents[1]
-SECONDS_TO_A_DOT = 2.0
 
 _loaded: dict[Path, ModuleType] = {}  # a second copy in one process would register its operators twice
 
@@ -182,18 +181,18 @@ def _only_one(path: Path, what: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"dataparallel: waiting for another process to compile the {what}", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            with progress(f"waiting for another process to compile the {what}"):
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file releases the lock
 
 
 @contextmanager
 def _scratch(library: Library, path: Path) -> Iterator[str]:
-    """A folder to compile in, while it is said on stderr that something is compiled."""
+    """A folder to compile in, while a terminal shows that something is compiled."""
     for left_behind in path.parent.glob("tmp*"):  # by a process that was killed while it had the lock
         shutil.rmtree(left_behind, ignore_errors=True)
     scratch = tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True)
-    with scratch as folder, _progress(library.what):
+    with scratch as folder, progress(f"compiling the {library.what}, once"):
         yield folder
 
 
@@ -286,27 +285,6 @@ def path_with_ninja() -> Iterator[None]:
             del os.environ["PATH"]
         else:
             os.environ["PATH"] = before
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[None]:
-    """Says on stderr that it compiles, with a dot every few seconds."""
-    text = f"dataparallel: compiling the {what}, once, for a minute or two "
-    print(text, end="", file=sys.stderr, flush=True)
-    over = threading.Event()
-
-    def tick() -> None:
-        while not over.wait(SECONDS_TO_A_DOT):
-            print(".", end="", file=sys.stderr, flush=True)
-
-    started, ticking = time.monotonic(), threading.Thread(target=tick, daemon=True)
-    ticking.start()
-    try:
-        yield
-    finally:
-        over.set()
-        ticking.join()
-        print(f" {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 
 def _import(name: str, path: Path) -> ModuleType:

@@ -5,14 +5,11 @@ The sources here are a few lines, so that compiling takes a second. Compilers, n
 
 import ctypes
 import dataclasses
-import io
 import os
-import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +21,7 @@ from dataparallel.testing import SimulationUnavailable, ToolsMissing, compiling
 from dataparallel.testing.compiling import Extension, Library, build_library, load_extension, path_of
 from dataparallel.testing.simulated.extension import EXTENSION
 from processes import environment
+from terminals import wait_until
 
 # These tests start their own processes, so one kind of devices is enough.
 pytestmark = pytest.mark.devices("cpu")
@@ -41,8 +39,10 @@ PyMODINIT_FUNC PyInit_dataparallel_simulated() {
 LOAD = """
 import sys
 from pathlib import Path
+from dataparallel import progress
 from dataparallel.testing.compiling import Extension, load_extension
 
+sys.stderr.isatty, progress.SECONDS_BEFORE = lambda: True, 0
 print(load_extension(Extension("dataparallel_simulated", "simulated accelerators", (Path(sys.argv[1]),))).ANSWER)
 """
 
@@ -95,7 +95,6 @@ def left_behind(cache: Path) -> set[str]:
 
 def test_compiled_once_and_found_afterwards(cache, extension, compiler, capfd):
     assert load_extension(extension).ANSWER == 42
-    assert "compiling the simulated accelerators, once" in capfd.readouterr().err
     assert left_behind(cache) == {f"{extension.name}{sysconfig.get_config_var('EXT_SUFFIX')}"}
     compiling._loaded.clear()  # as in another process
     assert load_extension(extension).ANSWER == 42
@@ -109,23 +108,10 @@ def test_loaded_once_in_a_process(cache, extension, compiler):
     assert load_extension(extension) is first
 
 
-def test_what_takes_long_says_so_on_stderr(cache, sources, extension, compiler, monkeypatch, capsys):
-    stderr = io.StringIO()
-    before_the_first_dot = []
-
-    def load(name: str, sources: list, build_directory: str, **_) -> None:
-        Path(build_directory, f"{name}.so").touch()
-        before_the_first_dot.append(stderr.getvalue().rstrip("."))
-        wait_until(lambda: stderr.getvalue().endswith(".."))
-
-    monkeypatch.setattr(cpp_extension, "load", load)
-    monkeypatch.setattr(compiling, "SECONDS_TO_A_DOT", 0.01)
-    monkeypatch.setattr(sys, "stderr", stderr)
+def test_a_terminal_shows_what_is_compiled(cache, extension, compiler, terminal):
     load_extension(extension)
-    text = "dataparallel: compiling the simulated accelerators, once, for a minute or two "
-    assert before_the_first_dot == [text]
-    assert re.fullmatch(text + r"\.+ \d+ s\n", stderr.getvalue())
-    assert capsys.readouterr().out == ""
+    assert "compiling the simulated accelerators, once" in terminal.getvalue()
+    assert terminal.on_screen() == ""
 
 
 def test_no_compiler(cache, extension, monkeypatch):
@@ -304,7 +290,6 @@ def test_a_library_needs_neither_ninja_nor_headers_of_python(cache, library, no_
     assert ctypes.CDLL(str(path)).answer() == 42
     assert b"\0answers\0" in path.read_bytes()
     assert left_behind(cache) == {"libanswer.so.1"}
-    assert "compiling the answers, once" in capfd.readouterr().err
     assert build_library(library) == path
     assert capfd.readouterr() == ("", "")
 
@@ -333,13 +318,6 @@ class Loading:
 
     def answers(self) -> bool:
         return self.process.wait(60) == 0 and self.log.read_text().splitlines()[-1] == "42"
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture
