@@ -89,8 +89,9 @@ CASES = [
         for case in CASES
     ]
 )
-def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, slots: list, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
     case = request.param
+    failed_pairs(slots)  # otherwise others may draw a line for this too
     if case.place is peers:
         monkeypatch.delenv("DATAPARALLEL_PEER_CHECK", raising=False)
         monkeypatch.setattr(torch.get_device_module(), "copies_cannot_fail", False, raising=False)
@@ -145,6 +146,7 @@ def test_without_stderr_it_runs(work: Callable[[], Any], monkeypatch: pytest.Mon
 
 def test_calls_draw_no_line_again(slots: list, terminal: Terminal) -> None:
     """Nor do calls that make new copies."""
+    failed_pairs(slots)
     net = replicate(Net().to(slots[0]), devices=slots)
     net(torch.ones(8, 4))
     written = terminal.getvalue()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_re
 M = TypeVar("M", bound=nn.Module)
 
 
-class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
+class DataParallel(nn.DataParallel[M]):
     """Uses every device for one module: splits the batch, runs a replica on each slot, joins the outputs.
 
     Gradients of all replicas are summed into the parameters of ``module``, which stay where they are, so the optimizer,
@@ -91,6 +91,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
     device_ids: list[int | torch.device]  # type: ignore[assignment]
     output_device: int | torch.device | None  # type: ignore[assignment]
     src_device_obj: torch.device | None  # type: ignore[assignment]
+    dim: int
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -268,9 +268,11 @@ def _buffers(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 class _FullyShard(Form[_P, FullyShardState]):
     """The form, with the functions that save and load a sharded model."""
 
-    full_state_dict = staticmethod(full_state_dict)
-    load_full_state_dict = staticmethod(load_full_state_dict)
+    def __init__(self, prepare: Callable[Concatenate[Any, _P], FullyShardState]) -> None:
+        super().__init__(prepare, FullyShardedModule, nests=True, begin=_begin)
+        # Not as static methods of the class: mypy would see the first overload only.
+        self.full_state_dict, self.load_full_state_dict = full_state_dict, load_full_state_dict
 
 
 _prepare.__name__ = _prepare.__qualname__ = "fully_shard"
-fully_shard = _FullyShard(_prepare, FullyShardedModule, nests=True, begin=_begin)
+fully_shard: Final = _FullyShard(_prepare)

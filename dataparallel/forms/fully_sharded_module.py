@@ -38,7 +38,7 @@ class FullyShardedModule(ManagedModule):
     )
     _instead_of_a_wrapper = "the outermost module that is fully sharded runs on all slots by itself"
 
-    forward = OnSlots("forward")
+    forward: Any = OnSlots("forward")
 
     @_torch.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

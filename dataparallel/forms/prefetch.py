@@ -102,7 +102,9 @@ class Prefetch(Generic[T]):
     """The iterable that `prefetch` returns. ``loader``, ``model`` and ``depth`` are the arguments of `prefetch`."""
 
     def __init__(self, loader: Iterable[T], model: nn.Module, depth: int) -> None:
-        self.loader, self.model, self.depth = loader, model, depth
+        self.loader: Iterable[T] = loader
+        self.model: nn.Module = model
+        self.depth: int = depth
 
     def _options(self) -> CallOptions:
         """Returns the options of a call that begins now."""

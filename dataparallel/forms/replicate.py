@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,8 @@ class _CallOfReplicas:
 class ReplicatedModule(ManagedModule):
     """The class that `replicate` adds to the class of a module."""
 
-    forward = OnSlots("forward")
-    _compiled_call_impl = _CallOfReplicas()
+    forward: Any = OnSlots("forward")
+    _compiled_call_impl: Any = _CallOfReplicas()
 
     def set_requires_gradient_sync(self, flag: bool) -> None:
         """With ``True`` each later ``backward()`` sums gradients into the module's parameters, as at the beginning.
@@ -258,7 +258,7 @@ def _prepare(
 
 
 _prepare.__name__ = _prepare.__qualname__ = "replicate"
-replicate = Form(_prepare, ReplicatedModule, begin=lambda modules, state: state.join_machines())
+replicate: Final = Form(_prepare, ReplicatedModule, begin=lambda modules, state: state.join_machines())
 
 
 def _check_for_machines(module: nn.Module, slots: Sequence[torch.device], converts: bool) -> None:

@@ -33,9 +33,10 @@ class GradBucket:
         self, index: int, count: int, buffer: Tensor, parameters: Sequence[Tensor], names: Sequence[str]
     ) -> None:
         self._index, self._count, self._parameters, self._names = index, count, list(parameters), list(names)
-        self._buffer = self.summed = buffer
-        """``summed`` is the buffer that the bucket was made with; `set_buffer` does not change it."""
-        self.kind = buffer.shape, buffer.dtype, buffer.device
+        self._buffer = buffer
+        self.summed: Tensor = buffer
+        """The buffer that the bucket was made with; `set_buffer` does not change it."""
+        self.kind: tuple[torch.Size, torch.dtype, torch.device] = (buffer.shape, buffer.dtype, buffer.device)
 
     @classmethod
     def of(cls, bucket_sum: BucketSum, buffer: Tensor) -> GradBucket:

@@ -51,7 +51,7 @@ class ShardedTensor(Tensor):
     _zeroed = 0
     """How many times ``zero_`` was called, by ``zero_grad`` for example."""
 
-    __torch_function__ = _torch.disabled_torch_function
+    __torch_function__: Any = _torch.disabled_torch_function
 
     @staticmethod
     def __new__(
