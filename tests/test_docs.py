@@ -66,6 +66,11 @@ def test_the_figures_of_the_readme_are_those_of_the_committed_results():
     assert text == with_figures(text), "run: python bench/front_page.py"
 
 
+def test_the_changelog_begins_with_this_version():
+    headings = re.findall(r"^(.+)\n-+$", (ROOT / "CHANGELOG.rst").read_text(encoding="utf-8"), re.M)
+    assert dataparallel.__version__ in headings[0].split()
+
+
 def test_every_page_is_reached_from_the_index():
     pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.glob("*.rst")} - {"index"}
     assert pages <= set(re.findall(r"^   (\S+)$", (DOCS / "index.rst").read_text(encoding="utf-8"), re.M))

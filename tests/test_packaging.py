@@ -1,9 +1,11 @@
 import ast
 import inspect
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -11,9 +13,12 @@ import pytest
 import torch
 
 import dataparallel
+from dataparallel.testing.compiling import fingerprint
+from dataparallel.testing.simulated.extension import EXTENSION
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE_UP = {f"dataparallel/kernel.{suffix}" for suffix in ("cpp", "h", "cu")}
+AT_THE_ROOT = ("setup.py", "setup.cfg", "README.rst", "LICENSE", "CHANGELOG.rst", "MANIFEST.in")
 PUBLIC_NAMES = [
     "DataParallel",
     "data_parallel",
@@ -44,7 +49,7 @@ def tree(tmp_path_factory) -> Path:
         if (ROOT / folder).exists():
             ignored = shutil.ignore_patterns("__pycache__", "results")
             shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
-    for name in ("setup.py", "setup.cfg", "README.rst", "LICENSE", "pyproject.toml"):
+    for name in (*AT_THE_ROOT, "pyproject.toml"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, tree / name)
     # Sources of the kinds that later rooms compile on first use.
@@ -54,13 +59,28 @@ def tree(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tree, tmp_path_factory) -> zipfile.ZipFile:
+def wheel_path(tree, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     done = subprocess.run([*command, "--wheel-dir", str(out), str(tree)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = out.glob("*.whl")
-    return zipfile.ZipFile(built)
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(wheel_path)
+
+
+@pytest.fixture(scope="module")
+def sdist_path(tree, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(out)]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.glob("*.tar.gz")
+    return built
 
 
 @pytest.mark.long
@@ -73,14 +93,56 @@ def test_wheel_carries_every_file(wheel):
 
 @pytest.mark.long
 @pytest.mark.devices("cpu")  # its process is its own: once is enough
-def test_sdist_carries_every_file(tree, tmp_path):
-    command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(built) as archive:
-        inside = {name.partition("/")[2] for name in archive.getnames()}
-    assert needed_files(ROOT / "dataparallel") | MADE_UP | {"setup.py", "setup.cfg", "README.rst", "LICENSE"} <= inside
+def test_sdist_carries_every_file_and_no_others(sdist_path):
+    with tarfile.open(sdist_path) as archive:
+        inside = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    inside = {name for name in inside if ".egg-info/" not in name} - {"PKG-INFO"}
+    assert inside == needed_files(ROOT / "dataparallel") | MADE_UP | {*AT_THE_ROOT}
+
+
+INSTALLED = """
+import torch
+import dataparallel
+from dataparallel import DataParallel
+from dataparallel.testing.compiling import fingerprint
+from dataparallel.testing.simulated.extension import EXTENSION
+
+net = torch.nn.Linear(4, 2)
+model = DataParallel(net, ["cpu", "cpu"])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before, x = net.weight.detach().clone(), torch.ones(6, 4)
+model(x).sum().backward()
+optimizer.step()
+torch.testing.assert_close(net.weight, before - 0.1 * 6)
+print(dataparallel.__file__, fingerprint(EXTENSION))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.devices("cpu")  # its process is its own: once is enough
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_what_is_installed_runs_without_the_repository(kind, request, tmp_path):
+    """In an environment of its own, which borrows torch and what else is installed here."""
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True)
+    python = environment / "bin" / "python"
+    (site,) = environment.glob("lib/python*/site-packages")
+    borrowed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (site / "borrowed.pth").write_text("\n".join(borrowed))
+    path = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*command: object) -> str:
+        arguments = [*map(str, command)]
+        done = subprocess.run(arguments, cwd=tmp_path, env=path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
+    run(*pip, "--no-build-isolation", "--ignore-installed", request.getfixturevalue(f"{kind}_path"))
+    assert torch.__version__ in run(python, "-m", "dataparallel")
+    where, found = run(python, "-c", INSTALLED).split()
+    assert Path(where).parent == site / "dataparallel"
+    assert found == fingerprint(EXTENSION), "the sources of the simulated devices are the repository's"
 
 
 @pytest.mark.long
@@ -93,6 +155,7 @@ def test_wheel_metadata(wheel):
         f"Version: {dataparallel.__version__}",
         "Requires-Python: >=3.10",
         "Requires-Dist: torch>=2.11",
+        "Requires-Dist: tqdm>=4.66",
     ):
         assert f"\n{line}\n" in metadata
     for extra in ("test", "bench", "simulate", "cuda-checks", "frameworks", "cupy-cuda12", "cupy-cuda13"):
