@@ -1,6 +1,5 @@
 """What tests of freed replicas share: modules with circles and without, and a watch on the replicas of a wrapper."""
 
-import gc
 import time
 import weakref
 from collections.abc import Callable
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel import DataParallel, ownership
+from dataparallel import DataParallel
 
 
 class Straight(nn.Module):
@@ -38,11 +37,6 @@ class Circular(Straight):
         return checkpoint(self.enter, x, use_reentrant=False)
 
 
-def collect_what_is_left_to_the_collector() -> None:
-    if not ownership.are_counts_trusted():
-        gc.collect()
-
-
 def least(count: Callable[[], int]) -> int:
     """The least of the counts in a moment: a thread of the engine may be late to drop its part of a graph."""
     counts = [count()]
@@ -59,7 +53,6 @@ class Watch(NamedTuple):
     replicas: list[weakref.ref]
 
     def alive(self) -> int:
-        collect_what_is_left_to_the_collector()
         return least(lambda: sum(replica() is not None for replica in self.replicas))
 
     def end_another_call(self) -> None:
@@ -68,5 +61,4 @@ class Watch(NamedTuple):
 
     def intact(self) -> int:
         """Replicas that still have their attributes."""
-        collect_what_is_left_to_the_collector()
         return sum(bool(vars(module)) for ref in self.replicas if (module := ref()) is not None)

@@ -10,10 +10,6 @@ kind, `--sim-devices` the number of simulated devices, and `--arrangement` the d
 first slot) or for `make_slots` (a function from a number to slots, for tests that draw the number). With
 `slots(2, long=[8])`, the run with eight is one of the long tests. A test marked `devices("sim", "stand-in")` runs on
 these kinds only: those that have clocks. With `--no-skips`, a run fails if any test is skipped.
-
-With `DATAPARALLEL_REUSE=0` in the environment, the library never asks reference counts whether memory or an object is
-free to be used again. Every promise holds there too. Tests marked `reuses` are about what is used again or freed at
-once, and are skipped. The fixture `untold` has the same effect for one test.
 """
 
 import gc
@@ -27,7 +23,7 @@ import hypothesis
 import pytest
 import torch
 
-from dataparallel import DataParallel, PerformanceWarning, ownership, user_warnings
+from dataparallel import DataParallel, PerformanceWarning, user_warnings
 from dataparallel.call.performance_warnings import VARIABLE
 from dataparallel.comm.streams import arrivals
 from dataparallel.testing.cuda import is_stand_in
@@ -87,7 +83,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slots(*counts, long=[]): once per number of slots, with --all those of long")
-    config.addinivalue_line("markers", "reuses(what): only where reference counts tell what may be used again")
     config.addinivalue_line("markers", "ahead(...): what the test's own process is to do, see processes.Ahead")
     kind = config.getoption("--devices")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -117,10 +112,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     why_not = config.stash.get(_why_not_key, None)
     for item in items:
         marker = item.get_closest_marker("devices")
-        reuses = item.get_closest_marker("reuses")
-        if reuses is not None and not ownership.are_counts_trusted():
-            reason = f"{reuses.args[0]}; counts are not trusted: {ownership.why_not_trusted()}"
-            item.add_marker(pytest.mark.skip(reason=reason))
         if why_not is not None:
             item.add_marker(pytest.mark.skip(reason=why_not))
         elif marker is not None and not fits(marker, config):
@@ -223,14 +214,6 @@ def slots(request: pytest.FixtureRequest, make_slots: Callable[[int], list]) -> 
 def root(slots: list) -> torch.device:
     """The device of the first slot: where sources, inputs and gathered outputs are."""
     return torch.device(slots[0])
-
-
-@pytest.fixture
-def untold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody can tell who holds an object. Where a count is asked for all the same, it says that nobody does."""
-    monkeypatch.setattr(ownership, "why_not_trusted", lambda: "a test says so")
-    monkeypatch.setattr(ownership, "references", lambda objects: [0 for _ in objects])
-    monkeypatch.setattr(ownership, "holders_of_memory", lambda tensor: (0, 0))
 
 
 @pytest.fixture

@@ -120,11 +120,7 @@ def test_dropping_the_wrapper_frees_the_module(slots, root):
     "build",
     [
         pytest.param(mlp, id="mlp"),
-        pytest.param(
-            lambda root: Family().double().to(root),
-            id="family",
-            marks=pytest.mark.reuses("circles are left to the collector otherwise"),
-        ),
+        pytest.param(lambda root: Family().double().to(root), id="family"),
     ],
 )
 def test_a_step_leaves_the_collector_no_more_than_one_device_does(build, slots, root):
@@ -145,7 +141,6 @@ def test_a_step_leaves_the_collector_no_more_than_one_device_does(build, slots, 
         gc.enable()
 
 
-@pytest.mark.reuses("circles are left to the collector otherwise")
 def test_circles_between_attributes_need_no_collector(slots, root):
     model = Family().double().to(root)
     wrapped = DataParallel(model, slots)

@@ -29,7 +29,7 @@ from dataparallel.autograd.bucket_gradients import (
     take_contents,
 )
 from dataparallel.autograd.functions import copies_for_slots, sums_over_slots
-from dataparallel.autograd.node import Node, note_forward_streams, run_first, run_last
+from dataparallel.autograd.node import Node, note_forward_streams, run_first, run_last, saved_instead
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import unflatten
 from dataparallel.comm.streams.current import memory_of, streams_set
@@ -46,6 +46,7 @@ def broadcast_bucket(
     when_complete: Callable[[], None] | None = None,
     later: Later | None = None,
     handle: Tensor | None = None,
+    held: object = None,
 ) -> list[tuple[Tensor, ...]]:
     """The tensors on every slot, with nodes that sum a bucket's gradients as soon as the last slot has them.
 
@@ -58,6 +59,7 @@ def broadcast_bucket(
         when_complete: called in each backward when a slot has its last gradient, by the thread of the slot's device.
         later: receives the bucket's broadcast, which the caller launches; see `comm.broadcast_coalesced`.
         handle: the output of the caller's `FromSource` for the tensors; by default this function makes one.
+        held: an object that the graph keeps as long as a backward may still run on the slots; see `saved_instead`.
     """
     packing = Packing(slots, tensors, may_flatten)
     if handle is None:
@@ -68,14 +70,15 @@ def broadcast_bucket(
     with streams_set({} if gradient_streams is None else {handle.device: gradient_streams.sides[handle.device]}):
         handles = (to_slots or ToSlots.apply)(slots, gradient_streams, handle)
     outputs = []
-    for slot, copies in enumerate(copies_for_slots(tensors, slots, packing.planned, later)):
-        needs_event = gradient_streams is not None
-        outputs.append(OnSlot.apply(handles[slot], copies, packing, needs_event, when_complete, slot))
+    needs_event, is_held = gradient_streams is not None, held is not None
+    with saved_instead(held):
+        for slot, copies in enumerate(copies_for_slots(tensors, slots, packing.planned, later)):
+            outputs.append(OnSlot.apply(handles[slot], copies, packing, needs_event, when_complete, slot, is_held))
     return outputs
 
 
 class OnSlot(Node):
-    """``OnSlot.apply(handle, copies, packing, needs_event, when_complete, slot)`` returns the copies as outputs.
+    """``OnSlot.apply(handle, copies, packing, needs_event, when_complete, slot, is_held)`` returns copies as outputs.
 
     Backward flattens the slot's gradients in the thread of its device, so all devices flatten at the same time. The
     node belongs to the computing stream. ``needs_event``: another stream will read the gradients.
@@ -90,10 +93,13 @@ class OnSlot(Node):
         needs_event: bool,
         when_complete: Callable[[], None] | None,
         slot: int,
+        is_held: bool,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.device, ctx.packing, ctx.needs_event, ctx.when_complete = handle.device, packing, needs_event, when_complete
         ctx.slot = slot
+        if is_held:
+            ctx.save_for_backward(handle)  # see `saved_instead`
         run_first(ctx)
         return tuple(copies)
 
@@ -104,11 +110,11 @@ class OnSlot(Node):
             ctx.when_complete()
         slot_grads = SlotGradients(grads, ctx.packing.bucket_of(grads))
         if slot_grads.is_empty:
-            return None, None, None, None, None, None
+            return (None,) * 7
         if ctx.needs_event:
             # The engine has made this node's stream wait for the gradients.
             slot_grads.ready_event = ReadyEvent(torch.accelerator.current_stream(ctx.device))
-        return envelope_with(slot_grads, ctx.device), None, None, None, None, None
+        return envelope_with(slot_grads, ctx.device), None, None, None, None, None, None
 
 
 class ToSlots(Node):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -33,6 +33,17 @@ class Node(Function):
         super().__init_subclass__(**kwargs)
         if "backward" in vars(cls):
             cls.backward = staticmethod(_torch.not_traced(cls.backward))  # type: ignore[method-assign]
+
+
+def saved_instead(held: object) -> AbstractContextManager[Any]:
+    """Returns a context around ``apply`` of a node that saves tensors. The graph keeps ``held`` in their place.
+
+    That is until the node has run in a pass without ``retain_graph``, or until the graph is gone. The node may not ask
+    for the tensors. Where saved-tensor hooks are disabled, nothing is kept.
+    """
+    if held is None or _torch.why_saved_tensors_hooks_are_disabled() is not None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: held, lambda held: None)  # type: ignore[arg-type, return-value]
 
 
 def run_first(node: Any) -> None:

@@ -21,7 +21,7 @@ from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import Split
 from dataparallel.batches.gather import gather_outputs
 from dataparallel.batches.scatter import moved, scatter_arguments
-from dataparallel.batches.structures import arguments_of_one
+from dataparallel.batches.structures import arguments_of_one, leaves
 from dataparallel.call.losses import CallLoss
 from dataparallel.call.options import BatchSplit, CallOptions
 from dataparallel.call.parallel_apply import is_serial, run_replicas
@@ -29,7 +29,7 @@ from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.comm.streams.arrivals import LateCopies
 from dataparallel.devices import current_device_set, resolve, resolve_output
 from dataparallel.profiling import stage
-from dataparallel.replicas.kept_modules import CycleBreaker
+from dataparallel.replicas.circles import Circles, Hold, circles_of, hold_by_output
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.meetings import Meeting
@@ -188,6 +188,7 @@ class CallEngine:
             join = self._overridden("gather", call) or partial(own, combine=call.combine_scalars)
             output = join(outputs) if loss is None else loss.loss_of_batch(outputs, own, join)
         call.seconds = time.perf_counter() - start
+        call.returns(output)
         maker.returns(output)
         if peers is not None:
             peers.expect_backward_of(output)
@@ -227,16 +228,15 @@ which has torch's signature, with no parameter for the call."""
 class Call:
     """A context around the stages of one call. It refuses calls that cannot run, and releases memory after the stages.
 
-    When the call ends without an error, activations and copies are freed, unless the output, ``kept`` or other code
-    still holds them. The stages are a function of their own, so their local variables are gone when the context ends.
-    If the call fails, the traceback keeps the variables and this object alive. When the traceback is dropped, the
-    `CycleBreaker` takes circular replicas apart.
+    When the call ends without an error, activations and copies are freed, unless the output or other code still refers
+    to them. The stages are a function of their own, so their local variables are gone when the context ends. If the
+    call fails, the traceback keeps the variables and this object, with its holds of the replicas' `Circles`, alive.
 
     However the call ends, the host then waits until no copy reads pinned memory of the caller. The copies wait for
     nothing that the devices compute.
 
     Args:
-        kept: is told how the call ends.
+        kept: makes the replicas, unless a stage is overridden.
         serial: as in ``parallel_apply``. If replicas run one after the other, no copies of parameters are late: the
             computing streams wait for all copies before the first replica starts.
         may_use_source: true if code of the user runs between the stages. It may write to the source or step an
@@ -266,7 +266,8 @@ class Call:
         self.kept, self._form_split = kept, split
         self.balanced: BalancedCall | None = None
         self.combine_scalars: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self._breaker: CycleBreaker | None = None
+        self._circles: list[Circles] = []
+        self._holds: list[Hold] = []
         is_compiler_in_use = _torch.note_whether_compiler_is_in_use()
         self._copies = LateCopies(allowed=not (is_compiler_in_use or is_serial(serial) or may_use_source))
         self.reads = HostReads()
@@ -296,33 +297,29 @@ class Call:
 
     def uses(self, replicas: R) -> R:
         """Notes the replicas of this call, and returns them."""
-        self._breaker = CycleBreaker([] if self.kept.is_frozen else replicas)
+        self._circles = circles_of(replicas)
+        self._holds = [circles.hold("call") for circles in self._circles]
         return replicas
+
+    def returns(self, output: Any) -> None:
+        """Notes the output: its graph may need the replicas. If no tensor is found in it, nothing is noted."""
+        if self._circles and (found := [leaf for _, leaf in leaves(output, "") if isinstance(leaf, torch.Tensor)]):
+            hold_by_output(self._circles, found)
 
     def __enter__(self) -> Call:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         _torch.note_whether_compiler_is_in_use()  # before the next call, code may make torch forget compiled code
-        failed = True
         try:
             self._copies.wait_for_copies()  # first: what follows frees memory
-            failed = kind is not None
+            if kind is None:
+                self._holds = []
+            else:  # the traceback keeps this object
+                hold_by_output(self._circles, ())
         finally:
-            try:
-                self._release_replicas(failed)
-            finally:
-                self.reads.wait_for_copies()
-                self._form_split.end_call(self.balanced, kind is not None)
-
-    def _release_replicas(self, failed: bool) -> None:
-        if self._breaker is None:  # the call has made no replicas
-            return
-        if failed:
-            self.kept.forget_last_call()
-            return
-        self._breaker.take_apart()
-        self.kept.end_call()
+            self.reads.wait_for_copies()
+            self._form_split.end_call(self.balanced, kind is not None)
 
 
 def call_of_this_thread(kept: KeptReplicas) -> Call | None:

@@ -32,16 +32,16 @@ from dataparallel.gradients.reducer_buckets import ReducerBucket
 from dataparallel.progress import progress
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.build import make_parameters
-from dataparallel.replicas.kept_tensors import ReplicaTensors
 from dataparallel.replicas.kept_values import CurrentValues, MemoryOfCopies
 from dataparallel.replicas.plan import ModulePlan, names_of
 from dataparallel.replicas.replicate import at_positions, copy_buffers, copy_constants, put
+from dataparallel.replicas.tensor_stores import TensorStore
 
 if TYPE_CHECKING:
     from dataparallel.gradients.machine_sums import Agreement
 
 
-class PersistentTensors(ReplicaTensors):
+class PersistentTensors(TensorStore):
     """The tensors of one module on all of its slots. One thread at a time may use them.
 
     Copies belong to the thread whose call has made them. A call of another thread makes new copies: it would write to
@@ -79,7 +79,7 @@ class PersistentTensors(ReplicaTensors):
         record: bool,
         arrivals: Arrivals | None = None,
     ) -> list[list[Tensor]]:
-        """See `ReplicaTensors.for_call`. Parameters are `ReplicaParameter`, also if no graph is recorded.
+        """See `TensorStore.for_call`. Parameters are `ReplicaParameter`, also if no graph is recorded.
 
         Slot 0's tensors, and parameters of other slots on its device, share the source's memory. ``cap_bytes`` is
         ignored: the sizes of buckets were given before.

@@ -17,15 +17,15 @@ from dataparallel import comm
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.forms.managed import has_forward
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, Compiled, compiled_in_place
-from dataparallel.replicas.kept_tensors import ReplicaTensors
 from dataparallel.replicas.plan import UNIT_MODULE, ModuleEntry, ModulePlan, dotted
 from dataparallel.replicas.references import Rebinding, reached
 from dataparallel.replicas.replicate import put
+from dataparallel.replicas.tensor_stores import TensorStore
 from dataparallel.sharded.units.calls import ModuleRunner, RootCall, UnitModule
 from dataparallel.sharded.units.unit import Unit
 
 
-class UnitTensors(ReplicaTensors):
+class UnitTensors(TensorStore):
     """The tensors of one tree's replicas. ``tops`` has the modules of each unit, and ``compile`` how it is compiled."""
 
     def __init__(
@@ -49,7 +49,7 @@ class UnitTensors(ReplicaTensors):
         record: bool,
         arrivals: Arrivals | None = None,
     ) -> list[list[Tensor]]:
-        """See `ReplicaTensors.for_call`. Only buffers are sent.
+        """See `TensorStore.for_call`. Only buffers are sent.
 
         Raises:
             RuntimeError: a graph is recorded, and a parameter that needs a gradient is in no unit.

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
+from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES
 from dataparallel.comm.streams.arrivals import ExpectedArrivals
 from dataparallel.replica_parameter import ReplicaParameter
+from dataparallel.replicas.circles import CIRCLES
 from dataparallel.replicas.compiled.calls import CompiledCall
 from dataparallel.replicas.placement import patched_forward
 from dataparallel.replicas.plan import (
     HAS_COMPILED,
-    MADE_FOR_ATTRIBUTES,
     NONE_POSITION,
     TWIN_INFO,
     UNIT_MODULE,
@@ -60,7 +60,7 @@ def build_replica(
     """
     make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
     tensor_table = plan.table(tensors)
-    flags = empty_hook_flags()
+    flags: dict[str, Any] = {name: OrderedDict() for name in HOOK_FLAGS}  # shared: each hook has its own number
     device = device_of(tensors)
     modules = [_by_its_own_rule(entry) if entry.has_own_rule else bare_module(entry.cls) for entry in plan.entries]
     module_table = plan.table(modules)
@@ -68,8 +68,8 @@ def build_replica(
         if entry.is_script:
             _fill_script(entry, module, module_table, tensor_table)
         else:
-            own = own_attributes(entry, vars(module) if entry.has_own_rule else entry.attributes.copy(), flags)
-            _fill_registries(entry, own, module_table, tensor_table, expected)
+            own = _own_attributes(entry, module, flags)
+            _add_registries(entry, own, module_table, tensor_table, expected)
             give_attributes(module, own, entry.module, entry.slots)
     if plan.has_references:
         _rebind_attributes(plan, modules, tensors, device)
@@ -151,9 +151,10 @@ def _rebind_attributes(
         if entry.fixed_to is not None and device not in (None, entry.fixed_to) and "forward" not in attributes:
             code = patched_forward(original_class(entry.cls).forward, entry.fixed_to, device)
             attributes["forward"] = MethodType(code, module)
-            rebinding.made.append(attributes["forward"])
-    if plan.may_hold_cycles:
-        vars(modules[0])[MADE_FOR_ATTRIBUTES] = rebinding.made  # for a `CycleBreaker`
+        if plan.circles is not None and (entry.references or entry.fixed_to):
+            plan.circles.add(module, [*entry.references, "forward"] if entry.fixed_to else entry.references)
+    if plan.circles is not None:
+        vars(modules[0])[CIRCLES] = plan.circles
 
 
 def bare_module(cls: type[nn.Module]) -> nn.Module:
@@ -187,34 +188,26 @@ def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
     own.update(
         {key: entry.attributes[key] for key in left_out if not isinstance(entry.attributes[key], _torch.ScriptMethod)}
     )
-    own.pop(MADE_FOR_ATTRIBUTES, None)
+    own.pop(CIRCLES, None)
     return replica
 
 
-def empty_hook_flags() -> dict[str, Any]:
-    """New empty tables for `HOOK_FLAGS`. The modules of one replica share them: each hook has its own number."""
-    return {name: OrderedDict() for name in HOOK_FLAGS}
+def _own_attributes(entry: ModuleEntry, module: nn.Module, flags: dict[str, Any]) -> dict[str, Any]:
+    """Returns the attributes of a replica's ``module``, with tables of hooks of its own and without registries.
 
-
-def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """Changes ``own``, a copy of the source's attributes, into those of a replica, and returns it.
-
-    The registries are empty and the tables of hooks are new. Without hooks, the flag tables are those of ``flags``,
-    which modules share: see `empty_hook_flags`.
+    Without hooks, modules of one replica share ``flags``, the tables of `HOOK_FLAGS`.
     """
-    attributes = entry.attributes
-    own["_is_replica"] = True
+    own = vars(module) if entry.has_own_rule else entry.copied.copy()
+    if entry.has_own_rule:
+        for name in (TWIN_INFO, *entry.left_out):
+            own.pop(name, None)
+        own["_is_replica"] = True
     if UNIT_MODULE in own:
         own[UNIT_MODULE] = own[UNIT_MODULE].for_replica()
-    own.pop(TWIN_INFO, None)
-    for name in entry.left_out:
-        own.pop(name, None)
-    for name in REGISTRIES:
-        own[name] = {}
-    own["_non_persistent_buffers_set"] = attributes["_non_persistent_buffers_set"].copy()
+    own["_non_persistent_buffers_set"] = entry.attributes["_non_persistent_buffers_set"].copy()
     if entry.has_hooks:
         for name in HOOK_TABLES:
-            own[name] = attributes[name].copy()
+            own[name] = entry.attributes[name].copy()
     else:
         for name in OWN_HOOK_TABLES:
             own[name] = OrderedDict()
@@ -227,24 +220,17 @@ def parameter_registry(positions: Mapping[str, int], expected: ExpectedArrivals 
     return {} if expected is None or not positions else ParameterRegistry(positions, expected)
 
 
-def _fill_registries(
+def _add_registries(
     entry: ModuleEntry, own: dict[str, Any], modules: list[Any], tensors: list[Any], expected: ExpectedArrivals | None
 ) -> None:
     """Puts the replica's tensors and children where the source has its own. Both lists end with ``None``."""
-    if entry.parameters:
-        registry = own["_parameters"] = parameter_registry(entry.parameters, expected)
-        for key, i in entry.parameters.items():
-            registry[key] = tensors[i]
-    if entry.buffers:
-        registry = own["_buffers"]
-        for key, i in entry.buffers.items():
-            registry[key] = tensors[i]
-    if entry.children:
-        registry = own["_modules"]
-        for key, i in entry.children.items():
-            registry[key] = modules[i]
-        for key in entry.proxied:
-            registry[key] = weakref.proxy(registry[key])
+    own["_parameters"] = registry = parameter_registry(entry.parameters, expected)
+    for key, i in entry.parameters.items():
+        registry[key] = tensors[i]
+    own["_buffers"] = {key: tensors[i] for key, i in entry.buffers.items()} if entry.buffers else {}
+    own["_modules"] = children = {key: modules[i] for key, i in entry.children.items()} if entry.children else {}
+    for key in entry.proxied:
+        children[key] = weakref.proxy(children[key])
 
 
 def _fill_script(entry: ModuleEntry, replica: nn.Module, modules: list[Any], tensors: list[Any]) -> None:

@@ -1,7 +1,7 @@
-"""`KeptReplicas` makes the replicas of each call, and keeps what the next call can use again.
+"""`KeptReplicas` makes the replicas of each call. Only inside ``frozen`` does it keep them.
 
-Replicas get the module objects of the last call (``kept_modules``) and tensors from the form's store
-(``kept_tensors``). Each call sees the source as it is then, and nothing that ``forward`` did to earlier replicas.
+Replicas have new module objects, and tensors from the form's store (``tensor_stores``). Each call sees the source as it
+is then, and nothing that ``forward`` did to earlier replicas.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from dataparallel import ownership
 from dataparallel._torch import HOOK_TABLES
 from dataparallel.comm.streams.arrivals import arrivals_for
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.forks import in_forked_child
-from dataparallel.replicas.build import build_replica, collector_paused
+from dataparallel.replicas.build import collector_paused
+from dataparallel.replicas.circles import Hold
 from dataparallel.replicas.compiled.calls import CompileArgument
-from dataparallel.replicas.kept_modules import CycleBreaker, ReplicaModules, TreeSnapshot
-from dataparallel.replicas.kept_tensors import KeptCopies, ReplicaTensors
 from dataparallel.replicas.placement import refuse_script_constants
 from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.replicate import build_replicas
+from dataparallel.replicas.snapshot import TreeSnapshot
+from dataparallel.replicas.tensor_stores import FreshCopies, TensorStore, constant_copies
 
 MOST_FROZEN = 4
 """One ``frozen`` block keeps at most so many sets of replicas: one for each call that runs at the same time.
@@ -40,13 +40,12 @@ _all: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
 
 
 class KeptReplicas:
-    """Keeps the replicas of one wrapper or module: at most one for each slot, or `MOST_FROZEN` inside ``frozen``.
+    """Makes the replicas of one wrapper or module.
 
-    Each call sends all values, because a write through ``.data`` leaves no trace. Only inside ``frozen`` replicas stay
-    as they are and nothing is sent. An object that is replaced in the source is held here until the next call. An
-    object that other code still holds (a call in another thread, a parameter that ``forward`` returned, a replica that
-    a hook stored) is left to its holder and a new one is made. ``ownership`` finds such holders. If reference counts
-    are not trusted, each call outside of ``frozen`` has its own module objects.
+    Each call sends all values, because a write through ``.data`` leaves no trace, and has module objects of its own:
+    what ``forward``, a hook or a graph keeps of a replica stays as it is. Inside ``frozen`` replicas stay, and nothing
+    is sent. The plan of the tree is kept too, while the tree stays the same. An object that is replaced in the source
+    is held here until the next call.
 
     Any thread may use it. Copying or unpickling gives an empty `KeptReplicas`.
 
@@ -55,15 +54,15 @@ class KeptReplicas:
         compile: how replicas are compiled, if their module is not compiled itself.
     """
 
-    def __init__(self, tensors: ReplicaTensors | None = None, compile: CompileArgument | None = None) -> None:
-        self._tensors = KeptCopies() if tensors is None else tensors
+    def __init__(self, tensors: TensorStore | None = None, compile: CompileArgument | None = None) -> None:
+        self._tensors = FreshCopies() if tensors is None else tensors
         self._compile = compile
         self._lock = threading.Lock()
         self._frozen_blocks = 0  # how many are open
         self._clear()
         _all.add(self)
 
-    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[ReplicaTensors, CompileArgument | None]]:
+    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[TensorStore, CompileArgument | None]]:
         return KeptReplicas, (copy.copy(self._tensors), self._compile)
 
     def _make_plan(self, network: nn.Module) -> ModulePlan:
@@ -71,7 +70,6 @@ class KeptReplicas:
 
     def _clear(self) -> None:
         self._snapshot: TreeSnapshot | None = None  # ``None`` if the tree is not plain
-        self._modules: list[ReplicaModules] = []
         self._frozen_sets: list[_FrozenSet] = []
         self._is_from_before_fork = False  # the parent process has made everything that is kept
         self._tensors.clear()
@@ -103,9 +101,7 @@ class KeptReplicas:
             self._frozen_blocks -= 1
             if self._frozen_blocks:
                 return
-            breaker = CycleBreaker([replica for kept in self._frozen_sets for replica in kept.replicas])
             self._clear()
-        breaker.take_apart()
 
     def replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int) -> list[Any]:
         """Returns replicas for ``slots``, as `dataparallel.replicate` makes them.
@@ -127,22 +123,10 @@ class KeptReplicas:
                 with collector_paused():
                     if self.is_frozen:
                         return self._frozen_replicas(network, slots, cap_bytes)
-                    return self._refreshed_replicas(network, slots, cap_bytes, record)
+                    return self._new_replicas(network, slots, cap_bytes, record)
             except BaseException:
                 self._clear()  # kept objects may be half-made
                 raise
-
-    def end_call(self) -> None:
-        """Removes everything that the last call left on kept replicas, activations for example."""
-        with self._lock:
-            self._reset_modules()
-            self._tensors.end_call()
-
-    def forget_last_call(self) -> None:
-        """Drops the replicas of the last call, which has failed."""
-        with self._lock:
-            self._modules = []
-            self._tensors.forget_last_call()
 
     def _frozen_replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int) -> list[Any]:
         for kept in self._frozen_sets:
@@ -150,48 +134,35 @@ class KeptReplicas:
                 return kept.lease(len(slots))
         plan = self._make_plan(network)
         refuse_script_constants(plan, slots)
-        copies = KeptCopies().refreshed(plan, slots, cap_bytes)
-        new_set = _FrozenSet(network, slots, [build_replica(plan, tensors, record=False) for tensors in copies])
+        copies = constant_copies(plan, slots, cap_bytes)
+        new_set = _FrozenSet(network, slots, build_replicas(plan, copies, False, None), plan)
         # A set for fewer slots was made for a smaller batch. It is dropped if the new set serves its calls too.
         self._frozen_sets = [kept for kept in self._frozen_sets if not (kept.is_free() and kept.is_covered_by(new_set))]
         if len(self._frozen_sets) < MOST_FROZEN:
             self._frozen_sets.append(new_set)
         return new_set.lease(len(slots))
 
-    def _refreshed_replicas(
-        self, network: nn.Module, slots: list[torch.device], cap_bytes: int, record: bool
-    ) -> list[Any]:
-        self._reset_modules()
+    def _new_replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int, record: bool) -> list[Any]:
         if self._snapshot is not None and self._snapshot.still_holds(network):
             plan = self._snapshot.plan
         else:
-            self._modules, self._snapshot = [], None
+            self._snapshot = None
             plan = self._make_plan(network)
             self._snapshot = TreeSnapshot(plan) if plan.is_plain else None
         refuse_script_constants(plan, slots)
         arrivals = arrivals_for(slots, plan.tensors)
         copies = self._tensors.for_call(plan, slots, cap_bytes, record, arrivals)
-        if self._snapshot is None or not ownership.are_counts_trusted():
-            return build_replicas(plan, copies, record, arrivals)
-        may_be_late = arrivals is not None
-        if any(modules.may_be_late != may_be_late for modules in self._modules):
-            self._modules = []
-        while len(self._modules) < len(slots):
-            self._modules.append(ReplicaModules(plan, may_be_late))
-        return [
-            modules.fill(tensors, arrivals, slot)
-            for slot, (modules, tensors) in enumerate(zip(self._modules, copies, strict=False))
-        ]
-
-    def _reset_modules(self) -> None:
-        if not all([modules.reset() for modules in self._modules]):
-            self._modules = []
+        if record and plan.circles is not None and not plan.circles.are_held_by_graph:
+            plan.circles = None  # nothing tells how long the graph needs the replicas
+        return build_replicas(plan, copies, record, arrivals)
 
 
 class _Lease(list[Any]):
     """The replicas of one call. Other calls use them only after this list is deleted."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "hold")
+
+    hold: Hold | None
 
 
 class _FrozenSet:
@@ -200,8 +171,9 @@ class _FrozenSet:
     The lease ends with the call, even if other code holds one of the replicas longer.
     """
 
-    def __init__(self, network: nn.Module, slots: list[torch.device], replicas: list[Any]) -> None:
-        self.replicas = replicas
+    def __init__(self, network: nn.Module, slots: list[torch.device], replicas: list[Any], plan: ModulePlan) -> None:
+        self._replicas = replicas
+        self._hold = None if plan.circles is None else plan.circles.hold("call")
         self._network, self._slots = network, slots
         # Only these streams are ordered after the copies that made the set, and before its memory is used again.
         self._streams = current_streams(slots)
@@ -236,7 +208,8 @@ class _FrozenSet:
 
     def lease(self, count: int) -> _Lease:
         """Returns the first ``count`` replicas. The set is leased until the returned list is deleted."""
-        lease = _Lease(self.replicas[:count])
+        lease = _Lease(self._replicas[:count])
+        lease.hold = self._hold
         self._leased = weakref.ref(lease)
         return lease
 

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.comm.buckets import PLAIN_TYPES, has_strides
 from dataparallel.devices import CPU
+from dataparallel.replicas.circles import CIRCLES, Circles
 from dataparallel.replicas.compiled.calls import Compiled, compiled_here
 from dataparallel.replicas.placement import constant_devices, constant_tensors, is_graph
 from dataparallel.replicas.references import ATOMIC, behind_proxy, compiled_over, reached
@@ -30,9 +31,6 @@ _RULE_OF_GRAPHS = torch.fx.GraphModule._replicate_for_data_parallel
 
 NONE_POSITION = -1
 """The position of a name that is registered with the value ``None``."""
-
-MADE_FOR_ATTRIBUTES = "_dataparallel_made_for_attributes"
-"""Attribute of a replica's root: a list of the objects that were made for attributes of the replica's modules."""
 
 HAS_COMPILED = "_dataparallel_has_compiled"
 """Attribute of a replica's root: true if a module of the replica calls compiled code."""
@@ -100,13 +98,23 @@ class ModuleEntry:
     compiled: Compiled | None = None
     constants: list[str] = field(default_factory=list)
     fixed_to: torch.device | None = None
+    _copied: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.cls = type(self.module)
         self.attributes = vars(self.module).copy()
-        self.attributes.pop(MADE_FOR_ATTRIBUTES, None)
+        self.attributes.pop(CIRCLES, None)  # the module is a replica itself
         self.has_hooks = any(map(self.attributes.get, HOOK_TABLES))
         self.is_script = isinstance(self.module, torch.jit.ScriptModule)
+
+    @property
+    def copied(self) -> dict[str, Any]:
+        """The attributes that each replica starts with. The plan has to be complete."""
+        if self._copied is None:
+            left_out = {TWIN_INFO, *self.left_out}
+            self._copied = {key: value for key, value in self.attributes.items() if key not in left_out}
+            self._copied["_is_replica"] = True
+        return self._copied
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -125,6 +133,8 @@ class ModulePlan:
         read_directly: positions of parameters that a replica may read, or slot 0 may write to, without a lookup in a
             registry: by attributes, in ScriptModules, by the class's ``_replicate_for_data_parallel``, or by another
             tensor of the plan on the same storage.
+        circles: opens reference cycles of the replicas; ``None`` if there are none, or if nothing can tell how long the
+            replicas are needed.
     """
 
     entries: list[ModuleEntry]
@@ -135,7 +145,7 @@ class ModulePlan:
     shared: list[Any] = field(default_factory=list)
     read_directly: set[int] = field(default_factory=set)
     has_references: bool = False
-    may_hold_cycles: bool = False
+    circles: Circles | None = None
 
     @classmethod
     def of(cls, network: nn.Module, root_call: Compiled | None = None) -> ModulePlan:
@@ -237,7 +247,8 @@ class ModulePlan:
                     holder.constants.append(key)
             if root in constant_devices(entry.module):
                 entry.fixed_to = root
-                self.has_references = self.may_hold_cycles = True  # `patched_forward` becomes a bound method
+                self.has_references = True
+                self.circles = self.circles or Circles()  # `patched_forward` becomes a bound method
 
     def _find_references(self, modules: Set[int], tensors: Mapping[int, int]) -> None:
         tree_ids = modules | tensors.keys()
@@ -274,7 +285,8 @@ class ModulePlan:
                     self.has_references = True
                     self.read_directly.update(tensors[tensor_id] for tensor_id in ids & tensors.keys())
                     # Tensors refer to nothing. An attribute that refers to a module may close a cycle.
-                    self.may_hold_cycles |= not ids.isdisjoint(modules)
+                    if not ids.isdisjoint(modules):
+                        self.circles = self.circles or Circles()
 
     def _find_shared_storages(self) -> None:
         """Adds parameters that share storage with another tensor: a write to the other tensor changes the parameter."""

@@ -120,15 +120,11 @@ class Rebinding:
 
     Args:
         table: from ids of the source's modules and tensors to those of the replica.
-
-    Attributes:
-        made: every object built here that holds others.
     """
 
     def __init__(self, table: Mapping[int, Any]) -> None:
         self._table = table
         self._done: dict[int, tuple[Any, Any]] = {}
-        self.made: list[Any] = []
 
     def rebound(self, value: Any) -> Any:
         """``value``, which may be a container, with every reference into the tree replaced; itself if it has none."""
@@ -150,8 +146,6 @@ class Rebinding:
             return new
         items = [(self._one(key), self._one(item)) for key, item in _items(value)]
         table = new.data if issubclass(cls, UserDict) else new
-        if table is not new:
-            self.made += [vars(new), table]
         dict.clear(table)
         dict.update(table, items)
         return new
@@ -159,7 +153,6 @@ class Rebinding:
     def _made(self, item: Any, new: Any) -> Any:
         # With the item, so that its id stays taken.
         self._done[id(item)] = item, new
-        self.made.append(new)
         return new
 
     def _one(self, item: Any) -> Any:
@@ -203,8 +196,6 @@ class Rebinding:
         keywords = {key: self.rebound(value) for key, value in item.keywords.items()}
         new: functools.partial[Any] = self._made(item, type(item)(self.rebound(item.func), *args, **keywords))
         vars(new).update({key: self.rebound(value) for key, value in vars(item).items()})
-        # There is one empty tuple in the process, which everybody shares.
-        self.made += [vars(new), *(part for part in (new.args, new.keywords) if part)]
         return new
 
     def _function(self, item: types.FunctionType) -> types.FunctionType:
@@ -225,7 +216,6 @@ class Rebinding:
         for cell, content in _filled(item):
             if id(cell) in cells:
                 cells[id(cell)].cell_contents = self.rebound(content)
-        self.made += [vars(new), *([closure] if closure else []), *cells.values()]
         return new
 
     def _leads_into_the_tree(self, value: Any) -> bool:

@@ -66,12 +66,13 @@ def make_replicas(
     record = torch.is_grad_enabled() and not detach
     with collector_paused():
         plan = ModulePlan.of(network, root_call)
+        plan.circles = None  # only the caller knows how long the replicas are needed
         refuse_script_constants(plan, slots)
         is_at_root = all(tensor.device == slots[0] for tensor in plan.tensors)
         arrivals = arrivals_for(slots, plan.tensors) if is_at_root else None
         copies = copy_tensors(plan, slots, record, cap_bytes, arrivals)
         if not record and not detach and not torch.is_inference_mode_enabled():
-            _make_leaves(plan, copies)
+            make_leaves(plan, copies)
         return build_replicas(plan, copies, record, arrivals)
 
 
@@ -106,7 +107,8 @@ def copy_tensors(
     later = None if arrivals is None else late.append
 
     if recorded:
-        _broadcast_in_buckets(copies, plan.tensors, recorded, slots, cap_bytes, later)
+        hold = None if plan.circles is None else plan.circles.hold("backward")
+        _broadcast_in_buckets(copies, plan.tensors, recorded, slots, cap_bytes, later, hold)
     copy_constants(copies, plan, constant, slots, cap_bytes, later)
     copy_buffers(copies, plan, buffers, slots, cap_bytes)
     cloned = [i for i in recorded if i not in parameters]
@@ -177,8 +179,11 @@ def _broadcast_in_buckets(
     slots: list[torch.device],
     cap_bytes: int,
     later: Later | None,
+    held: object,
 ) -> None:
     """Puts the tensors at the positions ``recorded`` on every slot, as outputs of one autograd node per bucket.
+
+    ``held``: see `broadcast_bucket`.
 
     Buckets are filled from the last tensor to the first, because gradients of the last layers come first. The first
     bucket is small, so that sums start early. DistributedDataParallel does the same (Li et al., "PyTorch Distributed:
@@ -191,7 +196,7 @@ def _broadcast_in_buckets(
     for number, indices in enumerate(fill_buckets(tensors, recorded[::-1], FIRST_BUCKET_BYTES, cap_bytes)):
         streams = None if gradient_streams is None else gradient_streams.for_bucket(number)
         bucket = [tensors[i] for i in indices]
-        put(copies, indices, broadcast_bucket(slots, bucket, streams, later=at_positions(indices, later)))
+        put(copies, indices, broadcast_bucket(slots, bucket, streams, later=at_positions(indices, later), held=held))
 
 
 def at_positions(positions: Sequence[int], later: Later | None) -> Later | None:
@@ -201,7 +206,7 @@ def at_positions(positions: Sequence[int], later: Later | None) -> Later | None:
     return lambda broadcast: later(broadcast._replace(indices=[positions[k] for k in broadcast.indices]))
 
 
-def _make_leaves(plan: ModulePlan, copies: list[list[Tensor]]) -> None:
+def make_leaves(plan: ModulePlan, copies: list[list[Tensor]]) -> None:
     """Sets ``requires_grad`` on copies of parameters that require gradients."""
     needed = [i for i in plan.parameters if plan.tensors[i].requires_grad and not plan.tensors[i].is_inference()]
     for tensors in copies:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.cuda.nccl
 
-from dataparallel import ownership
 from dataparallel._version import __version__
 from dataparallel.comm import choose_transport
 from dataparallel.comm.choice import PLAIN, Collective
@@ -62,7 +61,6 @@ def look() -> list[Section]:
             ("NCCL", look_for_nccl()),
             ("CuPy", look_for_cupy()),
             *transport_facts(devices or [CPU] * 2),
-            ("reuse", look_at_reuse()),
         ]
     )
     sections = [Section("", [facts, *links_of(devices, gpus)])]
@@ -151,14 +149,6 @@ def look_for_cupy() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return ", ".join(found) or "not installed"
-
-
-def look_at_reuse() -> str:
-    """Tells if calls use replicas and copies of earlier calls again."""
-    why_not = ownership.why_not_trusted()
-    if why_not is None:
-        return "replicas and copies that nobody else has are used again"
-    return f"each call makes its own replicas and copies, because reference counts are not trusted: {why_not}"
 
 
 def transport_facts(devices: Sequence[torch.device]) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ Around them a context tells how a call ended, and a single slot runs the module 
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, replicate
+from dataparallel import DataParallel
 from dataparallel.call.engine import Call, run_alone
 from dataparallel.call.options import BatchSplit
+from dataparallel.replicas.kept_replicas import KeptReplicas
 
 
 @pytest.fixture
@@ -65,22 +67,8 @@ def test_a_dimension_is_any_integer(net: nn.Module, slots: list, x: Tensor) -> N
             DataParallel(net, slots, dim=wrong)  # type: ignore[arg-type]
 
 
-class Kept:
-    """In place of `KeptReplicas`: notes how calls end."""
-
-    def __init__(self, is_frozen: bool = False) -> None:
-        self.is_frozen = is_frozen
-        self.told: list[str] = []
-
-    def end_call(self) -> None:
-        self.told.append("end_call")
-
-    def forget_last_call(self) -> None:
-        self.told.append("forget_last_call")
-
-
-def call_of(devices: list[torch.device], kept: Kept) -> Call:
-    return Call(devices, kept, None, False, BatchSplit(None, len(devices)))
+def call_of(devices: list[torch.device], kept: KeptReplicas | None = None) -> Call:
+    return Call(devices, kept or KeptReplicas(), None, False, BatchSplit(None, len(devices)))
 
 
 @pytest.fixture
@@ -96,32 +84,6 @@ def devices(slots: list) -> list[torch.device]:
     return [torch.device(slot) for slot in slots]
 
 
-def test_the_end_is_told(devices: list[torch.device]) -> None:
-    kept = Kept()
-    with call_of(devices, kept) as call:
-        replicas = [nn.Identity()]
-        assert call.uses(replicas) is replicas
-        assert kept.told == []
-    assert kept.told == ["end_call"]
-
-
-def test_a_failure_is_told(devices: list[torch.device]) -> None:
-    kept = Kept()
-    with pytest.raises(ZeroDivisionError), call_of(devices, kept) as call:  # noqa: PT012
-        call.uses([nn.Identity()])
-        1 / 0  # noqa: B018
-    assert kept.told == ["forget_last_call"]
-
-
-def test_a_call_without_replicas_ends_nothing(devices: list[torch.device]) -> None:
-    kept = Kept()
-    with call_of(devices, kept):
-        pass
-    with pytest.raises(ZeroDivisionError), call_of(devices, kept):
-        1 / 0  # noqa: B018
-    assert kept.told == []
-
-
 def circular(root: torch.device) -> nn.Module:
     """A source whose attribute leads back to it."""
     source = nn.Sequential(nn.Linear(2, 2)).to(root)
@@ -129,26 +91,42 @@ def circular(root: torch.device) -> nn.Module:
     return source
 
 
-@pytest.mark.reuses("circles are left to the collector otherwise")
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["not frozen", "frozen"])
-def test_circular_replicas_are_taken_apart_unless_they_stay(
+def test_circular_replicas_are_freed_at_the_end_unless_they_stay(
     is_frozen: bool, devices: list[torch.device], root: torch.device
 ) -> None:
-    def stages(call: Call) -> list[weakref.ref[nn.Module]]:
-        return [*map(weakref.ref, call.uses(replicate(circular(root), devices)))]
+    kept, source = KeptReplicas(), circular(root)
 
-    with call_of(devices, Kept(is_frozen)) as call:
-        replicas = stages(call)
-    assert [replica() is None for replica in replicas] == [not is_frozen] * len(devices)
+    def stages(call: Call) -> list[weakref.ref[nn.Module]]:
+        return [*map(weakref.ref, call.uses(kept.replicas(source, devices, 2**20)))]
+
+    with torch.no_grad(), kept.frozen() if is_frozen else nullcontext():
+        with call_of(devices, kept) as call:
+            replicas = stages(call)
+            assert all(replica()[0].above[0] is replica() for replica in replicas)
+        assert [replica() is None for replica in replicas] == [not is_frozen] * len(devices)
+    assert [replica() is None for replica in replicas] == [True] * len(devices)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_circular_replicas_of_a_failed_call_are_freed_with_the_error(
+    devices: list[torch.device], root: torch.device
+) -> None:
+    kept, source, replicas = KeptReplicas(), circular(root), []
+    with pytest.raises(ZeroDivisionError) as caught, torch.no_grad(), call_of(devices, kept) as call:  # noqa: PT012
+        replicas += map(weakref.ref, call.uses(kept.replicas(source, devices, 2**20)))
+        1 / 0  # noqa: B018
+    del caught, call
+    assert [replica() is None for replica in replicas] == [True] * len(devices)
 
 
 def test_several_replicas_are_refused_inside_a_transform(devices: list[torch.device], root: torch.device) -> None:
     def run(x: Tensor) -> Tensor:
-        with call_of(devices[:1], Kept()):
+        with call_of(devices[:1]):
             pass
         with pytest.raises(RuntimeError, match=r"torch\.func transform"):
-            call_of(devices, Kept())
+            call_of(devices)
         return x
 
     torch.func.vmap(run)(torch.ones(2, 1, device=root))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from affine import Affine
 from dataparallel.composable import replicate
 from dataparallel.forms.managed import FORM_ATTRIBUTE
-from dataparallel.replicas import kept_modules as kept_modules
 from dataparallel.replicas import kept_replicas as kept_replicas
 from dataparallel.replicas.plan import TWIN_INFO
 from dataparallel.testing.cases import seeded
@@ -99,8 +98,7 @@ def step(module: nn.Module, x: Tensor) -> Tensor:
 
 @both_and_each
 @pytest.mark.parametrize("record", [True, False])
-@pytest.mark.reuses("replicas are used again")
-def test_nothing_is_built_anew_at_the_next_call(build, batch, which, record, monkeypatch) -> None:
+def test_no_plan_and_no_copy_is_made_at_the_next_call(build, batch, which, record, monkeypatch) -> None:
     net = build(which)
     for _ in range(2):  # in which the order of gradients is learnt
         step(net, batch)
@@ -110,9 +108,6 @@ def test_nothing_is_built_anew_at_the_next_call(build, batch, which, record, mon
     monkeypatch.setattr(
         kept_replicas.ModulePlan, "of", lambda network, *call: built.append("a plan") or of(network, *call)
     )
-    for room, name in ((kept_replicas, "build_replica"), (kept_modules, "bare_module")):
-        make = getattr(room, name)
-        monkeypatch.setattr(room, name, lambda *args, name=name, make=make: built.append(name) or make(*args))
     state: Any = replicate.state(net)
     made = state.tensors.copies
     for _ in range(3):

@@ -1,8 +1,7 @@
-"""Replicas stay whole as long as something needs them, and are freed then, also with the garbage collector off.
+"""Replicas stay whole as long as a call or a graph needs them, and are freed then, also with the garbage collector off.
 
-Reference counting frees replicas without circles. Replicas whose attributes form circles are taken apart when their
-call ends or, if something still uses them, when a later call ends. If reference counts are not trusted (``ownership``),
-they are the collector's, which runs before these tests look for replicas then.
+Reference counting frees replicas without circles. Of replicas whose attributes form circles, these attributes are
+deleted when the call and its graph have ended.
 """
 
 import gc
@@ -17,10 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from circles import Circular, Straight, collect_what_is_left_to_the_collector, least
+from circles import Circular, Straight, least
 from dataparallel import DataParallel
-from dataparallel.replicas.kept_modules import CycleBreaker
-from dataparallel.replicate import replicate
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "no_collector")
 
@@ -46,22 +43,23 @@ def test_replicas_are_there_for_backward_and_freed_after_it(cls: Any, watch: Cal
         assert watched.intact() == 9, "the checkpoints of the last call, and of no other, need its replicas"
         output.sum().backward()
         assert parallel.module.layer.weight.grad is not None
-        del output
-    watched.end_another_call()
-    assert watched.alive() == 0
+        assert watched.alive() == 0
 
 
 @pytest.mark.parametrize("cls", [Straight, Circular, BoundForward, Hooked])
-def test_what_no_checkpoint_needs_is_freed_when_the_call_ends(cls: Any, watch: Callable, root: torch.device) -> None:
+def test_what_no_checkpoint_needs_is_freed_with_the_graph(cls: Any, watch: Callable, root: torch.device) -> None:
     class Plain(cls):
         def forward(self, x: Tensor) -> Any:
             return self.block(x)
 
     parallel, _ = watched = watch(Plain())
     output = parallel(torch.randn(6, 3, device=root))
-    assert watched.alive() == 0
+    assert watched.alive() == (0 if cls is Straight else 9)
     output.sum().backward()
-    assert parallel.module.layer.weight.grad is not None
+    assert watched.alive() == 0
+    output = parallel(torch.randn(6, 3, device=root))
+    del output
+    assert watched.alive() == 0
 
 
 def test_without_a_graph_nothing_is_kept(watch: Callable, root: torch.device) -> None:
@@ -81,18 +79,6 @@ def test_a_failing_replica_leaves_none_behind(watch: Callable, root: torch.devic
     with pytest.raises(ValueError, match="as asked"):
         parallel(torch.randn(6, 3, device=root))
     assert watched.alive() == 0
-
-
-@pytest.mark.reuses("nothing is taken apart otherwise")
-def test_only_what_may_be_circular_is_taken_apart(slots: list, root: torch.device) -> None:
-    straight, circular = replicate(Straight().to(root), slots), replicate(Circular().to(root), slots)
-    watched = [weakref.ref(replica) for replica in circular]
-    breaker = CycleBreaker([*straight, *circular])
-    assert all(set(vars(Circular())) <= set(vars(replica)) for replica in circular)
-    del circular
-    del breaker
-    assert all(vars(replica) for replica in straight)
-    assert not any(replica() for replica in watched)
 
 
 def test_nothing_is_kept_where_nobody_calls_again(slots: list, root: torch.device) -> None:
@@ -116,7 +102,6 @@ def test_fifty_steps_leave_no_more_objects_than_ten(watch: Callable, root: torch
         for _ in range(steps):
             parallel(x).sum().backward()
         replicas.clear()
-        collect_what_is_left_to_the_collector()
         return least(lambda: sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
 
     after_ten = tensors_after(10)
@@ -128,8 +113,6 @@ def test_a_second_backward_finds_the_replicas(watch: Callable, root: torch.devic
     loss = parallel(torch.randn(6, 3, device=root)).sum()
     loss.backward(retain_graph=True)
     loss.backward()
-    del loss
-    watched.end_another_call()
     assert watched.alive() == 0
 
 
@@ -143,8 +126,6 @@ def test_one_of_several_outputs_is_enough(watch: Callable, root: torch.device) -
     kept = output["rest"][0]
     del output
     kept.sum().backward()
-    del kept
-    watched.end_another_call()
     assert watched.alive() == 0
 
 
@@ -160,8 +141,6 @@ def test_a_packed_output_keeps_the_replicas(watch: Callable, root: torch.device)
     output = parallel(packed)
     output.data.sum().backward()
     assert parallel.module.layer.weight.grad is not None
-    del output
-    watched.end_another_call()
     assert watched.alive() == 0
 
 
@@ -238,8 +217,8 @@ def test_a_view_of_a_registry_holds_the_replica(view: Callable, slots: list, roo
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-@pytest.mark.parametrize("hold", [lambda m: m, lambda m: m.layer, lambda m: m.enter, lambda m: m.block])
-def test_what_somebody_holds_stays_whole_until_it_is_let_go(hold: Callable, slots: list, root: torch.device) -> None:
+@pytest.mark.parametrize("hold", [lambda m: m, lambda m: m.layer, lambda m: m.block])
+def test_what_somebody_holds_keeps_all_but_the_circles(hold: Callable, slots: list, root: torch.device) -> None:
     held = []
 
     class Holding(Circular):
@@ -252,13 +231,23 @@ def test_what_somebody_holds_stays_whole_until_it_is_let_go(hold: Callable, slot
     parallel(x)
     for part in held:
         module = part if isinstance(part, nn.Module) else part.__self__
-        above = module if isinstance(module, Holding) else module.above[0]
-        assert above.layer.above[0] is above
-        assert above.enter(x.to(above.layer.weight.device)).shape == x.shape
-    alive = weakref.ref(above)
-    del part, module, above
+        layer = module.layer if isinstance(module, Holding) else module
+        assert layer(x.to(layer.weight.device)).shape == x.shape
+        assert not hasattr(layer, "above")
+    alive = weakref.ref(layer)
+    del part, module, layer
     held.clear()
-    parallel(x)
-    collect_what_is_left_to_the_collector()
     assert alive() is None
-    held.clear()
+
+
+def test_a_graph_without_parameters_leaves_circles_to_the_collector(watch: Callable, root: torch.device) -> None:
+    """Nothing tells how long it needs the replicas: a checkpoint finds them whole."""
+    parallel, _ = watched = watch(Circular().requires_grad_(False))
+    x = torch.randn(6, 3, device=root, requires_grad=True)
+    output = parallel(x)
+    assert watched.intact() == 9
+    output.sum().backward()
+    assert x.grad is not None
+    del output
+    gc.collect()
+    assert watched.alive() == 0

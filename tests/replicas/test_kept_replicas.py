@@ -23,44 +23,6 @@ from nets import DOES, Net, build, on_one_device
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
-@pytest.fixture
-def identities(call) -> Callable[..., list[int]]:
-    """A function that makes a call and returns the ids of what it finds in the replicas.
-
-    New modules take the places of those that the call has freed, so that equal ids mean the same objects.
-    """
-    others: list[nn.Module] = []
-
-    def identities(find: Callable[[nn.Module], Any], *does: Callable[[nn.Module], Any]) -> list[int]:
-        found: list[int] = []
-        DOES[:] = [lambda replica: found.extend(map(id, find(replica))), *does]
-        call()
-        DOES.clear()
-        others.extend(nn.Linear(1, 1) for _ in range(100))
-        return sorted(found)
-
-    return identities
-
-
-@pytest.mark.reuses("modules are used again")
-def test_modules_are_used_again(identities, net) -> None:
-    before = identities(nn.Module.modules)
-    assert len(before) == 3 * len([*net.modules()])
-    assert identities(nn.Module.modules) == before
-
-
-@pytest.mark.reuses("attributes are used again")
-def test_attributes_are_used_again_until_a_forward_leaves_something(identities) -> None:
-    def attributes(replica: nn.Module) -> list[dict[str, Any]]:
-        return [*map(vars, replica.modules())]
-
-    before = identities(attributes)
-    assert identities(attributes) == before
-    modules = identities(nn.Module.modules, lambda replica: setattr(replica, "left", 1))
-    assert identities(attributes) != before
-    assert identities(nn.Module.modules) == modules
-
-
 def constant_layer(net: Net) -> nn.Linear:
     layer = nn.Linear(4, 4).to(net.shift)
     for parameter in layer.parameters():

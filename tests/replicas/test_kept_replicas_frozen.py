@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clocked import check_clocks
 from dataparallel import DataParallel
-from dataparallel.replicas import kept_replicas, kept_tensors
+from dataparallel.replicas import kept_replicas
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -32,13 +32,13 @@ def x(root) -> Tensor:
 def made(monkeypatch) -> list[int]:
     """The number of slots of each set of copies that is made."""
     found: list[int] = []
-    original = kept_tensors.KeptCopies.refreshed
+    original = kept_replicas.constant_copies
 
-    def refreshed(self, plan, slots, cap_bytes, arrivals=None):
+    def constant_copies(plan, slots, cap_bytes):
         found.append(len(slots))
-        return original(self, plan, slots, cap_bytes, arrivals)
+        return original(plan, slots, cap_bytes)
 
-    monkeypatch.setattr(kept_tensors.KeptCopies, "refreshed", refreshed)
+    monkeypatch.setattr(kept_replicas, "constant_copies", constant_copies)
     return found
 
 
@@ -53,10 +53,10 @@ def test_replicas_are_made_once(net, wrapped, call, x, made) -> None:
         assert inside is wrapped
         for _ in range(5):
             torch.testing.assert_close(call(), one_device(net, x))
-        assert made == [3, 3]
+        assert made == [3]
         call(2)
         call(1)
-        assert made == [3, 3]
+        assert made == [3]
 
 
 @pytest.mark.slots(8)
@@ -90,7 +90,7 @@ def test_blocks_may_be_nested(wrapped, call, made) -> None:
         call()
         assert made == [3]
     call()
-    assert made == [3, 3]
+    assert made == [3]
 
 
 def test_an_exception_ends_the_block(net, wrapped, call, x) -> None:

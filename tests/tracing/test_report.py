@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dataparallel import comm, ownership
+from dataparallel import comm
 from dataparallel.comm import kernels, nccl
 from dataparallel.tracing import report
 from dataparallel.tracing.report_parts import Facts, Links, Section, as_text
@@ -227,14 +227,6 @@ def test_python_dash_m():
     text = run_python("-m", "dataparallel")
     assert text.startswith("dataparallel  ")
     assert "\nwhat to do next\n" in text
-
-
-@pytest.mark.parametrize("why_not", [None, "a test says so"])
-def test_what_calls_use_again(why_not, monkeypatch):
-    monkeypatch.setattr(ownership, "why_not_trusted", lambda: why_not)
-    text = report.look_at_reuse()
-    assert ("used again" in text) == (why_not is None)
-    assert ("a test says so" in text) == (why_not is not None)
 
 
 @pytest.mark.long

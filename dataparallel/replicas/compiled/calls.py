@@ -23,12 +23,6 @@ NAMES = ("backend", "mode", "dynamic", "fullgraph", "options")
 """What a dict may hold: arguments of ``torch.compile``."""
 
 
-class _Reference(weakref.ref[Any]):
-    """Not a plain weak reference: Python shares those, so it would hide a user's where ``ownership`` counts them."""
-
-    __slots__ = ()
-
-
 class CompiledCall:
     """Calls a module by a compiled function.
 
@@ -46,7 +40,7 @@ class CompiledCall:
     def __init__(
         self, functions: CompiledFunctions | None, module: Any, seen: Callable[[Any], Any] | None = None
     ) -> None:
-        self._functions, self._module, self._seen = functions, _Reference(module), seen
+        self._functions, self._module, self._seen = functions, weakref.ref(module), seen
         self.device: torch.device | None = None
         if functions is None or functions.is_disabled:
             _torch.say_that_it_is_disabled(self)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.replicas.kept_modules import TreeSnapshot
 from dataparallel.replicas.plan import TWIN_INFO, ModulePlan, TwinInfo
+from dataparallel.replicas.snapshot import TreeSnapshot
 
 pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
 

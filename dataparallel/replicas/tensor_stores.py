@@ -1,0 +1,65 @@
+"""`TensorStore` gives the replicas of a form their tensors. `FreshCopies` is the store of ``DataParallel``.
+
+The stores of `replicate` and `fully_shard` are in ``forms``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from dataparallel.comm.streams.arrivals import Arrivals
+from dataparallel.replicas.plan import ModulePlan
+from dataparallel.replicas.replicate import copy_tensors, make_leaves
+
+
+class TensorStore(ABC):
+    """Gives tensors to the replicas of one call at a time. Copying or unpickling a store gives an empty one."""
+
+    @abstractmethod
+    def for_call(
+        self,
+        plan: ModulePlan,
+        slots: list[torch.device],
+        cap_bytes: int,
+        record: bool,
+        arrivals: Arrivals | None = None,
+    ) -> list[list[Tensor]]:
+        """Returns for each slot a list of the plan's tensors, with the source's current values.
+
+        ``record``: the call records a graph. ``arrivals``: parameters may arrive after this returns. It launches them.
+        """
+
+    def clear(self) -> None:  # noqa: B027 - some stores do nothing
+        """Drops everything."""
+
+
+class FreshCopies(TensorStore):
+    """Makes new tensors for each call, and keeps nothing: whatever a ``forward`` keeps of them stays as it is."""
+
+    def for_call(
+        self,
+        plan: ModulePlan,
+        slots: list[torch.device],
+        cap_bytes: int,
+        record: bool,
+        arrivals: Arrivals | None = None,
+    ) -> list[list[Tensor]]:
+        """See `TensorStore.for_call`."""
+        if record:
+            return copy_tensors(plan, slots, True, cap_bytes, arrivals)
+        return constant_copies(plan, slots, cap_bytes, arrivals)
+
+
+# Tensors made in inference mode could not be used outside of it, as replicas inside ``frozen`` may be.
+@torch.inference_mode(False)
+@torch.no_grad()
+def constant_copies(
+    plan: ModulePlan, slots: list[torch.device], cap_bytes: int, arrivals: Arrivals | None = None
+) -> list[list[Tensor]]:
+    """Returns for each slot the plan's tensors, as leaves. See `copy_tensors`."""
+    copies = copy_tensors(plan, slots, False, cap_bytes, arrivals)
+    make_leaves(plan, copies)
+    return copies
