@@ -68,6 +68,8 @@ class PersistentTensors(TensorStore):
         self._order = BucketOrder(None)
         self._has_made = False
 
+    stay = True
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("the tensors of persistent replicas belong to one module and cannot be copied")
 

@@ -1,7 +1,7 @@
-"""`KeptReplicas` makes the replicas of each call. Only inside ``frozen`` does it keep them.
+"""`KeptReplicas` makes the replicas of each call, and keeps those that stay.
 
-Replicas have new module objects, and tensors from the form's store (``tensor_stores``). Each call sees the source as it
-is then, and nothing that ``forward`` did to earlier replicas.
+Replicas have new module objects, unless they stay, and tensors from the form's store (``tensor_stores``). Each call
+sees the source as it is then, and nothing that ``forward`` did to earlier replicas.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataparallel.forks import in_forked_child
 from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.circles import Hold
 from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.persistent import PersistentReplicas
 from dataparallel.replicas.placement import refuse_script_constants
 from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.replicate import build_replicas
@@ -43,7 +44,8 @@ class KeptReplicas:
     """Makes the replicas of one wrapper or module.
 
     Each call sends all values, because a write through ``.data`` leaves no trace, and has module objects of its own:
-    what ``forward``, a hook or a graph keeps of a replica stays as it is. Inside ``frozen`` replicas stay, and nothing
+    what ``forward``, a hook or a graph keeps of a replica stays as it is. Only if the form's tensors stay on the slots,
+    modules of plain trees stay too, and serve one call at a time. Inside ``frozen`` replicas stay, and nothing
     is sent. The plan of the tree is kept too, while the tree stays the same. An object that is replaced in the source
     is held here until the next call.
 
@@ -70,6 +72,7 @@ class KeptReplicas:
 
     def _clear(self) -> None:
         self._snapshot: TreeSnapshot | None = None  # ``None`` if the tree is not plain
+        self._persistent: PersistentReplicas | None = None  # if the tensors stay
         self._frozen_sets: list[_FrozenSet] = []
         self._is_from_before_fork = False  # the parent process has made everything that is kept
         self._tensors.clear()
@@ -154,7 +157,11 @@ class KeptReplicas:
         copies = self._tensors.for_call(plan, slots, cap_bytes, record, arrivals)
         if record and plan.circles is not None and not plan.circles.are_held_by_graph:
             plan.circles = None  # nothing tells how long the graph needs the replicas
-        return build_replicas(plan, copies, record, arrivals)
+        if self._snapshot is None or not self._tensors.stay:
+            return build_replicas(plan, copies, record, arrivals)
+        if self._persistent is None or not self._persistent.serves(plan, len(slots), arrivals):
+            self._persistent = PersistentReplicas(plan, copies, arrivals)
+        return self._persistent.lease(copies, arrivals)
 
 
 class _Lease(list[Any]):

@@ -16,7 +16,13 @@ from dataparallel.replicas.replicate import copy_tensors, make_leaves
 
 
 class TensorStore(ABC):
-    """Gives tensors to the replicas of one call at a time. Copying or unpickling a store gives an empty one."""
+    """Gives tensors to the replicas of one call at a time. Copying or unpickling a store gives an empty one.
+
+    Attributes:
+        stay: true if the tensors stay on the slots between calls.
+    """
+
+    stay = False
 
     @abstractmethod
     def for_call(

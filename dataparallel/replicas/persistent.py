@@ -1,0 +1,118 @@
+"""`PersistentReplicas` lets the module objects of replicas serve one call after the other, if their tensors stay.
+
+They differ from the source in their tensors and children only (``ModulePlan.is_plain``). What a ``forward`` has
+assigned to attributes is not there in the next call: such replicas are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from dataparallel._torch import HOOK_TABLES
+from dataparallel.comm.streams.arrivals import Arrivals, ExpectedArrivals
+from dataparallel.replicas.build import build_replica
+from dataparallel.replicas.plan import ModulePlan
+
+
+class PersistentReplicas:
+    """Replicas for as many slots as there are lists of tensors in ``copies``.
+
+    They serve one call at a time. A call has them as long as the list from `lease` lives. Graphs are not waited for:
+    like the source itself, a replica may run for another call before the backward of the last one.
+
+    Args:
+        arrivals: of the first call; ``None`` if its parameters are there already.
+    """
+
+    def __init__(self, plan: ModulePlan, copies: Sequence[list[Tensor]], arrivals: Arrivals | None) -> None:
+        self._plan = plan
+        self._expected = [None if arrivals is None else ExpectedArrivals() for _ in copies]
+        self._replicas = [
+            build_replica(plan, tensors, True, expected)
+            for tensors, expected in zip(copies, self._expected, strict=True)
+        ]
+        self._tables = [_Tables(plan, replica) for replica in self._replicas]
+        self._is_leased = False
+
+    def serves(self, plan: ModulePlan, count: int, arrivals: Arrivals | None) -> bool:
+        """True if a call on ``count`` slots may lease replicas."""
+        return (
+            plan is self._plan
+            and not self._is_leased
+            and count <= len(self._replicas)
+            and (arrivals is None) == (self._expected[0] is None)
+            and all(tables.are_unchanged() for tables in self._tables[:count])
+        )
+
+    def lease(self, copies: Sequence[list[Tensor]], arrivals: Arrivals | None) -> Lease:
+        """Returns the replicas, with these tensors."""
+        for slot, (tensors, tables, expected) in enumerate(zip(copies, self._tables, self._expected, strict=False)):
+            if arrivals is not None and expected is not None:
+                arrivals.expect(expected, slot, len(tensors) + len(self._plan.shared) + 1)
+            tables.fill(self._plan.table(tensors))
+        self._is_leased = True
+        return Lease(self._replicas[: len(copies)], self)
+
+    def end_lease(self) -> None:
+        """Lets other calls lease the replicas, or drops them, with all that ``forward`` has left on one of them."""
+        if all(tables.are_unchanged() for tables in self._tables):
+            self._is_leased = False
+        else:
+            self._replicas, self._tables = [], []
+
+
+class Lease(list[Any]):
+    """The replicas of one call. The lease ends when this list is deleted."""
+
+    def __init__(self, replicas: Sequence[nn.Module], owner: PersistentReplicas) -> None:
+        super().__init__(replicas)
+        self._owner = owner
+
+    def __del__(self) -> None:
+        self._owner.end_lease()
+
+
+class _Tables:
+    """The attributes and registries of the modules of one replica, as they were when it was built."""
+
+    def __init__(self, plan: ModulePlan, replica: nn.Module) -> None:
+        self._modules = [replica.get_submodule(entry.name) for entry in plan.entries]
+        self._classes = [*map(type, self._modules)]
+        self._own = [*map(vars, self._modules)]
+        self._names = [*chain.from_iterable(self._own)]
+        self._values = [*chain.from_iterable(map(dict.values, self._own))]
+        self._children = [own["_modules"] for own in self._own if own["_modules"]]
+        self._items_of_children = [*chain.from_iterable(map(dict.items, self._children))]
+        self._sets = [(names, names.copy()) for own in self._own if (names := own["_non_persistent_buffers_set"])]
+        self._empty = [own[name] for own in self._own for name in HOOK_TABLES]
+        self._empty += [own["_modules"] for own in self._own if not own["_modules"]]
+        self._registries = [
+            (own[name], [*positions.items()])
+            for own, entry in zip(self._own, plan.entries, strict=True)
+            for name, positions in (("_parameters", entry.parameters), ("_buffers", entry.buffers))
+        ]
+
+    def fill(self, tensors: list[Any]) -> None:
+        """Puts ``tensors``, by position in the plan, into the registries."""
+        for registry, positions in self._registries:
+            if len(registry) != len(positions):
+                registry.clear()
+            for name, position in positions:
+                registry[name] = tensors[position]
+
+    def are_unchanged(self) -> bool:
+        """True if classes, attributes, children and hooks are what they were. Tensors may be others."""
+        return (
+            all(map(is_, map(type, self._modules), self._classes))
+            and all(map(is_, map(vars, self._modules), self._own))
+            and [*chain.from_iterable(self._own)] == self._names
+            and all(map(is_, chain.from_iterable(map(dict.values, self._own)), self._values))
+            and [*chain.from_iterable(map(dict.items, self._children))] == self._items_of_children
+            and all(names == before for names, before in self._sets)
+            and not any(self._empty)
+        )
