@@ -22,9 +22,8 @@ from dataparallel.comm.streams.arrivals import arrivals_for
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.forks import in_forked_child
 from dataparallel.replicas.build import collector_paused
-from dataparallel.replicas.circles import Hold
 from dataparallel.replicas.compiled.calls import CompileArgument
-from dataparallel.replicas.persistent import PersistentReplicas
+from dataparallel.replicas.persistent import Lease, PersistentReplicas
 from dataparallel.replicas.placement import refuse_script_constants
 from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.replicate import build_replicas
@@ -133,14 +132,14 @@ class KeptReplicas:
 
     def _frozen_replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int) -> list[Any]:
         for kept in self._frozen_sets:
-            if kept.is_free() and kept.serves(network, slots):
+            if kept.is_free and kept.serves(network, slots):
                 return kept.lease(len(slots))
         plan = self._make_plan(network)
         refuse_script_constants(plan, slots)
         copies = constant_copies(plan, slots, cap_bytes)
         new_set = _FrozenSet(network, slots, build_replicas(plan, copies, False, None), plan)
         # A set for fewer slots was made for a smaller batch. It is dropped if the new set serves its calls too.
-        self._frozen_sets = [kept for kept in self._frozen_sets if not (kept.is_free() and kept.is_covered_by(new_set))]
+        self._frozen_sets = [kept for kept in self._frozen_sets if not (kept.is_free and kept.is_covered_by(new_set))]
         if len(self._frozen_sets) < MOST_FROZEN:
             self._frozen_sets.append(new_set)
         return new_set.lease(len(slots))
@@ -164,19 +163,8 @@ class KeptReplicas:
         return self._persistent.lease(copies, arrivals)
 
 
-class _Lease(list[Any]):
-    """The replicas of one call. Other calls use them only after this list is deleted."""
-
-    __slots__ = ("__weakref__", "hold")
-
-    hold: Hold | None
-
-
 class _FrozenSet:
-    """A set of replicas inside ``frozen``, leased to one call at a time.
-
-    The lease ends with the call, even if other code holds one of the replicas longer.
-    """
+    """A set of replicas inside ``frozen``, leased to one call at a time: see `Lease`."""
 
     def __init__(self, network: nn.Module, slots: list[torch.device], replicas: list[Any], plan: ModulePlan) -> None:
         self._replicas = replicas
@@ -185,7 +173,7 @@ class _FrozenSet:
         # Only these streams are ordered after the copies that made the set, and before its memory is used again.
         self._streams = current_streams(slots)
         self._hooks = _hook_tables(network)
-        self._leased: weakref.ref[_Lease] | None = None
+        self.is_free = True
 
     def serves(self, network: nn.Module, slots: list[torch.device]) -> bool:
         """True if a call of ``network`` on ``slots`` and on the current streams may use the set."""
@@ -209,16 +197,14 @@ class _FrozenSet:
             and streams.items() <= self._streams.items()
         )
 
-    def is_free(self) -> bool:
-        """True if no call has leased the set."""
-        return self._leased is None or self._leased() is None
+    def lease(self, count: int) -> Lease:
+        """Returns the first ``count`` replicas."""
+        self.is_free = False
+        return Lease(self._replicas[:count], self)
 
-    def lease(self, count: int) -> _Lease:
-        """Returns the first ``count`` replicas. The set is leased until the returned list is deleted."""
-        lease = _Lease(self._replicas[:count])
-        lease.hold = self._hold
-        self._leased = weakref.ref(lease)
-        return lease
+    def end_lease(self) -> None:
+        """Lets another call lease the replicas."""
+        self.is_free = True
 
 
 def _hook_tables(network: nn.Module) -> list[Any]:

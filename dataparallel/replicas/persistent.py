@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -22,8 +22,8 @@ from dataparallel.replicas.plan import ModulePlan
 class PersistentReplicas:
     """Replicas for as many slots as there are lists of tensors in ``copies``.
 
-    They serve one call at a time. A call has them as long as the list from `lease` lives. Graphs are not waited for:
-    like the source itself, a replica may run for another call before the backward of the last one.
+    They serve one call at a time. Graphs are not waited for: like the source itself, a replica may run for another call
+    before the backward of the last one.
 
     Args:
         arrivals: of the first call; ``None`` if its parameters are there already.
@@ -66,10 +66,17 @@ class PersistentReplicas:
             self._replicas, self._tables = [], []
 
 
-class Lease(list[Any]):
-    """The replicas of one call. The lease ends when this list is deleted."""
+class _Owner(Protocol):
+    def end_lease(self) -> None: ...
 
-    def __init__(self, replicas: Sequence[nn.Module], owner: PersistentReplicas) -> None:
+
+class Lease(list[Any]):
+    """The replicas of one call. Other calls get them only after this list is deleted.
+
+    A failed call's traceback keeps the list. Code that refers to a replica for longer does not: it may see other calls.
+    """
+
+    def __init__(self, replicas: Sequence[Any], owner: _Owner) -> None:
         super().__init__(replicas)
         self._owner = owner
 

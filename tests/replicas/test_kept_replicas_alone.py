@@ -12,10 +12,11 @@ from dataparallel.call.engine import Call
 from dataparallel.call.options import BatchSplit
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.plan import ModulePlan
+from dataparallel.replicas.tensor_stores import TensorStore
 
 
 def test_tensors_may_come_from_somebody_else(slots: list, root: torch.device) -> None:
-    class Ones:
+    class Ones(TensorStore):
         def __init__(self) -> None:
             self.told: list[str] = []
 
