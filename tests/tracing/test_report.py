@@ -24,7 +24,7 @@ def test_it_has_a_line_for_each_fact_and_ends_with_what_to_do_next(monkeypatch):
     gpus = [report.Gpu(name, "memory not shown", {}) for name in ("an H100", "another")]
     monkeypatch.setattr(report, "look_at_nvml", lambda: ("not asked", gpus))
     text = report.report()
-    for line in ("dataparallel ", "torch ", "CPU ", "NVML          not asked", "NCCL ", "CuPy ", "reuse "):
+    for line in ("dataparallel ", "torch ", "CPU ", "NVML          not asked", "NCCL ", "CuPy "):
         assert f"\n{line}" in "\n" + text
     assert "accelerator   none\n" in text
     assert "  GPU 0       an H100, memory not shown, peers none\n  GPU 1       another, " in text
