@@ -100,7 +100,7 @@ class PersistentTensors(TensorStore):
     def clear(self) -> None:
         """Drops all copies, and adds the gradients that wait on slots to the source's ``.grad``."""
         self.sums.add_kept()
-        self.copies = None
+        self.copies = self.replicas = None
 
     def reduce_by(self, reducer: Reducer, agreement: Agreement | None = None) -> None:
         """Gives the sums over the slots to ``reducer``, from the next backward on.

@@ -71,7 +71,6 @@ class KeptReplicas:
 
     def _clear(self) -> None:
         self._snapshot: TreeSnapshot | None = None  # ``None`` if the tree is not plain
-        self._persistent: PersistentReplicas | None = None  # if the tensors stay
         self._frozen_sets: list[_FrozenSet] = []
         self._is_from_before_fork = False  # the parent process has made everything that is kept
         self._tensors.clear()
@@ -158,9 +157,10 @@ class KeptReplicas:
             plan.circles = None  # nothing tells how long the graph needs the replicas
         if self._snapshot is None or not self._tensors.stay:
             return build_replicas(plan, copies, record, arrivals)
-        if self._persistent is None or not self._persistent.serves(plan, len(slots), arrivals):
-            self._persistent = PersistentReplicas(plan, copies, arrivals)
-        return self._persistent.lease(copies, arrivals)
+        replicas = self._tensors.replicas
+        if replicas is None or not replicas.serves(plan, len(slots), arrivals):
+            replicas = self._tensors.replicas = PersistentReplicas(plan, copies, arrivals)
+        return replicas.lease(copies, arrivals)
 
 
 class _FrozenSet:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm.streams.arrivals import Arrivals
+from dataparallel.replicas.persistent import PersistentReplicas
 from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.replicate import copy_tensors, make_leaves
 
@@ -20,9 +21,11 @@ class TensorStore(ABC):
 
     Attributes:
         stay: true if the tensors stay on the slots between calls.
+        replicas: the replicas that have them, if they stay. `clear` drops these too.
     """
 
     stay = False
+    replicas: PersistentReplicas | None = None
 
     @abstractmethod
     def for_call(
