@@ -1,0 +1,100 @@
+"""Replicas whose tensors stay serve one call after the other, each as if it were new."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel.composable import replicate
+from nets import DOES, Net
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+@pytest.fixture
+def net(slots: list, root: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    net = replicate(Net().double().to(root), devices=slots)
+    for _ in range(2):  # in which the order of gradients is learnt
+        net(torch.randn(9, 4, dtype=torch.float64, device=root)).sum().backward()
+    return net
+
+
+@pytest.fixture
+def x(root: torch.device) -> Tensor:
+    return torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
+
+
+def ids_of_modules(net: nn.Module, x: Tensor, *does: Callable[[Any], Any]) -> set[int]:
+    """Of all replicas of one call, which also does the rest."""
+    found: set[int] = set()
+    others = [nn.Identity() for _ in range(100)]  # new modules do not get the ids of those that were freed
+    DOES[:] = [lambda replica: found.update(map(id, replica.modules())), *does]
+    net(x)
+    DOES.clear()
+    del others
+    return found
+
+
+def test_modules_serve_later_calls(net: nn.Module, x: Tensor, slots: list) -> None:
+    first = ids_of_modules(net, x)
+    assert len(first) == len(slots) * len([*net.modules()])
+    assert ids_of_modules(net, x) == first
+    with torch.no_grad():
+        assert ids_of_modules(net, x) == first
+    net.linear.weight.data = net.linear.weight.data * 2  # new copies, in new replicas
+    assert not ids_of_modules(net, x) & first
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda replica: setattr(replica, "left", 1),
+        lambda replica: delattr(replica.inner, "training"),
+        lambda replica: replica.register_forward_hook(lambda module, args, output: output * 0),
+        lambda replica: replica.add_module("left", nn.Identity()),
+        lambda replica: setattr(replica, "inner", nn.Identity()),
+        lambda replica: setattr(replica.inner, "__class__", nn.Identity),
+        lambda replica: replica._non_persistent_buffers_set.add("shift"),
+    ],
+    ids=["an attribute", "no attribute", "a hook", "a child", "another child", "a class", "a name"],
+)
+def test_what_a_forward_leaves_is_gone_with_the_replicas(leave: Callable, net: nn.Module, x: Tensor) -> None:
+    before = ids_of_modules(net, x)
+    expected = net(x)
+    ids_of_modules(net, x, leave)
+    torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
+    assert not ids_of_modules(net, x) & before
+
+
+def test_an_attribute_that_is_set_between_calls_is_not_seen(net: nn.Module, x: Tensor) -> None:
+    held: list[Any] = []
+    expected = net(x)
+    ids_of_modules(net, x, held.append)
+    for replica in held:
+        replica.register_forward_hook(lambda module, args, output: output * 0)
+    torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
+
+
+def test_a_call_while_another_runs_has_replicas_of_its_own(x: Tensor, slots: list, root: torch.device) -> None:
+    net = replicate(Net().double().to(root), devices=slots, serial=True)
+    with torch.no_grad():
+        expected = net(x)
+    ids: list[list[int]] = [[]]  # of the replicas of each call
+
+    def note(replica: Any) -> None:
+        ids[-1].append(id(replica))
+        if len(ids) == 1:  # the first replica makes another call
+            ids.append([])
+            torch.testing.assert_close(net(x), expected)
+            ids.append(ids[0])
+
+    DOES[:] = [note]
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), expected)
+    DOES.clear()
+    outer, inner, _ = ids
+    assert len(outer) == len(inner) == len(slots)
+    assert not {*outer} & {*inner}
