@@ -34,6 +34,8 @@ from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_re
 
 M = TypeVar("M", bound=nn.Module)
 
+_TorchDataParallel = nn.DataParallel  # `replace_torch` changes the name in torch.nn
+
 
 class DataParallel(nn.DataParallel[M]):
     """Uses every device for one module: splits the batch, runs a replica on each slot, joins the outputs.
@@ -93,6 +95,8 @@ class DataParallel(nn.DataParallel[M]):
     src_device_obj: torch.device | None  # type: ignore[assignment]
     dim: int
 
+    _hooks_follow = True
+
     def __init__(
         self,
         module: M,
@@ -125,7 +129,7 @@ class DataParallel(nn.DataParallel[M]):
         )
         compiled = CompileArgument.checked(module, compile)
         prepare(module, sync_batch_norm, slots)
-        nn.Module.__init__(self)
+        super(_TorchDataParallel, self).__init__()  # past torch's, but not past other bases of a subclass
         self.module = module
         self.device_ids = [device_id(slot) for slot in slots]
         self.output_device = device_id(resolve_output(output_device, slots)) if slots else None
@@ -137,7 +141,7 @@ class DataParallel(nn.DataParallel[M]):
         self.serial = serial
         self.bucket_cap_mb = bucket_cap_mb
         self._compile = compiled
-        self._kept = KeptReplicas(compile=compiled)
+        self._kept = KeptReplicas(compile=compiled, hooks_follow=self._hooks_follow)
         if len(slots) == 1:
             self.module.to(slots[0])
 

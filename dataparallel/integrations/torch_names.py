@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from abc import ABCMeta
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -129,8 +130,11 @@ def split_where_sizes_differ(arguments: Any, dim: int, slots: int) -> Any:
 # ---- the class -------------------------------------------------------------------------------------------------------
 
 
-class _IsAnyWrapper(type):
-    """``isinstance(model, torch.nn.DataParallel)`` is true of torch's own wrappers and of the library's too."""
+class _IsAnyWrapper(ABCMeta):
+    """``isinstance(model, torch.nn.DataParallel)`` is true of torch's own wrappers and of the library's too.
+
+    It is an ``ABCMeta`` because subclasses may have abstract classes as other bases.
+    """
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, TorchDataParallel) if cls is DataParallel else super().__instancecheck__(instance)
@@ -143,15 +147,28 @@ _forward = wrappers.DataParallel.forward  # looked up here: the compiler cannot 
 
 
 class DataParallel(wrappers.DataParallel[Any], metaclass=_IsAnyWrapper):
-    """`dataparallel.DataParallel` in the place of ``torch.nn.DataParallel``."""
+    """`dataparallel.DataParallel` in the place of ``torch.nn.DataParallel``.
+
+    Hooks stay functions of the source, as in torch: a library may find what they saved by the module in their closure.
+
+    A class that was derived from torch's before calls this one's methods by the name, on its own instances. They are
+    torch's.
+    """
+
+    _hooks_follow = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(self, wrappers.DataParallel):
+            TorchDataParallel.__init__(self, *args, **kwargs)
+            return
         counts.note_call("DataParallel")
         super().__init__(*args, **kwargs)
 
     @shows_forward_of_module
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As `dataparallel.DataParallel.forward`, with `split_where_sizes_differ`."""
+        if not isinstance(self, wrappers.DataParallel):
+            return TorchDataParallel.forward(self, *inputs, **kwargs)
         if not torch.compiler.is_dynamo_compiling():  # without devices the compiler traces this, and knows no locks
             counts.note_call("DataParallel.forward")
         inputs, kwargs = split_where_sizes_differ((inputs, kwargs), self.dim, len(self.device_ids))

@@ -53,21 +53,29 @@ class KeptReplicas:
     Args:
         tensors: lends the replicas' tensors outside of ``frozen``.
         compile: how replicas are compiled, if their module is not compiled itself.
+        hooks_follow: as for `ModulePlan.of`.
     """
 
-    def __init__(self, tensors: TensorStore | None = None, compile: CompileArgument | None = None) -> None:
+    def __init__(
+        self,
+        tensors: TensorStore | None = None,
+        compile: CompileArgument | None = None,
+        hooks_follow: bool = True,
+    ) -> None:
         self._tensors = FreshCopies() if tensors is None else tensors
         self._compile = compile
+        self._hooks_follow = hooks_follow
         self._lock = threading.Lock()
         self._frozen_blocks = 0  # how many are open
         self._clear()
         _all.add(self)
 
-    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[TensorStore, CompileArgument | None]]:
-        return KeptReplicas, (copy.copy(self._tensors), self._compile)
+    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[TensorStore, CompileArgument | None, bool]]:
+        return KeptReplicas, (copy.copy(self._tensors), self._compile, self._hooks_follow)
 
     def _make_plan(self, network: nn.Module) -> ModulePlan:
-        return ModulePlan.of(network, None if self._compile is None else self._compile.of(network))
+        root_call = None if self._compile is None else self._compile.of(network)
+        return ModulePlan.of(network, root_call, self._hooks_follow)
 
     def _clear(self) -> None:
         self._snapshot: TreeSnapshot | None = None  # ``None`` if the tree is not plain

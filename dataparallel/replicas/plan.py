@@ -148,10 +148,11 @@ class ModulePlan:
     circles: Circles | None = None
 
     @classmethod
-    def of(cls, network: nn.Module, root_call: Compiled | None = None) -> ModulePlan:
+    def of(cls, network: nn.Module, root_call: Compiled | None = None, hooks_follow: bool = True) -> ModulePlan:
         """Makes the plan of ``network`` as it is now.
 
-        ``root_call``: how replicas are compiled, if ``network`` is not compiled itself.
+        ``root_call``: how replicas are compiled, if ``network`` is not compiled itself. ``hooks_follow``: references
+        of hooks to the tree lead to the replica, as other attributes' do.
 
         Raises:
             RuntimeError: the tree cannot be replicated; the message names the module or parameter.
@@ -186,7 +187,8 @@ class ModulePlan:
                 entry.children[key] = position
         plan._find_graphs(module_positions, tensor_positions)
         modules = {id(entry.module) for entry in entries} | {plan.source_id}
-        plan._find_references(modules, {i: p for i, p in tensor_positions.items() if i not in plan.ignored_parameters})
+        tensors = {i: p for i, p in tensor_positions.items() if i not in plan.ignored_parameters}
+        plan._find_references(modules, tensors, () if hooks_follow else HOOK_TABLES)
         plan._find_shared_storages()
         return plan
 
@@ -250,7 +252,7 @@ class ModulePlan:
                 self.has_references = True
                 self.circles = self.circles or Circles()  # `patched_forward` becomes a bound method
 
-    def _find_references(self, modules: Set[int], tensors: Mapping[int, int]) -> None:
+    def _find_references(self, modules: Set[int], tensors: Mapping[int, int], kept: Sequence[str]) -> None:
         tree_ids = modules | tensors.keys()
         rules: dict[type, tuple[tuple[str, ...], bool]] = {}
         for entry in self.entries:
@@ -280,7 +282,7 @@ class ModulePlan:
                         "by torch.compile(module) or module.compile()"
                     )
                 ids = {id(item) for item in items}
-                if not ids.isdisjoint(tree_ids):
+                if key not in kept and not ids.isdisjoint(tree_ids):
                     entry.references.append(key)
                     self.has_references = True
                     self.read_directly.update(tensors[tensor_id] for tensor_id in ids & tensors.keys())

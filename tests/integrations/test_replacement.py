@@ -3,6 +3,7 @@
 import sys
 import threading
 import types
+from abc import ABC, abstractmethod
 
 import pytest
 import torch
@@ -138,6 +139,69 @@ def test_subclasses_that_are_defined_inside(slots, root):
         x = torch.randn(6, 4, dtype=torch.float64, device=root)
         torch.testing.assert_close(Doubled(linear(root), slots)(x), linear(root)(x) * 2)
         assert not isinstance(nn.DataParallel(linear(root), slots), Doubled)
+
+
+def test_subclasses_with_abstract_bases(slots, root):
+    class Named(ABC, nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.name = self.own_name()
+
+        @abstractmethod
+        def own_name(self): ...
+
+    with replace_torch():
+
+        class Wrapper(nn.DataParallel, Named):
+            def own_name(self):
+                return "wrapper"
+
+        wrapper = Wrapper(linear(root), slots)
+        assert_trains_alike(wrapper, linear(root), root)
+        assert wrapper.name == "wrapper"
+
+
+@pytest.mark.devices("cpu")  # torch's class runs on no device there
+def test_subclasses_that_were_defined_before_may_call_methods_by_the_name(monkeypatch):
+    module = types.ModuleType("derived_before")
+    code = """
+from torch.nn import DataParallel
+
+class Derived(DataParallel):
+    def __init__(self, module, device_ids=None):
+        DataParallel.__init__(self, module, device_ids)
+
+    def forward(self, *inputs):
+        return DataParallel.forward(self, *inputs)
+"""
+    exec(code, vars(module))
+    monkeypatch.setitem(sys.modules, "derived_before", module)
+    net, x = linear("cpu"), torch.randn(3, 4, dtype=torch.float64)
+    with replace_torch():
+        derived = module.Derived(net, [])
+        assert issubclass(module.DataParallel, dataparallel.DataParallel)
+        torch.testing.assert_close(derived(x), net(x))
+
+
+def test_hooks_see_the_source_as_in_torch(slots, root):
+    """A library keeps what hooks find under the module that it has given to them."""
+    seen, net = {}, linear(root)
+
+    def keep_under(layer):
+        return lambda module, args, output: seen.setdefault(layer, []).append(module)
+
+    net.register_forward_hook(keep_under(net))
+    with replace_torch():
+        nn.DataParallel(net, slots)(torch.randn(len(slots), 4, dtype=torch.float64, device=root))
+    (modules,) = seen.values()
+    assert [*seen] == [net]
+    assert len({*modules}) == len(slots)
+
+
+def test_the_type_is_the_one_that_torch_names(slots, root):
+    with replace_torch():
+        assert type(nn.DataParallel(linear(root), slots)) in (nn.DataParallel, nn.parallel.DistributedDataParallel)
+        assert type(nn.parallel.DataParallel(linear(root), slots)) is nn.DataParallel
 
 
 def test_the_functions_do_what_torch_says(slots, root):

@@ -1,0 +1,107 @@
+"""Twenty libraries that wrap models in ``torch.nn.DataParallel``, or look for it: what they do with ours.
+
+Each is used on all GPUs with torch's class and, unchanged, under `replace_torch`. transformers' trainer has tests of
+its own.
+"""
+
+import importlib
+
+import libraries_that_look
+import libraries_that_wrap
+import pytest
+import torch
+from torch import nn
+
+import dataparallel
+from dataparallel.composable import replicate
+from dataparallel.integrations.torch_names import counts
+
+pytestmark = pytest.mark.devices("cuda")
+
+DERIVED = {"gpytorch": "gpytorch.kernels.multi_device_kernel", "torch_geometric": "torch_geometric.nn.data_parallel"}
+"""Modules that derive a class from torch's."""
+
+NEEDS_PARAMETERS = {"tianshou"}
+"""Models whose ``forward`` asks its parameters for a device. Replicas of torch's have none."""
+
+
+def named(library):
+    return library.__name__
+
+
+@pytest.fixture
+def gpus():
+    found = [*range(torch.cuda.device_count())]
+    if len(found) < 2:
+        pytest.skip("needs two GPUs")
+    return found
+
+
+@pytest.fixture
+def expected(request, tmp_path):
+    """What comes out on one GPU."""
+    library = request.getfixturevalue("library")
+    pytest.importorskip(library.__name__)
+    (tmp_path / "one").mkdir()
+    return library([0], tmp_path / "one")
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, check_device=False)
+
+
+@pytest.mark.parametrize("library", libraries_that_wrap.LIBRARIES, ids=named)
+class TestLibrariesThatWrap:
+    def test_torchs(self, library, expected, gpus, tmp_path):
+        if library.__name__ in NEEDS_PARAMETERS:
+            with pytest.raises(RuntimeError, match="replica 0"):
+                library(gpus, tmp_path)
+        else:
+            assert_same(library(gpus, tmp_path), expected)
+
+    def test_ours(self, library, expected, gpus, tmp_path):
+        """The libraries are imported already, and their names are replaced."""
+        with dataparallel.replace_torch() as replacement:
+            before = counts.calls()
+            assert_same(library(gpus, tmp_path), expected)
+            if library.__name__ in DERIVED:
+                assert DERIVED[library.__name__] in replacement.report()
+            else:
+                assert counts.calls() != before
+
+
+@pytest.mark.parametrize("library", [getattr(libraries_that_wrap, name) for name in DERIVED], ids=named)
+def test_classes_that_are_derived_inside(library, expected, gpus, tmp_path):
+    module = importlib.import_module(DERIVED[library.__name__])
+    before = dict(vars(module))
+    try:
+        with dataparallel.replace_torch():
+            importlib.reload(module)
+            calls = counts.calls()
+            assert_same(library(gpus, tmp_path), expected)
+            assert counts.calls() != calls
+    finally:
+        vars(module).update(before)
+
+
+@pytest.mark.parametrize("library", libraries_that_look.LIBRARIES, ids=named)
+class TestLibrariesThatLook:
+    @pytest.fixture(params=["torchs", "under_replace_torch", "by_hand"])
+    def wrap(self, request):
+        if request.param == "under_replace_torch":
+            with dataparallel.replace_torch():
+                yield nn.DataParallel
+        else:
+            yield nn.DataParallel if request.param == "torchs" else dataparallel.DataParallel
+
+    def test_they_find_the_model(self, library, wrap, gpus, tmp_path):
+        pytest.importorskip(library.__name__)
+        model, expected = libraries_that_wrap.net().to(gpus[0]), libraries_that_wrap.net().state_dict()
+        assert_same(dict(library(wrap(model, gpus), tmp_path)), dict(expected))
+
+
+@pytest.mark.parametrize("library", libraries_that_look.THAT_SAVE, ids=named)
+def test_a_replicated_model_is_saved_as_it_is(library, gpus, tmp_path):
+    pytest.importorskip(library.__name__)
+    model = replicate(libraries_that_wrap.net().to(gpus[0]), devices=gpus)
+    assert_same(dict(library(model, tmp_path)), dict(libraries_that_wrap.net().state_dict()))
