@@ -23,11 +23,14 @@ def rows(title: str) -> list[list[str]]:
 
 
 LIBRARIES = {name.strip("`"): rest for name, *rest in rows("Libraries")}
-PINS = dict(re.findall(r"\b([\w-]+)==([\d.]+)", (ROOT / ".ci/long").read_text(encoding="utf-8")))
+WRAPPING = {name: rest for name, *rest in rows("Libraries that use ``torch.nn.DataParallel``")}
+PINS = dict(re.findall(r"\b([\w-]+)==([\w.]+)", (ROOT / ".ci/long").read_text(encoding="utf-8")))
 
 
 def test_versions_are_those_that_the_long_run_installs():
-    versions = {name: version for name, (version, *_) in LIBRARIES.items() if re.match(r"\d", version)}
+    tables = [*WRAPPING.items(), *LIBRARIES.items()]
+    versions = {name: version for name, (version, *_) in tables if re.match(r"\d", version)}
+    assert all(WRAPPING[name][0] == version for name, version in versions.items() if name in WRAPPING)
     assert versions == {name: version for name, version in PINS.items() if name != "torch"}
     assert f"with torch {PINS['torch']}" in PAGE
 
@@ -52,9 +55,21 @@ def test_every_row_says_what_tests_it_what_works_and_what_does_not():
 
 def test_every_test_of_a_library_is_in_a_row():
     named = {file for _, tests, *_ in LIBRARIES.values() for file in re.findall(r"``([^`]+)``", tests)}
-    of_pages = {"test_documents_frameworks.py", "test_example_notebook.py", "test_example_trainer.py"}
-    there = {path.name for path in FRAMEWORKS.glob("test_*.py")} - of_pages
+    others = (
+        "test_documents_frameworks.py",
+        "test_example_notebook.py",
+        "test_example_trainer.py",
+        "test_libraries.py",
+    )
+    there = {path.name for path in FRAMEWORKS.glob("test_*.py")} - {*others}
     assert there - named == set()
+
+
+def test_every_library_that_uses_torchs_class_is_in_a_row_and_tested():
+    texts = [(FRAMEWORKS / f"libraries_that_{do}.py").read_text(encoding="utf-8") for do in ("wrap", "look")]
+    tested = {name for text in texts for name in re.findall(r"^def (\w+)\(\w+, folder\)", text, re.MULTILINE)}
+    assert {name.removeprefix("pytorch-").replace("-", "_") for name in WRAPPING} == tested | {"transformers"}
+    assert all(len(cells) == 4 and all(text.endswith(".") for text in cells[1:]) for cells in WRAPPING.values())
 
 
 def test_architectures_are_those_that_are_tested():

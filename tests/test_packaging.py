@@ -158,7 +158,7 @@ def test_wheel_metadata(wheel):
         "Requires-Dist: tqdm>=4.66",
     ):
         assert f"\n{line}\n" in metadata
-    for extra in ("test", "bench", "simulate", "cuda-checks", "frameworks", "cupy-cuda12", "cupy-cuda13"):
+    for extra in ("test", "bench", "simulate", "cuda-checks", "frameworks", "libraries", "cupy-cuda12", "cupy-cuda13"):
         assert f"\nProvides-Extra: {extra}\n" in metadata
     assert any(n.endswith("/LICENSE") for n in wheel.namelist())
 
