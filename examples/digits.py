@@ -1,5 +1,6 @@
 """Reads handwritten digits: a network on one device, and the same network on all of them.
 
+    pip install scikit-learn
     python examples/digits.py
 
 Both begin with the same weights and see the same batches, so both learn the same. Only the line with ``DataParallel``

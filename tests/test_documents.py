@@ -71,7 +71,6 @@ class TestFragmentsOfTheReadme:
 
     FRAGMENTS = (
         "model = DataParallel(model)",
-        "whole(mask)",
         "fully_shard(block)",
         "set_requires_gradient_sync",
         "prefetch(",
@@ -106,11 +105,12 @@ class TestFragmentsOfTheReadme:
             def forward(self, x, mask):
                 return x * mask
 
+        assert "``mask=dataparallel.whole(mask)``" in README.read_text(encoding="utf-8")
         x, mask = torch.randn(6, 20, device=root), torch.rand(20, device=root)
         wrapped = DataParallel(Masked(), slots)
         with pytest.raises(ValueError, match="20"):
             wrapped(x, mask=mask)
-        torch.testing.assert_close(self.run("whole(mask)", model=wrapped, x=x, mask=mask)["output"], x * mask)
+        torch.testing.assert_close(wrapped(x, mask=dataparallel.whole(mask)), x * mask)
 
     def test_a_model_that_fits_on_no_device(self, slots, root, monkeypatch):
         class Model(nn.Module):

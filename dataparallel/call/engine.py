@@ -130,7 +130,8 @@ class CallEngine:
                 call.balanced = options.split.begin_call(maker.source(), slots, inputs, kwargs, method.name)
                 output = self._stages(call, slots, output_device, method, inputs, kwargs, loss, peers)
         if options.checks.are_open:
-            options.checks.look_at(options, slots, (inputs, kwargs), maker.source().training, call.seconds)
+            is_training = getattr(maker.source(), "training", False)  # frozen ScriptModules have no mode
+            options.checks.look_at(options, slots, (inputs, kwargs), is_training, call.seconds)
         return output
 
     def _stages(

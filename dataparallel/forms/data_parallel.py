@@ -145,6 +145,10 @@ class DataParallel(nn.DataParallel[M]):
         if len(slots) == 1:
             self.module.to(slots[0])
 
+    def extra_repr(self) -> str:
+        """Returns the slots, for ``print(model)``."""
+        return f"slots: {', '.join(map(str, self.device_ids)) or 'none, so the module runs as it is'}"
+
     @shows_forward_of_module
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output for the whole batch, on ``output_device``.

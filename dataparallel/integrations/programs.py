@@ -15,8 +15,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dataparallel.integrations.replacement import replace_torch
+import torch
+
+from dataparallel.integrations import torch_names
+from dataparallel.integrations.replacement import Replacement, replace_torch
 from dataparallel.tracing import trace
+from dataparallel.tracing.block import Trace
 from dataparallel.tracing.report import look
 from dataparallel.tracing.report_page import as_page
 from dataparallel.tracing.report_parts import Section, as_text
@@ -45,14 +49,26 @@ def main(arguments: Sequence[str], plan: Plan) -> None:
         return
     if options.html or options.model or options.machine:
         parser.error(f"--html, --model and --machine describe this machine: leave out the program {program[0]!r}")
+    if not is_module and not os.path.exists(program[0]):
+        parser.error(f"there is no file {program[0]!r}; for a module: python -m dataparallel -m {program[0]}")
     with ExitStack() as stack:
         replacement = stack.enter_context(replace_torch())
-        if options.report:
-            recorded = trace()
-            # Printed after the trace has ended, and also if the program fails or exits.
-            stack.callback(lambda: print(f"\n{replacement.report()}\n\n{recorded}", file=sys.stderr))
+        recorded = trace() if options.report else None
+        # Printed after the trace has ended, and also if the program fails or exits.
+        stack.callback(lambda: print(_what_happened(replacement, recorded), end="", file=sys.stderr))
+        if recorded is not None:
             stack.enter_context(recorded)
         _run(program, is_module)
+
+
+def _what_happened(replacement: Replacement, recorded: Trace | None) -> str:
+    """What a program's reader has to know at its end. Without ``--report`` that is nothing, if the library was used."""
+    if not torch_names.counts.calls():
+        return (
+            "\ndataparallel: the program called neither torch.nn.DataParallel nor its relatives, and ran as it is. "
+            f"Most programs wrap a model only if there are several GPUs; here are {torch.cuda.device_count()}\n"
+        )
+    return "" if recorded is None else f"\n{replacement.report()}\n\n{recorded}\n"
 
 
 def _describe(parser: argparse.ArgumentParser, options: argparse.Namespace, plan: Plan) -> None:
@@ -103,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dataparallel",
         description="Runs a program with this library in place of torch.nn.DataParallel. Without a program: describes "
-        "this machine.",
+        "this machine. Options go before the program; what follows it is for the program.",
     )
     parser.add_argument("--report", action="store_true", help="print at the end what was replaced, and where time went")
     parser.add_argument("--html", metavar="FILE", help="write the description of this machine as a page of one file")

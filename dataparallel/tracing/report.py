@@ -265,7 +265,7 @@ def next_steps(devices: Sequence[torch.device]) -> Section:
         ("if it is slow", "with dataparallel.trace() as trace: ...  # around a few steps, then print(trace)"),
         ("in your tests", "dataparallel.testing.simulate(4)  # four simulated accelerators"),
         ("in a checkout", "pytest  # runs the tests; pytest bench measures what the library costs"),
-        ("to read", "README.rst and docs/ of the checkout"),
+        ("to read", "docs/guide/training.rst, docs/coming_from.rst, docs/guide/examples.rst of the checkout"),
     ]
     return Section("what to do next", [Facts(steps, "code")])
 

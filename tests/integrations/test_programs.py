@@ -5,7 +5,7 @@ from html import escape
 
 import pytest
 
-from dataparallel.integrations import programs
+from dataparallel.integrations import programs, torch_names
 from dataparallel.tracing.report_parts import Section
 
 PROGRAM = """
@@ -58,6 +58,26 @@ def test_the_report_at_the_end(script, capsys):
     error = capsys.readouterr().err
     for words in ("names of torch", "DataParallel.forward", "backward", "your code"):
         assert words in error
+
+
+def test_a_program_that_wraps_nothing_is_told(script, capsys, monkeypatch):
+    monkeypatch.setattr(torch_names, "counts", torch_names.Counts())
+    script.write_text("print('plain')")
+    for options in ([], ["--report"]):
+        main([*options, str(script)])
+        printed = capsys.readouterr()
+        assert printed.out == "plain\n"
+        assert "called neither torch.nn.DataParallel" in printed.err
+        assert "your code" not in printed.err
+    script.write_text(PROGRAM)
+    main([str(script)])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_is_not_there(capsys):
+    with pytest.raises(SystemExit):
+        main(["nofile.py"])
+    assert "there is no file 'nofile.py'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("ending", "error"), [("sys.exit(3)", SystemExit), ("raise KeyError('no')", KeyError)])

@@ -36,7 +36,7 @@ def numbers(tmp_path, monkeypatch, capsys, slots, root):
         capsys.readouterr()
         try:
             if way == "ours":
-                programs.main(arguments)
+                programs.main(arguments, plan=None)
                 assert torch_names.counts.calls()["DataParallel.forward"] > 0
                 assert torch_names.counts.fallbacks() == {}
             else:

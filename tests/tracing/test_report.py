@@ -30,7 +30,7 @@ def test_it_has_a_line_for_each_fact_and_ends_with_what_to_do_next(monkeypatch):
     assert "  GPU 0       an H100, memory not shown, peers none\n  GPU 1       another, " in text
     assert "\ntransport     copy: " in text
     _, what_next = text.split("\nwhat to do next\n")
-    for words in ("dataparallel.trace()", "simulate(4)", "pytest bench", "README.rst"):
+    for words in ("dataparallel.trace()", "simulate(4)", "pytest bench", "docs/coming_from.rst"):
         assert words in what_next
 
 
