@@ -29,7 +29,7 @@ FLOORS = """
     parallel_apply     a stage
     batch_types        how users register types
     ─── what users call
-    integrations       programs that were written for torch.nn.DataParallel
+    integrations       other libraries: trainers that use slots, and programs that use torch.nn.DataParallel
     tracing            where the time of a step went, and what the machine has
     forms              DataParallel, replicate, fully_shard, and what each keeps between calls
     call               the four stages of a call, in a row

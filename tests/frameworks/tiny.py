@@ -2,9 +2,16 @@
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-__all__ = ["VOCABULARY", "examples", "gpt2", "tokens"]
+__all__ = ["VOCABULARY", "bert", "examples", "gpt2", "t5", "tokens"]
 
 VOCABULARY = 50
 
@@ -35,3 +42,38 @@ def tokens(samples: int, length: int = 6, seed: int = 1) -> Tensor:
 def examples(samples: int) -> list[dict]:
     """For a data loader: each with a column that no model takes."""
     return [{"input_ids": row, "labels": row.clone(), "of_no_use": len(row)} for row in tokens(samples)]
+
+
+def bert() -> BertForSequenceClassification:
+    """Three classes. Its loss is the mean over the samples that it gets, whatever a trainer passes."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        hidden_size=16,
+        intermediate_size=32,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+    )
+    return BertForSequenceClassification(config).double()
+
+
+def t5() -> T5ForConditionalGeneration:
+    """An encoder and a decoder of two blocks each, which end sequences at different lengths."""
+    torch.manual_seed(0)
+    config = T5Config(
+        num_layers=2,
+        num_heads=2,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        vocab_size=VOCABULARY,
+        dropout_rate=0.0,
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config).double()
