@@ -74,10 +74,10 @@ def full_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> Sta
     leaves = _torch.pytree.tree_leaves([*model_state.values(), optimizer_state])
     tensors = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     with progress(f"copying the state of {type(model).__name__} to host memory", len(tensors)) as step:
-        saved: Any = OrderedDict((name, _full_copy(value, copies, step)) for name, value in model_state.items())
+        saved: Any = OrderedDict((name, full_copy(value, copies, step)) for name, value in model_state.items())
         if hasattr(model_state, "_metadata"):  # the versions of modules
             saved._metadata = model_state._metadata
-        return saved if optimizer is None else (saved, _full_copy(optimizer_state, copies, step))
+        return saved if optimizer is None else (saved, full_copy(optimizer_state, copies, step))
 
 
 def load_full_state_dict(
@@ -146,7 +146,7 @@ def _state_to_save(model: nn.Module, optimizer: Optimizer | None) -> tuple[Mappi
     return model_state, {} if optimizer is None else optimizer.state_dict()
 
 
-def _full_copy(tree: Any, copies: dict[int, Tensor], step: Callable[[], None]) -> Any:
+def full_copy(tree: Any, copies: dict[int, Tensor], step: Callable[[], None] = lambda: None) -> Any:
     """Copies a nested structure, with full tensors on the CPU, and calls ``step`` after each copy.
 
     ``copies`` has those made before, by tensors' ids.

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_shard
 from dataparallel.forms.data_parallel import DataParallel
+from dataparallel.forms.full_state import full_copy
 from dataparallel.forms.managed import ManagedModule
 from dataparallel.sharded.tensor import ShardedTensor
 
@@ -65,11 +66,6 @@ def _has(model: nn.Module, classes: type | tuple[type, ...]) -> bool:
     return any(isinstance(module, classes) for module in model.modules())
 
 
-def _full_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A hook of ``Optimizer.state_dict``: joins sharded tensors in host memory."""
-
-    def full(value: Any) -> Any:
-        return value.full_tensor("cpu") if isinstance(value, ShardedTensor) else value
-
-    state = {key: {name: full(value) for name, value in values.items()} for key, values in state_dict["state"].items()}
-    return {**state_dict, "state": state}
+def _full_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> Any:
+    """A hook of ``Optimizer.state_dict``."""
+    return full_copy(state_dict, {})

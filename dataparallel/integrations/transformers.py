@@ -221,6 +221,10 @@ class _ItemsInBatch:
         items = _of_chunks(self.items, sizes).clamp(min=1)
         return [*(self.number * items / self.items.sum().clamp(min=1)).unbind()]
 
+    def to(self, device: torch.device) -> Tensor:
+        """Returns the number itself: the batch is one chunk."""
+        return self.number.to(device)
+
 
 def _no_merge(parts: Any) -> Any:
     raise TypeError("num_items_in_batch is no output")

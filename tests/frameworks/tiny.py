@@ -62,8 +62,7 @@ def bert() -> BertForSequenceClassification:
 
 
 def t5() -> T5ForConditionalGeneration:
-    """An encoder and a decoder of two blocks each, which end sequences at different lengths."""
-    torch.manual_seed(0)
+    """An encoder and a decoder of two blocks each. Its weights are large, so that it writes more than one token."""
     config = T5Config(
         num_layers=2,
         num_heads=2,
@@ -73,7 +72,12 @@ def t5() -> T5ForConditionalGeneration:
         vocab_size=VOCABULARY,
         dropout_rate=0.0,
         pad_token_id=0,
-        eos_token_id=1,
+        eos_token_id=24,
         decoder_start_token_id=0,
     )
-    return T5ForConditionalGeneration(config).double()
+    model = T5ForConditionalGeneration(config).double()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.7)
+    return model

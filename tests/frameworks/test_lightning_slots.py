@@ -1,0 +1,185 @@
+"""`SlotsStrategy`: Lightning's trainer on slots does what it does on one device, in each of the three forms."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("lightning")
+
+from learner import EPOCHS, Learner, fit, loader, net
+
+from dataparallel.composable import FullyShardedModule, fully_shard
+from dataparallel.integrations.lightning import SlotsStrategy
+
+# Lightning knows no device of the simulated type.
+pytestmark = [pytest.mark.devices("cpu", "cuda"), pytest.mark.slots(3)]
+FORMS = ["DataParallel", "replicate", "fully_shard"]
+all_forms = pytest.mark.parametrize("form", FORMS)
+
+
+class Logger(Learner):
+    """Logs in all steps, with other functions than the mean too. The last batch of an epoch is smaller."""
+
+    def training_step(self, batch, index):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log_dict({"count": float(len(batch[0])), "largest": batch[0].abs().max()}, reduce_fx="max", on_epoch=True)
+        return {"loss": loss, "twice": 2 * loss.detach()}
+
+    def validation_step(self, batch, index):
+        loss = self.loss(batch)
+        self.log("validation", loss)
+        self.log("samples", len(batch[0]), reduce_fx="sum", batch_size=len(batch[0]))
+        return loss
+
+    def test_step(self, batch, index):
+        assert batch[0].device == self.device == self.model[0].weight.device
+        self.log("test", self.loss(batch), prog_bar=True)
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.seen = outputs
+
+
+@pytest.fixture
+def strategy(form, slots):
+    return SlotsStrategy(slots, form)
+
+
+def fit_on_slots(learner, folder, strategy, **settings):
+    return fit(learner, folder, accelerator="auto", devices="auto", strategy=strategy, **settings)
+
+
+def weights(learner):
+    return {name: value.cpu() for name, value in fully_shard.full_state_dict(learner).items()}
+
+
+def assert_same_weights(learner, expected):
+    torch.testing.assert_close(weights(learner), weights(expected), rtol=1e-9, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    learner = Logger(net())
+    return learner, fit(learner, tmp_path_factory.mktemp("one"))
+
+
+@all_forms
+class TestFit:
+    def test_it_trains_and_logs_as_one_device(self, strategy, one_device, tmp_path):
+        learner, (expected, of_one) = Logger(net()), one_device
+        trainer = fit_on_slots(learner, tmp_path, strategy)
+        assert_same_weights(learner, expected)
+        metrics = {name: value.cpu() for name, value in trainer.callback_metrics.items()}
+        assert metrics.keys() == of_one.callback_metrics.keys()
+        del metrics["count"]  # the largest chunk, not the largest batch
+        for name, value in metrics.items():
+            torch.testing.assert_close(value, of_one.callback_metrics[name], rtol=1e-6, atol=0)
+
+    def test_the_outputs_of_a_step_are_those_of_the_batch(self, strategy, one_device, tmp_path):
+        learner = Logger(net())
+        fit_on_slots(learner, tmp_path, strategy)
+        torch.testing.assert_close(learner.seen["loss"].cpu(), one_device[0].seen["loss"])
+        torch.testing.assert_close(learner.seen["twice"].cpu(), one_device[0].seen["twice"])
+
+    def test_the_batch_is_split(self, strategy, tmp_path):
+        learner, sizes = Learner(net()), []
+        learner.model[1].register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+        fit_on_slots(learner, tmp_path, strategy, limit_train_batches=1, limit_val_batches=0, max_epochs=1)
+        assert sorted(sizes) == [2, 3, 3]
+
+    def test_gradients_that_are_accumulated_wait(self, form, strategy, tmp_path):
+        waiting = []
+
+        class Accumulating(Learner):
+            def on_after_backward(self):
+                waiting.append(self.model[0].weight.grad)
+
+        settings = {"accumulate_grad_batches": 2, "max_epochs": 1, "gradient_clip_val": 0.1}
+        one, several = Accumulating(net()), Accumulating(net())
+        fit(one, tmp_path, **settings)
+        expected = waiting[0].clone()
+        waiting.clear()
+        fit_on_slots(several, tmp_path, strategy, limit_train_batches=1, limit_val_batches=0, **settings)
+        assert len(waiting) == 1
+        fit_on_slots(
+            several := Accumulating(net()), tmp_path, SlotsStrategy(strategy.parallel_devices, form), **settings
+        )
+        assert_same_weights(several, one)
+        assert expected.shape == waiting[0].shape
+
+    def test_a_checkpoint_is_that_of_one_device(self, form, slots, strategy, tmp_path):
+        expected = Learner(net())
+        fit(expected, tmp_path, max_epochs=EPOCHS + 1)
+        fit_on_slots(Learner(net()), tmp_path, strategy).save_checkpoint(tmp_path / "checkpoint")
+        plain = Learner(net())
+        assert torch.load(tmp_path / "checkpoint")["state_dict"].keys() == plain.state_dict().keys()
+        fit(plain, tmp_path, tmp_path / "checkpoint", max_epochs=EPOCHS + 1)
+        assert_same_weights(plain, expected)
+        again = Learner(net())
+        fit_on_slots(
+            again, tmp_path, SlotsStrategy(slots, form), checkpoint=tmp_path / "checkpoint", max_epochs=EPOCHS + 1
+        )
+        assert_same_weights(again, expected)
+
+
+@all_forms
+class TestAfterTraining:
+    def test_testing(self, strategy, one_device, tmp_path):
+        learner, (expected, of_one) = Logger(net()), one_device
+        trainer = fit_on_slots(learner, tmp_path, strategy)
+        found, expected = trainer.test(learner, loader(), verbose=False), of_one.test(expected, loader(), verbose=False)
+        assert found == [pytest.approx(expected[0], rel=1e-6)]
+
+    def test_predictions(self, strategy, one_device, tmp_path):
+        learner, (expected, of_one) = Logger(net()), one_device
+        trainer = fit_on_slots(learner, tmp_path, strategy)
+        found, expected = trainer.predict(learner, loader()), of_one.predict(expected, loader())
+        torch.testing.assert_close([output.cpu() for output in found], expected, rtol=1e-9, atol=1e-12)
+
+    def test_another_trainer_goes_on_with_the_module(self, form, slots, strategy, one_device, tmp_path):
+        learner = Logger(net())
+        first = fit_on_slots(learner, tmp_path, strategy, max_epochs=1)
+        fit_on_slots(learner, tmp_path, SlotsStrategy(slots, form), max_epochs=1)
+        assert first.global_step == 3
+        other = "replicate" if form == "DataParallel" else "DataParallel"
+        with pytest.raises(RuntimeError, match="has the form and slots"):
+            fit_on_slots(learner, tmp_path, SlotsStrategy(slots, other), max_epochs=1)
+
+
+class TestModules:
+    def test_blocks_may_be_units(self, slots, one_device, tmp_path):
+        class Divided(Logger):
+            def configure_model(self):
+                if not isinstance(self.model[0], FullyShardedModule):
+                    fully_shard(self.model[0], devices=slots)
+
+        learner = Divided(net())
+        fit_on_slots(learner, tmp_path, SlotsStrategy(slots, "fully_shard"))
+        assert_same_weights(learner, one_device[0])
+
+    def test_metrics_are_refused_in_a_step(self, slots, tmp_path):
+        class Metric(Learner):
+            def training_step(self, batch, index):
+                self.log("loss", nn.Identity())
+
+        with pytest.raises(TypeError, match=r"log\('loss'\): a Identity in a step that runs in a replica"):
+            fit_on_slots(Metric(net()), tmp_path, SlotsStrategy(slots))
+
+    def test_optimising_by_hand_is_refused(self, slots, tmp_path):
+        learner = Learner(net())
+        learner.automatic_optimization = False
+        with pytest.raises(ValueError, match="cannot call manual_backward"):
+            fit_on_slots(learner, tmp_path, SlotsStrategy(slots))
+
+    def test_a_form_has_one_of_three_names(self, slots):
+        with pytest.raises(ValueError, match="form='dp': expected one of"):
+            SlotsStrategy(slots, "dp")
+
+    def test_mixed_precision_reaches_the_replicas(self, slots, tmp_path):
+        learner, seen = Learner(net().float()), []
+        learner.model[2].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        batches = [(torch.randn(8, 4), torch.randn(8, 3))]
+        fit_on_slots(
+            learner, tmp_path, SlotsStrategy(slots), batches=batches, limit_val_batches=0, precision="bf16-mixed"
+        )
+        assert {*seen} == {torch.bfloat16}
