@@ -181,30 +181,30 @@ class _Steps(nn.Module):
         super().__init__()
         self.module, self.form_and_slots = module, form_and_slots
 
-    def forward(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def forward(self, step: str, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Returns the output of the step, what it has logged, and with which settings, both by the logged names."""
         module: Any = self.module
         logged: dict[str, dict[str, Tensor]] = {}
         settings: dict[str, Any] = {}
         samples = number_of_samples((args, kwargs), 0)
 
-        def log(key: str, value: Any, *, batch_size: int | None = None, **others: Any) -> None:
+        def log(name: str, value: Any, *, batch_size: int | None = None, **others: Any) -> None:
             if not isinstance(value, (int, float, Tensor)):
                 raise TypeError(
-                    f"log({key!r}): a {type(value).__name__} in a step that runs in a replica: log a number or a "
+                    f"log({name!r}): a {type(value).__name__} in a step that runs in a replica: log a number or a "
                     "tensor with one element, or log it in a hook such as on_validation_epoch_end"
                 )
             value = torch.as_tensor(value, device=module.device)
             value = value if others.get("enable_graph") else value.detach()
-            logged[key] = {"value": value.reshape(1), "samples": torch.tensor([samples])}
+            logged[name] = {"value": value.reshape(1), "samples": torch.tensor([samples])}
             if batch_size is not None:
-                logged[key]["batch_size"] = torch.tensor([batch_size])
-            settings[key] = others
+                logged[name]["batch_size"] = torch.tensor([batch_size])
+            settings[name] = others
 
         device, module._device = module.device, current_device(module.device)
         vars(module)["log"] = log
         try:
-            return getattr(module, name)(*args, **kwargs), logged, settings
+            return getattr(module, step)(*args, **kwargs), logged, settings
         finally:  # without replicas this is the module itself
             del vars(module)["log"]
             module._device = device
