@@ -27,9 +27,13 @@ class Accelerator(PlainAccelerator):
 
     - ``prepare`` does not move a model that has a form, or holds one that has.
     - In ``accumulate`` and ``no_sync`` gradients wait on their slots, with `replicate` and `fully_shard`.
-    - ``get_state_dict`` and ``save_state`` write plain tensors of a `fully_shard` model and of its optimizer, so that
-      any number of devices can load them.
+    - ``save_state`` writes plain tensors of a `fully_shard` model and of its optimizer. ``load_state`` loads them into
+      a model with any form but `DataParallel`, on any number of devices. ``get_state_dict`` returns plain tensors too.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_load_state_pre_hook(_load_full_states)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As accelerate's, without moving a model that has a form."""
@@ -69,3 +73,16 @@ def _has(model: nn.Module, classes: type | tuple[type, ...]) -> bool:
 def _full_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> Any:
     """A hook of ``Optimizer.state_dict``."""
     return full_copy(state_dict, {})
+
+
+class _WithFullState:
+    """A `fully_shard` model for functions that look at the memory of its state, as those of safetensors do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.state_dict = lambda: fully_shard.full_state_dict(model)
+        self.load_state_dict = model.load_state_dict
+
+
+def _load_full_states(models: list[Any], input_dir: str) -> None:
+    """A hook of ``load_state``, which loads the state into ``models``."""
+    models[:] = [_WithFullState(model) if _has(model, FullyShardedModule) else model for model in models]

@@ -1,0 +1,140 @@
+"""`integrations.accelerate.Accelerator`: a loop that accelerate prepares, with a model in each of the three forms."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from accelerate.state import AcceleratorState, GradientState
+from tiny import gpt2, tokens
+
+from dataparallel import DataParallel
+from dataparallel.composable import fully_shard, replicate
+from dataparallel.integrations.accelerate import Accelerator
+
+FORMS = {
+    "DataParallel": lambda model, slots: DataParallel(model.to(slots[0]), slots),
+    "replicate": lambda model, slots: replicate(model.to(slots[0]), devices=slots),
+    "fully_shard": lambda model, slots: fully_shard(model, devices=slots),
+}
+all_forms = pytest.mark.parametrize("form", FORMS)
+
+
+@pytest.fixture
+def accelerator(root):
+    yield Accelerator(cpu=root.type != "cuda", gradient_accumulation_steps=2)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Run:
+    """A prepared model, optimizer and loader, the last of whose batches is smaller."""
+
+    def __init__(self, accelerator, form=None, slots=None):
+        model = gpt2() if form is None else FORMS[form](gpt2(), slots)
+        loader = DataLoader(tokens(19), batch_size=5)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        self.accelerator, self.first_gradients = accelerator, None
+        self.model, self.optimizer, self.loader = accelerator.prepare(model, optimizer, loader)
+
+    def train(self):
+        for ids in self.loader:
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.loss(ids))
+                self.note_gradients()
+                self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return self
+
+    def loss(self, ids):
+        logits = self.model(input_ids=ids).logits
+        return nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(logits.device), reduction="mean"
+        )
+
+    def note_gradients(self):
+        if self.first_gradients is None:
+            gradient = next(self.model.parameters()).grad
+            self.first_gradients = torch.zeros(()) if gradient is None else gradient.detach().cpu().clone()
+
+    def state(self):
+        model = self.accelerator.get_state_dict(self.model)
+        return {name: value.cpu().clone() for name, value in model.items()}
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture
+def expected(accelerator):
+    return Run(accelerator).train()
+
+
+@all_forms
+class TestAccelerator:
+    def test_it_trains_as_one_device(self, accelerator, form, slots, expected):
+        assert_same(Run(accelerator, form, slots).train().state(), expected.state())
+
+    def test_gradients_wait_on_their_slots_until_the_last_batch_of_a_step(self, accelerator, form, slots, expected):
+        run = Run(accelerator, form, slots).train()
+        is_complete = run.first_gradients.shape == expected.first_gradients.shape and torch.allclose(
+            run.first_gradients, expected.first_gradients
+        )
+        assert is_complete == (form == "DataParallel")
+
+    def test_a_saved_state_is_loaded(self, accelerator, form, slots, expected, tmp_path):
+        expected.train()
+        accelerator.free_memory()
+        Run(accelerator, form, slots).train()
+        accelerator.save_state(str(tmp_path))
+        accelerator.free_memory()
+        again = Run(accelerator, form, slots)
+        accelerator.load_state(str(tmp_path))
+        assert_same(again.train().state(), expected.state())
+
+    def test_unwrapped_it_is_the_model(self, accelerator, form, slots):
+        run = Run(accelerator, form, slots)
+        unwrapped = accelerator.unwrap_model(run.model)
+        assert unwrapped is (run.model.module if form == "DataParallel" else run.model)
+
+    def test_outputs_are_gathered_for_metrics(self, accelerator, form, slots):
+        run = Run(accelerator, form, slots)
+        with torch.no_grad():
+            found = [accelerator.gather_for_metrics(run.model(input_ids=ids).logits) for ids in run.loader]
+        assert [len(each) for each in found] == [5, 5, 5, 4]
+
+
+@pytest.mark.parametrize("form", ["replicate", "fully_shard"])  # that of a wrapper has the wrapper's names
+def test_the_saved_state_is_that_of_one_device(accelerator, form, slots, expected, tmp_path):
+    expected.train()
+    accelerator.free_memory()
+    Run(accelerator, form, slots).train()
+    accelerator.save_state(str(tmp_path))
+    accelerator.free_memory()
+    one = Run(accelerator)
+    accelerator.load_state(str(tmp_path))
+    assert_same(one.train().state(), expected.state())
+
+
+@all_forms
+def test_a_part_of_the_model_may_have_the_form(accelerator, form, slots, expected):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = FORMS[form](gpt2(), slots)
+
+        def forward(self, **batch):
+            return self.inner(**batch)
+
+    run = Run(accelerator, form, slots)
+    run.model = accelerator.prepare(Outer())
+    run.optimizer = accelerator.prepare(torch.optim.Adam(run.model.parameters(), lr=0.01))
+    run.train()
+    found = run.state()
+    prefix = "inner.module." if form == "DataParallel" else "inner."
+    assert_same({name.removeprefix(prefix): value for name, value in found.items()}, expected.state())
