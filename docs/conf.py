@@ -40,6 +40,7 @@ napoleon_use_rtype = False
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
 autodoc_typehints_format = "short"
 autodoc_type_aliases = {name: name for name in ("Batch", "Build", "Case", "DeviceLike", "Loss", "MakeBatch", "Wrap")}
 

@@ -13,10 +13,12 @@ from accelerate import Accelerator as PlainAccelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_shard
 from dataparallel.forms.data_parallel import DataParallel
 from dataparallel.forms.full_state import full_copy
+from dataparallel.forms.fully_shard import fully_shard
+from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.forms.managed import ManagedModule
+from dataparallel.forms.replicate import ReplicatedModule
 from dataparallel.sharded.tensor import ShardedTensor
 
 

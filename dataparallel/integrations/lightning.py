@@ -13,10 +13,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from dataparallel.batches.structures import number_of_samples
-from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_shard, replicate
 from dataparallel.devices import CPU, DeviceLike, current_device, resolve_slots
 from dataparallel.forms.data_parallel import DataParallel
 from dataparallel.forms.full_state import full_copy
+from dataparallel.forms.fully_shard import fully_shard
+from dataparallel.forms.fully_sharded_module import FullyShardedModule
+from dataparallel.forms.replicate import ReplicatedModule, replicate
 
 Form = Literal["replicate", "DataParallel", "fully_shard"]
 

@@ -18,10 +18,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from dataparallel import peers
 from dataparallel.batches.batch_types import register_batch
 from dataparallel.call.scalars import Scalars
-from dataparallel.composable import FullyShardedModule, fully_shard, register_forward_method, replicate
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.forms.data_parallel import DataParallel
-from dataparallel.forms.managed import ManagedModule, state_of
+from dataparallel.forms.fully_shard import fully_shard
+from dataparallel.forms.fully_sharded_module import FullyShardedModule
+from dataparallel.forms.managed import ManagedModule, register_forward_method, state_of
+from dataparallel.forms.replicate import replicate
 from dataparallel.integrations.accelerate import Accelerator
 
 Form = Literal["replicate", "DataParallel", "fully_shard"]
@@ -181,6 +183,7 @@ class LossByItems:
     def __init__(self, shifts: bool) -> None:
         self._shifts = shifts
         self.items: Tensor | None = None
+        register_batch(_ItemsInBatch, size=lambda batch: len(batch.items), split=_ItemsInBatch.split, merge=_no_merge)
 
     def before_call(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """A forward pre-hook of a model that has a form: counts the items of the batch."""
@@ -227,10 +230,7 @@ class _ItemsInBatch:
 
 
 def _no_merge(parts: Any) -> Any:
-    raise TypeError("num_items_in_batch is no output")
-
-
-register_batch(_ItemsInBatch, size=lambda batch: len(batch.items), split=_ItemsInBatch.split, merge=_no_merge)
+    raise TypeError("a model returned num_items_in_batch, which is for its loss only")
 
 
 def _of_chunks(items: Tensor, sizes: Sequence[int]) -> Tensor:
