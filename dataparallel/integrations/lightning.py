@@ -150,11 +150,6 @@ class SlotsStrategy(ParallelStrategy):
         state = super().optimizer_state(optimizer)
         return full_copy(state, {}) if isinstance(self._steps, FullyShardedModule) else state
 
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Loads the optimizers' states. Each part goes to its owner before the next step."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)
-
     # ---- there is one process ----------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ The trainer's own code sees one device, which gets the whole batch. `LossByItems
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Literal, get_args
@@ -38,7 +38,7 @@ class OnSlots(_Trainer):
     ``per_device_eval_batch_size`` are the number of samples for each slot, and ``args.n_gpu`` the number of slots.
 
     The trainer gives the model its form, or takes a model that has one. ``trainer.model`` is the model itself.
-    Accumulated gradients wait on their slots, and ``generate`` runs on all slots, both except with `DataParallel`.
+    Except with `DataParallel`, accumulated gradients wait on their slots.
 
     Args:
         model: as for the trainer, or a model with any of the three forms. The trainer sets ``scalars`` and
@@ -156,9 +156,21 @@ class OnSlots(_Trainer):
             return super().training_step(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's on one device."""
-        with self._as_one_device():
+        """As the trainer's on one device. What the model generates is generated on the slots."""
+        with self._as_one_device(), self._generating():
             return super().prediction_step(*args, **kwargs)
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        if self._wrapper is None or not hasattr(self.model, "generate"):
+            yield
+            return
+        on_slots = DataParallel(_Generate(self.model), self._slots, self.args.device)
+        self.model.generate = lambda *args, **kwargs: on_slots(*args, **kwargs)
+        try:
+            yield
+        finally:
+            del self.model.generate
 
 
 # ---- the losses of the chunks ----------------------------------------------------------------------------------------
@@ -260,23 +272,42 @@ def _shard_blocks(model: nn.Module, slots: Sequence[torch.device]) -> None:
     fully_shard(model, devices=slots)
 
 
+# ---- generate --------------------------------------------------------------------------------------------------------
+
+
 def _generate_on_slots(model: Any) -> None:
-    """Makes ``generate`` run on the slots. Chunks whose sequences end earlier are padded, as one device pads them."""
-    if "generate" in state_of(model).methods:
-        return
-    generate = type(model).generate
+    """Makes ``generate`` of a model with a form run on the slots."""
+    if "generate" not in state_of(model).methods:
+        model.generate = MethodType(_padded(type(model).generate), model)
+        register_forward_method(model, "generate")
+
+
+class _Generate(nn.Module):
+    """Its ``forward`` is ``generate`` of a model, for a `DataParallel`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the replica of the model generates."""
+        model: Any = self.model
+        return _padded(type(model).generate)(model, *args, **kwargs)
+
+
+def _padded(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Pads sequences of a replica to the length of the longest of all replicas, as one device pads them."""
 
     @functools.wraps(generate)
-    def padded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = generate(self, *args, **kwargs)
+    def padded(model: Any, *args: Any, **kwargs: Any) -> Any:
+        output = generate(model, *args, **kwargs)
         if not isinstance(output, Tensor):
             return output
         length = peers.all_reduce(torch.tensor(output.shape[1], device=output.device), "max")
-        config = kwargs.get("generation_config") or self.generation_config
+        config = kwargs.get("generation_config") or model.generation_config
         ends = [kwargs.get("pad_token_id"), config.pad_token_id, kwargs.get("eos_token_id"), config.eos_token_id]
         token = next((end for end in ends if end is not None), 0)
         token = token[0] if isinstance(token, (list, tuple)) else token
         return nn.functional.pad(output, (0, int(length) - output.shape[1]), value=token)
 
-    model.generate = MethodType(padded, model)
-    register_forward_method(model, "generate")
+    return padded

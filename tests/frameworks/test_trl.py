@@ -1,0 +1,80 @@
+"""TRL's trainers on slots: `OnSlots` before ``SFTTrainer`` and ``DPOTrainer`` does what they do on one device."""
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from datasets import Dataset
+from tiny import VOCABULARY, gpt2, tokens
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from dataparallel.composable import fully_shard
+from dataparallel.integrations.transformers import OnSlots
+
+ROWS = [row.tolist() for row in tokens(29)]
+TUNING = [{"input_ids": row[: 3 + index % 4]} for index, row in enumerate(ROWS)]
+PREFERENCES = [
+    {"prompt": words(row[:2]), "chosen": words(row[2 : 4 + index % 2]), "rejected": words(row[4:])}
+    for words in [lambda row: " ".join(f"t{number}" for number in row)]
+    for index, row in enumerate(ROWS)
+]
+
+
+def trained(base, config, data, folder, slots=None, form=None, **settings):
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(VOCABULARY)}, unk_token="t0"))
+    args = config(
+        output_dir=str(folder),
+        use_cpu=not torch.cuda.is_available() or slots == ["cpu"] * 3,
+        max_steps=3,
+        per_device_train_batch_size=2 if slots else 6,
+        per_device_eval_batch_size=2 if slots else 6,
+        gradient_accumulation_steps=2,
+        learning_rate=0.02,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        **settings,
+    )
+    if not slots:
+        args.n_gpu  # noqa: B018  sets the attribute, which is overwritten
+        args._n_gpu = 1
+    trainer = type("Trainer", (OnSlots, base) if slots else (base,), {})(
+        model=gpt2(),
+        args=args,
+        train_dataset=Dataset.from_list(data),
+        eval_dataset=Dataset.from_list(data),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t0"
+        ),
+        **({"ref_model": gpt2()} if base is DPOTrainer else {}),
+        **({"devices": slots, "form": form} if slots else {}),
+    )
+    trainer.train()
+    logged = [
+        {name: value for name, value in entry.items() if "runtime" not in name and "second" not in name}
+        for entry in [*trainer.state.log_history[:-1], trainer.evaluate()]
+    ]
+    return logged, {name: value.cpu() for name, value in fully_shard.full_state_dict(trainer.model).items()}
+
+
+@pytest.mark.parametrize("form", ["DataParallel", "replicate", "fully_shard"])
+@pytest.mark.parametrize(
+    ("base", "config", "data", "settings"),
+    [
+        (SFTTrainer, SFTConfig, TUNING, {"loss_type": "nll", "max_length": 8}),
+        (DPOTrainer, DPOConfig, PREFERENCES, {"max_length": 16}),
+    ],
+    ids=["SFT", "DPO"],
+)
+def test_it_trains_as_one_device(base, config, data, settings, form, slots, tmp_path):
+    expected, found = (trained(base, config, data, tmp_path, *on, **settings) for on in ((), (slots, form)))
+    assert len(found[0]) == 4
+    for one, several in zip(expected[0], found[0], strict=True):
+        assert several == pytest.approx(one, rel=1e-5, abs=1e-7)
+    # The losses are computed in float32.
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)
