@@ -115,6 +115,8 @@ def test_the_saved_state_is_that_of_one_device(accelerator, form, slots, expecte
     accelerator.free_memory()
     Run(accelerator, form, slots).train()
     accelerator.save_state(str(tmp_path))
+    saved = torch.load(tmp_path / "optimizer.bin", weights_only=True)["state"]
+    assert {type(value) for values in saved.values() for value in values.values()} == {torch.Tensor}
     accelerator.free_memory()
     one = Run(accelerator)
     accelerator.load_state(str(tmp_path))

@@ -31,7 +31,7 @@ class Logger(Learner):
     def validation_step(self, batch, index):
         loss = self.loss(batch)
         self.log("validation", loss)
-        self.log("samples", len(batch[0]), reduce_fx="sum", batch_size=len(batch[0]))
+        self.log("weighted", loss, batch_size=int((batch[0] > 0).sum()))
         return loss
 
     def test_step(self, batch, index):
@@ -107,7 +107,10 @@ class TestFit:
         fit(expected, tmp_path, max_epochs=EPOCHS + 1)
         fit_on_slots(Learner(net()), tmp_path, strategy).save_checkpoint(tmp_path / "checkpoint")
         plain = Learner(net())
-        assert torch.load(tmp_path / "checkpoint")["state_dict"].keys() == plain.state_dict().keys()
+        saved = torch.load(tmp_path / "checkpoint")
+        assert saved["state_dict"].keys() == plain.state_dict().keys()
+        moments = [value for values in saved["optimizer_states"][0]["state"].values() for value in values.values()]
+        assert {type(value) for value in [*saved["state_dict"].values(), *moments]} == {torch.Tensor}
         fit(plain, tmp_path, tmp_path / "checkpoint", max_epochs=EPOCHS + 1)
         assert_same_weights(plain, expected)
         again = Learner(net())
@@ -142,6 +145,14 @@ class TestAfterTraining:
 
 
 class TestModules:
+    @all_forms
+    def test_one_slot_runs_the_module_itself(self, form, slots, one_device, tmp_path):
+        learner, (expected, of_one) = Logger(net()), one_device
+        trainer = fit_on_slots(learner, tmp_path, SlotsStrategy(slots[:1], form))
+        assert_same_weights(learner, expected)
+        torch.testing.assert_close(trainer.callback_metrics["loss"].cpu(), of_one.callback_metrics["loss"])
+        assert "log" not in vars(learner)
+
     def test_blocks_may_be_units(self, slots, one_device, tmp_path):
         class Divided(Logger):
             def configure_model(self):

@@ -142,19 +142,19 @@ class TestTraining:
         is_complete = found is not None and torch.allclose(found.cpu(), expected.cpu())
         assert is_complete == (form == "DataParallel")
 
-    @pytest.mark.parametrize("divides", [False, True])
-    def test_losses_that_do_not_depend_on_num_items_in_batch(self, form, slots, divides, tmp_path):
-        # BERT takes the argument and does not use it. Where a model says so, the trainer divides by the batches.
-        settings = {"train_dataset": classified(29), "eval_dataset": classified(10)}
+    @pytest.mark.parametrize(("make", "divides"), [("bert", False), ("bert", True), ("gpt2", True)])
+    def test_losses_that_are_means(self, form, slots, make, divides, tmp_path):
+        """BERT does not use ``num_items_in_batch``. Where a model says so, the trainer divides by the batches."""
+        settings = {"train_dataset": classified(29), "eval_dataset": classified(10)} if make == "bert" else {}
         trainers = []
         for trainer, on in ((Trainer, ()), (SlotsTrainer, (slots, form))):
-            model = bert()
+            model = bert() if make == "bert" else gpt2()
             if divides:
                 model.accepts_loss_kwargs = False
             trainers.append(trained(model, tmp_path, *on, trainer=trainer, **settings))
-        assert_same(*reversed(trainers))
-        found, expected = (trainer.evaluate()["eval_loss"] for trainer in trainers)
-        assert found == pytest.approx(expected, rel=1e-6)
+        one, several = trainers
+        assert_same(several, one)
+        assert several.evaluate()["eval_loss"] == pytest.approx(one.evaluate()["eval_loss"], rel=1e-6)
 
 
 def classified(samples):
@@ -234,7 +234,9 @@ class TestModels:
     @all_forms
     def test_those_of_a_function(self, form, slots, tmp_path):
         one = trained(None, tmp_path, trainer=Trainer, model_init=gpt2)
-        assert_same(trained(None, tmp_path, slots, form, model_init=gpt2), one)
+        several = trained(None, tmp_path, slots, form, model_init=gpt2)
+        assert_same(several, one)
+        assert isinstance(several.model_wrapped, (DataParallel, ReplicatedModule, FullyShardedModule))
 
     @all_forms
     def test_training_twice(self, form, slots, tmp_path):
@@ -269,11 +271,10 @@ class TestLossByItems:
         def make(labels, number):
             class Net(torch.nn.Linear):
                 def forward(self, x, labels, num_items_in_batch=None):
+                    is_counted = labels != -100
+                    loss = (super().forward(x).square().sum(dim=1) * is_counted).sum()
                     is_sum = request.param and num_items_in_batch is not None
-                    loss = torch.nn.functional.cross_entropy(
-                        super().forward(x), labels, reduction="sum" if is_sum else "mean"
-                    )
-                    return loss / num_items_in_batch if is_sum else loss
+                    return loss / (num_items_in_batch if is_sum else is_counted.sum())
 
             torch.manual_seed(0)
             net = Net(4, 3).double().to(root)

@@ -62,6 +62,13 @@ def trained(base, config, data, folder, slots=None, form=None, **settings):
     return logged, {name: value.cpu() for name, value in fully_shard.full_state_dict(trainer.model).items()}
 
 
+@pytest.fixture(autouse=True)
+def without_triton(monkeypatch):
+    """A stand-in for CUDA cannot run kernels of Triton. TRL has functions of torch that compute the same."""
+    for module in ("trl.kernels.chunked_logprob", "trl.trainer.utils"):
+        monkeypatch.setattr(f"{module}._use_triton", lambda device: False)
+
+
 @pytest.mark.parametrize("form", ["DataParallel", "replicate", "fully_shard"])
 @pytest.mark.parametrize(
     ("base", "config", "data", "settings"),
