@@ -86,10 +86,11 @@ def state_of(model):
     return {name: value.cpu().clone() for name, value in fully_shard.full_state_dict(model).items()}
 
 
-def assert_same(trainer, expected):
+def assert_same(trainer, expected, tolerance=1e-9):
     """That both logged the same losses, and have learned the same."""
     assert losses_of(trainer) == pytest.approx(losses_of(expected), rel=1e-6)
-    torch.testing.assert_close(state_of(trainer.model), state_of(expected.model), rtol=1e-9, atol=1e-9)
+    found, expected = state_of(trainer.model), state_of(expected.model)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +146,9 @@ class TestTraining:
     @pytest.mark.parametrize(("make", "divides"), [("bert", False), ("bert", True), ("gpt2", True)])
     def test_losses_that_are_means(self, form, slots, make, divides, tmp_path):
         """BERT does not use ``num_items_in_batch``. Where a model says so, the trainer divides by the batches."""
-        settings = {"train_dataset": classified(29), "eval_dataset": classified(10)} if make == "bert" else {}
+        settings = {"optim": "sgd"}
+        if make == "bert":
+            settings |= {"train_dataset": classified(29), "eval_dataset": classified(10)}
         trainers = []
         for trainer, on in ((Trainer, ()), (SlotsTrainer, (slots, form))):
             model = bert() if make == "bert" else gpt2()
@@ -153,7 +156,8 @@ class TestTraining:
                 model.accepts_loss_kwargs = False
             trainers.append(trained(model, tmp_path, *on, trainer=trainer, **settings))
         one, several = trainers
-        assert_same(several, one)
+        # GPT-2 computes a mean in float32: those of the chunks are rounded.
+        assert_same(several, one, tolerance=1e-9 if make == "bert" else 1e-7)
         assert several.evaluate()["eval_loss"] == pytest.approx(one.evaluate()["eval_loss"], rel=1e-6)
 
 
@@ -271,10 +275,10 @@ class TestLossByItems:
         def make(labels, number):
             class Net(torch.nn.Linear):
                 def forward(self, x, labels, num_items_in_batch=None):
-                    is_counted = labels != -100
-                    loss = (super().forward(x).square().sum(dim=1) * is_counted).sum()
-                    is_sum = request.param and num_items_in_batch is not None
-                    return loss / (num_items_in_batch if is_sum else is_counted.sum())
+                    if not request.param or num_items_in_batch is None:
+                        return torch.nn.functional.cross_entropy(super().forward(x), labels)
+                    squares = super().forward(x).square().sum(dim=1)
+                    return (squares * (labels != -100)).sum() / num_items_in_batch
 
             torch.manual_seed(0)
             net = Net(4, 3).double().to(root)
