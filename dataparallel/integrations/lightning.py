@@ -142,7 +142,7 @@ class SlotsStrategy(ParallelStrategy):
         """Returns the state dict of the module, as one device would save it."""
         if not isinstance(self._steps, FullyShardedModule):
             return super().lightning_module_state_dict()
-        state = fully_shard.full_state_dict(self._steps)  # type: ignore[arg-type]
+        state = fully_shard.full_state_dict(self._steps)  # type: ignore[call-overload]
         return {name.removeprefix("module."): value for name, value in state.items()}
 
     def optimizer_state(self, optimizer: Any) -> Any:

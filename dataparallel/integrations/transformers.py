@@ -132,7 +132,7 @@ class OnSlots(_Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and isinstance(self.model, FullyShardedModule):
-            state_dict = fully_shard.full_state_dict(self.model)  # type: ignore[arg-type]
+            state_dict = fully_shard.full_state_dict(self.model)  # type: ignore[call-overload]
         super()._save(output_dir, state_dict)
 
     # ---- losses, which the trainer would divide by the number of GPUs ------------------------------------------------
