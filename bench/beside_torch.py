@@ -101,9 +101,8 @@ class BesideTorch:
         self.held = self.theirs.replicate(self.module, self.theirs.device_ids)
 
     def end(self) -> None:
-        """What the wrappers do with replicas at the end of a call: torch's drops them, the library's cleans them up."""
+        """Drops the replicas, as at the end of a call."""
         self.held = ()
-        self.ours._kept.end_call()
 
     def wrapper_replicate_and_end(self) -> None:
         self.wrapper_replicate()
@@ -111,7 +110,7 @@ class BesideTorch:
 
     def torch_wrapper_replicate_and_end(self) -> None:
         self.torch_wrapper_replicate()
-        self.held = ()
+        self.end()
 
     def infer(self) -> None:
         self.ours(self.batch)

@@ -28,11 +28,9 @@ work:
 replicate
     ``dataparallel.replicate`` beside ``torch.nn.parallel.replicate``, with gradients recorded. Replicas are dropped.
 replicate, no_grad
-    What the wrappers do first in ``forward`` under ``torch.no_grad()``. The library keeps its replicas and sends all
-    values again; torch makes new ones.
+    What the wrappers do first in ``forward`` under ``torch.no_grad()``: they make replicas.
 replicate + end, no_grad
-    The same with what happens to the replicas at the end of the call. torch drops them; the library looks for what
-    ``forward`` has left on them and cleans them up.
+    The same, and the replicas are dropped, as at the end of the call.
 replicate, frozen
     The same inside ``with model.frozen():``, where the library may rely on unchanged values and sends none.
 inference, training step

@@ -106,7 +106,7 @@ def test_replicate(beside: BesideTorch, measure: Measure) -> None:
 
 @torch.no_grad()
 def test_replicate_without_gradients(beside: BesideTorch, measure: Measure) -> None:
-    """By the wrappers, as in their ``forward``: the library keeps its replicas, torch makes detached ones."""
+    """By the wrappers, as in their ``forward``: without a graph."""
     measure(REPLICATE_NO_GRAD, beside.wrapper_replicate, beside.torch_wrapper_replicate, between=beside.end)
     beside.check_replicas()
 
