@@ -63,12 +63,18 @@ def main(arguments: Sequence[str], plan: Plan) -> None:
 
 def _what_happened(replacement: Replacement, recorded: Trace | None) -> str:
     """What a program's reader has to know at its end. Without ``--report`` that is nothing, if the library was used."""
-    if not torch_names.counts.calls():
-        return (
-            "\ndataparallel: the program called neither torch.nn.DataParallel nor its relatives, and ran as it is. "
-            f"Most programs wrap a model only if there are several GPUs; here are {torch.cuda.device_count()}\n"
-        )
-    return "" if recorded is None else f"\n{replacement.report()}\n\n{recorded}\n"
+    calls = torch_names.counts.calls()
+    report = "" if recorded is None or not calls else f"\n{replacement.report()}\n\n{recorded}\n"
+    if not calls:
+        what = "the program called neither torch.nn.DataParallel nor its relatives, and ran as it is"
+    elif torch_names.WITHOUT_SLOTS in calls:
+        what = "a DataParallel without slots ran its model as it is"
+    else:
+        return report
+    return (
+        f"{report}\ndataparallel: {what}; here are {torch.cuda.device_count()} GPUs. To try two replicas on the CPU: "
+        'torch.nn.DataParallel(model, device_ids=["cpu", "cpu"])\n'
+    )
 
 
 def _describe(parser: argparse.ArgumentParser, options: argparse.Namespace, plan: Plan) -> None:

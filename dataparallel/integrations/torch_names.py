@@ -143,6 +143,9 @@ class _IsAnyWrapper(ABCMeta):
         return issubclass(subclass, TorchDataParallel) if cls is DataParallel else super().__subclasscheck__(subclass)
 
 
+WITHOUT_SLOTS = "DataParallel (no slots)"
+"""Counts wrappers that run the model as it is, because there is no accelerator and the program names no slots."""
+
 _forward = wrappers.DataParallel.forward  # looked up here: the compiler cannot trace the lookup
 
 
@@ -161,8 +164,8 @@ class DataParallel(wrappers.DataParallel[Any], metaclass=_IsAnyWrapper):
         if not isinstance(self, wrappers.DataParallel):
             TorchDataParallel.__init__(self, *args, **kwargs)
             return
-        counts.note_call("DataParallel")
         super().__init__(*args, **kwargs)
+        counts.note_call("DataParallel" if self.device_ids else WITHOUT_SLOTS)
 
     @shows_forward_of_module
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -74,6 +74,13 @@ def test_a_program_that_wraps_nothing_is_told(script, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.devices("cpu")
+def test_a_program_whose_wrapper_has_no_slots_is_told(script, capsys):
+    script.write_text(PROGRAM.replace(', ["cpu", "cpu"])', ")"))
+    main([str(script)])
+    assert "a DataParallel without slots ran its model as it is" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there(capsys):
     with pytest.raises(SystemExit):
         main(["nofile.py"])
