@@ -60,9 +60,14 @@ class Use(NamedTuple):
 
 
 def modules() -> Iterator[ModuleType]:
-    """All of the library, but for the simulated devices, which share no process with CUDA."""
+    """All of the library, but for integrations, which need other libraries, and for the simulated devices.
+
+    These share no process with CUDA.
+    """
     for found in pkgutil.walk_packages(dataparallel.__path__, "dataparallel."):
-        if not found.name.startswith("dataparallel.testing") and not found.name.endswith("__main__"):
+        if not found.name.startswith(("dataparallel.testing", "dataparallel.integrations")) and (
+            not found.name.endswith("__main__")
+        ):
             yield importlib.import_module(found.name)
 
 

@@ -69,7 +69,7 @@ CASES = [
         "copying the state of Net to host memory",
         lambda slots: partial(fully_shard.full_state_dict, sharded(slots)),
         full_state,
-        "_full_copy",
+        "full_copy",
     ),
     Case("loading the state of Net", prepare_loading, full_state, "_give_memory"),
     Case(

@@ -9,6 +9,7 @@ import pytest
 
 from dataparallel import PerformanceWarning
 from dataparallel.user_warnings import warn_once, warn_user
+from processes import environment
 
 pytestmark = pytest.mark.devices("cpu")
 
@@ -69,10 +70,10 @@ def test_one_of_several_threads_warns(monkeypatch):
 
 
 def test_the_command_line_makes_them_errors():
-    """Python reads ``-W`` before it knows installed packages, so torch must not be needed."""
+    """Python reads ``-W`` before it knows installed packages: PYTHONPATH has to name this one, and torch is not there."""
     program = "from dataparallel.user_warnings import warn_once; import sys; assert 'torch' not in sys.modules; "
     program += "warn_once('a', 'b')"
     command = [sys.executable, "-W", "error::dataparallel.PerformanceWarning", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert "PerformanceWarning: b" in done.stderr
     assert done.returncode == 1
