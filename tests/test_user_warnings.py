@@ -70,7 +70,7 @@ def test_one_of_several_threads_warns(monkeypatch):
 
 
 def test_the_command_line_makes_them_errors():
-    """Python reads ``-W`` before it knows installed packages: PYTHONPATH has to name this one, and torch is not there."""
+    """Python reads ``-W`` before it knows installed packages: PYTHONPATH names this one, and torch is not there."""
     program = "from dataparallel.user_warnings import warn_once; import sys; assert 'torch' not in sys.modules; "
     program += "warn_once('a', 'b')"
     command = [sys.executable, "-W", "error::dataparallel.PerformanceWarning", "-c", program]
