@@ -29,7 +29,7 @@ from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.comm.streams.arrivals import LateCopies
 from dataparallel.devices import current_device_set, resolve, resolve_output
 from dataparallel.profiling import stage
-from dataparallel.replicas.circles import Circles, Hold, circles_of, hold_by_output
+from dataparallel.replicas.cycles import Hold, ReferenceCycles, cycles_of, hold_by_output
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.meetings import Meeting
@@ -231,7 +231,7 @@ class Call:
 
     When the call ends without an error, activations and copies are freed, unless the output or other code still refers
     to them. The stages are a function of their own, so their local variables are gone when the context ends. If the
-    call fails, the traceback keeps the variables and this object, with its holds of the replicas' `Circles`, alive.
+    call fails, the traceback keeps the variables alive, and this object with its holds of the `ReferenceCycles`.
 
     However the call ends, the host then waits until no copy reads pinned memory of the caller. The copies wait for
     nothing that the devices compute.
@@ -267,7 +267,7 @@ class Call:
         self.kept, self._form_split = kept, split
         self.balanced: BalancedCall | None = None
         self.combine_scalars: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self._circles: list[Circles] = []
+        self._cycles: list[ReferenceCycles] = []
         self._holds: list[Hold] = []
         is_compiler_in_use = _torch.note_whether_compiler_is_in_use()
         self._copies = LateCopies(allowed=not (is_compiler_in_use or is_serial(serial) or may_use_source))
@@ -298,14 +298,14 @@ class Call:
 
     def uses(self, replicas: R) -> R:
         """Notes the replicas of this call, and returns them."""
-        self._circles = circles_of(replicas)
-        self._holds = [circles.hold("call") for circles in self._circles]
+        self._cycles = cycles_of(replicas)
+        self._holds = [cycles.hold("call") for cycles in self._cycles]
         return replicas
 
     def returns(self, output: Any) -> None:
         """Notes the output: its graph may need the replicas. If no tensor is found in it, nothing is noted."""
-        if self._circles and (found := [leaf for _, leaf in leaves(output, "") if isinstance(leaf, torch.Tensor)]):
-            hold_by_output(self._circles, found)
+        if self._cycles and (found := [leaf for _, leaf in leaves(output, "") if isinstance(leaf, torch.Tensor)]):
+            hold_by_output(self._cycles, found)
 
     def __enter__(self) -> Call:
         return self
@@ -316,8 +316,8 @@ class Call:
             self._copies.wait_for_copies()  # first: what follows frees memory
             if kind is None:
                 self._holds = []
-            else:  # the traceback keeps this object
-                hold_by_output(self._circles, ())
+            else:  # a failed call has no output; its holds live as long as its traceback
+                hold_by_output(self._cycles, ())
         finally:
             self.reads.wait_for_copies()
             self._form_split.end_call(self.balanced, kind is not None)

@@ -1,5 +1,7 @@
-"""Programs and libraries that were written for ``torch.nn.DataParallel``: how they run with this library.
+"""Programs and libraries that know nothing of this one: how they run with it.
 
-``torch_names`` has what takes the place of torch's names, ``replacement`` puts it there, and ``programs`` runs a
-program that way. The forms know nothing of this room.
+For programs written for ``torch.nn.DataParallel``, ``torch_names`` has what takes the place of torch's names,
+``replacement`` puts it there, and ``programs`` runs a program that way. ``transformers``, ``accelerate`` and
+``lightning`` have classes for the trainers of these libraries; each imports its library. The forms know nothing of this
+room.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
@@ -19,8 +19,7 @@ from dataparallel.forms.full_state import full_copy
 from dataparallel.forms.fully_shard import fully_shard
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.forms.replicate import ReplicatedModule, replicate
-
-Form = Literal["replicate", "DataParallel", "fully_shard"]
+from dataparallel.integrations.form_names import Form, check_form
 
 
 class SlotsStrategy(ParallelStrategy):
@@ -50,8 +49,7 @@ class SlotsStrategy(ParallelStrategy):
     strategy_name = "slots"
 
     def __init__(self, devices: Sequence[DeviceLike] | None = None, form: Form = "replicate", **options: Any) -> None:
-        if form not in get_args(Form):
-            raise ValueError(f"form={form!r}: expected one of {', '.join(map(repr, get_args(Form)))}")
+        check_form(form)
         slots = resolve_slots(devices)
         super().__init__(parallel_devices=slots or [CPU])
         self._slots, self._form, self._options = slots, form, {"scalars": "mean", **options}

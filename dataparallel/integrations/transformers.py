@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,8 @@ from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.forms.managed import ManagedModule, register_forward_method, state_of
 from dataparallel.forms.replicate import replicate
 from dataparallel.integrations.accelerate import Accelerator
+from dataparallel.integrations.form_names import Form, check_form
 
-Form = Literal["replicate", "DataParallel", "fully_shard"]
 _Trainer: Any = object  # what a subclass adds as its second base
 
 
@@ -63,8 +63,8 @@ class OnSlots(_Trainer):
         form: Form | None = None,
         **kwargs: Any,
     ) -> None:
-        if form is not None and form not in get_args(Form):
-            raise ValueError(f"form={form!r}: expected one of {', '.join(map(repr, get_args(Form)))}")
+        if form is not None:
+            check_form(form)
         self._form, self._wrapper = form or "replicate", None
         if isinstance(model, (DataParallel, ManagedModule)):
             if devices is not None or form is not None:

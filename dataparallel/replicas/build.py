@@ -17,8 +17,8 @@ from dataparallel import _torch
 from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES
 from dataparallel.comm.streams.arrivals import ExpectedArrivals
 from dataparallel.replica_parameter import ReplicaParameter
-from dataparallel.replicas.circles import CIRCLES
 from dataparallel.replicas.compiled.calls import CompiledCall
+from dataparallel.replicas.cycles import CYCLES
 from dataparallel.replicas.placement import patched_forward
 from dataparallel.replicas.plan import (
     HAS_COMPILED,
@@ -151,10 +151,10 @@ def _rebind_attributes(
         if entry.fixed_to is not None and device not in (None, entry.fixed_to) and "forward" not in attributes:
             code = patched_forward(original_class(entry.cls).forward, entry.fixed_to, device)
             attributes["forward"] = MethodType(code, module)
-        if plan.circles is not None and (entry.references or entry.fixed_to):
-            plan.circles.add(module, [*entry.references, "forward"] if entry.fixed_to else entry.references)
-    if plan.circles is not None:
-        vars(modules[0])[CIRCLES] = plan.circles
+        if plan.cycles is not None and (entry.references or entry.fixed_to):
+            plan.cycles.add(module, [*entry.references, "forward"] if entry.fixed_to else entry.references)
+    if plan.cycles is not None:
+        vars(modules[0])[CYCLES] = plan.cycles
 
 
 def bare_module(cls: type[nn.Module]) -> nn.Module:
@@ -188,7 +188,7 @@ def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
     own.update(
         {key: entry.attributes[key] for key in left_out if not isinstance(entry.attributes[key], _torch.ScriptMethod)}
     )
-    own.pop(CIRCLES, None)
+    own.pop(CYCLES, None)
     return replica
 
 

@@ -161,8 +161,8 @@ class KeptReplicas:
         refuse_script_constants(plan, slots)
         arrivals = arrivals_for(slots, plan.tensors)
         copies = self._tensors.for_call(plan, slots, cap_bytes, record, arrivals)
-        if record and plan.circles is not None and not plan.circles.are_held_by_graph:
-            plan.circles = None  # nothing tells how long the graph needs the replicas
+        if record and plan.cycles is not None and not plan.cycles.are_held_by_graph:
+            plan.cycles = None  # nothing tells how long the graph needs the replicas
         if self._snapshot is None or not self._tensors.stay:
             return build_replicas(plan, copies, record, arrivals)
         replicas = self._tensors.replicas
@@ -176,7 +176,7 @@ class _FrozenSet:
 
     def __init__(self, network: nn.Module, slots: list[torch.device], replicas: list[Any], plan: ModulePlan) -> None:
         self._replicas = replicas
-        self._hold = None if plan.circles is None else plan.circles.hold("call")
+        self._hold = None if plan.cycles is None else plan.cycles.hold("call")
         self._network, self._slots = network, slots
         # Only these streams are ordered after the copies that made the set, and before its memory is used again.
         self._streams = current_streams(slots)

@@ -23,7 +23,8 @@ class PersistentReplicas:
     """Replicas for as many slots as there are lists of tensors in ``copies``.
 
     They serve one call at a time. Graphs are not waited for: like the source itself, a replica may run for another call
-    before the backward of the last one.
+    before the backward of the last one. Whether a replica has changed is asked twice: at the end of a call, to free
+    what ``forward`` has left, and before the next, because code that refers to the replica may have changed it since.
 
     Args:
         arrivals: of the first call; ``None`` if its parameters are there already.

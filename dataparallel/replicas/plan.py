@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.comm.buckets import PLAIN_TYPES, has_strides
 from dataparallel.devices import CPU
-from dataparallel.replicas.circles import CIRCLES, Circles
 from dataparallel.replicas.compiled.calls import Compiled, compiled_here
+from dataparallel.replicas.cycles import CYCLES, ReferenceCycles
 from dataparallel.replicas.placement import constant_devices, constant_tensors, is_graph
 from dataparallel.replicas.references import ATOMIC, behind_proxy, compiled_over, reached
 
@@ -103,7 +103,7 @@ class ModuleEntry:
     def __post_init__(self) -> None:
         self.cls = type(self.module)
         self.attributes = vars(self.module).copy()
-        self.attributes.pop(CIRCLES, None)  # the module is a replica itself
+        self.attributes.pop(CYCLES, None)  # the module is a replica itself
         self.has_hooks = any(map(self.attributes.get, HOOK_TABLES))
         self.is_script = isinstance(self.module, torch.jit.ScriptModule)
 
@@ -133,7 +133,7 @@ class ModulePlan:
         read_directly: positions of parameters that a replica may read, or slot 0 may write to, without a lookup in a
             registry: by attributes, in ScriptModules, by the class's ``_replicate_for_data_parallel``, or by another
             tensor of the plan on the same storage.
-        circles: opens reference cycles of the replicas; ``None`` if there are none, or if nothing can tell how long the
+        cycles: breaks reference cycles of the replicas; ``None`` if there are none, or if nothing can tell how long the
             replicas are needed.
     """
 
@@ -145,7 +145,7 @@ class ModulePlan:
     shared: list[Any] = field(default_factory=list)
     read_directly: set[int] = field(default_factory=set)
     has_references: bool = False
-    circles: Circles | None = None
+    cycles: ReferenceCycles | None = None
 
     @classmethod
     def of(cls, network: nn.Module, root_call: Compiled | None = None, hooks_follow: bool = True) -> ModulePlan:
@@ -250,7 +250,7 @@ class ModulePlan:
             if root in constant_devices(entry.module):
                 entry.fixed_to = root
                 self.has_references = True
-                self.circles = self.circles or Circles()  # `patched_forward` becomes a bound method
+                self.cycles = self.cycles or ReferenceCycles()  # `patched_forward` becomes a bound method
 
     def _find_references(self, modules: Set[int], tensors: Mapping[int, int], kept: Sequence[str]) -> None:
         tree_ids = modules | tensors.keys()
@@ -288,7 +288,7 @@ class ModulePlan:
                     self.read_directly.update(tensors[tensor_id] for tensor_id in ids & tensors.keys())
                     # Tensors refer to nothing. An attribute that refers to a module may close a cycle.
                     if not ids.isdisjoint(modules):
-                        self.circles = self.circles or Circles()
+                        self.cycles = self.cycles or ReferenceCycles()
 
     def _find_shared_storages(self) -> None:
         """Adds parameters that share storage with another tensor: a write to the other tensor changes the parameter."""

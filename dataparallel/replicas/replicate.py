@@ -66,7 +66,7 @@ def make_replicas(
     record = torch.is_grad_enabled() and not detach
     with collector_paused():
         plan = ModulePlan.of(network, root_call)
-        plan.circles = None  # only the caller knows how long the replicas are needed
+        plan.cycles = None  # only the caller knows how long the replicas are needed
         refuse_script_constants(plan, slots)
         is_at_root = all(tensor.device == slots[0] for tensor in plan.tensors)
         arrivals = arrivals_for(slots, plan.tensors) if is_at_root else None
@@ -107,7 +107,7 @@ def copy_tensors(
     later = None if arrivals is None else late.append
 
     if recorded:
-        hold = None if plan.circles is None else plan.circles.hold("backward")
+        hold = None if plan.cycles is None else plan.cycles.hold("backward")
         _broadcast_in_buckets(copies, plan.tensors, recorded, slots, cap_bytes, later, hold)
     copy_constants(copies, plan, constant, slots, cap_bytes, later)
     copy_buffers(copies, plan, buffers, slots, cap_bytes)

@@ -17,7 +17,7 @@ class TreeSnapshot:
 
     It compares the modules, and the names and the identity of their attributes. It looks into objects that change in
     place: registries, hooks, containers, functions. It does not compare shape, dtype, device or values of tensors,
-    which `KeptCopies` does. It does not look into modules that replicas share with the source: no plan has them.
+    which each call reads anew. It does not look into modules that replicas share with the source: no plan has them.
     """
 
     def __init__(self, plan: ModulePlan) -> None:

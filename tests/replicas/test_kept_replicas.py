@@ -1,7 +1,7 @@
-"""Replicas that are used again between calls without a graph: nothing of the last call is in the next.
+"""Calls without a graph, one after the other: nothing of the last call is in the next.
 
-Tests of memory are in test_kept_tensors, of what somebody else holds in test_kept_replicas_held, of `frozen` in
-test_kept_replicas_frozen, of the changes of a tree that are noticed in test_kept_modules.
+Tests of tensors are in test_tensor_stores, of what somebody else holds in test_kept_replicas_held, of `frozen` in
+test_kept_replicas_frozen, of the changes of a tree that are noticed in test_snapshot.
 """
 
 import copy

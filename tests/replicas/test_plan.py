@@ -84,7 +84,7 @@ def test_a_tensor_that_is_parameter_and_buffer_is_a_parameter() -> None:
 def test_references_are_found_once_per_plan(make: Callable, found: bool, cyclic: bool) -> None:
     plan = ModulePlan.of(Holder(make))
     assert plan.entries[0].references == (["held"] if found else [])
-    assert (plan.circles is not None) == cyclic
+    assert (plan.cycles is not None) == cyclic
 
 
 def test_hooks_over_the_tree_are_references() -> None:
@@ -96,7 +96,7 @@ def test_hooks_over_the_tree_are_references() -> None:
 def test_recurrent_weight_lists_are_references_that_make_no_circle() -> None:
     plan = ModulePlan.of(nn.LSTM(2, 2))
     assert "_flat_weights" in plan.entries[0].references
-    assert plan.circles is None
+    assert plan.cycles is None
     assert plan.entries[0].has_own_rule
 
 

@@ -1,4 +1,4 @@
-"""`Circles` opens the reference cycles of a call's replicas when nothing needs the replicas any more.
+"""`ReferenceCycles` breaks the reference cycles of a call's replicas when nothing needs the replicas any more.
 
 A bound method or a reference to the parent makes a cycle, in the source and so in each replica. With a cycle, a
 replica's copies of all weights would live until the garbage collector runs. ``build`` notes the attributes that may
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from dataparallel._torch import HOOK_TABLES
 
-CIRCLES = "_dataparallel_circles"
-"""Attribute of a replica's root: its `Circles`, which refer to the replica weakly."""
+CYCLES = "_dataparallel_cycles"
+"""Attribute of a replica's root: its `ReferenceCycles`, which refer to the replica weakly."""
 
 
-class Circles:
+class ReferenceCycles:
     """Attributes of the replicas of one call through which a replica may lead back to itself.
 
     The attributes are deleted when nothing needs the replicas any more. Then reference counting frees what nobody else
@@ -50,7 +50,7 @@ class Circles:
         """True if a backward may still run on the slots."""
         return bool(self._holds["backward"])
 
-    def open_unless_needed(self) -> None:
+    def break_unless_needed(self) -> None:
         """Deletes the attributes if no hold keeps them. Two threads may do this at the same time."""
         holds = self._holds
         if holds["call"] or (holds["backward"] and ("output" not in holds or holds["output"])):
@@ -67,28 +67,28 @@ class Circles:
 
 
 class Hold:
-    """Keeps the attributes of `Circles` as they are, as long as this object lives."""
+    """Keeps the attributes of `ReferenceCycles` as they are, as long as this object lives."""
 
-    __slots__ = ("_circles", "_holds")
+    __slots__ = ("_cycles", "_holds")
 
-    def __init__(self, circles: Circles, holds: set[int]) -> None:
-        self._circles, self._holds = circles, holds
+    def __init__(self, cycles: ReferenceCycles, holds: set[int]) -> None:
+        self._cycles, self._holds = cycles, holds
         holds.add(id(self))
 
     def __del__(self) -> None:
         self._holds.discard(id(self))
-        self._circles.open_unless_needed()
+        self._cycles.break_unless_needed()
 
 
-def circles_of(replicas: Iterable[Any]) -> list[Circles]:
-    """Returns the `Circles` of those ``replicas`` that have some."""
-    found = (vars(replica).get(CIRCLES) for replica in replicas)
-    return [*{id(circles): circles for circles in found if circles is not None}.values()]
+def cycles_of(replicas: Iterable[Any]) -> list[ReferenceCycles]:
+    """Returns the `ReferenceCycles` of those ``replicas`` that have some."""
+    found = (vars(replica).get(CYCLES) for replica in replicas)
+    return [*{id(cycles): cycles for cycles in found if cycles is not None}.values()]
 
 
-def hold_by_output(circles: Sequence[Circles], tensors: Iterable[Tensor]) -> None:
-    """Has the graph of a call's output hold ``circles``, until no node of these ``tensors`` is left."""
-    holds = [each.hold("output") for each in circles]
+def hold_by_output(cycles: Sequence[ReferenceCycles], tensors: Iterable[Tensor]) -> None:
+    """Has the graph of a call's output hold ``cycles``, until no node of these ``tensors`` is left."""
+    holds = [each.hold("output") for each in cycles]
     for tensor in tensors:
         if tensor.grad_fn is not None:
             tensor.grad_fn.metadata[id(holds)] = holds  # type: ignore[index]  # torch's hints say that it is a method
