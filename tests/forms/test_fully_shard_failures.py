@@ -230,6 +230,34 @@ def test_the_step_may_follow_a_failed_backward_at_once(kind, slots, make_trainin
 
 
 @pytest.mark.slots(3)
+@pytest.mark.devices("sim", "cuda")
+def test_gradients_zeroed_after_a_failed_backward_stay_so_though_a_thread_of_it_still_sums(slots, make_training):
+    """The thread that calls backward raises while others still run if it computes on the CPU itself."""
+    training = make_training(slots)
+    model, layer = training.model, training.model.layers[3]
+    begun, released = threading.Event(), threading.Event()
+    on_cpu = torch.ones((), requires_grad=True)
+
+    def wait_in_sum(part: Tensor) -> None:
+        begun.set()
+        assert released.wait(20)
+
+    def fail_then(gradient: Tensor) -> None:
+        assert begun.wait(20)
+        raise ArithmeticError("while a slot sums")
+
+    layer.set_all_reduce_hook(wait_in_sum)
+    on_cpu.register_hook(fail_then)
+    loss = mean_square_loss(model(batch(slots, next(training.seed)))) + (on_cpu * on_cpu).to(slots[0])
+    with pytest.raises(ArithmeticError, match="while a slot sums"):
+        loss.backward()
+    training.optimizers[model].zero_grad()
+    layer.set_all_reduce_hook(lambda part: None)
+    released.set()
+    training.compare()
+
+
+@pytest.mark.slots(3)
 def test_each_slot_may_fail(slots, make_training):
     training = make_training(slots)
     layer = training.model.layers[1]

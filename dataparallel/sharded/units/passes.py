@@ -43,10 +43,10 @@ class SumsOfPass:
         slots: how many replicas take part.
         computing: the computing stream of each accelerator, as in forward.
         callers: the streams that were current where ``backward()`` was called. They may be others.
+        summed: the gradients that this pass has summed.
         in_flight: for each slot the deliveries whose sums have been launched, each with an event after its last read.
         last_sums: for each owner an event after its last sum.
         host_additions: functions that add sums to gradients on the host, once the events in ``last_sums`` have passed.
-        summed: the gradients that this pass has summed.
         added_to: gradients of earlier passes that sums are added to. They are kept here, as the user may drop them.
         latest_sum: an event after all sums launched so far, which have read their deliveries by then.
         over_machines: sums over machines, once the slots of this machine have summed.
@@ -56,10 +56,10 @@ class SumsOfPass:
 
     slots: int
     computing: Mapping[torch.device, torch.Stream]
+    summed: PassGradients
     in_flight: dict[int, list[tuple[Delivery, Event | None]]] = field(default_factory=dict)
     last_sums: dict[int, Event] = field(default_factory=dict)
     host_additions: list[Callable[[], object]] = field(default_factory=list)
-    summed: PassGradients = field(default_factory=PassGradients)
     latest_sum: Event | None = None
     added_to: list[Tensor] = field(default_factory=list)
     restorers: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
@@ -81,13 +81,14 @@ class SumsOfPass:
                 after_reads.make_wait(self.computing[(delivery.matrices or delivery.sums)[0].device])
 
     def drop_all(self) -> None:
-        """Drops everything after a failure. The computing streams wait for the sums that read it."""
+        """Drops everything after a failure. The computing streams, which are current, wait for sums that read it."""
         self._make_computing_wait()
         if self.over_machines is not None:
             self.over_machines.fail_round(RuntimeError("its backward has failed, with an error that is shown there"))
         self.in_flight.clear()
         self.host_additions.clear()
         self.added_to.clear()
+        self.summed.zero_again()
         while self.restorers:
             _, put_back = self.restorers.popitem()
             put_back()
@@ -158,7 +159,8 @@ class BackwardPass:
     ) -> None:
         self._tree = tree
         self._has_returned = self.has_finished = False
-        self.sums = SumsOfPass(len(slots), computing, over_machines=over_machines)
+        summed = PassGradients(parameter for unit in tree.units for parameter in unit.parameters)
+        self.sums = SumsOfPass(len(slots), computing, summed, over_machines=over_machines)
         self._have_own_threads, self._number_included = False, 0
         self.include(slots)
         self.is_recorded = False
@@ -275,6 +277,7 @@ class BackwardPass:
             self.sums.note_callers()
             if self._tasks and not has_failed:
                 self._has_returned = True
+                self.sums.summed.publish()
                 self._tree.note_backward_returned()
                 return
             self._is_over = True
@@ -291,7 +294,7 @@ class BackwardPass:
                 with streams_set(self.sums.computing):
                     for unit in self._tree.units:
                         unit.gradients.end_pass(None)
-                self.sums.drop_all()
+                    self.sums.drop_all()
                 if self._has_returned:
                     for unit in self._tree.units:
                         unit.gradients.note_lost(self.sums.computing)
@@ -301,6 +304,7 @@ class BackwardPass:
     def _finish(self) -> None:
         for unit in self._tree.units:
             unit.gradients.end_pass(self.sums)
+        self.sums.summed.publish()
         if self.sums.over_machines is not None:
             self.sums.over_machines.end_round()
         if all(unit.is_last_backward for unit in self._tree.units):

@@ -56,11 +56,21 @@ def added_in(summed: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 
 
 class PassGradients:
-    """The gradients that one pass has summed for all units of a tree. Hooks see them before they go to ``.grad``."""
+    """The gradients that one pass has summed for all units of a tree.
 
-    def __init__(self) -> None:
+    Where a parameter has a ``.grad``, sums are added to it as they come. A new gradient goes to ``.grad`` when the pass
+    has succeeded: threads of a failed pass may still sum when the caller has zeroed all gradients, and what they sum
+    must not become part of the next step. A gradient that hooks have to see goes to ``.grad`` after them.
+
+    Args:
+        parameters: all that the pass may reach.
+    """
+
+    def __init__(self, parameters: Iterable[ShardedTensor]) -> None:
         self._parameters: dict[int, ShardedTensor] = {}
-        self._before_hooks: dict[int, ShardedTensor] = {}  # gradients that hooks of their parameters have to see
+        self._new: dict[int, ShardedTensor] = {}  # that are not in `.grad` yet
+        grads = [grad for parameter in parameters if isinstance(grad := parameter.grad, ShardedTensor)]
+        self._found = [(grad, grad._zeroed) for grad in grads]
 
     def note(self, parameters: Iterable[ShardedTensor]) -> None:
         """Notes that these parameters have got gradients."""
@@ -68,14 +78,33 @@ class PassGradients:
 
     def gradient_of(self, parameter: ShardedTensor) -> ShardedTensor | None:
         """Returns the gradient that further sums of this pass are added to, if there is one."""
-        return self._before_hooks.get(id(parameter)) if _torch.hooks_of(parameter) else parameter.grad
+        new = self._new.get(id(parameter))
+        return parameter.grad if new is None and not _torch.hooks_of(parameter) else new
 
     def set_gradient(self, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
         """Sets the gradient that further sums of this pass are added to."""
-        if _torch.hooks_of(parameter):
-            self._before_hooks[id(parameter)] = gradient
-        else:
-            parameter.grad = gradient
+        self.note([parameter])
+        self._new[id(parameter)] = gradient
+
+    def publish(self) -> None:
+        """Makes new gradients the parameters' ``.grad``, except those that hooks have to see first."""
+        for key in [*self._new]:
+            parameter = self._parameters[key]
+            if not _torch.hooks_of(parameter):
+                # In this order: another thread may add a sum meanwhile, and has to find the gradient.
+                parameter.grad = self._new[key]
+                del self._new[key]
+
+    @torch.no_grad()
+    def zero_again(self) -> None:
+        """Zeroes what was zeroed in place while the pass ran, which has failed: sums may have been added after that.
+
+        The computing streams are current, and wait for these sums.
+        """
+        for grad, zeroed in self._found:
+            if grad._zeroed != zeroed:
+                for shard in grad._shards:  # an operator on the sharded tensor would use other streams in a backward
+                    shard.zero_()
 
     @torch.no_grad()
     def run_hooks(self) -> None:
@@ -84,8 +113,9 @@ class PassGradients:
         Raises:
             TypeError, ValueError: a hook has returned what cannot replace the gradient.
         """
+        self.publish()
         for parameter in self._parameters.values():
-            gradient = self._before_hooks.pop(id(parameter), None)
+            gradient = self._new.pop(id(parameter), None)
             if gradient is not None:
                 _accumulate(parameter, _hooked(parameter, gradient))
             for hook in [*(_torch.hooks_after_accumulation_of(parameter) or {}).values()]:

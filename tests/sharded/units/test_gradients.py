@@ -17,16 +17,17 @@ from dataparallel.comm.streams.current import Event, current_streams, streams_jo
 from dataparallel.sharded.units.bindings import Precision
 from dataparallel.sharded.units.buffers import Layout
 from dataparallel.sharded.units.passes import SumsOfPass
-from dataparallel.sharded.units.sums import UnitSums
+from dataparallel.sharded.units.sums import PassGradients, UnitSums
 from dataparallel.sharded.units.unit import Unit
 from made_units import unit_of, values
 from memory import Growth, nbytes
 
 
-def begin(slots: Sequence[Any], count: int | None = None) -> SumsOfPass:
+def begin(slots: Sequence[Any], count: int | None = None, units: Sequence[Unit] = ()) -> SumsOfPass:
     """A pass of the first ``count`` slots."""
     computing = current_streams([torch.device(slot) for slot in slots])
-    return SumsOfPass(len(slots) if count is None else count, computing)
+    summed = PassGradients(parameter for unit in units for parameter in unit.parameters)
+    return SumsOfPass(len(slots) if count is None else count, computing, summed)
 
 
 def grads(slot: int, slots: Sequence[Any], unit: Unit, factor: float = 1.0) -> list[Tensor]:
@@ -46,6 +47,12 @@ def run_pass(
     unit.gradients.end_pass(sums)
     sums.wait_for_sums()
     return found
+
+
+def fail_pass(unit: Unit, sums: SumsOfPass) -> None:
+    """The pass ends in an error."""
+    unit.gradients.end_pass(None)
+    sums.drop_all()
 
 
 def run_all(unit: Unit, slots: Sequence[Any], factor: float = 1.0) -> list[bool | None]:
@@ -180,8 +187,7 @@ class TestWithoutSynchronisation:
         sums = begin(slots)
         for slot in deliver:
             unit.gradients.deliver(slot, grads(slot, slots, unit, 5.0), sums)
-        unit.gradients.end_pass(None)
-        sums.drop_all()
+        fail_pass(unit, sums)
         run_all(unit, slots, 2.0)
         has_failed_ones = len(deliver) == 3 and not is_offloaded
         assert_sums(unit, [888, 1776] if has_failed_ones else [333, 666])
@@ -193,8 +199,7 @@ class TestWithoutSynchronisation:
             patch.setattr(UnitSums, "_end_sum", _no_room)
             with pytest.raises(torch.OutOfMemoryError):
                 unit.gradients.end_pass(sums)
-        unit.gradients.end_pass(None)
-        sums.drop_all()
+        fail_pass(unit, sums)
         unit.gradients.refuse_lost()  # nothing was added
         run_pass(unit, slots, {})
         assert_sums(unit, [111, 222])
@@ -213,8 +218,7 @@ class TestWithoutSynchronisation:
             patch.setattr(UnitSums, "_end_sum", second_has_no_room)
             with pytest.raises(torch.OutOfMemoryError):
                 unit.gradients.end_pass(sums)
-        unit.gradients.end_pass(None)
-        sums.drop_all()
+        fail_pass(unit, sums)
         for parameter in unit.parameters:
             with pytest.raises(RuntimeError, match="zero_grad"):
                 unit.gradients.refuse_lost()
@@ -253,10 +257,27 @@ class TestAFailedPass:
     def test_drops_what_waits_for_other_slots(self, unit, slots):
         sums = begin(slots)
         unit.gradients.deliver(0, grads(0, slots, unit), sums)
-        unit.gradients.end_pass(None)
-        sums.drop_all()
+        fail_pass(unit, sums)
         run_all(unit, slots)
         assert_sums(unit, [111, 222])
+
+    def test_leaves_no_gradient_where_there_was_none(self, unit, slots):
+        """The user may have zeroed all gradients before the last thread of the pass has summed."""
+        sums = begin(slots, units=[unit])
+        for slot in range(len(slots)):
+            unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
+        fail_pass(unit, sums)
+        assert all(parameter.grad is None for parameter in unit.parameters)
+
+    def test_leaves_zeros_where_gradients_were_zeroed_in_place(self, unit, slots):
+        run_all(unit, slots)
+        sums = begin(slots, units=[unit])
+        for parameter in unit.parameters:
+            parameter.grad.zero_()
+        for slot in range(len(slots)):
+            unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
+        fail_pass(unit, sums)
+        assert all((parameter.grad.full_tensor() == 0).all() for parameter in unit.parameters)
 
 
 class TestDtypes:
@@ -338,8 +359,7 @@ class TestOrders:
         sums = begin(slots)
         for slot in (0, 1, 2, 0):
             unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
-        unit.gradients.end_pass(None)
-        sums.drop_all()
+        fail_pass(unit, sums)
         check_clocks()
 
     @pytest.mark.parametrize("deliver", [[0], [0, 1, 2]], ids=str)

@@ -33,7 +33,8 @@ class Ended:
         def note_lost(computing: Any) -> None:
             self.told.append((name, "lost"))
 
-        return SimpleNamespace(gradients=SimpleNamespace(end_pass=end_pass, note_lost=note_lost), is_last_backward=True)
+        gradients = SimpleNamespace(end_pass=end_pass, note_lost=note_lost)
+        return SimpleNamespace(gradients=gradients, is_last_backward=True, parameters=[])
 
     def note_backward_returned(self) -> None:
         self.told.append("returned")
