@@ -34,10 +34,14 @@ class StandIns:
         self._make, self._is_traced = make, is_traced
         # The keys are ids of functions. A stand-in keeps its function alive, so nothing else gets the id meanwhile.
         self._made: weakref.WeakValueDictionary[int, FunctionType] = weakref.WeakValueDictionary()
+        self._last: FunctionType | None = None  # held, as a model is called again and again
 
     def of(self, function: Any) -> FunctionType:
         """Returns the stand-in for ``function``."""
-        return self._made.get(id(function)) or self._made.setdefault(id(function), self._new(function))
+        made = self._made.get(id(function)) or self._made.setdefault(id(function), self._new(function))
+        if getattr(function, "__closure__", None) is None:  # else it would keep other objects alive
+            self._last = made
+        return made
 
     def _new(self, function: Any) -> FunctionType:
         made = self._make(function)

@@ -7,16 +7,15 @@ assigned to attributes is not there in the next call: such replicas are dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from operator import is_
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from dataparallel._torch import HOOK_TABLES
 from dataparallel.comm.streams.arrivals import Arrivals, ExpectedArrivals
 from dataparallel.replicas.build import build_replica
 from dataparallel.replicas.plan import ModulePlan
+from dataparallel.replicas.tree_state import Contents, TreeState
 
 
 class PersistentReplicas:
@@ -86,41 +85,30 @@ class Lease(list[Any]):
 
 
 class _Tables:
-    """The attributes and registries of the modules of one replica, as they were when it was built."""
+    """The modules of one replica, as they were when it was built, and the tensors in their registries."""
 
     def __init__(self, plan: ModulePlan, replica: nn.Module) -> None:
-        self._modules = [replica.get_submodule(entry.name) for entry in plan.entries]
-        self._classes = [*map(type, self._modules)]
-        self._own = [*map(vars, self._modules)]
-        self._names = [*chain.from_iterable(self._own)]
-        self._values = [*chain.from_iterable(map(dict.values, self._own))]
-        self._children = [own["_modules"] for own in self._own if own["_modules"]]
-        self._items_of_children = [*chain.from_iterable(map(dict.items, self._children))]
-        self._sets = [(names, names.copy()) for own in self._own if (names := own["_non_persistent_buffers_set"])]
-        self._empty = [own[name] for own in self._own for name in HOOK_TABLES]
-        self._empty += [own["_modules"] for own in self._own if not own["_modules"]]
-        self._registries = [
-            (own[name], [*positions.items()])
-            for own, entry in zip(self._own, plan.entries, strict=True)
-            for name, positions in (("_parameters", entry.parameters), ("_buffers", entry.buffers))
+        modules = [replica.get_submodule(entry.name) for entry in plan.entries]
+        self._state = TreeState(modules, ["_modules"])
+        self._registries = [vars(module)[name] for module in modules for name in ("_parameters", "_buffers")]
+        self._positions = [
+            [*positions.items()] for entry in plan.entries for positions in (entry.parameters, entry.buffers)
         ]
+        self._tensors: list[Any] = []
+        self._filled = Contents([])
 
     def fill(self, tensors: list[Any]) -> None:
         """Puts ``tensors``, by position in the plan, into the registries."""
-        for registry, positions in self._registries:
+        is_same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+        if is_same and self._filled.are_in(self._registries):
+            return
+        for registry, positions in zip(self._registries, self._positions, strict=True):
             if len(registry) != len(positions):
                 registry.clear()
             for name, position in positions:
                 registry[name] = tensors[position]
+        self._tensors, self._filled = tensors, Contents(self._registries)
 
     def are_unchanged(self) -> bool:
         """True if classes, attributes, children and hooks are what they were. Tensors may be others."""
-        return (
-            all(map(is_, map(type, self._modules), self._classes))
-            and all(map(is_, map(vars, self._modules), self._own))
-            and [*chain.from_iterable(self._own)] == self._names
-            and all(map(is_, chain.from_iterable(map(dict.values, self._own)), self._values))
-            and [*chain.from_iterable(map(dict.items, self._children))] == self._items_of_children
-            and all(names == before for names, before in self._sets)
-            and not any(self._empty)
-        )
+        return self._state.is_unchanged()
