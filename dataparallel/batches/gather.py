@@ -155,7 +155,8 @@ def _joined_tensors(outputs: list[Any], joins: _Joins, path: str) -> Tensor:
         raise ValueError(f"cannot gather {path}: {problem.replace('tensor', 'replica')}")
     if ragged.is_ragged(outputs[0]):
         return ragged.joined(outputs, joins.target, joins.offsets)
-    joined = Gather.apply(joins.target, dim, *(joins.of_one_node.get(id(output), output) for output in outputs))
+    join = Gather.apply if torch.is_grad_enabled() else Gather.unrecorded
+    joined = join(joins.target, dim, *(joins.of_one_node.get(id(output), output) for output in outputs))
     return joined if joins.combine is None or outputs[0].dim() > 0 else joins.combine(joined)
 
 

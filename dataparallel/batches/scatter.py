@@ -214,7 +214,8 @@ class _Splitter:
             assert self.sizes is not None
             if is_ragged:
                 return self.ragged.chunks(tensor, self.sizes)
-            return Scatter.apply(self.slots, self.sizes, self.dim, tensor)
+            split = Scatter.apply if torch.is_grad_enabled() else Scatter.unrecorded
+            return split(self.slots, self.sizes, self.dim, tensor)
         copies = self.ragged.copies(tensor) if is_ragged else Broadcast.apply(self.slots, tensor)
         for copy in copies:
             if tensor.dim() > 0:
