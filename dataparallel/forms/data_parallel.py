@@ -297,7 +297,8 @@ class _FreshCopies(ReplicaMaker):
         return self._wrapper.module
 
     def check(self, slots: Sequence[torch.device]) -> None:
-        check_placement(self.source(), slots[0])
+        if not self.kept.has_frozen:
+            check_placement(self.source(), slots[0])
 
     def alone(self, method: Method) -> Callable[..., Any]:
         compiled = self._wrapper._compile

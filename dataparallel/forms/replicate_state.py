@@ -87,7 +87,10 @@ class ReplicateState(StateOnSlots):
 
     def check(self, slots: Sequence[torch.device]) -> None:
         """Checks that parameters and buffers are on the first slot, except ignored ones."""
-        check_placement(self.source(), slots[0], self._twin_info.ignored_modules, self._twin_info.ignored_parameters)
+        if not self.kept.has_frozen:
+            check_placement(
+                self.source(), slots[0], self._twin_info.ignored_modules, self._twin_info.ignored_parameters
+            )
 
     def needs_no_replica(self) -> bool:
         """Returns False for a recorded call whose gradients go to other machines or to a hook: replicas send them."""

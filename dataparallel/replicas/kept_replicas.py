@@ -88,6 +88,11 @@ class KeptReplicas:
         """True while a ``frozen`` block is open."""
         return self._frozen_blocks > 0
 
+    @property
+    def has_frozen(self) -> bool:
+        """True inside a ``frozen`` block that has replicas: the source is not read again."""
+        return self.is_frozen and bool(self._frozen_sets)
+
     def clear(self) -> None:
         """Drops everything."""
         with self._lock:
