@@ -318,6 +318,7 @@ class Call:
                 self._holds = []
             else:  # a failed call has no output; its holds live as long as its traceback
                 hold_by_output(self._cycles, ())
+                self.kept.drop_modules()
         finally:
             self.reads.wait_for_copies()
             self._form_split.end_call(self.balanced, kind is not None)

@@ -297,7 +297,7 @@ class _FreshCopies(ReplicaMaker):
         return self._wrapper.module
 
     def check(self, slots: Sequence[torch.device]) -> None:
-        if not self.kept.has_frozen:
+        if len(slots) == 1:
             check_placement(self.source(), slots[0])
 
     def alone(self, method: Method) -> Callable[..., Any]:

@@ -86,8 +86,8 @@ class ReplicateState(StateOnSlots):
             self._agreement.signal_failure(error)
 
     def check(self, slots: Sequence[torch.device]) -> None:
-        """Checks that parameters and buffers are on the first slot, except ignored ones."""
-        if not self.kept.has_frozen:
+        """Checks that parameters and buffers are on the only slot, except ignored ones."""
+        if len(slots) == 1:
             check_placement(
                 self.source(), slots[0], self._twin_info.ignored_modules, self._twin_info.ignored_parameters
             )

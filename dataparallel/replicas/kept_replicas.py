@@ -24,8 +24,8 @@ from dataparallel.forks import in_forked_child
 from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.persistent import Lease, PersistentReplicas
-from dataparallel.replicas.placement import refuse_script_constants
-from dataparallel.replicas.plan import ModulePlan
+from dataparallel.replicas.placement import placement_error, refuse_script_constants
+from dataparallel.replicas.plan import ModulePlan, names_of
 from dataparallel.replicas.replicate import build_replicas
 from dataparallel.replicas.snapshot import TreeSnapshot
 from dataparallel.replicas.tensor_stores import FreshCopies, TensorStore, constant_copies
@@ -88,15 +88,15 @@ class KeptReplicas:
         """True while a ``frozen`` block is open."""
         return self._frozen_blocks > 0
 
-    @property
-    def has_frozen(self) -> bool:
-        """True inside a ``frozen`` block that has replicas: the source is not read again."""
-        return self.is_frozen and bool(self._frozen_sets)
-
     def clear(self) -> None:
         """Drops everything."""
         with self._lock:
             self._clear()
+
+    def drop_modules(self) -> None:
+        """Drops the modules of replicas that stay: a failed call may have left activations on them."""
+        with self._lock:
+            self._tensors.replicas = None
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -121,8 +121,8 @@ class KeptReplicas:
         """Returns replicas for ``slots``, as `dataparallel.replicate` makes them.
 
         Raises:
-            RuntimeError: the tree cannot be replicated; the message names the module. A call inside `frozen` records a
-                graph.
+            RuntimeError: the tree cannot be replicated, or a tensor is not on the first slot; the message names the
+                module or the tensor. A call inside `frozen` records a graph.
         """
         record = torch.is_grad_enabled()
         with self._lock:
@@ -147,6 +147,7 @@ class KeptReplicas:
             if kept.is_free and kept.serves(network, slots):
                 return kept.lease(len(slots))
         plan = self._make_plan(network)
+        _check_placement(plan, slots[0])
         refuse_script_constants(plan, slots)
         copies = constant_copies(plan, slots, cap_bytes)
         new_set = _FrozenSet(network, slots, build_replicas(plan, copies, False, None), plan)
@@ -163,6 +164,7 @@ class KeptReplicas:
             self._snapshot = None
             plan = self._make_plan(network)
             self._snapshot = TreeSnapshot(plan) if plan.is_plain else None
+        _check_placement(plan, slots[0])
         refuse_script_constants(plan, slots)
         arrivals = arrivals_for(slots, plan.tensors)
         copies = self._tensors.for_call(plan, slots, cap_bytes, record, arrivals)
@@ -174,6 +176,13 @@ class KeptReplicas:
         if replicas is None or not replicas.serves(plan, len(slots), arrivals):
             replicas = self._tensors.replicas = PersistentReplicas(plan, copies, arrivals)
         return replicas.lease(copies, arrivals)
+
+
+def _check_placement(plan: ModulePlan, root: torch.device) -> None:
+    for i, tensor in enumerate(plan.tensors):
+        if tensor.device != root:
+            kind = "parameter" if i in plan.parameters else "buffer"
+            raise placement_error(f"{kind} {names_of(plan)[i]!r}", tensor, root)
 
 
 class _FrozenSet:

@@ -22,8 +22,8 @@ class PersistentReplicas:
     """Replicas for as many slots as there are lists of tensors in ``copies``.
 
     They serve one call at a time. Graphs are not waited for: like the source itself, a replica may run for another call
-    before the backward of the last one. Whether a replica has changed is asked twice: at the end of a call, to free
-    what ``forward`` has left, and before the next, because code that refers to the replica may have changed it since.
+    before the backward of the last one. What ``forward`` assigns to attributes stays until the next call, as it does on
+    one device. Then replicas that have changed are dropped. Those of a failed call are dropped at its end.
 
     Args:
         arrivals: of the first call; ``None`` if its parameters are there already.
@@ -59,11 +59,8 @@ class PersistentReplicas:
         return Lease(self._replicas[: len(copies)], self)
 
     def end_lease(self) -> None:
-        """Lets other calls lease the replicas, or drops them, with all that ``forward`` has left on one of them."""
-        if all(tables.are_unchanged() for tables in self._tables):
-            self._is_leased = False
-        else:
-            self._replicas, self._tables = [], []
+        """Lets another call lease the replicas."""
+        self._is_leased = False
 
 
 class _Owner(Protocol):

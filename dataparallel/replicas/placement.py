@@ -31,6 +31,8 @@ def check_placement(
 ) -> None:
     """Checks every parameter and buffer, except ``ignored_parameters`` (ids) and tensors of ``ignored_modules``.
 
+    For a module that runs without replicas. Where replicas are made, `KeptReplicas` checks the tensors of their plan.
+
     Raises:
         RuntimeError: a tensor is not on ``root``; the message names the tensor and says what to call.
     """
@@ -43,7 +45,7 @@ def check_placement(
         for registry in (submodule._parameters, submodule._buffers):
             for tensor in registry.values():
                 if tensor is not None and tensor.device != root and id(tensor) not in ignored_parameters:
-                    raise _placement_error(_name_of(tensor, module), tensor, root)
+                    raise placement_error(_name_of(tensor, module), tensor, root)
         modules += (child for child in submodule._modules.values() if child is not None)
 
 
@@ -52,7 +54,8 @@ def _name_of(tensor: Tensor, module: nn.Module) -> str:
     return next(f"{kind} {name!r}" for kind, tensors in named for name, each in tensors if each is tensor)
 
 
-def _placement_error(tensor_name: str, tensor: Tensor, root: torch.device) -> RuntimeError:
+def placement_error(tensor_name: str, tensor: Tensor, root: torch.device) -> RuntimeError:
+    """Returns the error for a tensor that is not on ``root``."""
     # People search for torch.nn.DataParallel's message, so this one begins in the same words.
     first_sentence = (
         f"module must have its parameters and buffers on device {root} (device_ids[0]) but found one of them "
