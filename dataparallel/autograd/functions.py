@@ -176,8 +176,9 @@ class Scatter(Node):
         devices: Sequence[DeviceLike], chunk_sizes: Sequence[int] | None, dim: int, tensor: Tensor
     ) -> tuple[Tensor, ...]:
         """Returns what ``apply`` does, without a node: faster where no graph is recorded."""
-        # These are aliases, because autograd forbids in-place changes of views that a function returns.
-        return tuple(alias(part, k) for k, part in enumerate(comm.scatter(tensor, devices, chunk_sizes, dim)))
+        chunks = comm.scatter(tensor, devices, chunk_sizes, dim)
+        # Chunks that stay are views. Autograd forbids in-place changes of views that a function returns.
+        return tuple(alias(part, k) if part.device == tensor.device else part for k, part in enumerate(chunks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
