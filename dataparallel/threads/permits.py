@@ -1,17 +1,16 @@
 """`PermitChooser` chooses how many replicas run Python at a time, by timing a form's calls.
 
-Launch-bound models are fastest with one or two permits, compute-bound models with as many as there are cores or device
-queues. A model that waits inside ``forward`` needs one permit for each slot. So the first calls of each *situation* try
-the numbers 1, 2, 4, ..., and later calls use the best number. Results of the model do not depend on the number.
+Launch-bound models are fastest with one or two permits if Python has a lock, and with as many as there are cores if it
+has none. Compute-bound models want as many as there are cores or device queues. A model that waits inside ``forward``
+needs one permit for each slot. So the first calls of each *situation* try the numbers of ``permit_numbers``, and later
+calls use the best number. Results of the model do not depend on the number.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -22,14 +21,15 @@ from dataparallel import _torch
 from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.streams.current import DeviceClock, Marks
 from dataparallel.devices import CPU
+from dataparallel.threads.permit_numbers import Numbers, numbers_for
 from dataparallel.threads.situations import Chooser, ChoosingCall, Situation, lower_third
 
 TENSORS, VALUES = 8, 64  # the size of a call comes from so many tensors, among so many of a replica's inputs
 
 SAMPLES = 6  # a number that may be the best is measured so many times
 MAY_WIN = (1.8, 1.3, 1.1)  # after 1, 2 and more samples, a number is out if its time is more than this times the best
-HOPELESS = 2.5  # if a number takes this many times as long as the best, the first search tries no smaller numbers
-TIE = 1.03  # of numbers with times within this ratio the smallest is chosen: it needs fewer threads and less memory
+HOPELESS = 2.5  # if a number takes this many times as long as the best, the first search goes no further that way
+TIE = 1.03  # numbers with times within this ratio are equally good
 
 FIRST_CHECK = 200  # a choice is checked the first time after so many calls
 
@@ -92,7 +92,7 @@ class PermitChooser(Chooser["_Situation", int]):
             self.largest = max(self.largest, at_once)
             self._read_marks()
             kind = (kind, at_once)
-            situation = self._situation(kind, size, lambda start: _Situation(_ladder(at_once), start))
+            situation = self._situation(kind, size, lambda start: _Situation(numbers_for(at_once), start))
             call = CallPermits(kind, situation)
             self._note_begin(call)
             if at_once in self._need_all_permits:
@@ -128,7 +128,7 @@ class PermitChooser(Chooser["_Situation", int]):
                 return
             if stalled and situation.shortest < math.inf:
                 # No replica takes several times as long as a whole call did, so replicas must wait for each other.
-                self._need_all_permits.add(situation.ladder[-1])
+                self._need_all_permits.add(situation.numbers.ladder[-1])
             elif call.is_measured and not stalled and before and after:
                 situation.has_unread_time, call.host_seconds = True, seconds
                 self._unread.append((call, before, after))
@@ -154,9 +154,9 @@ class PermitChooser(Chooser["_Situation", int]):
 class _Situation(Situation):
     """The measured times of one situation for each number of permits, and the choice that follows from them."""
 
-    def __init__(self, ladder: tuple[int, ...], start: int | None) -> None:
+    def __init__(self, numbers: Numbers, start: int | None) -> None:
         super().__init__(FIRST_CHECK)
-        self.ladder = ladder  # the numbers to choose from
+        self.numbers = numbers  # to choose from
         self.shortest = math.inf  # seconds of the host in the shortest call with any number
         self.has_unread_time = False  # a call has been measured, and its time has not been read
         self._start = start  # the choice for a similar situation, later the last choice for this situation
@@ -170,7 +170,7 @@ class _Situation(Situation):
             return self._start
         if self._times:
             return self._best()
-        return self.ladder[-1] if self._start is None else self._start
+        return self.numbers.first if self._start is None else self._start
 
     def stall_timeout(self) -> float:
         return STALL_TIMEOUT if self.shortest == math.inf else max(STALL_TIMEOUT, STALL_CALLS * self.shortest)
@@ -191,7 +191,7 @@ class _Situation(Situation):
         if self._next_number() is not None:
             return False
         limit = TIE * self._time(self._best())
-        self._start = min(number for number in self._times if self._time(number) <= limit)
+        self._start = self.numbers.choice_among(number for number in self._times if self._time(number) <= limit)
         self._is_decided = True
         self._note_decision()
         return True
@@ -206,16 +206,18 @@ class _Situation(Situation):
 
     def _numbers_to_try(self) -> Iterator[int]:
         if self._start is None:
-            for number in reversed(self.ladder):
-                yield number
-                if number in self._times and self._time(number) > HOPELESS * self._time(self._best()):
-                    return
+            for direction in self.numbers.in_order_of_search():
+                for number in direction:
+                    yield number
+                    if number in self._times and self._time(number) > HOPELESS * self._time(self._best()):
+                        break
         else:
             # Hill climbing from the start: the best number so far, then its neighbours.
-            place = self.ladder.index(self._best() if self._times else self._start)
-            yield self.ladder[place]
-            yield from self.ladder[place + 1 : place + 2]
-            yield from self.ladder[max(0, place - 1) : place]
+            ladder = self.numbers.ladder
+            place = ladder.index(self._best() if self._times else self._start)
+            yield ladder[place]
+            yield from ladder[place + 1 : place + 2]
+            yield from ladder[max(0, place - 1) : place]
 
     def _may_win(self, number: int) -> bool:
         samples = len(self._times[number])
@@ -226,14 +228,6 @@ class _Situation(Situation):
 
     def _time(self, number: int) -> float:
         return lower_third(self._times[number])
-
-
-@lru_cache
-def _ladder(at_once: int) -> tuple[int, ...]:
-    """Returns the numbers to choose from if ``at_once`` replicas can run at a time, smallest first."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    powers = {2**exponent for exponent in range(at_once.bit_length())}
-    return tuple(sorted(number for number in {*powers, cores, at_once} if number <= at_once))
 
 
 def kind_of_call(module: Any, slots: Sequence[torch.device]) -> Hashable:

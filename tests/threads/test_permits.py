@@ -236,20 +236,6 @@ def test_what_is_remembered_is_bounded() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("at_once", "numbers"),
-    [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8)), (32, (1, 2, 4, 8, 16, 32))],
-)
-def test_which_numbers_there_are_to_choose_from(at_once: int, numbers: tuple) -> None:
-    assert permits._ladder(at_once) == numbers
-
-
-def test_the_number_of_cores_is_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(permits.os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    assert permits._ladder(8) == (1, 2, 4, 6, 8)
-    permits._ladder.cache_clear()
-
-
 def test_batches_padded_to_many_lengths_are_a_few_sizes() -> None:
     sizes = {size_of((torch.empty(4, length),), {}) for length in range(64, 512)}
     assert len(sizes) <= 13
