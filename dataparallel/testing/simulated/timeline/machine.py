@@ -32,35 +32,53 @@ class Host:
     launch costs `measured` times the host seconds that were recorded for it instead, for Python threads all of them
     under the lock.
 
+    With `cores` Python has no lock. A launch of a Python thread then keeps its thread busy for as long, and so many of
+    these threads are busy at a time.
+
     Attributes:
         lock: seconds.
         rest: seconds.
         backward: seconds.
         measured: a factor, or None.
+        cores: how many Python threads run at a time; None where Python has a lock.
 
     Raises:
-        TypeError: for anything but numbers.
-        ValueError: for a negative or infinite number.
+        TypeError: for anything but numbers, and for `cores` that are no int.
+        ValueError: for a negative or infinite number, and for less than one core.
     """
 
     lock: float = 3e-6
     rest: float = 4e-6
     backward: float = 5e-6
     measured: float | None = None
+    cores: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("lock", "rest", "backward"):
             _check(f"Host.{name}", getattr(self, name), zero=True)
         if self.measured is not None:
             _check("Host.measured", self.measured, zero=True)
+        if self.cores is not None:
+            if isinstance(self.cores, bool) or not isinstance(self.cores, int):
+                raise TypeError(f"Host.cores is a number of cores, an int; got {self.cores!r}")
+            if self.cores < 1:
+                raise ValueError(f"Host.cores is 1 or more; got {self.cores}")
 
     @classmethod
     def free(cls) -> Host:
         """A host whose launches cost nothing."""
         return cls(0.0, 0.0, 0.0)
 
+    def without_lock(self, cores: int) -> Host:
+        """The same host with a free-threaded Python, whose launches take as long."""
+        return replace(self, cores=cores)
+
     def cost(self, launch: Launch) -> tuple[float, float]:
-        """Seconds under the interpreter lock, and seconds after it."""
+        """Seconds under the interpreter lock, or on a core where there is none, and seconds after it."""
+        locked, rest = self._cost(launch)
+        return (locked, rest) if self.cores is None or launch.in_backward else (locked + rest, 0.0)
+
+    def _cost(self, launch: Launch) -> tuple[float, float]:
         if self.measured is not None:
             seconds = self.measured * launch.host_seconds
             return (0.0, seconds) if launch.in_backward else (seconds, 0.0)

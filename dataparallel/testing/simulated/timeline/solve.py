@@ -121,8 +121,8 @@ class Bound(NamedTuple):
 
     Attributes:
         kind: what starts is bound by ``stream``, ``wait``, ``link`` or ``host`` (it has only just reached the device).
-            What is issued is bound by ``thread`` (the launch before), ``lock``, ``host wait``, ``order`` (another
-            thread issues first) or ``begin`` (nothing).
+            What is issued is bound by ``thread`` (the launch before), ``lock`` (or a core, where Python has no lock),
+            ``host wait``, ``order`` (another thread issues first) or ``begin`` (nothing).
         launch: the launch that ended, or was issued, at that time. For ``host`` it is the launch itself, for ``begin``
             -1.
         link: the link, for ``link``.
@@ -142,7 +142,8 @@ class Solution:
         machine: where.
         order: the host order.
         issue: when the host begins to issue it.
-        released: when the interpreter lock is free again; when it was issued, for launches that hold no lock.
+        released: when the interpreter lock, or the core, is free again; when it was issued, for launches that hold
+            none.
         reached: when it has reached the device, and its thread is free again.
         ready: when its stream is free and it has reached the device.
         start: when the device starts it.
@@ -195,6 +196,7 @@ class _Solver:
         self.issue_bound, self.start_bound = ([Bound("begin", -1)] * count for _ in range(2))
         self.last_of_thread: dict[int, int] = {}
         self.last_under_lock: int | None = None
+        self.last_of_python: dict[int, int] = {}  # for each Python thread
         # For each link the latest ends, as many as it serves at a time, the first of them on top.
         self.latest: dict[str, list[tuple[float, int]]] = {link: [] for link in machine.wiring.links}
 
@@ -231,15 +233,25 @@ class _Solver:
         if own is not None and self.reached[own] > time:
             time, bound = self.reached[own], Bound("thread", own)
         if not launch.in_backward:
-            holder = self.last_under_lock
+            holder = self._holder(launch.thread)
             if holder is not None and self.released[holder] > time:
                 time, bound = self.released[holder], Bound("lock", holder)
-            self.last_under_lock = index
+            self.last_under_lock = self.last_of_python[launch.thread] = index
         self.last_of_thread[launch.thread] = index
         locked, rest = self.machine.host.cost(launch)
         self.issue[index], self.issue_bound[index] = time, bound
         self.released[index] = time + locked
         self.reached[index] = time + locked + rest
+
+    def _holder(self, thread: int) -> int | None:
+        """The launch after which a Python thread can have the lock, or a core."""
+        cores = self.machine.host.cores
+        if cores is None:
+            return self.last_under_lock
+        others = [launch for other, launch in self.last_of_python.items() if other != thread]
+        if len(others) < cores:
+            return None
+        return sorted(others, key=self.released.__getitem__)[-cores]
 
     def _run(self, launch: Launch) -> None:
         index, before = launch.index, self.before[launch.index]

@@ -24,6 +24,7 @@ def joined(paths: dict, **links) -> Wiring:
 REFUSED = [
     *((lambda n=n, v=v: Host(**{n: v}), rf"Host\.{n} is 0 or more, and finite; got")
       for n in ("lock", "rest", "backward", "measured") for v in (-1e-6, math.inf, math.nan)),
+    (lambda: Host(cores=0), r"Host\.cores is 1 or more; got 0"),
     *((lambda v=v: Path(v, 0, ()), r"Path\.bandwidth is more than 0") for v in (0, -1, math.nan)),
     (lambda: Path(1, -1, ()), r"Path\.latency is 0 or more"),
     (lambda: Path(1, 0, ("0 out", "0 out")), "occupies a link once"),
@@ -42,6 +43,8 @@ REFUSED = [
 ]  # fmt: skip
 OF_ANOTHER_TYPE = [
     (lambda: Host(rest="3e-6"), r"Host\.rest is a number; got"),
+    (lambda: Host().without_lock(cores=2.0), r"Host\.cores is a number of cores, an int; got 2\.0"),
+    (lambda: Host(cores=True), r"Host\.cores is a number of cores, an int; got True"),
     (lambda: Host(rest=True), r"Host\.rest is a number; got"),
     (lambda: Path(1, 0, "0 out"), r"Path\.links is a tuple of names; got '0 out'"),
     (lambda: joined(paths(to_1=5)), "from 0 to 1: this takes a Path; got 5"),

@@ -74,6 +74,23 @@ class TestHost:
         assert result.time == 23
         assert [thread.for_others for thread in result.threads] == [2, 2, 2]
 
+    @pytest.mark.parametrize(("cores", "starts"), [(3, [7, 7, 7, 14]), (2, [7, 7, 14, 14]), (1, [7, 14, 21, 28])])
+    def test_without_a_lock_as_many_threads_issue_as_there_are_cores(self, cores, starts):
+        program = Program()
+        for thread in (0, 1, 2):
+            program.kernel((0, thread), 1, thread=thread)
+        program.kernel((0, 0), 1, thread=0)
+        result = run(program, machine(1, host=Host(3, 4, 5).without_lock(cores)))
+        assert sorted(result.start) == starts
+
+    def test_a_thread_that_is_ahead_keeps_one_core_only(self):
+        program = Program()
+        for _ in range(4):
+            program.kernel((0, 0), 1, thread=0)
+        program.kernel((0, 1), 1, thread=1)
+        result = run(program, machine(1, host=Host(3, 4, 5).without_lock(2)))
+        assert result.start == [7, 14, 21, 28, 7]
+
     def test_threads_of_a_backward_pass_hold_no_lock(self):
         program = Program()
         for _ in range(2):

@@ -89,7 +89,7 @@ def wirings(draw: st.DrawFn) -> Wiring:
 
 @st.composite
 def machines(draw: st.DrawFn) -> Machine:
-    host = Host(draw(costs), draw(costs), draw(costs), draw(st.none() | costs))
+    host = Host(draw(costs), draw(costs), draw(costs), draw(st.none() | costs), draw(st.none() | st.integers(1, 3)))
     flops = {"float32": draw(rates)}
     return Machine("drawn", DEVICES, flops, draw(rates), draw(costs), draw(wirings()), host)
 
@@ -115,8 +115,13 @@ def better(draw: st.DrawFn, machine: Machine) -> Machine:
         machine.memory_bandwidth * by(),
         machine.kernel_latency / by(),
         Wiring(links, paths),
-        Host(host.lock / by(), host.rest / by(), host.backward / by(), measured),
+        Host(host.lock / by(), host.rest / by(), host.backward / by(), measured, more_cores(host, draw(st.booleans()))),
     )
+
+
+def more_cores(host: Host, one_more: bool) -> int | None:
+    """A lock stays one: without it a launch keeps a core for longer than the lock."""
+    return None if host.cores is None else host.cores + one_more
 
 
 def fair_merge(recording: Recording) -> list[int]:
@@ -147,15 +152,18 @@ def test_each_time_is_the_latest_of_what_it_waits_for(recording, machine):
     solution = schedule(recording, machine).solution
     before, order = stream_before(recording), fair_merge(recording)
     own: dict[int, float] = {}
-    unlocked = 0.0
+    released: dict[int, float] = {}  # by Python thread
     ends: dict[str, list[float]] = {link: [] for link in machine.wiring.links}
     for index in order:
         launch = recording.launches[index]
         on_stream = [] if before[index] is None else [before[index]]
+        at_a_time = machine.host.cores or 1
+        own_too = machine.host.cores is None
+        busy = sorted(time for thread, time in released.items() if own_too or thread != launch.thread)
         issue = max(
             [
                 own.get(launch.thread, 0.0),
-                0.0 if launch.in_backward else unlocked,
+                0.0 if launch.in_backward or len(busy) < at_a_time else busy[-at_a_time],
                 *(solution.end[other] for other in launch.host_waits),
                 *(solution.issue[other] for other in (*launch.issued_after, *launch.waits, *on_stream)),
             ]
@@ -165,7 +173,7 @@ def test_each_time_is_the_latest_of_what_it_waits_for(recording, machine):
         assert (solution.issue[index], solution.reached[index]) == (issue, reached)
         own[launch.thread] = reached
         if not launch.in_backward:
-            unlocked = issue + locked
+            released[launch.thread] = issue + locked
         links = machine.wiring.paths[launch.copy].links if launch.copy else ()
         free = [sorted(ends[link])[-machine.wiring.links[link]] for link in links if link_is_full(ends, machine, link)]
         start = max([reached, *(solution.end[other] for other in (*launch.waits, *on_stream)), *free])
@@ -206,6 +214,17 @@ def test_links_never_serve_more_copies_than_they_can(recording, machine):
 
 
 @given(recordings(), machines())
+def test_no_more_python_threads_are_busy_than_there_are_cores(recording, machine):
+    result = schedule(recording, machine)
+    changes: list[tuple[float, int]] = []
+    for launch in recording.launches:
+        issue, released = result.solution.issue[launch.index], result.solution.released[launch.index]
+        if not launch.in_backward and issue < released:
+            changes += [(issue, 1), (released, -1)]  # at one time what ends goes first
+    assert max(accumulate((change for _, change in sorted(changes)), initial=0)) <= (machine.host.cores or 1)
+
+
+@given(recordings(), machines())
 def test_a_step_is_not_shorter_than_what_one_of_its_parts_is_busy(recording, machine):
     result = schedule(recording, machine)
     enough = result.time * (1 + 1e-9) + 1e-12
@@ -217,7 +236,7 @@ def test_a_step_is_not_shorter_than_what_one_of_its_parts_is_busy(recording, mac
         locked, rest = machine.host.cost(launch)
         work[f"stream {launch.stream}"] += seconds
         work[f"thread {launch.thread}"] += locked + rest
-        work["lock"] += locked
+        work["lock"] += 0.0 if launch.in_backward else locked / (machine.host.cores or 1)
         for link in machine.wiring.paths[launch.copy].links if launch.copy else ():
             work[f"link {link}"] += seconds / machine.wiring.links[link]
         after = [*launch.waits, *([] if before[launch.index] is None else [before[launch.index]])]
