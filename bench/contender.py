@@ -5,13 +5,15 @@ module with the whole batch, by the module with the two halves of the batch in a
 which changes the module for good. ``python contender.py THREADS RANK FILE`` is one of two processes of
 ``DistributedDataParallel``, which find each other through FILE.
 
-`cpu_slots` starts the processes and talks to them. A command is a line on stdin, the answer is a line on stdout. A
-process that has no command waits for its stdin and takes no time from the others.
+`cpu_slots` starts the processes and talks to them. A command is a line on stdin, and a line on stdout says that it is
+done. Before that comes a line with what the step returns, as JSON, if it returns anything. A process that has no
+command waits for its stdin and takes no time from the others.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -31,9 +33,10 @@ SAMPLES_PER_SLOT = 8
 LENGTH = 64
 COLLECT = "collect garbage"
 SAVE = "save gradients "
+ANSWER = "answer "
 DONE = "done"
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def model() -> nn.Module:
@@ -90,7 +93,12 @@ def steps_of_a_rank(module: nn.Module, rank: int, file: str) -> dict[str, Step]:
     return {"ddp": step(nn.parallel.DistributedDataParallel(module), tokens, targets)}
 
 
-def obey(steps: Mapping[str, Step], save: Callable[[str], None]) -> None:
+def no_file(path: str) -> None:
+    """For processes whose steps answer all that is asked."""
+    raise ValueError(f"this process saves nothing; asked for {path}")
+
+
+def obey(steps: Mapping[str, Step], save: Callable[[str], None] = no_file) -> None:
     """Carries out the commands on stdin, until it is closed. ``save`` gets the path of a file."""
     gc.collect()
     gc.freeze()  # so that collections need not visit what torch has imported
@@ -101,8 +109,8 @@ def obey(steps: Mapping[str, Step], save: Callable[[str], None]) -> None:
             gc.collect()
         elif command.startswith(SAVE):
             save(command.removeprefix(SAVE))
-        else:
-            steps[command]()
+        elif (answer := steps[command]()) is not None:
+            print(ANSWER + json.dumps(answer))
         print(DONE, flush=True)
 
 

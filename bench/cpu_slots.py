@@ -1,11 +1,12 @@
 """Processes that make training steps: starts them, tells them what to do, and finds how much memory they hold.
 
-`contender` or `sharded_contender` is the script that they run. This module times and judges nothing. That is done by
-`test_cpu_slots.py`, `test_forms.py`, `test_sharded_speed.py` and their reports.
+`contender`, `sharded_contender` or `free_threads` is the script that they run. This module times and judges nothing.
+That is done by `test_cpu_slots.py`, `test_forms.py`, `test_sharded_speed.py`, `test_free_threads.py` and their reports.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from child_processes import environment
-from contender import COLLECT, DONE, SAVE
+from child_processes import environment_of
+from contender import ANSWER, COLLECT, DONE, SAVE
 
 SCRIPT = Path(__file__).with_name("contender.py")
 
@@ -34,14 +35,20 @@ class Contender:
 
     The processes take seconds to be ready; the first command waits for them. ``arguments`` has the arguments of
     ``script`` for each process, and ``variables`` are added to their environment. What the processes write to stderr
-    goes to files in ``folder``.
+    goes to files in ``folder``. ``python`` is the path of their interpreter: default this one.
 
     Raises:
         RuntimeError: a process has ended instead of answering. The message has what it wrote.
     """
 
     def __init__(
-        self, name: str, arguments: Sequence[Sequence[str]], folder: Path, script: Path = SCRIPT, **variables: str
+        self,
+        name: str,
+        arguments: Sequence[Sequence[str]],
+        folder: Path,
+        script: Path = SCRIPT,
+        python: str = sys.executable,
+        **variables: str,
     ) -> None:
         self._name = name
         self._errors = [folder / f"{name} {number}.txt" for number in range(len(arguments))]
@@ -53,8 +60,8 @@ class Contender:
                 with errors.open("w") as file:
                     self._processes.append(
                         subprocess.Popen(
-                            [sys.executable, str(script), *own],
-                            env=environment(**variables),
+                            [python, str(script), *own],
+                            env=environment_of(python, **variables),
                             stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE,
                             stderr=file,
@@ -89,8 +96,8 @@ class Contender:
             self._wait(self._processes)
             self._ready = True
 
-    def tell(self, command: str) -> None:
-        """All processes carry out the command. Returns when the last of them is done."""
+    def tell(self, command: str) -> list[Any]:
+        """All processes carry out the command. Returns when the last of them is done, with what they answer, if any."""
         self.wait_until_ready()
         for process in self._processes:
             try:
@@ -98,7 +105,7 @@ class Contender:
                 process.stdin.flush()  # type: ignore[union-attr]
             except BrokenPipeError as error:
                 raise RuntimeError(self._complaint()) from error
-        self._wait(self._processes)
+        return self._wait(self._processes)
 
     def collect_garbage(self) -> None:
         self.tell(COLLECT)
@@ -127,14 +134,18 @@ class Contender:
         """Bytes, see `memory_of`."""
         return memory_of([process.pid for process in self._processes])
 
-    def _wait(self, processes: Iterable[subprocess.Popen[str]]) -> None:
+    def _wait(self, processes: Iterable[subprocess.Popen[str]]) -> list[Any]:
+        answers = []
         for process in processes:
-            # Lines that a library prints to stdout are no answer.
+            # Other lines are printed to stdout by a library.
             for line in process.stdout:  # type: ignore[union-attr]
+                if line.startswith(ANSWER):
+                    answers.append(json.loads(line.removeprefix(ANSWER)))
                 if line == DONE + "\n":
                     break
             else:
                 raise RuntimeError(self._complaint())
+        return answers
 
     def _complaint(self) -> str:
         written = "\n".join(path.read_text() for path in self._errors)

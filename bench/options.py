@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ def add_options(parser: pytest.Parser) -> None:
         help="the folder for tables and plots (default: bench/latest, which git ignores); --results=bench/results "
         "replaces the results that are committed",
     )
+    group.addoption(
+        "--python",
+        action="append",
+        default=[],
+        dest="pythons",
+        metavar="PATH",
+        help="an interpreter to measure in test_free_threads.py; may come several times (default: this one)",
+    )
 
 
 def check_options(config: pytest.Config) -> None:
@@ -49,6 +58,11 @@ def is_short(config: pytest.Config) -> bool:
 def results_folder(config: pytest.Config) -> Path:
     """As an absolute path; a relative one is meant from where pytest was started."""
     return (config.invocation_params.dir / config.getoption("--results")).resolve()
+
+
+def pythons(config: pytest.Config) -> list[str]:
+    """The paths of the interpreters to measure."""
+    return config.getoption("pythons") or [sys.executable]
 
 
 def left_out(path: Path, config: pytest.Config) -> bool:

@@ -8,7 +8,6 @@ have torch's own functions for copies between devices.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 
 from dataparallel.devices import all_devices
 from dataparallel.testing import SimulationUnavailable, cuda, simulate
+from freed_memory import keep_freed_memory
 from reporting import Report
 
 SIMULATED = 8
@@ -88,21 +88,6 @@ def first_lines(message: str, most: int = 300) -> str:
 def slots_on(devices: Sequence[torch.device], count: int) -> list[torch.device]:
     """``count`` slots, dealt out in turn to the devices."""
     return [devices[slot % len(devices)] for slot in range(count)]
-
-
-def keep_freed_memory() -> None:
-    """Tells the C library, where it can be told, to keep freed memory, as the allocators of accelerators do.
-
-    Otherwise it gives large blocks back to the system, and the next ones come page by page, which takes longer than
-    filling them. Which sizes are affected depends on chance.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # not the GNU C library
-        return
-    trim_threshold, mmap_max = -1, -4  # their numbers in malloc.h
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(mmap_max, 0)
 
 
 def computing_devices(devices: list[torch.device]) -> int:

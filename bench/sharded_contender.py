@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from contender import SLOTS, batch, model, obey
 from dataparallel.testing import simulate
-from places import keep_freed_memory
+from freed_memory import keep_freed_memory
 from sharded_blocks import blocks_of, full_gradients, sharded
 
 CPU, SIMULATED, FSDP, DDP = "cpu", "simulated", "fsdp", "ddp"
