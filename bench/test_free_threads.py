@@ -54,9 +54,10 @@ def test_two_slots_with_and_without_a_lock(
         assert set(timed.seconds) == {*ways(timed.work), *([DDP] if with_ddp else [])}
     if benchmark.enabled:
         report.rows += summarise(found, decided=not short)
+        rounds, (start, _), (_, end) = len(found[0].seconds[ALONE]), found[0].loads, found[-1].loads
         report.notes.append(
-            f"{'; '.join(pythons_of(report.rows))}. {len(found[0].seconds[ALONE])} rounds. Load of the machine "
-            f"(average of a minute, in processes): {found[0].loads[0]:.1f} at the start, {found[-1].loads[-1]:.1f} at the end."
+            f"{'; '.join(pythons_of(report.rows))}. {rounds} rounds. Load of the machine (average of a minute, in "
+            f"processes): {start:.1f} at the start, {end:.1f} at the end."
         )
 
 
