@@ -131,6 +131,7 @@ def pythons_of(rows: Sequence[Row]) -> list[str]:
 def plot(rows: Sequence[Row], path: Path) -> None:
     """The time over that of one thread alone, against the number of operators: a column of axes for each Python."""
     names = list(dict.fromkeys(row.name for row in rows))
+    ways_in_order = list(dict.fromkeys(row.way for row in rows))
     works = [INFERENCE, TRAINING]
     with figure_for(path, (5.5 * len(names) + 2, 7), rows=2, columns=len(names), sharey="row") as figure:
         places = [(work, name) for work in works for name in names]
@@ -138,8 +139,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             own = [row for row in rows if (row.work, row.name) == (work, name)]
             for way in dict.fromkeys(row.way for row in own if row.way != ALONE):
                 line = [row for row in own if row.way == way]
-                style = "--" if way in (THREADS, DDP) else "-"
-                axes.plot([row.operators for row in line], [row.over_alone for row in line], f"o{style}", label=way)
+                style = "o--" if way in (THREADS, DDP) else "o-"
+                color = f"C{ways_in_order.index(way)}"  # the same in all axes
+                points = [row.operators for row in line], [row.over_alone for row in line]
+                axes.plot(*points, style, color=color, label=way)
             axes.axhline(BARS[work], color="grey", linewidth=1, linestyle=":")
             axes.set_title(f"{work}, Python {name}", fontsize="medium")
             axes.set_xlabel("operators")

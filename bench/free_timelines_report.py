@@ -17,8 +17,8 @@ is the same, and a launch takes a thread as long. With the lock one thread at a 
 it, up to {CORES} threads issue beside each other. What a free-threaded Python takes more for each line is not in it.
 
 model
-    "operators" are linear layers of width {WIDTH} in a row, each with an activation, for {SAMPLES_PER_SLOT} samples a device. Their
-    training is forward, loss and backward. Other models are of real size, with SGD.
+    "operators" are linear layers of width {WIDTH} in a row, each with an activation, and {SAMPLES_PER_SLOT} samples for
+    each device. Their training is forward, loss and backward. Other models are of real size, with SGD.
 launches, by Python
     In a call, on all devices, and those that no thread of a backward pass makes: only these need the lock.
 lock, no lock, ms

@@ -19,7 +19,7 @@ def add_options(parser: pytest.Parser) -> None:
         "--all",
         action="store_true",
         dest="all_suites",
-        help="run every suite, not only the main job (30 to 40 minutes on two cores); to run a single suite, name its "
+        help="run every suite, not only the main job (40 to 50 minutes on two cores); to run a single suite, name its "
         "file instead",
     )
     group.addoption(
