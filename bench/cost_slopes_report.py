@@ -15,9 +15,9 @@ ONE = {"tensors": "tensor", "modules": "module", "slots": "slot"}
 
 CAPTION = f"""\
 CPU time of all threads of the process, and a straight line through the fastest turn of each size, by ordinary least
-squares. The model has {COMMON.modules} layer norms of 4 features, on {COMMON.slots} simulated devices without clocks, and
-no input besides the batch, unless this is what grows. The library runs one replica at a time. All ways take turns. If
-something of the library becomes slower, a slope here becomes larger.
+squares. The model has {COMMON.modules} layer norms of 4 features, on {COMMON.slots} simulated devices without clocks,
+and no input besides the batch, unless this is what grows. The library runs one replica at a time. All ways take turns.
+If something of the library becomes slower, a slope here becomes larger.
 
 tensors
     Inputs besides the batch. They are split and sent to all slots, and nothing computes with them.
