@@ -6,6 +6,7 @@ it only the Python that runs this is measured. Outputs and gradients of each way
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from child_processes import BENCH, environment, environment_of
 from free_slots import Timed, interpreters, measure
 from free_threads import ALONE, DDP, INFERENCE, THREADS, TRAINING, WITH_WORKERS, WRAPPER, Task, ways
 from free_threads_report import CAPTION, Row, plot, pythons_of, rows_of, summarise
@@ -113,3 +115,9 @@ def test_a_task_is_told_in_a_line() -> None:
 
 def test_this_python_is_measured_where_none_is_named(pytestconfig: pytest.Config) -> None:
     assert pythons(pytestconfig) == (pytestconfig.getoption("pythons") or [sys.executable])
+
+
+def test_another_python_gets_no_packages_of_this_one() -> None:
+    paths = environment_of("/usr/bin/another", SOME="value")["PYTHONPATH"].split(os.pathsep)
+    assert paths == [str(BENCH.parent), str(BENCH)]
+    assert environment_of(sys.executable) == environment()

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils import flop_counter
 
 from dataparallel.forks import in_forked_child
 from dataparallel.testing.simulated import extension
@@ -35,6 +34,9 @@ SAME_FORMULA = {
 
 def formulas() -> dict[str, Callable[..., int]]:
     """Returns the formula of each operator that has one, by names such as ``aten::mm``. Users may register more."""
+    # Its import imports Triton where that is installed, and Triton brings a free-threaded Python its lock back.
+    from torch.utils import flop_counter
+
     kind = type(torch.ops.aten.mm)  # the registry also has operators that are no functions of a library
     registered = flop_counter.flop_registry.items()
     known = {str(key).replace(".", "::", 1): formula for key, formula in registered if isinstance(key, kind)}

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dataparallel.testing.simulated.timeline import recording
 from like_the_cpu import DEVICE as ONE
+from processes import run_script
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -110,3 +111,9 @@ def test_a_formula_that_fails_says_for_which_operator():
 
     with pytest.raises(RuntimeError, match=r"FLOPs of aten::mm .* \[\(3, 4\), \(4, 5\)\].*what it needs"):
         recording.operations("aten::mm", formula, ([(3, 4), (4, 5)], {}, [(3, 5)]))
+
+
+@pytest.mark.devices("cpu")
+def test_the_formulas_are_imported_when_they_are_needed():
+    """They import Triton where it is installed, and Triton brings a free-threaded Python its lock back."""
+    run_script("import dataparallel.testing.simulated, sys; assert 'torch.utils.flop_counter' not in sys.modules")
