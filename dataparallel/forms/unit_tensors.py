@@ -28,6 +28,8 @@ from dataparallel.sharded.units.unit import Unit
 class UnitTensors(TensorStore):
     """The tensors of one tree's replicas. ``tops`` has the modules of each unit, and ``compile`` how it is compiled."""
 
+    stay = True
+
     def __init__(
         self,
         units: Sequence[Unit],
@@ -72,6 +74,10 @@ class UnitTensors(TensorStore):
         copies = comm.broadcast_coalesced([plan.tensors[i] for i in buffers], slots, cap_bytes, own_storage=True)
         put(by_slot, buffers, copies)
         return by_slot
+
+    def clear(self) -> None:
+        """Drops the replicas. The parameters belong to the units."""
+        self.replicas = None
 
     def bind(self, replicas: Sequence[nn.Module], call: RootCall) -> None:
         """Lets units' modules in new replicas gather parameters in ``call``, and registers sharded parameters there."""

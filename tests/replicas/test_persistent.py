@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.composable import replicate
+from dataparallel.composable import fully_shard, replicate
 from nets import DOES, Net
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
-@pytest.fixture
-def net(slots: list, root: torch.device) -> nn.Module:
+@pytest.fixture(params=[replicate, fully_shard], ids=["replicate", "fully_shard"])
+def net(request: pytest.FixtureRequest, slots: list, root: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    net = replicate(Net().double().to(root), devices=slots)
+    net = request.param(Net().double().to(root), devices=slots)
     for _ in range(2):  # in which the order of gradients is learnt
         net(torch.randn(9, 4, dtype=torch.float64, device=root)).sum().backward()
     return net
@@ -42,7 +42,19 @@ def test_modules_serve_later_calls(net: nn.Module, x: Tensor, slots: list) -> No
     assert modules_of(net, x) == first
     with torch.no_grad():
         assert modules_of(net, x) == first
-    net.linear.weight.data = net.linear.weight.data * 2  # new copies, in new replicas
+
+
+@pytest.mark.parametrize("net", [replicate], indirect=True)
+def test_new_copies_are_in_new_replicas(net: nn.Module, x: Tensor) -> None:
+    first = modules_of(net, x)
+    net.linear.weight.data = net.linear.weight.data * 2
+    assert not modules_of(net, x) & first
+
+
+def test_a_change_of_the_source_is_seen(net: nn.Module, x: Tensor) -> None:
+    first = modules_of(net, x)
+    net.inner.register_forward_hook(lambda module, args, output: output * 0)
+    net.left = 1
     assert not modules_of(net, x) & first
 
 
