@@ -28,6 +28,7 @@ from dataparallel.sharded.units.unit import Unit
 class UnitTensors(TensorStore):
     """The tensors of one tree's replicas. ``tops`` has the modules of each unit, and ``compile`` how it is compiled."""
 
+    are_copies = False
     stay = True
 
     def __init__(

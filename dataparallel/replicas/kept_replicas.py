@@ -164,7 +164,8 @@ class KeptReplicas:
             self._snapshot = None
             plan = self._make_plan(network)
             self._snapshot = TreeSnapshot(plan) if plan.is_plain else None
-        _check_placement(plan, slots[0])
+        if self._tensors.are_copies:
+            _check_placement(plan, slots[0])
         refuse_script_constants(plan, slots)
         arrivals = arrivals_for(slots, plan.tensors)
         copies = self._tensors.for_call(plan, slots, cap_bytes, record, arrivals)

@@ -20,10 +20,12 @@ class TensorStore(ABC):
     """Gives tensors to the replicas of one call at a time. Copying or unpickling a store gives an empty one.
 
     Attributes:
+        are_copies: true if they are copies of the source's tensors, which then have to be on the first slot.
         stay: true if the tensors stay on the slots between calls.
         replicas: the replicas that have them, if they stay. `clear` drops these too.
     """
 
+    are_copies = True
     stay = False
     replicas: PersistentReplicas | None = None
 
