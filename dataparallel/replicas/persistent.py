@@ -22,8 +22,9 @@ class PersistentReplicas:
     """Replicas for as many slots as there are lists of tensors in ``copies``.
 
     They serve one call at a time. Graphs are not waited for: like the source itself, a replica may run for another call
-    before the backward of the last one. What ``forward`` assigns to attributes stays until the next call, as it does on
-    one device. Then replicas that have changed are dropped. Those of a failed call are dropped at its end.
+    before the backward of the last one. Replicas that ``forward`` has changed serve no other call. They are dropped at
+    the end of the call if it has failed, or if they have new attributes, which may hold much memory. Otherwise they are
+    dropped before the next call.
 
     Args:
         arrivals: of the first call; ``None`` if its parameters are there already.
@@ -59,8 +60,11 @@ class PersistentReplicas:
         return Lease(self._replicas[: len(copies)], self)
 
     def end_lease(self) -> None:
-        """Lets another call lease the replicas."""
-        self._is_leased = False
+        """Lets another call lease the replicas, or drops them if they have new attributes."""
+        if all(tables.are_of_same_size() for tables in self._tables):
+            self._is_leased = False
+        else:
+            self._replicas, self._tables = [], []
 
 
 class _Owner(Protocol):
@@ -105,6 +109,10 @@ class _Tables:
             for name, position in positions:
                 registry[name] = tensors[position]
         self._tensors, self._filled = tensors, Contents(self._registries)
+
+    def are_of_same_size(self) -> bool:
+        """True if each module has as many attributes as it had."""
+        return self._state.is_of_same_size()
 
     def are_unchanged(self) -> bool:
         """True if classes, attributes, children and hooks are what they were. Tensors may be others."""

@@ -1,5 +1,6 @@
 """Replicas whose tensors stay serve one call after the other, each as if it were new."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,18 @@ def test_what_a_forward_leaves_is_gone_with_the_replicas(leave: Callable, net: n
     modules_of(net, x, leave)
     torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
     assert not modules_of(net, x) & before
+
+
+def test_memory_of_a_new_attribute_is_free_after_the_call(net: nn.Module, x: Tensor) -> None:
+    made: list[weakref.ref[Tensor]] = []
+
+    def leave(replica: Any) -> None:
+        replica.inner.last = torch.ones(3)
+        made.append(weakref.ref(replica.inner.last))
+
+    modules_of(net, x, leave)
+    assert len(made) > 1
+    assert not any(each() is not None for each in made)
 
 
 def test_an_attribute_that_is_set_between_calls_is_not_seen(net: nn.Module, x: Tensor) -> None:
