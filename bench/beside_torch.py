@@ -7,6 +7,7 @@ compares and judges no times. That is done by `beside_torch_report.py` and `test
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,6 +66,14 @@ class Timed:
     def torch_over_ready(self, threads: int) -> Comparison:
         """The ratio is torch's time over that of ready replicas."""
         return self._comparison(self.ready[threads], self.theirs)
+
+    def fastest_ready(self) -> list[float]:
+        """The times of ready replicas with the number of threads that is faster."""
+        return min(self.ready.values(), key=statistics.median)
+
+    def over_ready(self) -> Comparison:
+        """The ratio is our time over that of ready replicas."""
+        return self._comparison(self.fastest_ready(), self.ours)
 
     def _comparison(self, ours: list[float], theirs: list[float]) -> Comparison:
         return Comparison(ours, theirs, self.load_before, self.load_after)

@@ -24,6 +24,7 @@ from beside_torch_report import (
     BAR_DEVICES,
     CAPTION,
     INFERENCE,
+    INFERENCE_FROZEN,
     REPLICATE,
     REPLICATE_AND_END,
     REPLICATE_FROZEN,
@@ -140,6 +141,15 @@ def test_inference(beside: BesideTorch, measure: Measure) -> None:
     ready = {threads: replicas.infer for threads, replicas in ready_replicas(beside).items()}
     with torch.no_grad():
         measure(INFERENCE, beside.infer, beside.torch_infer, ready=ready)
+        beside.check_inference()
+
+
+@torch.no_grad()
+def test_inference_frozen(beside: BesideTorch, measure: Measure) -> None:
+    beside.module.eval()
+    ready = {threads: replicas.infer for threads, replicas in ready_replicas(beside).items()}
+    with beside.ours.frozen():
+        measure(INFERENCE_FROZEN, beside.infer, beside.torch_infer, ready=ready)
         beside.check_inference()
 
 
