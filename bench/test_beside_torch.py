@@ -144,11 +144,10 @@ def test_inference(beside: BesideTorch, measure: Measure) -> None:
         beside.check_inference()
 
 
-@torch.no_grad()
 def test_inference_frozen(beside: BesideTorch, measure: Measure) -> None:
     beside.module.eval()
     ready = {threads: replicas.infer for threads, replicas in ready_replicas(beside).items()}
-    with beside.ours.frozen():
+    with torch.no_grad(), beside.ours.frozen():
         measure(INFERENCE_FROZEN, beside.infer, beside.torch_infer, ready=ready)
         beside.check_inference()
 
