@@ -1,0 +1,294 @@
+"""What a thread of the stress test does again and again: rounds, each of which checks its own results.
+
+A round takes the `World` that all threads share, and random numbers of its own. It uses shared models as
+:ref:`what-threads-share` and the guide promise, or models that no other thread knows. It raises if a result is wrong.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dataparallel
+from dataparallel import DataParallel, comm, peers, prefetch
+from dataparallel.composable import fully_shard, replicate
+from dataparallel.nn import SyncBatchNorm
+from stress_models import CLOSE, FORMS, Broken, SharedModel, applied, by_chunks, made, same_bits, samples
+from stress_trainings import Training
+
+Random = random.Random
+
+
+@dataclass
+class World:
+    """What all threads share.
+
+    Attributes:
+        slots: of all models.
+        models: which threads call at once; `renew` replaces them while calls of the old ones may still run.
+        one_trace: a process records one trace at a time.
+        bits: of trainings that have ended, by what was trained: the same training has the same bits.
+    """
+
+    slots: Sequence[torch.device]
+    models: list[SharedModel] = field(default_factory=list)
+    one_trace: Any = field(default_factory=threading.Lock)
+    bits: dict[Any, list[Tensor]] = field(default_factory=dict)
+
+    def renew(self, seed: int) -> None:
+        kinds = [*((form, False, False) for form in FORMS), (FORMS[0], True, False), (FORMS[0], False, True)]
+        self.models = [SharedModel(form, seed + i, self.slots, *more) for i, (form, *more) in enumerate(kinds)]
+
+    @property
+    def root(self) -> torch.device:
+        return self.slots[0]
+
+    @property
+    def are_on_one_device(self) -> bool:
+        return len({*self.slots}) == 1
+
+
+Round = Callable[[World, Random], None]
+ROUNDS: dict[str, tuple[Round, int]] = {}
+"""Each round by its name, with how often it comes beside others."""
+
+
+def round_of_stress(weight: int) -> Callable[[Round], Round]:
+    def add(function: Round) -> Round:
+        ROUNDS[function.__name__] = function, weight
+        return function
+
+    return add
+
+
+# ---- shared models ---------------------------------------------------------------------------------------------------
+
+
+@round_of_stress(30)
+def call_shared(world: World, choose: Random) -> None:
+    """Calls of one model from several threads at once, with and without gradients."""
+    shared = choose.choice(world.models)
+    for _ in range(choose.randint(1, 4)):
+        shared.call(record=shared.gradients is not None and choose.random() < 0.5, inference=choose.random() < 0.3)
+
+
+@round_of_stress(10)
+def serve_frozen(world: World, choose: Random) -> None:
+    """Blocks of several threads overlap, so that the model is frozen for all or for none."""
+    shared = next(each for each in world.models if each.is_served)
+    with shared.model.frozen():
+        for _ in range(choose.randint(1, 5)):
+            shared.call(record=False, inference=choose.random() < 0.5)
+
+
+@round_of_stress(5)
+def prefetched(world: World, choose: Random) -> None:
+    """A loader's batches are sent ahead, beside those of other threads."""
+    shared = choose.choice(world.models)
+    batches = [shared.x.cpu().clone() for _ in range(choose.randint(1, 4))]
+    with torch.no_grad():
+        for batch in prefetch(batches, shared.model, depth=choose.randint(1, 2)):
+            same_bits(f"prefetched output of {shared.name}", shared.model(batch), shared.output)
+
+
+@round_of_stress(4)
+def traced(world: World, choose: Random) -> None:
+    """A trace of one thread records what all threads do."""
+    if not world.one_trace.acquire(blocking=False):
+        return
+    try:
+        with dataparallel.trace() as trace:
+            for _ in range(choose.randint(1, 3)):
+                call_shared(world, choose)
+                if choose.random() < 0.3:
+                    train(world, choose)
+        assert "forward" in str(trace)
+        assert math.isfinite(trace.results.seconds)
+    finally:
+        world.one_trace.release()
+
+
+# ---- models that one thread trains -----------------------------------------------------------------------------------
+
+
+@round_of_stress(20)
+def train(world: World, choose: Random) -> None:
+    """Steps of a model, changed between steps, as on one device. The same training has the same bits each time."""
+    training = Training(choose.choice(FORMS), choose.randint(0, 7), world.slots)
+    found = training.run()
+    known = world.bits.setdefault(training.key, found)
+    for name, ours, theirs in zip(training.names, found, known, strict=True):
+        same_bits(f"{name} after {training.key}", ours, theirs)
+
+
+@round_of_stress(10)
+def fail(world: World, choose: Random) -> None:
+    """A replica fails in forward or backward; then the model works as before."""
+    form, where, root = choose.choice(FORMS), choose.choice(["forward", "backward"]), world.root
+    model = applied(form, made(choose.randint(0, 9), root).eval(), world.slots)
+    x = samples(choose.randint(0, 9), 3 * len(world.slots), root)
+    with torch.no_grad():
+        expected = model(x).clone()
+    bad = x.clone()
+    bad[3 * choose.randrange(len(world.slots))] = 1e6 if where == "forward" else -1e6
+    try:
+        model(bad).square().sum().backward()
+    except Broken as error:
+        assert where in str(error)
+        del error
+    else:
+        raise AssertionError(f"{form}: nothing was raised in {where}")
+    model.zero_grad()
+    with torch.no_grad():
+        same_bits(f"output of {form} after a failure in {where}", model(x), expected)
+
+
+@round_of_stress(5)
+def nested(world: World, choose: Random) -> None:
+    """A wrapper in the forward of a wrapped module."""
+    if not world.are_on_one_device:
+        return
+    inner = made(choose.randint(0, 9), world.root)
+    net = nn.Sequential(nn.Linear(6, 6).double().to(world.root), DataParallel(inner, world.slots))
+    x = samples(1, 4 * len(world.slots), world.root)
+    expected = torch.cat(
+        [by_chunks(inner, net[0](chunk), len(world.slots)) for chunk in x.chunk(len(world.slots))]
+    ).detach()
+    output = DataParallel(net, world.slots)(x)
+    torch.testing.assert_close(output, expected, rtol=0, atol=CLOSE)
+    output.sum().backward()
+    assert net[0].weight.grad is not None and inner.first.weight.grad is not None
+
+
+@round_of_stress(4)
+def build_and_drop(world: World, choose: Random) -> None:
+    """A model that is made, called and dropped in this thread leaves nothing."""
+    form = choose.choice(FORMS)
+    net = made(choose.randint(0, 9), world.root, family=form == "DataParallel")
+    model, gone = applied(form, net, world.slots), weakref.ref(net)
+    model(samples(0, 7, world.root)).sum().backward()
+    del model, net
+    for _ in range(20):
+        if gone() is None:
+            return
+        gc.collect()
+    raise AssertionError(f"a module in the form {form} is still there")
+
+
+@round_of_stress(2)
+def form_in_two_threads(world: World, choose: Random) -> None:
+    """Of two threads that give a module a form, one gets an error."""
+    net, form, said = made(0, world.root), choose.choice([replicate, fully_shard]), []
+    both = threading.Barrier(2)
+
+    def give_form() -> None:
+        both.wait()
+        try:
+            form(net, devices=world.slots)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    threads = [threading.Thread(target=give_form) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 1 and "already" in said[0], said
+
+
+@round_of_stress(1)
+def collect(world: World, choose: Random) -> None:
+    gc.collect()
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+class Contrast(nn.Module):
+    """Each replica compares its samples with those of all, in a checkpoint if asked to."""
+
+    def __init__(self, root: torch.device, checkpointed: bool) -> None:
+        super().__init__()
+        self.net, self.checkpointed = made(3, root), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return peers.checkpoint(self.compared, x) if self.checkpointed else self.compared(x)
+
+    def compared(self, x: Tensor) -> Tensor:
+        y = self.net(x)
+        mean = peers.all_reduce(y.sum(0)) / peers.all_reduce(torch.ones((), dtype=y.dtype, device=y.device) * len(y))
+        peers.barrier()
+        return (y - mean) @ peers.all_gather(y).T
+
+
+@round_of_stress(12)
+def replicas_meet(world: World, choose: Random) -> None:
+    """Collectives in forward, as on one device with the whole batch."""
+    form = choose.choice(["DataParallel", "replicate"])
+    net, alone = (Contrast(world.root, choose.random() < 0.3) for _ in range(2))
+    model = DataParallel(net, world.slots) if form == "DataParallel" else replicate(net, devices=world.slots)
+    x = samples(choose.randint(0, 9), 3 * len(world.slots) + choose.randint(0, 2), world.root)
+    for _ in range(2):
+        output, expected = model(x), alone(x)
+        output.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(output, expected, rtol=0, atol=CLOSE)
+    for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-7)
+
+
+@round_of_stress(5)
+def replicas_wait_in_vain(world: World, choose: Random) -> None:
+    """One replica fails while the others wait for it. Its error is raised, and the next call works."""
+    net = Contrast(world.root, False)
+    model, x = DataParallel(net, world.slots), samples(0, 2 * len(world.slots), world.root)
+    bad = x.clone()
+    bad[2 * choose.randrange(len(world.slots))] = 1e6
+    with torch.no_grad():
+        expected = model(x)
+        try:
+            model(bad)
+        except Broken:
+            pass
+        else:
+            raise AssertionError("nothing was raised")
+        same_bits("output after a failure beside collectives", model(x), expected)
+
+
+@round_of_stress(5)
+def batch_norm(world: World, choose: Random) -> None:
+    """Statistics of the whole batch."""
+
+    def net(norm: type[nn.Module]) -> nn.Module:
+        inner = made(4, world.root)
+        return nn.Sequential(inner, norm(3).double().to(world.root))
+
+    ours, theirs = net(SyncBatchNorm), net(nn.BatchNorm1d)
+    model = applied("DataParallel" if choose.random() < 0.5 else "replicate", ours, world.slots)
+    x = samples(choose.randint(0, 9), 4 * len(world.slots), world.root)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=1e-8)
+    torch.testing.assert_close(ours[1].running_var, theirs[1].running_var, rtol=0, atol=1e-8)
+
+
+@round_of_stress(5)
+def move_tensors(world: World, choose: Random) -> None:
+    """The functions of ``comm``, by a route that this thread has chosen."""
+    numbers = [torch.randn(choose.randint(0, 40), dtype=torch.float64) for _ in range(choose.randint(1, 6))]
+    tensors = [each.to(world.root) for each in numbers]
+    with comm.using(route=choose.choice([None, "star", "tree", "chain"])):
+        copies = comm.broadcast_coalesced(tensors, world.slots)
+        total = comm.reduce_add_coalesced(copies, world.root)
+    for number, tensor in enumerate(tensors):
+        for copy in copies:
+            same_bits(f"copy of tensor {number}", copy[number].cpu(), numbers[number])
+        torch.testing.assert_close(total[number], len(world.slots) * tensor, rtol=0, atol=CLOSE)

@@ -1,0 +1,77 @@
+"""A training of the stress test: a few steps of a model in a form, which changes between steps, beside one device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stress_models import CLOSE, applied, made, samples
+
+STEPS = 5
+
+
+class Training:
+    """A training of ``form``, whose changes follow from ``number``. `run` gives the parameters at its end."""
+
+    def __init__(self, form: str, number: int, slots: Sequence[torch.device]) -> None:
+        self.form, self.number, self.slots = form, number, slots
+        self.key = form, number
+        self.names: list[str] = []
+        self._choose = random.Random(f"training {number}")
+
+    def run(self) -> list[Tensor]:
+        root, number = self.slots[0], self.number
+        ours, theirs = (made(number, root, family=number % 4 == 3 and self.form == "DataParallel") for _ in range(2))
+        model = applied(self.form, ours, self.slots)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, theirs)]
+        for step in range(STEPS):
+            x = samples(100 * number + step, 2 * len(self.slots) + number % 3, root)
+            self._step(model, x, optimizers[0], by_chunks=False)
+            self._step(theirs, x, optimizers[1], by_chunks=True)
+            self._compare(ours, theirs, step)
+            change = self._choose.choice(["nothing", "scale", "mode", "hook", "gradients", "values", "child"])
+            for net in (ours, theirs):
+                self._change(change, net, step)
+        self.names = [name for name, _ in ours.named_parameters()]
+        return [_whole(parameter).clone() for parameter in ours.parameters()]
+
+    def _step(self, model: nn.Module, x: Tensor, optimizer: Any, by_chunks: bool) -> None:
+        optimizer.zero_grad()
+        parts = x.chunk(len(self.slots)) if by_chunks else [x]
+        outputs = torch.cat([model(part) for part in parts])
+        outputs.square().mean().backward()
+        optimizer.step()
+
+    def _compare(self, ours: nn.Module, theirs: nn.Module, step: int) -> None:
+        for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(
+                _whole(found),
+                expected.detach(),
+                rtol=0,
+                atol=CLOSE,
+                msg=lambda text, name=name: f"{name} of {self.form}, training {self.number}, step {step}: {text}",
+            )
+
+    def _change(self, change: str, net: Any, step: int) -> None:
+        last = net.last[0] if isinstance(net.last, nn.Sequential) else net.last
+        if change == "scale":
+            net.scale = 1.0 + 0.1 * step
+        elif change == "mode":
+            net.train(not net.training)
+        elif change == "hook":
+            last.register_forward_hook(lambda module, args, output: output * 1.5)
+        elif change == "gradients":
+            last.bias.requires_grad_(not last.bias.requires_grad)
+        elif change == "values" and self.form != "fully_shard":
+            net.first.weight.data.mul_(0.9)
+        elif change == "child" and self.form != "fully_shard":
+            net.last = nn.Sequential(last, nn.Tanh())
+
+
+def _whole(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach()
