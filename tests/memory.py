@@ -1,12 +1,31 @@
 """Bytes on simulated devices, and objects in the process, once nothing is on its way out any more."""
 
 import gc
+import sysconfig
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+WITHOUT_LOCK = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+"""True in builds of Python that can run without the lock: reference counts work in another way there."""
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """True if the condition holds: now, or in builds without the lock within two seconds.
+
+    There what a thread has made, and another one drops, is freed when the first one runs next. Idle workers wake up for
+    it several times a second.
+    """
+    until = time.monotonic() + (2.0 if WITHOUT_LOCK else 0.0)
+    while not condition():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def allocated(devices: Sequence[Any] | None = None, expected: list[int] | None = None) -> list[int]:

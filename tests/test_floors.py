@@ -54,6 +54,7 @@ FLOORS = """
     user_warnings      warnings at the line of the user's code
     devices            which devices a caller may pass
     forks              what begins anew in a forked child
+    weak_members       sets of objects that somebody else keeps alive, for several threads
     environment        switches in the environment
     _torch             every private name of torch
     _on_demand         packages whose names are imported when they are first asked for

@@ -11,7 +11,6 @@ import functools
 import inspect
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -20,18 +19,19 @@ from torch import Tensor, nn
 from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, form_and_state, name_of_form
 from dataparallel.replicas import replaced_parameters
 from dataparallel.replicas.plan import ORIGINAL_CLASS
+from dataparallel.weak_members import WeakMembers
 
 P = ParamSpec("P")
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 S = TypeVar("S")
 
 _lock = threading.RLock()
-_managed: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_managed: WeakMembers[nn.Module] = WeakMembers()
 
 
 def are_in_one_tree(first: nn.Module | ManagedModule, second: nn.Module | ManagedModule) -> bool:
     """True if the tree of some managed module, which may be one of the two, has both modules."""
-    return any(_holds(root, first) and _holds(root, second) for root in list(_managed.values()))
+    return any(_holds(root, first) and _holds(root, second) for root in _managed)
 
 
 class Form(Generic[P, S]):
@@ -95,7 +95,8 @@ class Form(Generic[P, S]):
                     if vars(each).pop(FORM_ATTRIBUTE, None) is not None:
                         _set_class(each, cls)
                 raise
-            _managed.update((id(each), each) for each in modules)
+            for each in modules:
+                _managed.add(each)
         return module
 
     def _modules_of(self, given: Any) -> list[nn.Module]:
@@ -164,7 +165,7 @@ class Form(Generic[P, S]):
             else:
                 do = "one tree has one form"
             raise RuntimeError(f"{cannot}: {what} is managed by `{name_of_form(child)}` already; {do}")
-        for parent in list(_managed.values()):
+        for parent in _managed:
             if not _holds(parent, module):
                 continue
             path = next(path for path, child in parent.named_modules() if child is module)
@@ -186,7 +187,7 @@ class Form(Generic[P, S]):
             replaced = replaced_parameters.where(parameter)
             if replaced is not None:
                 raise self._error_of_shared(name, f"it was {replaced[0]}", replaced[1])
-        for other in list(_managed.values()):
+        for other in _managed:
             form, state = vars(other)[FORM_ATTRIBUTE]
             # Most units share nothing. This shows it without the names, which would take longer.
             if form._nests and not any(state.manages(parameter) for _, parameter in ours.values()):

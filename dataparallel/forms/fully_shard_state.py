@@ -6,6 +6,7 @@ that module. Their modules have the classes of the managed ones, so that units g
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ class FullyShardState(StateOnSlots):
         self._offload = offload_policy
         self._ignored = tuple(ignored_parameters)  # else other objects could get their ids
         self._tree: Tree | None = None
+        self._making = threading.Lock()  # held while the tree is made: the first calls may come at once
 
     def manages(self, parameter: Tensor) -> bool:
         """True for a parameter of the unit, and for one registered in its place, which the next call will adopt."""
@@ -159,8 +161,9 @@ class FullyShardState(StateOnSlots):
             if FORM_ATTRIBUTE in vars(module):
                 states.setdefault(vars(module)[FORM_ATTRIBUTE][1], path)
         units = [state.unit for state in states]
-        if self._tree is None or self._tree.units != units:
-            self._tree = self._make_tree(states)
+        with self._making:
+            if self._tree is None or self._tree.units != units:
+                self._tree = self._make_tree(states)
         for unit in units:
             if unit.is_reshard_automatic:
                 unit.reshard_after_forward = unit is not self.unit

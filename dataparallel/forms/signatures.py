@@ -37,7 +37,7 @@ class StandIns:
         self._last: FunctionType | None = None  # held, as a model is called again and again
 
     def of(self, function: Any) -> FunctionType:
-        """Returns the stand-in for ``function``."""
+        """Returns the stand-in for ``function``. Of several threads that ask first at once, each may get its own."""
         made = self._made.get(id(function)) or self._made.setdefault(id(function), self._new(function))
         if getattr(function, "__closure__", None) is None:  # else it would keep other objects alive
             self._last = made

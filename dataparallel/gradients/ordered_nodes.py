@@ -24,6 +24,7 @@ from dataparallel.batches.structures import tensors_in
 from dataparallel.gradients.gradient_sums import PersistentToSlots, reached_sources
 from dataparallel.gradients.ordered_pass import OrderedPass, Reducer
 from dataparallel.gradients.reducer_buckets import ReducerBucket, ReducerSums
+from dataparallel.weak_members import WeakMembers
 
 _numbers = count()
 
@@ -198,7 +199,7 @@ class ModulePasses:
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer, self.sums = reducer, ReducerSums()
-        self.rows: weakref.WeakSet[BucketRow] = weakref.WeakSet()
+        self.rows: WeakMembers[BucketRow] = WeakMembers()
         self._changed = threading.Condition()
         self._backward_passes: set[PassOfBackward] = set()  # the running ones that go over buckets of this module
 

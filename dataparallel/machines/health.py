@@ -11,13 +11,13 @@ import os
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
 from dataparallel.machines.errors import MachinesError, PeerFailed, PeerGone, copy_error, describe_error
+from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
     from dataparallel.machines.group import Group
@@ -62,16 +62,18 @@ class Health:
         launcher.include(self)
         self._process = os.getpid()  # a forked child is no rank
         self.broken: MachinesError | None = None  # why the group cannot be used any more
+        self._breaking = threading.Lock()
         self.notices = Notices(group)
         self.group = group
         self.name = group.names([group.rank])
-        self._queues: weakref.WeakSet[RoundQueue] = weakref.WeakSet()
-        self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
+        self._queues: WeakMembers[RoundQueue] = WeakMembers()
+        self._groups: WeakMembers[Group] = WeakMembers()
 
     def include(self, queue: RoundQueue, *groups: Group) -> None:
         """Adds a queue, which drops its rounds when the group breaks, and groups, which `free_groups` frees."""
         self._queues.add(queue)
-        self._groups.update(groups)
+        for group in groups:
+            self._groups.add(group)
 
     @property
     def is_closed(self) -> bool:
@@ -138,8 +140,9 @@ class Health:
 
     def break_with(self, error: MachinesError) -> MachinesError:
         """Breaks the group with this error, unless it is broken already. Returns the error of the first failure."""
-        if self.broken is None:
-            self.broken = error
+        with self._breaking:
+            if self.broken is None:
+                self.broken = error
         for each_queue in [*self._queues]:
             each_queue.drop_all(self.broken)
         return self.broken

@@ -11,13 +11,13 @@ import atexit
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from dataparallel.forks import in_forked_child
 from dataparallel.machines.health import AT_EXIT, SLICE, Health
+from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
     from dataparallel.machines.round_queue import RoundQueue
@@ -157,7 +157,7 @@ class Launcher:
         self.order = Order()
         self.issuing = Issuing()
         self.is_closed = False
-        self._healths: weakref.WeakSet[Health] = weakref.WeakSet()
+        self._healths: WeakMembers[Health] = WeakMembers()
         self._queues: dict[RoundQueue, None] = {}
         self._is_awake = self._is_parked = False
         self._thread: threading.Thread | None = None

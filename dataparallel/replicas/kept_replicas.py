@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import is_
@@ -29,6 +28,7 @@ from dataparallel.replicas.plan import ModulePlan, names_of
 from dataparallel.replicas.replicate import build_replicas
 from dataparallel.replicas.snapshot import TreeSnapshot
 from dataparallel.replicas.tensor_stores import FreshCopies, TensorStore, constant_copies
+from dataparallel.weak_members import WeakMembers
 
 MOST_FROZEN = 4
 """One ``frozen`` block keeps at most so many sets of replicas: one for each call that runs at the same time.
@@ -36,7 +36,7 @@ MOST_FROZEN = 4
 If more calls run at the same time, their replicas are not kept.
 """
 
-_all: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
+_all: WeakMembers[KeptReplicas] = WeakMembers()
 
 
 class KeptReplicas:

@@ -208,18 +208,19 @@ class _Watcher:
         self._calls: set[weakref.ref[SerialTasks]] = set()
         self._wake = threading.Event()
         self._is_asleep = True
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the thread, and that a sleeping one is woken
         self._thread: threading.Thread | None = None
 
     def add(self, call: SerialTasks) -> None:
-        self._calls.add(weakref.ref(call, self._calls.discard))
-        if self._is_asleep:  # read after the call was added: `_poll_calls` sets it, and then looks for calls once more
-            with self._lock:
-                if self._thread is None:
-                    thread = threading.Thread(target=self._poll_calls, name="dataparallel-watch", daemon=True)
-                    thread.start()
-                    self._thread = thread
-            self._wake.set()
+        with self._lock:
+            self._calls.add(weakref.ref(call, self._calls.discard))
+            if not self._is_asleep:
+                return
+            if self._thread is None:
+                thread = threading.Thread(target=self._poll_calls, name="dataparallel-watch", daemon=True)
+                thread.start()
+                self._thread = thread
+        self._wake.set()
 
     def _poll_calls(self) -> None:
         while True:
@@ -233,8 +234,9 @@ class _Watcher:
                         call.poll()
                     del call  # otherwise the last call would live until the next poll
                 time.sleep(pool.POLL_SECONDS)
-            self._is_asleep = True
-            if not self._calls:
+            with self._lock:
+                self._is_asleep = not self._calls
+            if self._is_asleep:
                 self._wake.wait()
             self._wake.clear()
 

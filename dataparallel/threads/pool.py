@@ -8,10 +8,11 @@ only if the system has no more threads.
 from __future__ import annotations
 
 import itertools
+import sysconfig
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ from dataparallel.replicas.compiled.gate import gate
 
 POLL_SECONDS = 0.2
 """A thread that waits for a gang wakes up this often, to see signals and stalls."""
+
+
+_NAP_SECONDS = POLL_SECONDS if sysconfig.get_config_var("Py_GIL_DISABLED") else None
+"""How long an idle worker sleeps. In builds of Python without the lock an object counts the references of the thread
+that made it apart from those of others. If another thread drops the last one, the object, and the memory of its tensors,
+is freed when the thread that made it runs next. What a replica has made should not stay until the next call."""
 
 
 class Worker(threading.Thread):
@@ -35,7 +42,10 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """Never returns: the thread ends with the process."""
         while True:
-            job = self.jobs.get()
+            try:
+                job = self.jobs.get(timeout=_NAP_SECONDS)
+            except Empty:
+                continue
             job(self)
             del job  # an idle thread keeps nothing of a call alive
 
@@ -43,12 +53,13 @@ class Worker(threading.Thread):
 Job = Callable[[Worker], object]
 
 
-# There is no lock: every step is one atomic operation of a dict or a deque. Ctrl-C in the calling thread loses an idle
+# They have no lock: every step is one atomic operation of a dict or a deque. Ctrl-C in the calling thread loses an idle
 # thread at worst.
 _idle: dict[Hashable, deque[Worker]] = {}
 _numbers = itertools.count()
 _used = False
 _engine_is_stale = False
+_rebuilding = threading.Lock()
 
 
 def start(job: Job, device: Hashable) -> None:
@@ -61,9 +72,11 @@ def start(job: Job, device: Hashable) -> None:
     note_use()
     if _engine_is_stale:
         # In a forked child torch destroys and rebuilds its autograd engine when it is next used, which any forward
-        # that saves a tensor does. Two workers at once would both destroy it.
-        _torch.rebuild_engine()
-        _engine_is_stale = False
+        # that saves a tensor does. Two threads at once would both destroy it.
+        with _rebuilding:
+            if _engine_is_stale:
+                _torch.rebuild_engine()
+                _engine_is_stale = False
     worker = _take(device)
     if worker is not None:
         worker.jobs.put(job)
@@ -100,7 +113,8 @@ def _take(device: Hashable) -> Worker | None:
 @in_forked_child
 def _start_afresh_after_fork() -> None:
     """A forked child has none of the threads."""
-    global _used, _engine_is_stale
+    global _used, _engine_is_stale, _rebuilding
+    _rebuilding = threading.Lock()
     if _used:
         # torch's intra-op threads do not survive a fork either, and waiting for them would hang.
         torch.set_num_threads(1)

@@ -7,12 +7,12 @@ the first calls of each situation, choose, and check the choice later, at longer
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
 from dataparallel.forks import in_forked_child
+from dataparallel.weak_members import WeakMembers
 
 SITUATIONS = 64  # a form remembers so many situations, the most recently used ones
 UNMEASURED = 2  # the first calls of a situation allocate workspaces and choose kernels, so they are not measured
@@ -47,7 +47,7 @@ class Situation:
 S = TypeVar("S", bound=Situation)
 C = TypeVar("C")
 
-_all: weakref.WeakSet[Chooser[Any, Any]] = weakref.WeakSet()
+_all: WeakMembers[Chooser[Any, Any]] = WeakMembers()
 
 
 class Chooser(Generic[S, C]):
@@ -63,7 +63,7 @@ class Chooser(Generic[S, C]):
         self._situations: OrderedDict[Hashable, S] = OrderedDict()
         self._choices: OrderedDict[Hashable, C] = OrderedDict()  # the last choice for each kind
         # Weak references, because Ctrl-C may skip the end of a call: a call that no longer exists does not run.
-        self._running: weakref.WeakSet[ChoosingCall] = weakref.WeakSet()
+        self._running: WeakMembers[ChoosingCall] = WeakMembers()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -106,5 +106,5 @@ def lower_third(times: Iterable[float]) -> float:
 @in_forked_child
 def _start_afresh_after_fork() -> None:
     """Resets all choosers: at the fork another thread may have held a lock, or been about to change a chooser."""
-    for chooser in list(_all):
+    for chooser in _all:
         chooser.__init__()  # type: ignore[misc]

@@ -57,7 +57,6 @@ class SlotTimes:
 
     Attributes:
         seconds: the time of each slot; slots whose replicas have not ended are missing.
-        span: seconds from the start until the last replica ended.
         free: free bytes on each accelerator before the call. Backends that do not count memory are missing.
         taken: on each accelerator the bytes of the inputs, and the bytes that the forward has added: at its peak, if
             that was the highest ever, or else at its end. The same backends are missing.
@@ -66,7 +65,7 @@ class SlotTimes:
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self.slots = tuple(slots)
         self.seconds: dict[int, float] = {}
-        self.span = 0.0
+        self._ends: dict[int, float] = {}
         self.free: dict[torch.device, int] = {}
         self.taken: dict[torch.device, int] = {}
         self._before: dict[torch.device, tuple[int, int]] = {}
@@ -87,6 +86,11 @@ class SlotTimes:
                 self.taken[tensor.device] += tensor.nbytes
         self._start = time.perf_counter()
 
+    @property
+    def span(self) -> float:
+        """Seconds from the start until the last replica ended."""
+        return max(list(self._ends.values()), default=self._start) - self._start
+
     def run_replica(self, slot: int, task: Callable[[], T]) -> T:
         """Runs a replica, in its thread and with its streams current, and waits for its device."""
         outer_seconds, _waited.seconds = _waited.seconds, 0.0  # a replica of an outer call may run in this thread
@@ -95,9 +99,8 @@ class SlotTimes:
             value = task()
             for stream in current_streams([self.slots[slot]]).values():
                 stream.synchronize()
-            end = time.perf_counter()
+            self._ends[slot] = end = time.perf_counter()
             self.seconds[slot] = max(0.0, end - start - _waited.seconds)
-            self.span = max(self.span, end - self._start)
             return value
         finally:
             _waited.seconds = outer_seconds

@@ -151,7 +151,7 @@ class Recorder:
         self.devices: dict[int, torch.device] = {}
         self.clock = DeviceClock()
         self._optimizers: dict[int, int] = {}
-        self._numbers, self._calls = itertools.count(), itertools.count()
+        self._numbers, self._calls, self._optimizer_numbers = itertools.count(), itertools.count(), itertools.count()
         self._thread_state = _ThreadState(self._new_thread)
         self.caller = self._thread_state.thread
 
@@ -191,11 +191,12 @@ class Recorder:
 
     def backward(self) -> AbstractContextManager[Any]:
         """A context that records the range of a call of the autograd engine, also on the devices of all slots."""
-        return _Range(self, self._thread_state, "backward", streams=current_streams(self.devices.values()))
+        devices = list(self.devices.values())  # in one step: other threads add slots
+        return _Range(self, self._thread_state, "backward", streams=current_streams(devices))
 
     def optimizer_begins(self, optimizer: object) -> None:
         """Begins the range of an optimizer's step. If the step fails, no hook runs, and the range is dropped."""
-        number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
+        number = self._optimizers.setdefault(id(optimizer), next(self._optimizer_numbers))
         begun = _Range(self, self._thread_state, "optimizer", type(optimizer).__name__, call=number)
         self._thread_state.optimizers[id(optimizer)] = begun.begin()
 

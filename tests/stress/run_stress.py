@@ -30,10 +30,9 @@ os.environ.setdefault("DATAPARALLEL_PERFORMANCE_WARNINGS", "0")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 import torch  # noqa: E402
-from torch import distributed  # noqa: E402
-
 from stress_machines import RankTraining  # noqa: E402
 from stress_rounds import ROUNDS, World  # noqa: E402
+from torch import distributed  # noqa: E402
 
 HANGS_AFTER = 120.0
 RENEWED_EVERY = 20.0
@@ -61,7 +60,7 @@ class Stress:
         for thread in threads:
             thread.start()
         renewed = shown = began
-        steps, before, moved = 0, -1, began
+        steps, before = 0, -1
         while (now := time.monotonic()) < self.until and not self.errors:
             if training is None:
                 time.sleep(0.2)
@@ -71,7 +70,7 @@ class Stress:
                 steps += 1
             total = sum(counts.total() for counts in self.done) + steps
             if total != before:
-                before, moved = total, now
+                before = total
                 faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
             if now - renewed > RENEWED_EVERY:
                 renewed = now
@@ -143,7 +142,8 @@ def main() -> int:
     sys.setswitchinterval(1e-4)
     training = None
     if arguments.rank >= 0:
-        distributed.init_process_group("gloo", init_method=f"file://{arguments.store}", rank=arguments.rank, world_size=2)
+        store = f"file://{arguments.store}"
+        distributed.init_process_group("gloo", init_method=store, rank=arguments.rank, world_size=2)
         training = RankTraining(arguments.seed, arguments.rank)
     slots = slots_of(arguments.kind, arguments.slots)
     errors = Stress(arguments.seed, arguments.threads, arguments.seconds, slots, arguments.only).run(training)

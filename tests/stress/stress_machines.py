@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import torch
+from stress_models import CLOSE, by_chunks, made, samples
 from torch import distributed
 
 from dataparallel.composable import fully_shard, replicate
-from stress_models import CLOSE, by_chunks, made, samples
+from each_form import whole
 
 SLOTS = 2
 RENEWED_EVERY = 50  # steps
 
 
 class RankTraining:
-    """A model in the form of the moment, whose gradients are means over two machines, beside one device with all samples.
+    """A model whose gradients are means over two machines, beside one device that has the samples of both.
 
-    All ranks make the same steps: whether a step is the last is decided by their sum.
+    All ranks make the same steps: if one of them says that a step is the last, it is.
     """
 
     def __init__(self, seed: int, rank: int) -> None:
@@ -47,9 +48,8 @@ class RankTraining:
         for optimizer in self.optimizers:
             optimizer.step()
         for (name, found), expected in zip(self.model.named_parameters(), self.alone.parameters(), strict=True):
-            whole = found.full_tensor() if hasattr(found, "full_tensor") else found
             torch.testing.assert_close(
-                whole.detach(),
+                whole(found).detach(),
                 expected.detach(),
                 rtol=0,
                 atol=CLOSE,

@@ -121,7 +121,8 @@ class SharedModel:
     def __init__(
         self, form: str, seed: int, slots: Sequence[torch.device], family: bool = False, is_served: bool = False
     ) -> None:
-        self.name, self.is_served = f"{form}{' of a family' if family else ''}{', served' if is_served else ''}", is_served
+        self.name = f"{form}{' of a family' if family else ''}{', served' if is_served else ''}"
+        self.is_served = is_served
         root = slots[0]
         net, alone = made(seed, root, family).eval(), made(seed, root, family).eval()
         self.x = samples(seed, 3 * len(slots) + seed % 3, root)

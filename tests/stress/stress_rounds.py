@@ -1,7 +1,7 @@
 """What a thread of the stress test does again and again: rounds, each of which checks its own results.
 
-A round takes the `World` that all threads share, and random numbers of its own. It uses shared models as
-:ref:`what-threads-share` and the guide promise, or models that no other thread knows. It raises if a result is wrong.
+A round takes the `World` that all threads share, and random numbers of its own. It calls shared models, as the guide
+promises that any thread may, or it makes models that no other thread knows. It raises if a result is wrong.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
+from stress_models import CLOSE, FORMS, Broken, SharedModel, applied, by_chunks, made, same_bits, samples
+from stress_trainings import Training
 from torch import Tensor, nn
 
 import dataparallel
+from at_once import in_threads
 from dataparallel import DataParallel, comm, peers, prefetch
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.nn import SyncBatchNorm
-from stress_models import CLOSE, FORMS, Broken, SharedModel, applied, by_chunks, made, same_bits, samples
-from stress_trainings import Training
+from each_form import whole
 
 Random = random.Random
 
@@ -140,13 +143,8 @@ def fail(world: World, choose: Random) -> None:
         expected = model(x).clone()
     bad = x.clone()
     bad[3 * choose.randrange(len(world.slots))] = 1e6 if where == "forward" else -1e6
-    try:
+    with pytest.raises(Broken, match=where):
         model(bad).square().sum().backward()
-    except Broken as error:
-        assert where in str(error)
-        del error
-    else:
-        raise AssertionError(f"{form}: nothing was raised in {where}")
     model.zero_grad()
     with torch.no_grad():
         same_bits(f"output of {form} after a failure in {where}", model(x), expected)
@@ -166,7 +164,32 @@ def nested(world: World, choose: Random) -> None:
     output = DataParallel(net, world.slots)(x)
     torch.testing.assert_close(output, expected, rtol=0, atol=CLOSE)
     output.sum().backward()
-    assert net[0].weight.grad is not None and inner.first.weight.grad is not None
+    assert net[0].weight.grad is not None
+    assert inner.first.weight.grad is not None
+
+
+@round_of_stress(6)
+def first_calls_together(world: World, choose: Random) -> None:
+    """The first calls of a model come from several threads at once, so that all of them find nothing made yet."""
+    form, count = choose.choice(FORMS), choose.randint(2, 3)
+    net, alone = (made(choose.randint(0, 9), world.root).eval() for _ in range(2))
+    alone.load_state_dict(net.state_dict())
+    model, x = applied(form, net, world.slots), samples(1, 3 * len(world.slots), world.root)
+    with torch.no_grad():
+        expected = by_chunks(alone, x, len(world.slots))
+
+    def call(index: int, barrier: threading.Barrier) -> None:
+        barrier.wait()
+        for _ in range(2):
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), expected, rtol=0, atol=CLOSE)
+
+    in_threads(count, call)
+    model(x).square().sum().backward()
+    alone.zero_grad()
+    by_chunks(alone, x, len(world.slots)).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=0, atol=1e-7)
 
 
 @round_of_stress(4)
@@ -188,21 +211,17 @@ def build_and_drop(world: World, choose: Random) -> None:
 def form_in_two_threads(world: World, choose: Random) -> None:
     """Of two threads that give a module a form, one gets an error."""
     net, form, said = made(0, world.root), choose.choice([replicate, fully_shard]), []
-    both = threading.Barrier(2)
 
-    def give_form() -> None:
-        both.wait()
+    def give_form(index: int, barrier: threading.Barrier) -> None:
+        barrier.wait()
         try:
             form(net, devices=world.slots)
         except RuntimeError as error:
             said.append(str(error))
 
-    threads = [threading.Thread(target=give_form) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(said) == 1 and "already" in said[0], said
+    in_threads(2, give_form)
+    (sentence,) = said
+    assert "already" in sentence
 
 
 @round_of_stress(1)
@@ -255,12 +274,8 @@ def replicas_wait_in_vain(world: World, choose: Random) -> None:
     bad[2 * choose.randrange(len(world.slots))] = 1e6
     with torch.no_grad():
         expected = model(x)
-        try:
+        with pytest.raises(Broken):
             model(bad)
-        except Broken:
-            pass
-        else:
-            raise AssertionError("nothing was raised")
         same_bits("output after a failure beside collectives", model(x), expected)
 
 

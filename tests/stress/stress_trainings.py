@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from stress_models import CLOSE, applied, made, samples
 from torch import Tensor, nn
 
-from stress_models import CLOSE, applied, made, samples
+from each_form import whole
 
 STEPS = 5
 
@@ -37,7 +38,7 @@ class Training:
             for net in (ours, theirs):
                 self._change(change, net, step)
         self.names = [name for name, _ in ours.named_parameters()]
-        return [_whole(parameter).clone() for parameter in ours.parameters()]
+        return [whole(parameter).detach().clone() for parameter in ours.parameters()]
 
     def _step(self, model: nn.Module, x: Tensor, optimizer: Any, by_chunks: bool) -> None:
         optimizer.zero_grad()
@@ -49,7 +50,7 @@ class Training:
     def _compare(self, ours: nn.Module, theirs: nn.Module, step: int) -> None:
         for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(
-                _whole(found),
+                whole(found).detach(),
                 expected.detach(),
                 rtol=0,
                 atol=CLOSE,
@@ -70,8 +71,3 @@ class Training:
             net.first.weight.data.mul_(0.9)
         elif change == "child" and self.form != "fully_shard":
             net.last = nn.Sequential(last, nn.Tanh())
-
-
-def _whole(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found.detach()

@@ -29,15 +29,15 @@ class Gate:
       library: `run_aside` says so. So no thread waits for one that waits for it.
 
     The tables are keyed by thread. Each thread writes its own entries only, each by one atomic operation; those that
-    let others pass are in a ``finally``, so an interrupt leaves the gate open. A thread that enters writes its entry
-    first, and looks for one that compiles afterwards. A thread that is to compile does it the other way round. So at
-    least one of the two sees the other. Nobody is woken: threads look again and again, which is cheap beside compiling.
+    let others pass are in a ``finally``, so an interrupt leaves the gate open. A thread that enters and a thread that
+    takes its turn hold a lock while they look and write. So one of the two comes first, and the other one sees it.
+    Nobody is woken: threads look again and again, which is cheap beside compiling.
     """
 
     def __init__(self) -> None:
         self._inside: dict[int, bool] = {}
         self._alone: dict[int, bool] = {}  # at most one thread
-        self._turn = threading.Lock()  # held for a moment, to take a turn
+        self._deciding = threading.Lock()  # held for a moment, to enter or to take a turn
         self.turns = 0
         """How many turns have begun."""
 
@@ -85,16 +85,15 @@ class Gate:
 
     def _enter(self, me: int) -> None:
         while True:
-            self._inside[me] = True
-            if not self._alone:
-                return
-            del self._inside[me]
-            while self._alone:
-                time.sleep(_POLL_SECONDS)
+            with self._deciding:
+                if not self._alone:
+                    self._inside[me] = True
+                    return
+            time.sleep(_POLL_SECONDS)
 
     def _take_turn(self, me: int) -> None:
         while True:
-            with self._turn:
+            with self._deciding:
                 if not self._alone:
                     self._alone[me] = True
                     self.turns += 1

@@ -7,7 +7,6 @@ autograd saved in forward have their values again once the unit is gathered in b
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.sharded.units.buffers import FullBuffer, out_of_memory_error
 from dataparallel.sharded.units.shards import PullSource, wait_for
+from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.calls import ModuleRunner
@@ -65,7 +65,7 @@ class SlotUnit:
         self._full_versions: list[int] = []  # versions of the full parameters, which our own writes do not move
         self._overwritten_position: int | None = None  # of a full parameter that other code has written to
         # References are weak, because parameters may stay full over many forwards, each with runners of its own.
-        self._showing_modules: weakref.WeakSet[ModuleRunner] = weakref.WeakSet()
+        self._showing_modules: WeakMembers[ModuleRunner] = WeakMembers()
         self._running_calls = 0  # how many calls of the unit's modules run
         self._open_calls: set[object] = set()  # calls whose backward has begun and not ended
         self._has_all_gradients = False  # of the parameters, in this backward

@@ -145,7 +145,11 @@ class Tree:
     def _finish_sums(self) -> None:
         """Makes streams wait for the sums of passes before the last one of a step."""
         while self._unfinished:
-            self._unfinished.pop(0).wait_for_sums()
+            try:
+                sums = self._unfinished.pop(0)
+            except IndexError:  # another thread has taken the last ones
+                return
+            sums.wait_for_sums()
 
     def before_last_sums(self, computing: Mapping[torch.device, torch.Stream]) -> None:
         """Orders writes to the shards after all reads: hooks on gradients, which run next, may step an optimizer."""

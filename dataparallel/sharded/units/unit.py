@@ -70,6 +70,7 @@ class Unit(Settings):
         self.registries = ModuleRegistries(self)
         self.streams = TreeStreams(self.slots)
         self._lock = threading.Lock()
+        self._making = threading.Lock()  # held while slots get their units: the first calls may come at once
         self._make_owned()
 
     def _make_owned(self) -> None:
@@ -168,7 +169,9 @@ class Unit(Settings):
         if self._had_no_values and self.machines is not None:
             self.machines.send_first_values(self.name, [flat for owned in self.owned for flat in owned.flats])
         self._had_no_values = False
-        if not self.slot_units:
+        with self._making:
+            if self.slot_units:
+                return
             slot_units, receivers = [], []
             for slot, device in enumerate(self.slots):
                 with naming_out_of_memory("parameters", self.name, device, self.full_bytes):
@@ -252,7 +255,8 @@ class Unit(Settings):
 
     def versions(self) -> list[int]:
         """Returns the versions of the parameters, which changes in place raise. A call or pass keeps its first ones."""
-        return [*map(_torch.version_of, self.parameters)] if self._noted_versions is None else self._noted_versions
+        noted = self._noted_versions  # read once: a call of another thread may end now
+        return [*map(_torch.version_of, self.parameters)] if noted is None else noted
 
     def has_group(self, slot: int, size: int) -> bool:
         """True if the slot may keep a piece. Over machines its whole group has to take part, as all gather alike."""
