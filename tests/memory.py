@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 WITHOUT_LOCK = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 """True in builds of Python that can run without the lock: reference counts work in another way there."""
 

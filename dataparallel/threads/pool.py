@@ -26,9 +26,9 @@ POLL_SECONDS = 0.2
 
 
 _NAP_SECONDS = POLL_SECONDS if sysconfig.get_config_var("Py_GIL_DISABLED") else None
-"""How long an idle worker sleeps. In builds of Python without the lock an object counts the references of the thread
-that made it apart from those of others. If another thread drops the last one, the object, and the memory of its tensors,
-is freed when the thread that made it runs next. What a replica has made should not stay until the next call."""
+"""How long an idle worker sleeps. Builds of Python without the lock count the references of the thread that made an
+object apart from those of others. If another thread drops the last one, the object, and the memory of its tensors, is
+freed when the thread that made it runs next. What a replica has made should not stay until the next call."""
 
 
 class Worker(threading.Thread):

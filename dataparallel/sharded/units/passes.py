@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -71,6 +71,19 @@ class SumsOfPass:
         """Keeps a delivery until `release_deliveries`. ``after_reads``: an event after all reads of it."""
         with self._lock:
             self.in_flight.setdefault(slot, []).append((delivery, after_reads))
+
+    def note_sums(
+        self, adding: Mapping[int, torch.Stream], meet: Callable[[Iterable[Event]], Event | None]
+    ) -> Event | None:
+        """Notes that sums have been launched, for each owner on its stream, and returns an event after all sums so far.
+
+        ``meet`` makes one event of several. Threads of several slots may end the sums of several units at once: their
+        events are recorded one after the other, so that the last one noted is the latest.
+        """
+        with self._lock:
+            self.last_sums.update({owner: Event(stream) for owner, stream in adding.items()})
+            self.latest_sum = meet(self.last_sums.values())
+            return self.latest_sum
 
     def release_deliveries(self, slot: int) -> None:
         """Makes the slot's computing stream wait for the sums that read its deliveries, and drops the deliveries."""

@@ -190,8 +190,6 @@ class UnitSums:
                     stream = streams.adding.get(slots[owner])
                     with streams_set({} if stream is None else {slots[owner]: stream}):
                         self._end_sum(owner, own, totals, present, sums)
-                    if stream is not None:
-                        sums.last_sums[owner] = Event(stream)
             except BaseException:
                 self.is_torn = any(totals) and self.adds_at_once(sums)
                 # Sums that have been launched read the deliveries, which are dropped now.
@@ -199,7 +197,8 @@ class UnitSums:
                 wait_for(launched, sums.computing.values())
                 raise
         # Each of these events comes after the copies to its stream, which read the deliveries.
-        after_reads = sums.latest_sum = streams.meet("sums", sums.last_sums.values())
+        adding = {owner: streams.adding[slot] for owner, slot in enumerate(slots) if slot in streams.adding}
+        after_reads = sums.note_sums(adding, partial(streams.meet, "sums"))
         for slot, delivery in in_flight:
             sums.hold_delivery(slot, delivery, after_reads)
         if sums.over_machines is not None:

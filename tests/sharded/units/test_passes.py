@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -10,9 +11,10 @@ from typing import Any, cast
 import pytest
 import torch
 
+from at_once import in_threads
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.sharded.units import passes
-from dataparallel.sharded.units.passes import BackwardPass
+from dataparallel.sharded.units.passes import BackwardPass, SumsOfPass
 from made_units import in_backward
 
 
@@ -314,3 +316,24 @@ class TestASlotThatIsAhead:
         begins(running, [UNITS] * 2)
         delivers(running, 0, "d")
         running.wait_for_others(0)
+
+
+@pytest.mark.devices("cpu")
+def test_the_latest_sum_comes_after_all_sums_that_several_threads_have_launched() -> None:
+    sums, met = SumsOfPass(2, {}), []
+
+    def meet(events: Any) -> Any:
+        met.append(object())
+        mine = met[-1]
+        for _ in events:
+            pass
+        time.sleep(0.002)  # another thread would meet now
+        return mine
+
+    def work(index: int, barrier: threading.Barrier) -> None:
+        barrier.wait()
+        for _ in range(20):
+            sums.note_sums({}, meet)
+
+    in_threads(3, work)
+    assert sums.latest_sum is met[-1]
