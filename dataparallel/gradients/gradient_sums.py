@@ -240,7 +240,7 @@ class GradientSums:
         """Frees the void gradients of ``sources``, or of all sources, except where a running pass writes ``.grad``."""
         if not self._snapshots:
             return
-        ids = {*self._snapshots} if sources is None else {*map(id, sources)} & self._snapshots.keys()
+        ids = {*self._snapshots} if sources is None else {*map(id, sources)} & {*self._snapshots}
         ids -= self._kept_by_running_passes()
         self._take({each for each in ids if (found := self._snapshots.get(each)) and found.is_void()})
 

@@ -46,6 +46,7 @@ class SlotUnit:
     def __init__(self, unit: Unit, slot: int) -> None:
         self.unit, self.slot, self.device = unit, slot, unit.slots[slot]
         self._lock = threading.RLock()
+        self._noting = threading.Lock()  # guards `last_pull`: who takes it waits for no gather
         with torch.inference_mode(False), torch.no_grad():
             self._buffers = [
                 FullBuffer(owned.layout, unit.dtype_on_slots(owned.dtype), self.device) for owned in unit.owned
@@ -74,9 +75,10 @@ class SlotUnit:
         self._modules_run: set[int] = set()  # numbers of the unit's modules that have run in this forward
 
     def take_last_pull(self) -> Event | None:
-        """Returns `last_pull` once."""
-        event, self.last_pull = self.last_pull, None
-        return event
+        """Returns `last_pull` once. A gather that another thread starts just now comes before this or after it."""
+        with self._noting:
+            event, self.last_pull = self.last_pull, None
+            return event
 
     @property
     def is_started(self) -> bool:
@@ -111,7 +113,9 @@ class SlotUnit:
             with torch.no_grad(), self._naming_out_of_memory():
                 self._pull_from_owners(unit.sources(), ready)
         if receiving is not None and self._buffers:
-            self.last_pull = self._pull_event = Event(receiving)
+            self._pull_event = Event(receiving)
+            with self._noting:
+                self.last_pull = self._pull_event
 
     def _take_joint_gather(self, ready: Mapping[torch.device, Event], ahead: bool) -> bool:
         """Takes what a joint gather brings, or leaves that to `make_full`. Returns false if the slot has to pull."""
