@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import functools
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel
 from dataparallel.testing.parity import Perturbation, perturbed_slots
+from memory import WITHOUT_LOCK
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -224,6 +226,9 @@ def test_an_error_without_words_does_not_hide_the_first(slots: list, root: torch
         DataParallel(Failing(), slots, workers=3)(x)
 
 
+@pytest.mark.skipif(
+    WITHOUT_LOCK and sys.version_info < (3, 14), reason="Python 3.13 without the lock keeps every class for ever"
+)
 def test_classes_of_dropped_models_are_dropped(slots: list, root: torch.device) -> None:
     model = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)).double().to(root)
     DataParallel(model, slots)(batch(root))

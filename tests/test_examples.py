@@ -16,6 +16,7 @@ from example_programs import EXAMPLES, NAMES, numbers, printed_by, where_devices
 
 @where_devices_are_seen
 def test_digits_are_read_as_well_as_on_one_device(tmp_path):
+    pytest.importorskip("sklearn")
     *_, last, accuracies = printed_by("digits.py", tmp_path)
     _, one, several = numbers(last)
     assert several == pytest.approx(one, rel=0.05)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -51,10 +51,18 @@ class StandIns:
 def left_alone(function: F) -> F:
     """Marks this function with `_torch.leave_alone`, but not other functions that the same ``def`` has made.
 
-    The mark is on the code, which they share, so this function gets a code of its own.
+    The mark is on the code, which they share. So all functions of the ``def`` that get the mark share a copy of it.
     """
-    cast(FunctionType, function).__code__ = cast(FunctionType, function).__code__.replace()
+    code = cast(FunctionType, function).__code__
+    marked = _marked.get(code)
+    if marked is None:
+        marked = _marked.setdefault(code, code.replace())
+    cast(FunctionType, function).__code__ = marked
     return _torch.leave_alone(function)
+
+
+_marked: dict[CodeType, CodeType] = {}
+"""For each code that `left_alone` has seen, its copy with the mark. There is one for each ``def``, so there are few."""
 
 
 class _ShowsForwardOfModule:

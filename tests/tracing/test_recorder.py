@@ -264,6 +264,7 @@ def test_the_second_number_is_read(tmp_path: Path) -> None:
 
 @host_only
 @has_schedstat
+@pytest.mark.skipif(not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="there is no lock to keep")
 def test_to_read_keeps_the_lock() -> None:
     """Another thread that wants Python's lock gets it only after its switch interval, not at each read."""
     clocks = ThreadClocks()
