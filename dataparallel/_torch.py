@@ -593,7 +593,7 @@ def note_whether_compiler_is_in_use() -> bool:
     """
     global _was_compiler_in_use
     if not _was_compiler_in_use and is_compiler_loaded():
-        _was_compiler_in_use = any(backend is not None for backend in _backends().values())
+        _was_compiler_in_use = any(backend is not None for backend in list(_backends().values()))
     return _was_compiler_in_use
 
 

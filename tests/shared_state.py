@@ -44,6 +44,11 @@ def variables(tree: ast.Module) -> Iterator[str]:
             yield function.name
 
 
+def classes(tree: ast.Module) -> Iterator[str]:
+    """All classes."""
+    return (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
 def classes_with_locks(tree: ast.Module) -> Iterator[str]:
     """The classes whose objects have a lock, and those with a value for each thread."""
     for node in ast.walk(tree):

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
+from dataparallel.forks import in_forked_child
 from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, form_and_state, name_of_form
 from dataparallel.replicas import replaced_parameters
 from dataparallel.replicas.plan import ORIGINAL_CLASS
@@ -207,6 +208,13 @@ class Form(Generic[P, S]):
         return RuntimeError(
             f"parameter {name!r} is shared with a module outside: {place} that is managed by `{form}` already. {do}"
         )
+
+
+@in_forked_child
+def _start_afresh_after_fork() -> None:
+    """A thread of the parent may have been giving a form."""
+    global _lock
+    _lock = threading.RLock()
 
 
 def _holds(root: nn.Module, module: Any) -> bool:
