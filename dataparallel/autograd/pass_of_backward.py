@@ -6,7 +6,11 @@ A pass is one run of torch's engine, also one that a reentrant checkpoint nests 
 
 from __future__ import annotations
 
+import gc
+import math
+import sysconfig
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TypeVar
@@ -14,6 +18,9 @@ from typing import TypeVar
 from dataparallel import _torch
 
 T = TypeVar("T")
+
+_COUNTS_ARE_BIASED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+_FIRST_NAP, _LONGEST_NAP = 0.05, 1.0  # seconds
 
 _passes: dict[int, PassOfBackward] = {}  # the passes that run, by the engine's number
 
@@ -36,6 +43,29 @@ def running_pass() -> PassOfBackward:
                 del _passes[number]
                 raise
     return running
+
+
+def wait_for_passes(changed: threading.Condition, are_over: Callable[[], bool], seconds: float = math.inf) -> bool:
+    """Waits until passes are over, as `Condition.wait_for` does; ``changed``, whose lock is held, is notified then.
+
+    A failed pass ends when the engine drops an object of Python (`_EndCallback`). In builds of Python without the lock
+    an object that another thread has made is freed when that thread runs Python next, and a thread of the engine may
+    never do so. There the garbage collector frees it, if the pass has not ended before.
+    """
+    until, nap = time.monotonic() + seconds, _FIRST_NAP
+    while not are_over():
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        changed.wait(min(left, nap) if _COUNTS_ARE_BIASED else None if left == math.inf else left)
+        if _COUNTS_ARE_BIASED and not are_over():
+            changed.release()  # destructors run, and may want the lock in another thread
+            try:
+                gc.collect()
+            finally:
+                changed.acquire()
+            nap = min(2 * nap, _LONGEST_NAP)
+    return True
 
 
 def error_of_failed_pass() -> RuntimeError:

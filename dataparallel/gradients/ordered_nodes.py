@@ -6,7 +6,6 @@ Tokens link the nodes of all buckets, each one's input being an output of anothe
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.bucket_nodes import FromSource, ToSlots
 from dataparallel.autograd.node import Node, run_before_last, run_last
-from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
+from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass, wait_for_passes
 from dataparallel.batches.structures import tensors_in
 from dataparallel.gradients.gradient_sums import PersistentToSlots, reached_sources
 from dataparallel.gradients.ordered_pass import OrderedPass, Reducer
@@ -244,10 +243,8 @@ class ModulePasses:
 
     def _wait_for_other_passes(self) -> None:
         """Waits until no other backward runs here. One that has failed may still be in a thread of the engine."""
-        until = time.monotonic() + _FAILED_PASS_TIMEOUT
-        while self._backward_passes:
-            if not self._changed.wait(max(0.0, until - time.monotonic())):
-                raise _nested()
+        if not wait_for_passes(self._changed, lambda: not self._backward_passes, _FAILED_PASS_TIMEOUT):
+            raise _nested()
 
     def _end_passes(self, backward: PassOfBackward, passes: dict[BucketRow, OrderedPass], ok: bool) -> None:
         try:

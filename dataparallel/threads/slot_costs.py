@@ -57,6 +57,7 @@ class SlotTimes:
 
     Attributes:
         seconds: the time of each slot; slots whose replicas have not ended are missing.
+        span: seconds from the start until the last replica ended; 0 until `end_call`.
         free: free bytes on each accelerator before the call. Backends that do not count memory are missing.
         taken: on each accelerator the bytes of the inputs, and the bytes that the forward has added: at its peak, if
             that was the highest ever, or else at its end. The same backends are missing.
@@ -65,6 +66,7 @@ class SlotTimes:
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self.slots = tuple(slots)
         self.seconds: dict[int, float] = {}
+        self.span = 0.0
         self._ends: dict[int, float] = {}
         self.free: dict[torch.device, int] = {}
         self.taken: dict[torch.device, int] = {}
@@ -86,11 +88,6 @@ class SlotTimes:
                 self.taken[tensor.device] += tensor.nbytes
         self._start = time.perf_counter()
 
-    @property
-    def span(self) -> float:
-        """Seconds from the start until the last replica ended."""
-        return max(list(self._ends.values()), default=self._start) - self._start
-
     def run_replica(self, slot: int, task: Callable[[], T]) -> T:
         """Runs a replica, in its thread and with its streams current, and waits for its device."""
         outer_seconds, _waited.seconds = _waited.seconds, 0.0  # a replica of an outer call may run in this thread
@@ -106,7 +103,8 @@ class SlotTimes:
             _waited.seconds = outer_seconds
 
     def end_call(self) -> None:
-        """Notes how much memory the replicas have added."""
+        """Notes when the last replica ended, and how much memory all have added."""
+        self.span = max(self._ends.values(), default=self._start) - self._start
         for device, (allocated, peak) in self._before.items():
             highest = torch.accelerator.max_memory_allocated(device)
             now = torch.accelerator.memory_allocated(device)

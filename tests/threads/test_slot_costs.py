@@ -51,6 +51,7 @@ def test_time_asleep_counts_and_time_waiting_for_other_replicas_does_not(clock: 
     times.run_replica(0, sleeps)
     assert times.run_replica(1, waits) == "done"
     assert times.seconds == {0: 3, 1: 1}
+    times.end_call()
     assert times.span == 9
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dataparallel import _torch
+from dataparallel.autograd.pass_of_backward import wait_for_passes
 from dataparallel.comm.streams.current import GivenEvents, current_streams
 from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.units.bindings import TreeBinding
@@ -126,7 +127,7 @@ class Tree:
         if _torch.is_in_backward() or self._ending_thread == threading.get_ident():
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._pass is None and self._ending_thread is None)
+            wait_for_passes(self._changed, lambda: self._pass is None and self._ending_thread is None)
 
     def _wait_for_optimizer(self) -> None:
         """Makes the current streams, on which shards are packed next, wait for the optimizer's step."""
@@ -172,7 +173,8 @@ class Tree:
                 if self._pass is None:
                     self._pass, is_new = self._new_pass(call), True
                 else:  # another thread ends the pass
-                    self._changed.wait()
+                    ending = self._pass
+                    wait_for_passes(self._changed, lambda: self._pass is not ending)  # noqa: B023 - called at once
             self._pass.include(call.slots)
             if is_new:  # after joining, so that the pass fails if this raises
                 self._refuse_lost()
