@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd import pass_of_backward
-from dataparallel.autograd.pass_of_backward import running_pass
+from dataparallel.autograd.pass_of_backward import running_pass, wait_for_passes
 
 pytestmark = pytest.mark.devices("cpu")
 
@@ -137,3 +138,22 @@ def test_there_is_none_outside_of_a_backward():
     with pytest.raises(RuntimeError):
         running_pass()
     assert pass_of_backward._passes == {}
+
+
+def test_who_waits_for_a_pass_that_only_the_collector_can_end_has_it_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_of_backward, "_COUNTS_ARE_BIASED", True)
+    over: list[int] = []
+
+    class Circle:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            over.append(0)
+
+    changed = threading.Condition()
+    with changed:
+        Circle()
+        assert wait_for_passes(changed, lambda: bool(over), 20.0)
+        over.clear()
+        assert not wait_for_passes(changed, lambda: bool(over), 0.1)
