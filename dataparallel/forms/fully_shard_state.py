@@ -147,10 +147,11 @@ class FullyShardState(StateOnSlots):
 
     def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
         """Makes or refreshes replicas of the twin, and binds them to the units of their slots."""
-        twin = self._twin.update(self.source(), method.name)
-        replicas = self.kept.replicas(twin, slots, self.options.cap_bytes)
-        self._tensors.bind(replicas, lent)
-        return replicas
+        with self.kept.lock:  # calls of several threads share the twin
+            twin = self._twin.update(self.source(), method.name)
+            replicas = self.kept.replicas(twin, slots, self.options.cap_bytes)
+            self._tensors.bind(replicas, lent)
+            return replicas
 
     # ---- the tree of which the module is the root --------------------------------------------------------------------
 

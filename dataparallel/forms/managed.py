@@ -102,14 +102,17 @@ class Twin:
         self._info = info
         self._no_hooks: dict[str, Any] = {name: OrderedDict() for name in _torch.HOOK_TABLES}
 
-    def update(self, source: nn.Module, method: str) -> nn.Module:
+    def update(self, source: nn.Module, method: str, left_out: str = "") -> nn.Module:
         """Gives the twin the current attributes of ``source``, for a call of ``method``, and returns the twin.
+
+        One attribute may be left out. Until its replicas are made no other thread may update the twin.
 
         For ``forward`` the twin has no hooks: the module's hooks run around the call on the whole batch. Another method
         may call the replica itself, and then the hooks run in the replica.
         """
         hooks = self._no_hooks if method == "forward" else {}
         attributes = {**vars(source), **hooks, TWIN_INFO: self._info}
+        attributes.pop(left_out, None)
         return give_attributes(self.module, attributes, source, instance_slots(type(self.module)))
 
 

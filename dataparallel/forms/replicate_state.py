@@ -107,7 +107,8 @@ class ReplicateState(StateOnSlots):
 
     def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
         """Makes or refreshes replicas of the twin."""
-        return self.replicate(self._updated_twin(method.name), slots)
+        with self.kept.lock:  # calls of several threads share the twin
+            return self.replicate(self._updated_twin(method.name), slots)
 
     def replicate(self, source: nn.Module, slots: list[torch.device]) -> list[Any]:
         """The stage that makes replicas; override it on this object to make them in another way."""
@@ -183,6 +184,4 @@ class ReplicateState(StateOnSlots):
                 f"{type(source).__name__}. What changes a module's class, as torch.nn.utils.parametrize does, has to "
                 "come before `replicate`; on its children it may come at any time"
             )
-        twin = self._twin.update(source, method)
-        del vars(twin)[FORM_ATTRIBUTE]
-        return twin
+        return self._twin.update(source, method, left_out=FORM_ATTRIBUTE)

@@ -54,6 +54,10 @@ class KeptReplicas:
         tensors: lends the replicas' tensors outside of ``frozen``.
         compile: how replicas are compiled, if their module is not compiled itself.
         hooks_follow: as for `ModulePlan.of`.
+
+    Attributes:
+        lock: held while replicas are made. A form whose replicas are made from a twin takes it before it updates the
+            twin: calls of several threads share that.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class KeptReplicas:
         self._tensors = FreshCopies() if tensors is None else tensors
         self._compile = compile
         self._hooks_follow = hooks_follow
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
         self._frozen_blocks = 0  # how many are open
         self._clear()
         _all.add(self)
@@ -90,7 +94,7 @@ class KeptReplicas:
 
     def clear(self) -> None:
         """Drops everything."""
-        with self._lock:
+        with self.lock:
             self._clear()
 
     def drop_modules(self) -> None:
@@ -101,7 +105,7 @@ class KeptReplicas:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """A block in which replicas stay as they are. Blocks may be nested."""
-        with self._lock:
+        with self.lock:
             self._frozen_blocks += 1
             if self._frozen_blocks == 1:
                 self._clear()
@@ -111,7 +115,7 @@ class KeptReplicas:
             self._end_frozen_block()
 
     def _end_frozen_block(self) -> None:
-        with self._lock:
+        with self.lock:
             self._frozen_blocks -= 1
             if self._frozen_blocks:
                 return
@@ -125,7 +129,7 @@ class KeptReplicas:
                 module or the tensor. A call inside `frozen` records a graph.
         """
         record = torch.is_grad_enabled()
-        with self._lock:
+        with self.lock:
             if self.is_frozen and record:
                 raise RuntimeError(
                     "inside model.frozen() replicas stay as they are and no gradient leads back to the module; call "
@@ -242,5 +246,5 @@ def _start_afresh_after_fork() -> None:
     Replicas are not dropped here: this may add gradients, and torch does not know yet that its threads are gone.
     """
     for kept in _all:
-        kept._lock = threading.Lock()
+        kept.lock = threading.RLock()
         kept._is_from_before_fork = True

@@ -1,5 +1,6 @@
 """What goes into units and comes out of them, and calls of units and their layers from outside."""
 
+import threading
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -7,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from at_once import in_threads
+from dataparallel.composable import fully_shard
+from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal
 from sharded_chains import PLAIN, Chain, Layer, assert_same_results, chain, forward_backward
@@ -159,3 +163,36 @@ class TestSeveralModels:
                 model.no_sync = model[1].no_sync
             both.append(train(model, batches_of(PLAIN, slots), loop=LOOPS[loop]))
         assert_same(*both)
+
+
+def test_a_call_that_ends_beside_another_leaves_the_sharded_parameters_to_those_that_begin(slots, root):
+    """The full ones of a call that runs are freed at its end: a call that found them in the module would crash."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, waits=False):
+            y = self.linear(x)
+            if waits:
+                inside.set()
+                assert go_on.wait(20)
+            return y
+
+    model, x = fully_shard(Waits().to(root), devices=slots), torch.ones(len(slots), 4, device=root)
+
+    @torch.no_grad()
+    def call(index, barrier):
+        if index == 0:
+            model(x, waits=True)
+            return
+        assert inside.wait(20)
+        model(x)
+        try:
+            assert all(isinstance(parameter, ShardedTensor) for parameter in model.parameters())
+        finally:
+            go_on.set()
+
+    in_threads(2, call)

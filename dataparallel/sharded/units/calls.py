@@ -319,3 +319,4 @@ class RootCall:
             if has_failed:
                 unit.pieces.drop()
             unit.end_gathers()
+        self._tree.show_current()

@@ -87,6 +87,8 @@ class Tree:
             unit: TreeBinding(i, self.deliver, self.settle, self._copies, self.gather_budget)
             for i, unit in enumerate(self.units)
         }
+        self._registering = threading.Lock()  # guards what a tree registers, and how many calls run
+        self._number_of_calls = 0
         self._unfinished: list[SumsOfPass] = []  # of passes before the last one of a step
         self.machines = self.units[0].machines
         self.order_of_sums = [*reversed(range(len(self.units)))]
@@ -96,14 +98,36 @@ class Tree:
     def calling(self, number_of_slots: int) -> Iterator[RootCall]:
         """Wraps a call of the root on the first ``number_of_slots`` slots. Call `prepare` before."""
         self._finish_sums()
-        call = RootCall(self, self.slots[:number_of_slots])
+        self._begin_call()
+        call: RootCall | None = None
         has_failed = True
         try:
+            call = RootCall(self, self.slots[:number_of_slots])
             yield call
             has_failed = False
         finally:
-            call.end_forward(has_failed)
-            self._make_owners_wait(call.computing)
+            with self._registering:
+                self._number_of_calls -= 1
+            if call is not None:
+                call.end_forward(has_failed)
+                self._make_owners_wait(call.computing)
+
+    def _begin_call(self) -> None:
+        """Registers the sharded parameters. They stay in the user's modules until the last running call has ended."""
+        with self._registering:
+            self._number_of_calls += 1
+            for unit in self.units:
+                unit.registries.show_sharded()
+
+    def show_current(self) -> None:
+        """Registers full parameters or pieces where there are some, unless a call runs, which other threads may make.
+
+        A call that begins reads the user's modules. Full parameters of another call would be freed under its hands.
+        """
+        with self._registering:
+            if self._number_of_calls == 0:
+                for unit in self.units:
+                    unit.registries.show_current()
 
     def prepare(self) -> None:
         """Adapts the units to what other code has done to the parameters since the last call.
@@ -247,6 +271,7 @@ class Tree:
                     slot_unit.note_pass_end(has_failed, ended.is_recorded)
                 unit.pieces.drop()
                 unit.end_gathers()
+            self.show_current()
             self._make_owners_wait(ended.sums.computing)
             ended.sums.make_callers_wait()
         finally:

@@ -251,7 +251,6 @@ class Unit(Settings):
         """Ends a call or a pass: the parameters may change. Copies for slots that have not pulled are dropped."""
         self._noted_versions = None
         self._renew_sources(len(self.slots))
-        self.registries.show_current()
 
     def versions(self) -> list[int]:
         """Returns the versions of the parameters, which changes in place raise. A call or pass keeps its first ones."""
