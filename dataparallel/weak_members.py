@@ -47,8 +47,8 @@ class WeakMembers(Generic[T]):
             if member is not None:
                 yield member
 
-    def __bool__(self) -> bool:
-        return bool(self._references)
+    def __len__(self) -> int:
+        return len(self._references)
 
 
 def _drop(owner: weakref.ref[WeakMembers[Any]], key: int, _: object) -> None:

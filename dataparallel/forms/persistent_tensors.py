@@ -97,6 +97,10 @@ class PersistentTensors(TensorStore):
                 self.copies.values.refresh(arrivals)
             return self.copies.by_slot[: len(slots)]
 
+    def start_afresh_after_fork(self) -> None:
+        """See `TensorStore.start_afresh_after_fork`."""
+        self.sums.start_afresh_after_fork()
+
     def clear(self) -> None:
         """Drops all copies, and adds the gradients that wait on slots to the source's ``.grad``."""
         self.sums.add_kept()

@@ -5,13 +5,15 @@ Each bucket of parameters has one such node, which many passes use. The module h
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -169,12 +171,28 @@ class GradSnapshot:
         return _torch.version_of(grad) != self._version and not bool(grad.any())
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def one_at_a_time(method: F) -> F:
+    """Has a method of `GradientSums` hold its lock."""
+
+    @functools.wraps(method)
+    def run(self: GradientSums, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return cast(F, run)
+
+
 class GradientSums:
     """The gradients of one module that wait on slots, and the switch of its sums.
 
-    Waiting gradients belong to no graph: the next pass with sums takes them, even if it goes over other copies.
+    Waiting gradients belong to no graph: the next pass with sums takes them, even if it goes over other copies. Passes
+    in several threads may keep and take at the same time, as those that reentrant checkpoints start on each slot do.
 
     Attributes:
+        lock: held while gradients are kept, taken or looked at. It is reentrant: a destructor may end a failed pass.
         are_on: if true, a pass sums gradients, else it leaves them on the slots.
     """
 
@@ -183,6 +201,7 @@ class GradientSums:
 
     def __init__(self) -> None:
         self.are_on = True
+        self.lock = threading.RLock()
         # The keys are the slot and the id of the source, or the id alone. Values hold the source.
         self._kept: dict[tuple[int, int], KeptGradient] = {}
         self._snapshots: dict[int, GradSnapshot] = {}
@@ -190,6 +209,11 @@ class GradientSums:
         # Ids of the sources whose gradients a running pass has kept. Reentrant checkpoints nest passes.
         self._kept_by_pass: dict[PassOfBackward, set[int]] = {}
 
+    def start_afresh_after_fork(self) -> None:
+        """In a forked child: a thread of the parent may have held the lock."""
+        self.lock = threading.RLock()
+
+    @one_at_a_time
     def keep(
         self, bucket: SourceBucket, by_slot: Sequence[SlotGradients | None], written: Set[int]
     ) -> list[Tensor | None]:
@@ -227,6 +251,7 @@ class GradientSums:
         """
         self._snapshots[id(source)] = GradSnapshot(source)
 
+    @one_at_a_time
     def take(self, bucket: SourceBucket, written: Set[int]) -> dict[tuple[int, int], KeptGradient]:
         """Removes and returns the waiting gradients of the ``written`` sources. The running pass is to add them."""
         running = running_pass()
@@ -236,6 +261,7 @@ class GradientSums:
         self.drop_void(bucket.sources)
         return self._take({id(bucket.sources[position]) for position in written})
 
+    @one_at_a_time
     def drop_void(self, sources: Sequence[Tensor] | None = None) -> None:
         """Frees the void gradients of ``sources``, or of all sources, except where a running pass writes ``.grad``."""
         if not self._snapshots:
@@ -244,6 +270,7 @@ class GradientSums:
         ids -= self._kept_by_running_passes()
         self._take({each for each in ids if (found := self._snapshots.get(each)) and found.is_void()})
 
+    @one_at_a_time
     @torch.no_grad()
     def add_kept(self) -> None:
         """Adds all waiting gradients to the ``.grad`` of their sources, except void ones."""
@@ -271,6 +298,7 @@ class GradientSums:
             running.on_end(partial(self._end_pass, running))
         self._kept_by_pass[running] = self._kept_by_pass.get(running, set()) | source_ids
 
+    @one_at_a_time
     def _end_pass(self, ended: PassOfBackward, ok: bool) -> None:
         """If the pass has succeeded, its kept gradients belong to the ``.grad`` that it has written."""
         for source_id in self._kept_by_pass.pop(ended, ()):

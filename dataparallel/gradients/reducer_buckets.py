@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dataparallel.autograd.bucket_gradients import ReadyEvent, SourceGradients
 from dataparallel.comm.buckets import Bucket, flatten, has_strides, layout_of
-from dataparallel.gradients.gradient_sums import GradientSums, GradSnapshot, KeptGradient, SourceBucket
+from dataparallel.gradients.gradient_sums import GradientSums, GradSnapshot, KeptGradient, SourceBucket, one_at_a_time
 
 
 class TakenGradients(NamedTuple):
@@ -46,6 +46,7 @@ class ReducerSums(GradientSums):
     def add_kept(self) -> None:
         """Does nothing: gradients are added to ``.grad`` only after the reducer has had them."""
 
+    @one_at_a_time
     def take_to_send(self, bucket: SourceBucket, written: Set[int]) -> TakenGradients:
         """Takes the gradients of all slots that wait for the ``written`` sources. The forward's streams are current."""
         self.drop_void(bucket.sources)
@@ -76,6 +77,7 @@ class ReducerSums(GradientSums):
             else:
                 grad.copy_(snapshot.reduced)
 
+    @one_at_a_time
     def put_back(self, taken: TakenGradients) -> None:
         """Lets gradients wait again after the pass that has taken them has failed. No ``.grad`` has changed."""
         for snapshot, _ in taken.grads:

@@ -247,4 +247,5 @@ def _start_afresh_after_fork() -> None:
     """
     for kept in _all:
         kept.lock = threading.RLock()
+        kept._tensors.start_afresh_after_fork()
         kept._is_from_before_fork = True

@@ -43,6 +43,9 @@ class TensorStore(ABC):
         ``record``: the call records a graph. ``arrivals``: parameters may arrive after this returns. It launches them.
         """
 
+    def start_afresh_after_fork(self) -> None:  # noqa: B027 - some stores have no lock
+        """Called in a forked child, where a thread of the parent may have held a lock."""
+
     def clear(self) -> None:  # noqa: B027 - some stores do nothing
         """Drops everything."""
 
