@@ -99,7 +99,7 @@ class KeptReplicas:
 
     def drop_modules(self) -> None:
         """Drops the modules of replicas that stay: a failed call may have left activations on them."""
-        with self._lock:
+        with self.lock:
             self._tensors.replicas = None
 
     @contextmanager
