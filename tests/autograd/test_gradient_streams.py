@@ -24,6 +24,7 @@ from dataparallel.comm.streams.current import kept_stream
 from dataparallel.composable import replicate
 from dataparallel.testing.pytest import settle
 from graphs import nodes_of
+from memory import WITHOUT_LOCK
 
 pytestmark = [pytest.mark.devices("sim", "cuda"), pytest.mark.usefixtures("distinct")]
 
@@ -101,10 +102,15 @@ def buffers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
 
 
 def are_freed(buffers: list[weakref.ref]) -> bool:
-    """True if there were buffers, and they are freed soon: a thread of the engine may be late to drop a failed pass."""
+    """True if there were buffers, and they are freed soon: a thread of the engine may be late to drop a failed pass.
+
+    Without Python's lock they are freed when the thread of the engine that made them runs next, or by the collector.
+    """
     until = time.monotonic() + 5
     while any(buffer() is not None for buffer in buffers) and time.monotonic() < until:
         time.sleep(0.01)
+        if WITHOUT_LOCK:
+            gc.collect()
     return len(buffers) > 0 and all(buffer() is None for buffer in buffers)
 
 
