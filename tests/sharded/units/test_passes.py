@@ -15,6 +15,7 @@ from at_once import in_threads
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.sharded.units import passes
 from dataparallel.sharded.units.passes import BackwardPass, SumsOfPass
+from dataparallel.sharded.units.sums import PassGradients
 from made_units import in_backward
 
 
@@ -320,7 +321,7 @@ class TestASlotThatIsAhead:
 
 @pytest.mark.devices("cpu")
 def test_the_latest_sum_comes_after_all_sums_that_several_threads_have_launched() -> None:
-    sums, met = SumsOfPass(2, {}), []
+    sums, met = SumsOfPass(2, {}, PassGradients([])), []
 
     def meet(events: Any) -> Any:
         met.append(object())
