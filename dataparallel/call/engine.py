@@ -71,7 +71,10 @@ class ReplicaMaker(ABC):
 
     @abstractmethod
     def check(self, slots: Sequence[torch.device]) -> None:
-        """Called before each call. Raises ``RuntimeError`` if a tensor is not on the expected device."""
+        """Called before each call. Raises ``RuntimeError`` if a tensor is not on the expected device.
+
+        Copies on several slots are checked when they are made: `KeptReplicas` has their plan.
+        """
 
     def alone(self, method: Method) -> Callable[..., Any]:
         """Returns a function that runs ``method`` without replicas."""

@@ -56,7 +56,7 @@ class TreeState:
         self._empty = [each for each in (*tables, *sets, *hooks) if not each]
 
     def is_of_same_size(self) -> bool:
-        """True if each module has as many attributes as it had. This takes a twentieth of `is_unchanged`."""
+        """True if each module has as many attributes as it had. Much cheaper than `is_unchanged`."""
         return self._attributes.sizes_are_those_of([*map(vars, self._modules)])
 
     def is_unchanged(self) -> bool:

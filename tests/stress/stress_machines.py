@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from stress_models import CLOSE, by_chunks, made, samples
+from stress_models import by_chunks, made, same_parameters, samples
 from torch import distributed
 
 from dataparallel.composable import fully_shard, replicate
-from each_form import whole
 
 SLOTS = 2
 RENEWED_EVERY = 50  # steps
@@ -47,14 +46,7 @@ class RankTraining:
         torch.stack([by_chunks(self.alone, batch, SLOTS).square().mean() for batch in batches]).mean().backward()
         for optimizer in self.optimizers:
             optimizer.step()
-        for (name, found), expected in zip(self.model.named_parameters(), self.alone.parameters(), strict=True):
-            torch.testing.assert_close(
-                whole(found).detach(),
-                expected.detach(),
-                rtol=0,
-                atol=CLOSE,
-                msg=lambda text, name=name: f"{name} of {self.form} in step {self.steps} of rank {self.rank}: {text}",
-            )
+        same_parameters(self.model, self.alone, f"{self.form} in step {self.steps} of rank {self.rank}")
         self.steps += 1
         says = torch.tensor([float(is_last)])
         distributed.all_reduce(says)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
+from each_form import whole
 
 CLOSE = 1e-9
 
@@ -153,6 +154,18 @@ class SharedModel:
             found = torch.autograd.grad(output.square().sum(), self.parameters)
             for number, (ours, theirs) in enumerate(zip(found, self.gradients, strict=True)):
                 same_bits(f"gradient {number} of {self.name}", ours, theirs)
+
+
+def same_parameters(ours: nn.Module, theirs: nn.Module, where: str) -> None:
+    """Fails with the name of a parameter that differs, and says ``where``. Ours may be sharded."""
+    for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(
+            whole(found).detach(),
+            expected.detach(),
+            rtol=0,
+            atol=CLOSE,
+            msg=lambda text, name=name: f"{name} of {where}: {text}",
+        )
 
 
 def same_bits(name: str, found: Tensor, expected: Tensor) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from stress_models import CLOSE, applied, made, samples
+from stress_models import applied, by_chunks, made, same_parameters, samples
 from torch import Tensor, nn
 
 from each_form import whole
@@ -31,31 +32,20 @@ class Training:
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, theirs)]
         for step in range(STEPS):
             x = samples(100 * number + step, 2 * len(self.slots) + number % 3, root)
-            self._step(model, x, optimizers[0], by_chunks=False)
-            self._step(theirs, x, optimizers[1], by_chunks=True)
-            self._compare(ours, theirs, step)
+            self._step(model, x, optimizers[0])
+            self._step(partial(by_chunks, theirs, slots=len(self.slots)), x, optimizers[1])
+            same_parameters(ours, theirs, f"{self.form}, training {number}, step {step}")
             change = self._choose.choice(["nothing", "scale", "mode", "hook", "gradients", "values", "child"])
             for net in (ours, theirs):
                 self._change(change, net, step)
         self.names = [name for name, _ in ours.named_parameters()]
         return [whole(parameter).detach().clone() for parameter in ours.parameters()]
 
-    def _step(self, model: nn.Module, x: Tensor, optimizer: Any, by_chunks: bool) -> None:
+    @staticmethod
+    def _step(call: Callable[[Tensor], Tensor], x: Tensor, optimizer: Any) -> None:
         optimizer.zero_grad()
-        parts = x.chunk(len(self.slots)) if by_chunks else [x]
-        outputs = torch.cat([model(part) for part in parts])
-        outputs.square().mean().backward()
+        call(x).square().mean().backward()
         optimizer.step()
-
-    def _compare(self, ours: nn.Module, theirs: nn.Module, step: int) -> None:
-        for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(
-                whole(found).detach(),
-                expected.detach(),
-                rtol=0,
-                atol=CLOSE,
-                msg=lambda text, name=name: f"{name} of {self.form}, training {self.number}, step {step}: {text}",
-            )
 
     def _change(self, change: str, net: Any, step: int) -> None:
         last = net.last[0] if isinstance(net.last, nn.Sequential) else net.last
