@@ -44,6 +44,10 @@ CALLS = 5
 SETTLE = 40
 """Calls in which the library chooses how many replicas run at a time."""
 
+COLLECT_AFTER = 100_000
+"""New objects, instead of 2,000. A collection of a free-threaded Python looks at all objects of the process, for 15 ms
+here, and the objects of a step alone would cause several."""
+
 INFERENCE, TRAINING = "inference", "training"
 ALONE, THREADS = "one thread alone, half of the batch", "two plain threads"
 WRAPPER, FROZEN, REPLICATE, SHARD = "DataParallel", "DataParallel, frozen", "replicate", "fully_shard"
@@ -243,6 +247,7 @@ def prepared_in_rank(rank: int) -> Callable[[Task], Callable[[], float]]:
 def main(rank: str | None = None, file: str = "") -> None:
     torch.set_num_threads(1)  # before anything that runs a backward
     keep_freed_memory()
+    gc.set_threshold(COLLECT_AFTER)
     if rank is None:
         obey(Tasks(prepared))
         return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from free_slots import Timed
-from free_threads import ALONE, CALLS, DDP, INFERENCE, THREADS, TRAINING
+from free_threads import ALONE, CALLS, COLLECT_AFTER, DDP, INFERENCE, THREADS, TRAINING
 from launch_bound import OPERATORS_PER_LAYER, SAMPLES_PER_SLOT, WIDTH
 from pairs import Comparison
 from plots import figure_for
@@ -34,6 +34,9 @@ two processes, DDP
 workers=2
     Slots that share a random generator train one after the other, so that random draws have a fixed order. With
     workers=2 they train at the same time.
+collector
+    All processes collect garbage after {COLLECT_AFTER:,} new objects. By default it is after 2,000, which is more than
+    once in a step, and a collection of a free-threaded Python looks at all objects of the process.
 ms
     The median over the rounds. In a round each way of each Python has a turn of {CALLS} calls, whose mean counts.
 /alone

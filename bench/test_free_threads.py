@@ -24,7 +24,7 @@ from pairs import PAIRS
 from progress import Progress
 from reporting import Report, table
 
-ROUNDS = 30
+ROUNDS = 20
 SHORT_ROUNDS = 2
 SHORT_LAYERS = (10,)
 

@@ -152,6 +152,17 @@ def nothing_freed_too_early(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def the_current_device_stays() -> Iterator[None]:
+    """A test that sets a stream makes its device current, and the next test must not find it so."""
+    if not torch.accelerator.is_available():
+        yield
+        return
+    device = torch.accelerator.current_device_index()
+    yield
+    torch.accelerator.set_device_index(device)
+
+
+@pytest.fixture(autouse=True)
 def small_models_are_like_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their parameters may be late too, so that all tests look for what a late copy could break."""
     monkeypatch.setattr(arrivals, "LATE_FROM_BYTES", 0)
