@@ -62,13 +62,19 @@ def stand_in(devices: int = 8, *, like: str = "a100", hide_gpus: bool = False) -
     operator of the CPU that reads pinned memory before a copy into it is done. `late_queries` lets events answer as
     late as on a GPU.
 
+    Graphs are captured and launched as on a GPU (``torch.cuda.graph``, ``torch.cuda.make_graphed_callables``). What a
+    capture forbids is refused in CUDA's words. At a launch, the clocks see each captured piece of work as if it was
+    launched then. Operators that have to be done when they are called cannot be captured, and say so: attention with
+    dropout, collectives of NCCL, CuPy's kernels, functions of the host. Graphs that are made or changed node by node,
+    and conditional nodes, are not there.
+
     What the clocks do not see: what the host does with pinned memory other than by an operator, ``tolist`` or ``numpy``
-    (so not what is read later through the array), and what a captured graph would do. Waits that CUDA makes by itself
-    hide races in the runs in which they happen: ``cudaFree``, which torch's allocator calls where memory runs out and
-    in ``empty_cache``, waits for the whole device. An event that is recorded by ``torch.Event`` right after memory
-    with ``record_stream`` was freed is taken for one of the allocator's, so asking it teaches the thread nothing. What
-    they report although nothing is wrong: threads that pass work to each other under a lock or with an event of
-    ``threading``; a ``queue.Queue``, a ``ThreadPoolExecutor``, start and join are followed.
+    (so not what is read later through the array). Waits that CUDA makes by itself hide races in the runs in which they
+    happen: ``cudaFree``, which torch's allocator calls where memory runs out and in ``empty_cache``, waits for the
+    whole device. An event that is recorded by ``torch.Event`` right after memory with ``record_stream`` was freed is
+    taken for one of the allocator's, so asking it teaches the thread nothing. What they report although nothing is
+    wrong: threads that pass work to each other under a lock or with an event of ``threading``; a ``queue.Queue``, a
+    ``ThreadPoolExecutor``, start and join are followed.
 
     Call this before anything imports torch: ``dataparallel`` and ``dataparallel.testing`` do not, until one of their
     names is used. Or let ``python -m dataparallel.testing.cuda SCRIPT`` call it. The first call on a machine compiles

@@ -369,9 +369,10 @@ peers that cannot be: CUDA error 217
     error = rt.cudaDeviceEnablePeerAccess(3, 0)
     cuda.set_link(0, 3, "works")
     rt.check(0 if error == 704 else error)
-a graph is captured: when stream is capturing
-    s = torch.cuda.graphs.CUDAGraph()  # fault
-    with on(side): s.capture_begin()  # fault
+a value is read in a capture: previous error during capture
+    g = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(g): x.sum().item()  # fault
+    torch.cuda.synchronize(a)
 """
 FAULTS = [
     (name, words, textwrap.dedent(program))

@@ -251,12 +251,55 @@ assert libraries.counts().calls["cudaGraphAddKernelNode"] == 1
 refused("cudaErrorNotSupported", "cudaMallocAsync", ctypes.byref(P()), N(4), None)
 assert number("cudaDeviceGetAttribute", 115, 0) == 0  # memory pools
 assert CUDA.cuMemCreate(None, N(4), None, 0) == 801
-#: capture is refused
-stream = made("cudaStreamCreate")
-text = refused("cudaErrorStreamCaptureUnsupported", "cudaStreamBeginCapture", stream, 0)
-assert text == "operation not permitted when stream is capturing"
+#: captured work is done at each launch of its graph
+stream, memory, graph, instance = made("cudaStreamCreate"), malloc(4), P(), P()
+refused("cudaErrorStreamCaptureUnsupported", "cudaStreamBeginCapture", None, 0)
 refused("cudaErrorIllegalState", "cudaStreamEndCapture", stream, ctypes.byref(P()))
-assert (status := ctypes.c_int(7), call("cudaStreamIsCapturing", stream, ctypes.byref(status)))[0].value == 0
+call("cudaMemset", memory, 1, N(4))
+call("cudaStreamBeginCapture", stream, 1)
+refused("cudaErrorIllegalState", "cudaStreamBeginCapture", stream, 1)
+assert (status := ctypes.c_int(7), call("cudaStreamIsCapturing", stream, ctypes.byref(status)))[0].value == 1
+call("cudaMemsetAsync", memory, 2, N(4), stream)
+call("cudaStreamEndCapture", stream, ctypes.byref(graph))
+call("cudaStreamIsCapturing", stream, ctypes.byref(status))
+assert status.value == 0 and read(memory, 4) == bytes([1] * 4)
+call("cudaGraphInstantiateWithFlags", ctypes.byref(instance), graph, ctypes.c_ulonglong(0))
+call("cudaGraphDestroy", graph)
+refused("cudaErrorInvalidValue", "cudaGraphDestroy", graph)
+for value in (3, 4):
+    call("cudaMemset", memory, value, N(4))
+    call("cudaGraphLaunch", instance, stream)
+    assert read(memory, 4) == bytes([2] * 4)
+call("cudaGraphExecDestroy", instance)
+refused("cudaErrorInvalidValue", "cudaGraphLaunch", instance, stream)
+#: an object of the program lives as long as the graphs that retain it
+stream, graph, instance, thing, gone = made("cudaStreamCreate"), P(), P(), P(), []
+destroy = ctypes.CFUNCTYPE(None, P)(gone.append)
+call("cudaStreamBeginCapture", stream, 1)
+call("cudaStreamEndCapture", stream, ctypes.byref(graph))
+call("cudaUserObjectCreate", ctypes.byref(thing), P(7), destroy, 1, 1)
+call("cudaGraphRetainUserObject", graph, thing, 1, 1)  # moves the reference
+call("cudaGraphInstantiateWithFlags", ctypes.byref(instance), graph, ctypes.c_ulonglong(0))
+call("cudaGraphDestroy", graph)
+assert gone == []
+call("cudaGraphExecDestroy", instance)
+assert gone == [7]
+#: a capture is ended by its thread on its first stream
+stream, other = made("cudaStreamCreate"), made("cudaStreamCreate")
+call("cudaStreamBeginCapture", stream, 0)
+results = []
+thread = threading.Thread(target=lambda: results.append(CUDA.cudaStreamEndCapture(stream, ctypes.byref(P()))))
+thread.start(); thread.join()
+assert results == [908]  # cudaErrorStreamCaptureWrongThread
+refused("cudaErrorStreamCaptureInvalidated", "cudaStreamEndCapture", stream, ctypes.byref(P()))
+event = made("cudaEventCreate")
+for first in (stream, other):
+    call("cudaStreamBeginCapture", first, 1)
+    call("cudaEventRecord", event, first)
+refused("cudaErrorStreamCaptureMerge", "cudaStreamWaitEvent", stream, event, 0)
+for first in (stream, other):
+    refused("cudaErrorStreamCaptureInvalidated", "cudaStreamEndCapture", first, ctypes.byref(P()))
+#: modes of captures
 mode = ctypes.c_int(2)
 call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 assert mode.value == 0

@@ -3,6 +3,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
@@ -30,6 +31,17 @@ c10::DataPtr copied_to(const c10::StorageImpl& made, c10::Device device) {
   return data;
 }
 
+at::PhiloxCudaState next_state(const at::Generator& generator) {
+  auto source = generator;
+  const std::lock_guard<std::mutex> lock(source.mutex());
+  return at::check_generator<at::CUDAGeneratorImpl>(source)->philox_cuda_state(4); // a multiple of 4, as torch demands
+}
+
+at::Generator drawn(uint64_t seed, uint64_t offset) {
+  const uint64_t mixed = seed * 0x9E3779B97F4A7C15u + offset * 0xBF58476D1CE4E5B9u;
+  return at::detail::createCPUGenerator(mixed ^ (mixed >> 31));
+}
+
 } // namespace
 
 c10::Device current_device() {
@@ -54,6 +66,10 @@ clocks::Ticket launch(c10::Device device, const std::string& op, c10::ArrayRef<T
 
 bool is_late() {
   return standin::is_late();
+}
+
+bool is_capturing() {
+  return standin::anybody_captures() && standin::is_capturing(name_of_current(current_device()));
 }
 
 void later(c10::Device device, std::function<void()> work) {
@@ -100,12 +116,22 @@ Place place_of(const c10::DataPtr& data, c10::Device) {
 // Draws from a seed made of the seed and the offset of torch's own generator, whose offset goes on: so its state can be
 // saved and set, and draws are repeated as on a GPU.
 at::Generator drawn_from(const at::Generator& generator) {
-  auto source = generator;
-  const std::lock_guard<std::mutex> lock(source.mutex());
-  const auto offset = source.get_offset();
-  source.set_offset(offset + 4); // a multiple of 4, as torch demands
-  const uint64_t mixed = source.current_seed() * 0x9E3779B97F4A7C15u + offset * 0xBF58476D1CE4E5B9u;
-  return at::detail::createCPUGenerator(mixed ^ (mixed >> 31));
+  const auto state = next_state(generator);
+  TORCH_CHECK_NOT_IMPLEMENTED(!state.captured_, "the stand-in for CUDA cannot capture an operator that draws a seed");
+  return drawn(state.seed_.val, state.offset_.val);
+}
+
+// torch writes seed and offset into memory of the device before each launch of a graph. They are read where a kernel
+// would read them.
+std::function<at::Generator()> draws_from(const at::Generator& generator) {
+  const auto state = next_state(generator);
+  if (!state.captured_) {
+    return [made = drawn(state.seed_.val, state.offset_.val)] { return made; };
+  }
+  return [state] {
+    return drawn(static_cast<uint64_t>(*state.seed_.ptr),
+                 static_cast<uint64_t>(*state.offset_.ptr) + state.offset_intragraph_);
+  };
 }
 
 const at::Generator& default_generator(c10::DeviceIndex device) {

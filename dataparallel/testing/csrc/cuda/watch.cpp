@@ -5,6 +5,9 @@
 
 #include <atomic>
 #include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
 
 #include "allocators.h"
 #include "counts.h"
@@ -25,6 +28,36 @@ struct OnTheWay {
 };
 thread_local OnTheWay* on_the_way = nullptr;
 
+// The memory of an allocation. A captured launch that touches it may come after its end.
+struct OfAllocation : Tracked {
+  std::atomic<bool> is_freed{false};
+};
+
+std::atomic<size_t> kept_launches{0};
+
+struct CountedLaunch : clocks::KeptLaunch {
+  CountedLaunch() {
+    ++kept_launches;
+  }
+  ~CountedLaunch() {
+    --kept_launches;
+  }
+};
+
+// What was freed while there were captured launches stays until there are none.
+void let_go(std::unique_ptr<OfAllocation> memory) {
+  static std::mutex lock;
+  static auto& freed = *new std::vector<std::unique_ptr<OfAllocation>>;
+  const std::lock_guard<std::mutex> guard(lock);
+  if (kept_launches == 0) {
+    freed.clear();
+    return;
+  }
+  memory->history = {};
+  memory->is_freed = true;
+  freed.push_back(std::move(memory));
+}
+
 struct Recorded : Event {
   bool is_of_allocator = false;
 };
@@ -42,6 +75,42 @@ Tracked* tracked(const standin::Memory& memory) {
   return static_cast<Tracked*>(memory.watched);
 }
 
+// What an operator on its way touches, and these parts.
+void add_touches(c10::SmallVector<Touch, 4>& touches, const standin::Part* parts, size_t count) {
+  if (on_the_way) {
+    touches.append(on_the_way->touches.begin(), on_the_way->touches.end());
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (parts[i].memory && tracked(*parts[i].memory)) {
+      touches.push_back(
+          {tracked(*parts[i].memory), {{parts[i].begin, parts[i].end}}, parts[i].writes, parts[i].argument, nullptr});
+    }
+  }
+}
+
+std::string launch_kept(const clocks::KeptLaunch& kept, standin::StreamName stream) {
+  for (const auto& touch : kept.touches) {
+    if (static_cast<const OfAllocation*>(touch.block)->is_freed) {
+      return "a graph was launched whose " + kept.op + " touches memory that has been freed since it was captured";
+    }
+  }
+  auto work = kept.work.again();
+  clocks::Ticket ticket;
+  try {
+    ticket = clocks::launch(stream_of(stream), kept.op, kept.touches);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  if (kept.is_done) {
+    counts::launched(static_cast<c10::DeviceIndex>(stream.device));
+    if (kept.work.copy) {
+      counts::copied(kept.work.copy->source, kept.work.copy->target, kept.work.bytes_written);
+    }
+    clocks::done(ticket, std::move(work));
+  }
+  return "";
+}
+
 class ClockWatcher final : public standin::Watcher {
  public:
   std::string launch(standin::StreamName stream, const char* name, const standin::Part* parts, size_t count,
@@ -49,15 +118,7 @@ class ClockWatcher final : public standin::Watcher {
     allocators::does_something_else();
     Work work;
     c10::SmallVector<Touch, 4> touches;
-    if (on_the_way) {
-      touches.append(on_the_way->touches.begin(), on_the_way->touches.end());
-    }
-    for (size_t i = 0; i < count; ++i) {
-      if (parts[i].memory && tracked(*parts[i].memory)) {
-        touches.push_back({tracked(*parts[i].memory), {{parts[i].begin, parts[i].end}}, parts[i].writes,
-                           parts[i].argument, nullptr});
-      }
-    }
+    add_touches(touches, parts, count);
     clocks::Ticket ticket;
     try {
       ticket = clocks::launch(stream_of(stream), name, touches);
@@ -76,6 +137,23 @@ class ClockWatcher final : public standin::Watcher {
     work.moved(name, copy ? copy->bytes : 0, copy ? copy->from : stream.device, copy ? copy->to : stream.device);
     clocks::done(ticket, std::move(work));
     return "";
+  }
+
+  std::function<std::string(standin::StreamName)> keep(standin::StreamName stream, const char* name,
+                                                       const standin::Part* parts, size_t count,
+                                                       const standin::CopyInfo* copy) override {
+    auto kept = std::make_shared<CountedLaunch>();
+    kept->op = name;
+    add_touches(kept->touches, parts, count);
+    if (on_the_way) {
+      on_the_way->ticket.kept = kept;
+    } else {
+      Work work;
+      work.moved(name, copy ? copy->bytes : 0, copy ? copy->from : stream.device, copy ? copy->to : stream.device);
+      kept->work = std::move(work);
+      kept->is_done = true;
+    }
+    return [kept](standin::StreamName launched_on) { return launch_kept(*kept, launched_on); };
   }
 
   void recorded(standin::EventState& event, standin::StreamName stream) override {
@@ -148,10 +226,10 @@ class ClockWatcher final : public standin::Watcher {
     event.watched = nullptr;
   }
   void allocated(standin::Memory& memory) override {
-    auto* made = new Tracked();
+    auto* made = new OfAllocation();
     made->where = memory.device < 0 ? "pinned host memory" : label_of(static_cast<c10::DeviceIndex>(memory.device));
     made->is_of_host = memory.device < 0;
-    memory.watched = made;
+    memory.watched = static_cast<Tracked*>(made);
   }
   void freed(standin::Memory& memory) override {
     if (!memory.watched) {
@@ -160,7 +238,7 @@ class ClockWatcher final : public standin::Watcher {
     if (auto problem = clocks::gone(*tracked(memory)); !problem.empty()) {
       keep_host_problem(std::move(problem));
     }
-    delete tracked(memory);
+    let_go(std::unique_ptr<OfAllocation>(static_cast<OfAllocation*>(tracked(memory))));
     memory.watched = nullptr;
   }
 };

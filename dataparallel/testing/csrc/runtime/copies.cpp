@@ -5,7 +5,7 @@
 // the call returns, those from it leave the memory free at once, those between devices never hold up the host.
 #include <cstring>
 
-#include "state.h"
+#include "graphs.h"
 
 namespace standin {
 
@@ -137,6 +137,9 @@ cudaError_t copy(const char* call, Rows to_rows, Rows from_rows, Extent extent, 
   add_parts(parts, from, extent, false, "source");
   add_parts(parts, to, extent, true, "destination");
   const auto wait = host_wait(to, from, synchronous);
+  if (wait != HostWait::kNone || from.allocation == nullptr) {
+    refuse_if_captured(stream);
+  }
   if (wait == HostWait::kBefore) {
     wait_for_stream(stream, call);
   }

@@ -3,8 +3,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "graphs.h"
 #include "properties.h"
-#include "state.h"
 
 namespace standin {
 
@@ -164,6 +164,7 @@ cudaError_t cudaDeviceSetLimit(cudaLimit, size_t) {
 
 cudaError_t cudaDeviceSynchronize() {
   return entry(__func__, [&] {
+    refuse_while_capturing();
     wait_for_device(context_here().index, "cudaDeviceSynchronize");
     return cudaSuccess;
   });

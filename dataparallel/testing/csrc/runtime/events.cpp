@@ -1,5 +1,6 @@
 // Events. A slot is used again after cudaEventDestroy, but its handle has the count of its uses, so an old one is
 // recognised.
+#include "graphs.h"
 #include "late.h"
 
 namespace standin {
@@ -63,6 +64,7 @@ cudaError_t check_timed(const Event& event) {
 } // namespace
 
 bool event_is_done(const Event& event) {
+  refuse_if_captured(event);
   auto* told = event.recorded ? watcher() : nullptr;
   if (told != nullptr && !told->host_asks(event.state)) {
     return false;
@@ -117,6 +119,12 @@ void record_event(Event& event, Stream& stream, const void* caller) {
   if (told != nullptr && event.recorded) {
     told->forget(event.state);
   }
+  event.captured = nullptr;
+  if (is_capturing(stream)) {
+    event.recorded = false;
+    record_in_capture(event, stream);
+    return;
+  }
   event.state.stream = stream.name;
   event.state.place = place_of(stream.name);
   event.state.caller = caller;
@@ -128,6 +136,7 @@ void record_event(Event& event, Stream& stream, const void* caller) {
 }
 
 void synchronize(Event& event, const char* call) {
+  refuse_if_captured(event);
   if (!event.recorded) {
     return;
   }
@@ -153,6 +162,9 @@ cudaError_t elapsed(float* milliseconds, Event& from, Event& to) {
 
 // An event that was never recorded holds nobody up.
 void wait_for_event(Stream& stream, Event& event) {
+  if (wait_in_capture(stream, event)) {
+    return;
+  }
   order(stream);
   come_after(stream, event.state.place);
   auto* told = watcher();
@@ -216,11 +228,15 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  return entry(__func__, [&] { return event_is_done(event_of(event)) ? cudaSuccess : cudaErrorNotReady; });
+  return entry(__func__, [&] {
+    refuse_while_capturing();
+    return event_is_done(event_of(event)) ? cudaSuccess : cudaErrorNotReady;
+  });
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   return entry(__func__, [&] {
+    refuse_while_capturing();
     synchronize(event_of(event), "cudaEventSynchronize");
     return cudaSuccess;
   });

@@ -6,6 +6,8 @@
 // moments. `running` is held by the thread that does work, which calls neither CUDA nor Python.
 #include "late.h"
 
+#include "graphs.h"
+
 #include <set>
 
 namespace standin {
@@ -137,6 +139,10 @@ void come_after(Stream& stream, const Place& before) {
 
 void in_turn(StreamName name, std::function<void()> work) {
   auto& stream = stream_named(name);
+  if (is_capturing(stream)) {
+    keep_work(stream, std::move(work));
+    return;
+  }
   {
     const std::lock_guard<std::mutex> guard(lock);
     if (wanted) {

@@ -1,16 +1,22 @@
 // The functions of CUDA's runtime that allocate, free and ask whose an address is. memory.cpp does it.
 #include <cstring>
 
-#include "state.h"
+#include "graphs.h"
 
 using namespace standin;
 
 cudaError_t cudaMalloc(void** address, size_t bytes) {
-  return entry(__func__, [&] { return allocate(address, bytes); });
+  return entry(__func__, [&] {
+    refuse_while_capturing();
+    return allocate(address, bytes);
+  });
 }
 
 cudaError_t cudaFree(void* address) {
-  return entry(__func__, [&] { return release(address, "cudaFree"); });
+  return entry(__func__, [&] {
+    refuse_while_capturing();
+    return release(address, "cudaFree");
+  });
 }
 
 cudaError_t cudaMallocPitch(void** address, size_t* pitch, size_t width, size_t height) {
@@ -28,15 +34,24 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 }
 
 cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned flags) {
-  return entry(__func__, [&] { return allocate_host(address, bytes, flags); });
+  return entry(__func__, [&] {
+    refuse_while_capturing();
+    return allocate_host(address, bytes, flags);
+  });
 }
 
 cudaError_t cudaMallocHost(void** address, size_t bytes) {
-  return entry(__func__, [&] { return allocate_host(address, bytes, cudaHostAllocDefault); });
+  return entry(__func__, [&] {
+    refuse_while_capturing();
+    return allocate_host(address, bytes, cudaHostAllocDefault);
+  });
 }
 
 cudaError_t cudaFreeHost(void* address) {
-  return entry(__func__, [&] { return release_host(address, "cudaFreeHost"); });
+  return entry(__func__, [&] {
+    refuse_while_capturing();
+    return release_host(address, "cudaFreeHost");
+  });
 }
 
 cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned flags) {

@@ -86,6 +86,12 @@ void in_turn(StreamName stream, std::function<void()> work);
 void catch_up(StreamName stream, const char* name);
 bool is_done(const EventState& event);
 
+// ---- captures
+
+bool anybody_captures();
+// True if the stream keeps what it is given. Work that `announce` cannot pass to `in_turn` is refused then.
+bool is_capturing(StreamName stream);
+
 struct LateCounts {
   uint64_t postponed = 0; // pieces of work that had to wait
   uint64_t waiting = 0; // now

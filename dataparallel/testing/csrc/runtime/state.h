@@ -40,6 +40,9 @@ struct Postponed {
   Place before; // to be done first
 };
 
+struct Capture; // graphs.h
+struct CapturedEvent;
+
 struct Stream {
   StreamName name;
   bool blocking = false; // it waits for the legacy default stream, and that waits for it
@@ -49,6 +52,8 @@ struct Stream {
   std::atomic<uint64_t> actions{0}; // how many, of blocking streams and legacy ones
   uint64_t legacy_seen = 0; // actions of the legacy stream that this one waits for; under the device's lock
   uint64_t seen_by_legacy = 0;
+  std::atomic<bool> captures{false};
+  std::shared_ptr<Capture> capture; // that it takes part in; under the lock of capturing.cpp
   std::deque<Postponed> queue; // these four under the lock of late.cpp
   uint64_t latest = 0; // when its latest piece was queued
   uint64_t given = 0; // pieces of work, ever
@@ -60,6 +65,7 @@ struct Event {
   int device = 0;
   unsigned flags = 0;
   bool recorded = false;
+  std::shared_ptr<CapturedEvent> captured; // null if it was recorded outside of captures
   std::chrono::steady_clock::time_point time;
 };
 

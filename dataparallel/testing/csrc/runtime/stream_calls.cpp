@@ -1,5 +1,5 @@
 // The functions of CUDA's runtime about streams. streams.cpp does it.
-#include "state.h"
+#include "graphs.h"
 
 using namespace standin;
 
@@ -33,13 +33,17 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return entry(__func__, [&] {
+    refuse_while_capturing();
     wait_for_stream(stream_of(stream), "cudaStreamSynchronize");
     return cudaSuccess;
   });
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  return entry(__func__, [&] { return stream_is_done(stream_of(stream)) ? cudaSuccess : cudaErrorNotReady; });
+  return entry(__func__, [&] {
+    refuse_while_capturing();
+    return stream_is_done(stream_of(stream)) ? cudaSuccess : cudaErrorNotReady;
+  });
 }
 
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
@@ -77,6 +81,7 @@ namespace {
 // another thread would wait for; the watcher gives it a lane of its own.
 template <class Function>
 void run_host_function(Stream& stream, const Function& function) {
+  refuse_if_captured(stream); // CUDA would keep it
   order(stream);
   catch_up(stream.name, "a function of the host");
   auto* told = watcher();

@@ -2,6 +2,7 @@
 //
 // A stream stays in memory until the process ends, so a handle of a destroyed one is recognised, and a number is never
 // used again.
+#include "graphs.h"
 #include "late.h"
 #include "properties.h"
 
@@ -143,6 +144,9 @@ void destroy_stream(void* handle) {
 }
 
 void order(Stream& stream) {
+  if (is_capturing(stream)) {
+    return; // what is captured comes after what its launch comes after
+  }
   if (!stream.blocking && stream.name.number != 0) {
     return;
   }
@@ -164,6 +168,7 @@ void let_wait(StreamName later, StreamName earlier) {
 }
 
 void wait_for_stream(Stream& stream, const char* call) {
+  refuse_if_captured(stream);
   if (stream.name.number == 0) {
     order(stream);
   }
@@ -175,6 +180,7 @@ void wait_for_stream(Stream& stream, const char* call) {
 }
 
 bool stream_is_done(Stream& stream) {
+  refuse_if_captured(stream);
   auto* told = watcher();
   if (told != nullptr && !told->host_asks_stream(stream.name)) {
     return false;
@@ -193,7 +199,15 @@ void wait_for_device(int device, const char* call) {
 
 std::string announce(StreamName name, const char* what, const Part* parts, size_t count, const CopyInfo* copy,
                      Turn turn) {
-  order(stream_named(name));
+  auto& stream = stream_named(name);
+  if (is_capturing(stream)) {
+    auto wrong = keep(stream, what, parts, count, copy, turn);
+    if (!wrong.empty()) {
+      keep_untold(wrong);
+    }
+    return wrong;
+  }
+  order(stream);
   auto* told = watcher();
   auto wrong = told == nullptr ? std::string() : told->launch(name, what, parts, count, copy);
   if (!wrong.empty()) {

@@ -8,7 +8,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <vector>
 
 namespace standin {
 
@@ -65,6 +67,16 @@ class Watcher {
   // the work is not done, and the call returns an error with that text.
   virtual std::string launch(StreamName stream, const char* name, const Part* parts, size_t count,
                              const CopyInfo* copy) = 0;
+
+  // The same for work that is captured. It is not done now. The function that is returned tells of it at each launch of
+  // the graph, on the stream that it gets, and returns what `launch` would. It may be called by any thread.
+  virtual std::function<std::string(StreamName)> keep(StreamName stream, const char* name, const Part* parts,
+                                                      size_t count, const CopyInfo* copy) {
+    const CopyInfo info = copy == nullptr ? CopyInfo{} : *copy;
+    return [=, name = std::string(name), parts = std::vector<Part>(parts, parts + count)](StreamName launched_on) {
+      return launch(launched_on, name.c_str(), parts.data(), count, copy == nullptr ? nullptr : &info);
+    };
+  }
 
   // A kernel is about to run whose memory is known only when it has run: `launch` follows then. By default it may run.
   virtual std::string begins(StreamName /*stream*/, const char* /*name*/) { return {}; }

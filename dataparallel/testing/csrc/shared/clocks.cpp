@@ -164,6 +164,11 @@ Ticket launch(c10::Stream stream, const std::string& op, c10::ArrayRef<Touch> to
 }
 
 void done(const Ticket& ticket, Work&& work) {
+  if (ticket.kept) {
+    ticket.kept->work = std::move(work);
+    ticket.kept->is_done = true;
+    return;
+  }
   if (ticket.entry && work.is_recorded) {
     auto& s = state();
     std::lock_guard<std::mutex> lock(s.mutex);
@@ -209,6 +214,9 @@ void wrote(const Ticket& ticket, Tracked& block, size_t bytes) {
 }
 
 void touches(const Ticket& ticket, const std::string& op, c10::ArrayRef<Touch> touches) {
+  if (ticket.kept) {
+    ticket.kept->touches.append(touches.begin(), touches.end());
+  }
   if (!ticket) {
     return;
   }

@@ -48,9 +48,18 @@ void set_stack_reader(std::string (*reader)());
 // The reader returns the number of the backward that the calling thread works for, or -1.
 void set_backward_reader(int (*reader)());
 
-// A launch that the clocks know. False if they were off.
+// A launch that has been captured. The clocks learn of it when its graph is launched.
+struct KeptLaunch {
+  std::string op;
+  c10::SmallVector<Touch, 4> touches;
+  Work work;
+  bool is_done = false;
+};
+
+// A launch that the clocks know. False if they were off, or if it is kept.
 struct Ticket {
   Access access;
+  std::shared_ptr<KeptLaunch> kept;
   uint64_t entry = 0; // its number in the recorder, or 0
   explicit operator bool() const {
     return access.launch != nullptr;

@@ -34,12 +34,14 @@ class OnDevice {
 
 namespace front {
 
-// A launch on the current stream of the device, as `clocks::launch`. What is done `later` goes to that function next, and
+// A launch on the current stream of the device, as `clocks::launch`. If the stream captures, it is kept. What is done `later` goes to that function next, and
 // anything else is done by the caller at once.
 clocks::Ticket launch(c10::Device device, const std::string& op, c10::ArrayRef<Touch> touches, bool later);
 
 // True while operators wait in their streams as long as possible.
 bool is_late();
+// True if the current stream of the current device captures what it is given.
+bool is_capturing();
 // Work of the current stream of the device, done in its turn.
 void later(c10::Device device, std::function<void()> work);
 
@@ -64,6 +66,8 @@ Place place_of(const c10::DataPtr& data, c10::Device device);
 
 // A generator of the CPU that draws for one of a device.
 at::Generator drawn_from(const at::Generator& generator);
+// What makes that generator each time the launch is done: at each launch of a graph it draws something else.
+std::function<at::Generator()> draws_from(const at::Generator& generator);
 const at::Generator& default_generator(c10::DeviceIndex device);
 
 } // namespace front

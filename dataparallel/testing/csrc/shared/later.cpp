@@ -14,6 +14,7 @@ namespace simulated {
 namespace {
 
 using at::Tensor;
+using Draws = std::vector<std::pair<size_t, std::function<at::Generator()>>>;
 
 c10::Storage storage_by_address(const c10::StorageImpl& storage) {
   c10::DataPtr data(const_cast<void*>(storage.data()), c10::Device(c10::kCPU));
@@ -44,7 +45,7 @@ bool is_known(const Tensor& tensor) {
 // The arguments of a call, in which tensors of a device are replaced. Those with the same storage still share it.
 class Arguments {
  public:
-  explicit Arguments(c10::Device device) : device_(device) {}
+  Arguments(c10::Device device, Draws& draws) : device_(device), draws_(draws) {}
 
   c10::IValue kept(const c10::IValue& value, const ArgumentPlan& place) {
     if (value.isTensor()) {
@@ -53,11 +54,10 @@ class Arguments {
     if (value.isDevice() && value.toDevice().type() == kDevice) {
       return c10::Device(c10::kCPU);
     }
-    if (value.isGenerator()) {
-      return front::drawn_from(value.toGenerator());
-    }
-    if (value.isNone() && place.draws_by_default) {
-      return front::drawn_from(front::default_generator(device_.index()));
+    if (value.isGenerator() || (value.isNone() && place.draws_by_default)) {
+      const auto& generator = value.isNone() ? front::default_generator(device_.index()) : value.toGenerator();
+      draws_.emplace_back(place.index, front::draws_from(generator));
+      return c10::IValue();
     }
     if (!value.isList()) {
       return value;
@@ -95,6 +95,7 @@ class Arguments {
   }
 
   const c10::Device device_;
+  Draws& draws_;
   std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
 };
 
@@ -150,7 +151,7 @@ Alone::Alone()
 Later::Later(const OperatorPlan& plan, c10::Device device, c10::ArrayRef<c10::IValue> arguments,
              c10::ArrayRef<c10::IValue> results)
     : plan_(&plan), arguments_(arguments.begin(), arguments.end()) {
-  Arguments all(device);
+  Arguments all(device, draws_);
   for (const auto& place : plan.places) {
     arguments_[place.index] = all.kept(arguments[place.index], place);
   }
@@ -164,7 +165,10 @@ Later::Later(const OperatorPlan& plan, c10::Device device, c10::ArrayRef<c10::IV
 void Later::operator()() {
   const Alone alone;
   try {
-    auto stack = std::move(arguments_);
+    auto stack = arguments_;
+    for (const auto& [index, draw] : draws_) {
+      stack[index] = draw();
+    }
     plan_->call(&stack);
     size_t count = 0;
     for (const auto& value : stack) {

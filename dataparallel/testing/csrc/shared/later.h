@@ -7,6 +7,10 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <functional>
+#include <utility>
+#include <vector>
+
 #include "operator_plan.h"
 #include "quietly.h"
 
@@ -21,7 +25,7 @@ bool can_be_late(const OperatorPlan& plan, const c10::IValue* arguments);
 // True for what a meta kernel has made. What it has made on the CPU would not go to the device.
 bool are_on_meta(c10::ArrayRef<c10::IValue> values);
 
-// The operator, to be called in its turn, by any thread. Throws std::runtime_error with the operator's name.
+// The operator, to be called in its turn, by any thread, and once for each launch if it was captured. Throws std::runtime_error with the operator's name.
 class Later {
  public:
   // The results are those that the caller of the operator gets: tensors of the device with memory, without values.
@@ -32,6 +36,8 @@ class Later {
  private:
   const OperatorPlan* plan_; // the registered kernels' own: they stay
   torch::jit::Stack arguments_;
+  // For arguments that are generators, by their number.
+  std::vector<std::pair<size_t, std::function<at::Generator()>>> draws_;
   std::vector<at::Tensor> results_; // by address
 };
 

@@ -29,7 +29,7 @@ bool holds_tensors(const c10::IValue& value) {
 // One call of an operator, with the device tensors and the CPU tensors, or meta tensors, that are made for it.
 class Call {
  public:
-  // If `is_late`, a meta kernel tells the shapes now, and the kernel of the CPU runs in its turn.
+  // If `is_late`, which includes captured, a meta kernel tells the shapes now, and the kernel of the CPU runs in its turn.
   Call(const OperatorPlan& plan, const c10::OperatorName& name, bool is_late)
       : plan_(plan),
         name_(name),
@@ -384,7 +384,9 @@ bool Call::run(torch::jit::Stack* stack) {
     front::later(*device_, Later(plan_, *device_, for_later, results));
   }
   if (touches_memory_ && !plan_.leaves_elements_alone) {
-    counts::launched(device_->index());
+    if (!ticket_.kept) {
+      counts::launched(device_->index());
+    }
     work_.returned(c10::ArrayRef<c10::IValue>(stack->data() + (stack->size() - plan_.returns), plan_.returns));
     clocks::done(ticket_, std::move(work_));
   }
@@ -405,7 +407,7 @@ at::Tensor meta_alias(const at::Tensor& tensor) {
 }
 
 void run_on_cpu(const OperatorPlan& plan, torch::jit::Stack* stack, const c10::OperatorName& name) {
-  if (front::is_late() && can_be_late(plan, stack->data() + (stack->size() - plan.arguments)) &&
+  if ((front::is_late() || front::is_capturing()) && can_be_late(plan, stack->data() + (stack->size() - plan.arguments)) &&
       Call(plan, name, true).run(stack)) {
     return;
   }

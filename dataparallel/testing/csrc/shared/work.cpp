@@ -4,6 +4,7 @@
 #include <ctime>
 #include <unordered_set>
 
+#include "front.h"
 #include "layouts.h"
 
 namespace simulated {
@@ -76,10 +77,16 @@ void keep_arguments_of(const std::vector<std::string>& operators) {
   }
 }
 
-Work::Work() : is_recorded(is_recording()) {
+Work::Work() : is_recorded(is_recording() || front::is_capturing()) {
   if (is_recorded) {
     begun = thread_seconds();
   }
+}
+
+Work Work::again() const {
+  auto work = *this;
+  work.begun = thread_seconds();
+  return work;
 }
 
 void Work::called(const c10::OperatorHandle& handle, const c10::IValue* arguments) {

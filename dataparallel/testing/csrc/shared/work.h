@@ -22,7 +22,7 @@ void set_recording(bool on);
 // CPU time of the calling thread, in seconds.
 double thread_seconds();
 
-// Made where the operator begins. Unless launches are being recorded, its functions do nothing.
+// Made where the operator begins. Unless launches are being recorded or captured, its functions do nothing.
 class Work {
  public:
   struct Copy {
@@ -31,6 +31,8 @@ class Work {
   };
 
   Work();
+  // The same work, begun by this thread now.
+  Work again() const;
 
   // Keeps the arguments if FLOPs are computed from them. To be called before any of them is replaced.
   void called(const c10::OperatorHandle& op, const c10::IValue* arguments);

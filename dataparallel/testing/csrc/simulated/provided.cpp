@@ -15,6 +15,11 @@ bool is_late() {
   return false;
 }
 
+// They have no graphs.
+bool is_capturing() {
+  return false;
+}
+
 void later(c10::Device, std::function<void()> work) {
   work();
 }
@@ -53,6 +58,10 @@ Place place_of(const c10::DataPtr& data, c10::Device device) {
 
 at::Generator drawn_from(const at::Generator& generator) {
   return simulated::drawn_from(generator);
+}
+
+std::function<at::Generator()> draws_from(const at::Generator& generator) {
+  return [drawn = drawn_from(generator)] { return drawn; };
 }
 
 const at::Generator& default_generator(c10::DeviceIndex device) {
