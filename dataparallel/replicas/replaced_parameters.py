@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dataparallel._torch import HOOK_TABLES, REGISTRIES
+from dataparallel.optimizer_steps import before_each_step
 from dataparallel.replicas.references import ATOMIC, Rebinding, reached
 
 _lock = threading.Lock()
@@ -32,7 +32,7 @@ def remember(parameters: Iterable[tuple[str, Tensor, Tensor]], owner: str, form:
     global _hook
     with _lock:
         if _hook is None:
-            _hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check_optimizer(optimizer))
+            _hook = before_each_step(check_optimizer)
         for name, parameter, new in parameters:
             _replaced[parameter] = f"{name!r} of a {owner}", form, weakref.ref(new)
 

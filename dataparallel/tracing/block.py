@@ -16,11 +16,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dataparallel import _torch, profiling
 from dataparallel.devices import all_devices
+from dataparallel.optimizer_steps import after_each_step, before_each_step
 from dataparallel.tracing import timeline
 from dataparallel.tracing.recorder import Recorder, ThreadClocks, start, stop
 from dataparallel.tracing.results import DeviceMemory, Results, results
@@ -196,16 +195,9 @@ class MemoryBefore:
 @contextmanager
 def torch_calls_recorded(recorder: Recorder) -> Iterator[None]:
     """Records the backward passes and optimizer steps of all threads inside the block."""
-
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        recorder.optimizer_begins(optimizer)
-
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        recorder.optimizer_ends(optimizer)
-
     with ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(_not_compiled(before)).remove)
-        stack.callback(register_optimizer_step_post_hook(_not_compiled(after)).remove)
+        stack.callback(before_each_step(recorder.optimizer_begins))
+        stack.callback(after_each_step(recorder.optimizer_ends))
         for name in ("backward", "grad"):
             stack.enter_context(_replaced(name, recorder))
         yield

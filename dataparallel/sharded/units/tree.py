@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dataparallel import _torch
 from dataparallel.autograd.pass_of_backward import wait_for_passes
 from dataparallel.comm.streams.current import GivenEvents, current_streams
+from dataparallel.optimizer_steps import before_each_step
 from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.units.bindings import TreeBinding
 from dataparallel.sharded.units.calls import RootCall
@@ -43,12 +43,11 @@ def before_next_step(method: Callable[[Optimizer], bool]) -> None:
     global _hook
     with _lock:
         if _hook is None:
-            _hook = register_optimizer_step_pre_hook(_run_before_step)
+            _hook = before_each_step(_run_before_step)
         _before_step[weakref.WeakMethod(method)] = None
 
 
-@_torch.not_traced
-def _run_before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _run_before_step(optimizer: Optimizer) -> None:
     """Runs before each step of every optimizer."""
     for reference in [*_before_step]:
         method = reference()
