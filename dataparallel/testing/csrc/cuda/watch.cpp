@@ -11,6 +11,7 @@
 
 #include "allocators.h"
 #include "counts.h"
+#include "front.h"
 #include "host.h"
 #include "labels.h"
 #include "stream_name.h"
@@ -264,6 +265,7 @@ void answer_queries_late(bool late) {
 void watch_runtime() {
   static auto* the = new ClockWatcher();
   standin::watch(the);
+  note_also_where(&front::is_capturing);
 }
 
 } // namespace simulated

@@ -1,5 +1,6 @@
 // The functions of CUDA's runtime about captures and graphs. capturing.cpp and graphs.cpp do it. Graphs are made by
 // captures only, and cannot be changed.
+#include "capturing.h"
 #include "graphs.h"
 
 using namespace standin;

@@ -3,11 +3,10 @@
 // The rules are those of the CUDA programming guide, "Stream Capture", and of the page on
 // cudaThreadExchangeStreamCaptureMode. A capture that has met something forbidden is invalid: all that follows in its
 // streams is refused, until it is ended.
-#include <map>
+#include "capturing.h"
+
 #include <set>
 #include <thread>
-
-#include "graphs.h"
 
 namespace standin {
 

@@ -5,7 +5,7 @@
 // the call returns, those from it leave the memory free at once, those between devices never hold up the host.
 #include <cstring>
 
-#include "graphs.h"
+#include "capturing.h"
 
 namespace standin {
 

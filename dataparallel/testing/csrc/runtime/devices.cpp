@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "graphs.h"
+#include "capturing.h"
 #include "properties.h"
 
 namespace standin {

@@ -1,6 +1,6 @@
 // Events. A slot is used again after cudaEventDestroy, but its handle has the count of its uses, so an old one is
 // recognised.
-#include "graphs.h"
+#include "capturing.h"
 #include "late.h"
 
 namespace standin {

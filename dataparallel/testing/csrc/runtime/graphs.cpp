@@ -1,7 +1,9 @@
-// Graphs that have been captured: handles, the objects that live with them, and launches.
+// Graphs that have been captured: handles, and launches.
+#include "graphs.h"
+
 #include <map>
 
-#include "graphs.h"
+#include "capturing.h"
 #include "late.h"
 
 namespace standin {
@@ -98,19 +100,6 @@ cudaError_t launch_pieces(const Graph& graph, const std::vector<StreamName>& lan
 }
 
 } // namespace
-
-void UserObject::release(unsigned count) {
-  if (references_.fetch_sub(count) == count) {
-    destroy_(object_);
-    delete this;
-  }
-}
-
-Graph::~Graph() {
-  for (const auto& [object, references] : retained) {
-    object->release(references);
-  }
-}
 
 void* add_graph(std::shared_ptr<Graph> graph) {
   const std::lock_guard<std::mutex> guard(lock);

@@ -6,7 +6,7 @@
 // moments. `running` is held by the thread that does work, which calls neither CUDA nor Python.
 #include "late.h"
 
-#include "graphs.h"
+#include "capturing.h"
 
 #include <set>
 

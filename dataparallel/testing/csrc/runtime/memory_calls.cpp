@@ -1,7 +1,7 @@
 // The functions of CUDA's runtime that allocate, free and ask whose an address is. memory.cpp does it.
 #include <cstring>
 
-#include "graphs.h"
+#include "capturing.h"
 
 using namespace standin;
 

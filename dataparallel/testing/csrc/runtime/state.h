@@ -40,7 +40,7 @@ struct Postponed {
   Place before; // to be done first
 };
 
-struct Capture; // graphs.h
+struct Capture; // capturing.cpp
 struct CapturedEvent;
 
 struct Stream {

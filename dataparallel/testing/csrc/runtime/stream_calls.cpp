@@ -1,5 +1,5 @@
 // The functions of CUDA's runtime about streams. streams.cpp does it.
-#include "graphs.h"
+#include "capturing.h"
 
 using namespace standin;
 

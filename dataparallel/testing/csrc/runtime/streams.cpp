@@ -2,7 +2,7 @@
 //
 // A stream stays in memory until the process ends, so a handle of a destroyed one is recognised, and a number is never
 // used again.
-#include "graphs.h"
+#include "capturing.h"
 #include "late.h"
 #include "properties.h"
 

@@ -4,7 +4,6 @@
 #include <ctime>
 #include <unordered_set>
 
-#include "front.h"
 #include "layouts.h"
 
 namespace simulated {
@@ -14,6 +13,7 @@ using Names = std::unordered_set<std::string>;
 
 std::atomic<bool> recording{false};
 std::atomic<const Names*> formulas{nullptr};
+std::atomic<bool (*)()> is_noted_too{nullptr};
 
 constexpr c10::DeviceIndex kHost = -1;
 
@@ -77,7 +77,15 @@ void keep_arguments_of(const std::vector<std::string>& operators) {
   }
 }
 
-Work::Work() : is_recorded(is_recording() || front::is_capturing()) {
+void note_also_where(bool (*asks)()) {
+  is_noted_too = asks;
+}
+
+Work::Work() : is_recorded(is_recording()) {
+  if (!is_recorded) {
+    const auto asks = is_noted_too.load(std::memory_order_relaxed);
+    is_recorded = asks && asks();
+  }
   if (is_recorded) {
     begun = thread_seconds();
   }

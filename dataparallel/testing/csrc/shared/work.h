@@ -18,6 +18,8 @@ namespace simulated {
 // True while launches are being recorded. Can be asked at any time; the recorder sets it.
 bool is_recording();
 void set_recording(bool on);
+// Work is noted also where this says so: for launches that are captured, which may be recorded later.
+void note_also_where(bool (*asks)());
 
 // CPU time of the calling thread, in seconds.
 double thread_seconds();
