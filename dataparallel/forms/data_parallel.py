@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import ChunkSizes
@@ -24,12 +24,16 @@ from dataparallel.call.parallel_apply import CALL, run_replicas
 from dataparallel.call.performance_warnings import PerformanceChecks
 from dataparallel.call.scalars import ScalarRule
 from dataparallel.comm.streams.ahead import HostReads
+from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
+from dataparallel.forms.persistent_tensors import PersistentTensors
 from dataparallel.forms.signatures import shows_forward_of_module
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.graphs.calls import GraphedReplicas, check_graphs
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.placement import check_placement
+from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_replicas
 
 M = TypeVar("M", bound=nn.Module)
@@ -64,6 +68,9 @@ class DataParallel(nn.DataParallel[M]):
         compile: compile the replicas: ``True``, or a dict of arguments for ``torch.compile`` (``backend``, ``mode``,
             ``dynamic``, ``fullgraph``, ``options``). The module itself stays as it is. A module that is compiled
             before it is wrapped, as a whole or in parts, needs no argument.
+        graphs: capture the replicas on CUDA devices as graphs, so that one call of the host launches many operators:
+            see :doc:`/guide/graphs`. What cannot be captured runs as it is, and the reason is logged. Between calls the
+            replicas keep copies of the parameters on their devices. Attribute ``graphs`` says what was captured.
         loss: a criterion, ``loss(output, target)``. ``model(x, target=y)`` then splits the targets as it does the
             batch, and returns the loss of the whole batch; ``model(x, target=y, outputs=True)`` returns the loss and
             the outputs. Each replica computes the loss of its chunk, so outputs need not be gathered. How they are
@@ -109,6 +116,7 @@ class DataParallel(nn.DataParallel[M]):
         serial: bool | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
         compile: bool | dict[str, Any] | None = None,
+        graphs: bool = False,
         loss: Criterion | None = None,
         scalars: ScalarRule = None,
         sync_batch_norm: bool = False,
@@ -128,6 +136,7 @@ class DataParallel(nn.DataParallel[M]):
             scalars=scalars,
         )
         compiled = CompileArgument.checked(module, compile)
+        check_graphs(graphs, compiled)
         prepare(module, sync_batch_norm, slots)
         super(_TorchDataParallel, self).__init__()  # past torch's, but not past other bases of a subclass
         self.module = module
@@ -141,7 +150,9 @@ class DataParallel(nn.DataParallel[M]):
         self.serial = serial
         self.bucket_cap_mb = bucket_cap_mb
         self._compile = compiled
-        self._kept = KeptReplicas(compile=compiled, hooks_follow=self._hooks_follow)
+        self.graphs = GraphedReplicas() if graphs else None
+        staying = _StayingCopies(slots, cap_in_bytes(1), options.cap_bytes, True) if graphs else None
+        self._kept = KeptReplicas(staying, compiled, self._hooks_follow, self.graphs)
         if len(slots) == 1:
             self.module.to(slots[0])
 
@@ -158,7 +169,7 @@ class DataParallel(nn.DataParallel[M]):
             ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
             Exception: a replica raised it.
         """
-        engine = CallEngine(self._call_options(), _FreshCopies(self))
+        engine = CallEngine(self._call_options(), _Maker(self))
         return engine.run(Method(CALL, self.module), inputs, kwargs)
 
     def _call_options(self) -> CallOptions:
@@ -284,8 +295,29 @@ class DataParallel(nn.DataParallel[M]):
 _OWN_STAGES = {name: vars(DataParallel)[name] for name in ("scatter", "replicate", "parallel_apply", "gather")}
 
 
-class _FreshCopies(ReplicaMaker):
-    """Makes the replicas of a wrapper. They get new tensors in each call that records a graph."""
+class _StayingCopies(PersistentTensors):
+    """The tensors of a wrapper's replicas that launch graphs. They stay where they are. A copy of it is empty."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._slots, self._first_bytes, self._cap_bytes, self._broadcast_buffers)
+
+    def for_call(
+        self,
+        plan: ModulePlan,
+        slots: list[torch.device],
+        cap_bytes: int,
+        record: bool,
+        arrivals: Arrivals | None = None,
+    ) -> list[list[Tensor]]:
+        """See `TensorStore.for_call`. The user may have assigned other devices."""
+        if self._slots[: len(slots)] != slots:
+            self.clear()
+            self._slots = list(slots)
+        return super().for_call(plan, slots, cap_bytes, record, arrivals)
+
+
+class _Maker(ReplicaMaker):
+    """Makes the replicas of a wrapper. They get new tensors in each call that records a graph, unless they stay."""
 
     form = "DataParallel"
 
@@ -295,6 +327,9 @@ class _FreshCopies(ReplicaMaker):
 
     def source(self) -> nn.Module:
         return self._wrapper.module
+
+    def needs_no_replica(self) -> bool:
+        return self.kept.graphs is None
 
     def check(self, slots: Sequence[torch.device]) -> None:
         if len(slots) == 1:

@@ -24,6 +24,7 @@ from dataparallel.forms.managed import ManagedModule, OnSlots, has_forward, stat
 from dataparallel.forms.replicate_state import ReplicateState
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument
+from dataparallel.replicas.graphs.calls import check_graphs
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ def _prepare(
     device_id: DeviceLike | None = None,
     average: bool = True,
     compile: bool | dict[str, Any] | None = None,
+    graphs: bool = False,
     loss: Criterion | None = None,
     scalars: ScalarRule = None,
     sync_batch_norm: bool | Literal["across_machines"] = False,
@@ -192,6 +194,8 @@ def _prepare(
             DistributedDataParallel. If false, without the factor 1/R.
         compile: compile the replicas: as for `dataparallel.DataParallel`. A module that is compiled already, or later
             by ``module.compile()``, needs no argument: its replicas are compiled, and its own call is not.
+        graphs: capture the replicas as CUDA graphs: as for `dataparallel.DataParallel`. What was captured is in
+            ``replicate.state(module).graphs``.
         loss, scalars: the loss of the replicas, and scalars that they return: as for `dataparallel.DataParallel`.
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
             ``"across_machines"``: with the batch of all machines.
@@ -239,6 +243,7 @@ def _prepare(
             scalars=scalars,
         )
         compiled = CompileArgument.checked(module, compile)
+        check_graphs(graphs, compiled)
         modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(ignored_params or ())])
         if machines is not None:
             _check_for_machines(module, slots, converts=bool(sync_batch_norm))
@@ -253,6 +258,7 @@ def _prepare(
             machines=machines,
             average=average,
             compile=compiled,
+            graphs=graphs,
         )
     return state
 

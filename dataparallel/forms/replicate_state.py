@@ -18,6 +18,7 @@ from dataparallel.forms.managed import FORM_ATTRIBUTE, StateOnSlots, Twin
 from dataparallel.forms.persistent_tensors import PersistentTensors
 from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookedSums
 from dataparallel.replicas.compiled.calls import CompileArgument, call_of, compiled_here
+from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.placement import check_placement
 from dataparallel.replicas.plan import TwinInfo
@@ -37,6 +38,7 @@ class ReplicateState(StateOnSlots):
 
     Attributes:
         tensors: the tensors of the replicas.
+        graphs: the captured graphs of the replicas; ``None`` without ``graphs=True``.
         machines: the same machines, with a process group for this module only.
     """
 
@@ -54,6 +56,7 @@ class ReplicateState(StateOnSlots):
         machines: Machines | None,
         average: bool,
         compile: CompileArgument | None,
+        graphs: bool,
     ) -> None:
         super().__init__([module], options)
         self._ignored = (*ignored_modules, *ignored_parameters)  # else other objects could get their ids
@@ -72,7 +75,8 @@ class ReplicateState(StateOnSlots):
         self._hook: CommHook | None = None
         self.tensors = PersistentTensors(self.slots, first_bytes, options.cap_bytes, broadcast_buffers)
         self._compile = compile
-        self.kept = KeptReplicas(self.tensors, compile)
+        self.graphs = GraphedReplicas() if graphs else None
+        self.kept = KeptReplicas(self.tensors, compile, graphs=self.graphs)
 
     def manages(self, parameter: Tensor) -> bool:
         """True if replicas have copies of the parameter."""
@@ -93,8 +97,11 @@ class ReplicateState(StateOnSlots):
             )
 
     def needs_no_replica(self) -> bool:
-        """Returns False for a recorded call whose gradients go to other machines or to a hook: replicas send them."""
-        return not torch.is_grad_enabled() or self.tensors.passes is None
+        """Returns False for a recorded call whose gradients go to other machines or to a hook: replicas send them.
+
+        And for all calls if replicas launch graphs.
+        """
+        return self.graphs is None and (not torch.is_grad_enabled() or self.tensors.passes is None)
 
     def alone(self, method: Method) -> Callable[..., Any]:
         """Returns the function that runs ``method`` without replicas. It is compiled from the twin if replicas are."""

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from dataparallel import _torch
 from dataparallel.comm.streams.current import Event, current_streams, memory_of, streams_set
 from dataparallel.peers.checkpoint import check_checkpoints, note_results, replayed_place, results_of_forward
+from dataparallel.replicas.graphs.captured import CannotBeCaptured, is_capturing
 from dataparallel.threads.meetings import Place, here
 
 
@@ -53,6 +54,8 @@ def span_of_caller(across_machines: bool = False) -> Span | None:
     place = replayed_place() or here()
     if place is None:
         return None
+    if is_capturing():
+        raise CannotBeCaptured("a collective between replicas waits for the others, which are not captured meanwhile")
     if across_machines and place.meeting.machines is not None and place.meeting.machines.size > 1:
         return _across(place, place.meeting.machines)
     return None if place.count == 1 else Span(place, place.index, (place.count,))

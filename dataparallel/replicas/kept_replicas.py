@@ -22,6 +22,7 @@ from dataparallel.comm.streams.current import current_streams
 from dataparallel.forks import in_forked_child
 from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.persistent import Lease, PersistentReplicas
 from dataparallel.replicas.placement import placement_error, refuse_script_constants
 from dataparallel.replicas.plan import ModulePlan, names_of
@@ -54,6 +55,7 @@ class KeptReplicas:
         tensors: lends the replicas' tensors outside of ``frozen``.
         compile: how replicas are compiled, if their module is not compiled itself.
         hooks_follow: as for `ModulePlan.of`.
+        graphs: makes replicas that stay launch captured graphs.
 
     Attributes:
         lock: held while replicas are made. A form whose replicas are made from a twin takes it before it updates the
@@ -65,17 +67,19 @@ class KeptReplicas:
         tensors: TensorStore | None = None,
         compile: CompileArgument | None = None,
         hooks_follow: bool = True,
+        graphs: GraphedReplicas | None = None,
     ) -> None:
         self._tensors = FreshCopies() if tensors is None else tensors
         self._compile = compile
         self._hooks_follow = hooks_follow
+        self.graphs = graphs
         self.lock = threading.RLock()
         self._frozen_blocks = 0  # how many are open
         self._clear()
         _all.add(self)
 
-    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[TensorStore, CompileArgument | None, bool]]:
-        return KeptReplicas, (copy.copy(self._tensors), self._compile, self._hooks_follow)
+    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[Any, ...]]:
+        return KeptReplicas, (copy.copy(self._tensors), self._compile, self._hooks_follow, copy.copy(self.graphs))
 
     def _make_plan(self, network: nn.Module) -> ModulePlan:
         root_call = None if self._compile is None else self._compile.of(network)
@@ -179,7 +183,7 @@ class KeptReplicas:
             return build_replicas(plan, copies, record, arrivals)
         replicas = self._tensors.replicas
         if replicas is None or not replicas.serves(plan, len(slots), arrivals):
-            replicas = self._tensors.replicas = PersistentReplicas(plan, copies, arrivals)
+            replicas = self._tensors.replicas = PersistentReplicas(plan, copies, arrivals, self.graphs)
         return replicas.lease(copies, arrivals)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dataparallel.comm.streams.arrivals import Arrivals, ExpectedArrivals
 from dataparallel.replicas.build import build_replica
+from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.tree_state import Contents, TreeState
 
@@ -28,15 +29,25 @@ class PersistentReplicas:
 
     Args:
         arrivals: of the first call; ``None`` if its parameters are there already.
+        graphs: makes the replicas launch captured graphs.
     """
 
-    def __init__(self, plan: ModulePlan, copies: Sequence[list[Tensor]], arrivals: Arrivals | None) -> None:
+    def __init__(
+        self,
+        plan: ModulePlan,
+        copies: Sequence[list[Tensor]],
+        arrivals: Arrivals | None,
+        graphs: GraphedReplicas | None = None,
+    ) -> None:
         self._plan = plan
         self._expected = [None if arrivals is None else ExpectedArrivals() for _ in copies]
         self._replicas = [
             build_replica(plan, tensors, True, expected)
             for tensors, expected in zip(copies, self._expected, strict=True)
         ]
+        if graphs is not None and not plan.has_compiled:
+            for slot, (replica, tensors) in enumerate(zip(self._replicas, copies, strict=True)):
+                graphs.attach(replica, slot, tensors)
         self._tables = [_Tables(plan, replica) for replica in self._replicas]
         self._is_leased = False
 

@@ -17,8 +17,6 @@ from dataparallel.testing.cuda.watching import Blocks
 
 VARIABLE = "DATAPARALLEL_LATE_SCHEDULE"
 
-_has_shapes = False
-
 
 @dataclass(frozen=True)
 class LateCounts:
@@ -91,14 +89,7 @@ def start_if_told() -> None:
 
 
 def _set_late(late: bool) -> None:
-    global _has_shapes
-    compiled = watching.compiled()
-    if not _has_shapes:
-        from dataparallel.testing.simulated import shapes  # takes a moment, which most processes can do without
-
-        shapes.answer_as_the_cpu(compiled.in_skipped_kernel)
-        _has_shapes = True
-    compiled.set_late(late)
+    watching.compiled().set_late(late)
 
 
 _blocks = Blocks(_set_late)

@@ -1,10 +1,10 @@
-"""Lets torch's meta kernels answer as the kernels of the CPU do: for ``simulate(compute=False)``, and late schedules.
+"""Lets torch's meta kernels answer as the CPU's kernels do, for devices without values, late schedules and captures.
 
 torch has one meta kernel for an operator, and some kernels of the CPU have other auxiliary results than those of CUDA:
 other shapes, other dtypes, more memory. On simulated devices the CPU's count, because these run with ``compute=True``.
 Meta kernels that ask for the device are told that it is the CPU. For the other operators this file has rules, as
 operators of the same names in the namespace ``sim_shapes``: ``csrc/shared/skipped.cpp`` calls them in place of torch's.
-`simulate` calls this file once, before there is a device, and ``dataparallel.testing.cuda`` when operators are late.
+`simulate` and the start of ``dataparallel.testing.cuda`` call this file once, before there is a device.
 """
 
 from __future__ import annotations

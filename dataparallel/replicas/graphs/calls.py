@@ -1,0 +1,271 @@
+"""`GraphedReplicas` makes the modules of replicas launch captured graphs, and says what was captured and why not.
+
+A module runs as it is in the first calls with arguments of one kind: these warm up what is made lazily. Then it is
+captured, and launched from then on. What cannot be captured runs as it is, and the reason is logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import _torch
+from dataparallel.replicas.build import ParameterRegistry
+from dataparallel.replicas.compiled.calls import CALL
+from dataparallel.replicas.compiled.functions import by_call_impl
+from dataparallel.replicas.graphs.captured import CannotBeCaptured, Captured, Place, is_capturing
+from dataparallel.replicas.graphs.segments import segments_of
+from dataparallel.replicas.references import ATOMIC
+from dataparallel.replicas.tree_state import TreeState
+
+log = logging.getLogger("dataparallel")
+
+WARM_UP = 2
+"""How many calls with arguments of one kind run as they are before they are captured."""
+
+MOST_CAPTURES = 8
+"""How many kinds of arguments are captured for one module of one replica. Calls with other kinds run as they are."""
+
+MOST_STATES = 4
+"""How many states of a module's attributes, such as its mode, are remembered for one replica."""
+
+_MOST_KINDS = 1000
+"""Of how many kinds of arguments calls are counted."""
+
+
+def check_graphs(graphs: Any, compile: object) -> None:
+    """Checks the argument ``graphs`` of a form. ``compile``: its argument of this name.
+
+    Raises:
+        TypeError: it is no bool.
+        ValueError: the replicas are compiled too.
+    """
+    if not isinstance(graphs, bool):
+        raise TypeError(f"graphs is True or False; got {graphs!r}")
+    if graphs and compile is not None:
+        raise ValueError("graphs=True and compile= do not go together: replicas are compiled, or captured as they are")
+
+
+@dataclass
+class Segment:
+    """What has been captured of one module of one replica.
+
+    Attributes:
+        name: of the module, below the root.
+        device: of the replica.
+        captures: how many graphs there are, of a forward with its backward, if it has one.
+        launches: how often they were launched.
+        reasons: why calls run as they are, other than to warm up.
+    """
+
+    name: str
+    device: torch.device
+    captures: int = 0
+    launches: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        counts = f"{self.captures} captured, {self.launches} launches"
+        reasons = "".join(f"; runs as it is: {reason}" for reason in self.reasons)
+        return f"{self.name or 'the whole'} on {self.device}: {counts}{reasons}"
+
+
+class GraphedReplicas:
+    """The captured graphs of one module's replicas. Copying or unpickling gives an empty one.
+
+    Graphs stay as long as the tensors of a replica do.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[torch.device, Place] = {}
+        self._tensors: dict[int, list[Tensor]] = {}
+        self._captures: dict[tuple[int, str, Hashable], _Captures] = {}
+        self._said: set[str] = set()
+
+    def __reduce__(self) -> tuple[type[GraphedReplicas], tuple[()]]:
+        return GraphedReplicas, ()
+
+    @property
+    def segments(self) -> list[Segment]:
+        """What has been captured, and what cannot be, for each module of each replica."""
+        found = [captures.segment for captures in self._captures.values()]
+        return [segment for segment in found if segment.captures or segment.reasons]
+
+    def attach(self, replica: nn.Module, slot: int, tensors: list[Tensor]) -> None:
+        """Makes a new replica of a plain tree launch graphs. ``tensors``: its parameters and buffers.
+
+        Graphs of an earlier replica of the slot are launched for this one if it has the same list of tensors.
+        """
+        if self._tensors.get(slot) is not tensors:
+            self._captures = {key: captures for key, captures in self._captures.items() if key[0] != slot}
+            self._tensors[slot] = tensors
+        devices = {tensor.device for tensor in tensors}
+        device = next(iter(devices), None)
+        if device is None or device.type != "cuda" or len(devices) > 1:
+            return
+        place = self._places.setdefault(device, Place(device))
+        with_gradients = segments_of(replica)
+        for name, module in {"": replica, **with_gradients}.items():
+            key = slot, name, _contents(module)
+            captures = self._captures.get(key)
+            if captures is None:
+                self._forget_oldest(slot, name)
+                captures = self._captures[key] = _Captures(Segment(name, device), place, self._said)
+            modes = {mode for mode, names in ((False, [""]), (True, with_gradients)) if name in names}
+            vars(module)[CALL] = _GraphedCall(module, captures, modes, is_root=not name)
+
+    def _forget_oldest(self, slot: int, name: str) -> None:
+        states = [key for key in self._captures if key[:2] == (slot, name)]
+        if len(states) >= MOST_STATES:
+            del self._captures[states[0]]
+
+
+class _GraphedCall:
+    """Calls a module by its graphs. It refers to the module weakly, because the module holds it.
+
+    ``modes``: it does so where gradients are recorded, if ``True`` is in it, and where they are not, if ``False`` is.
+    What a root returns is copied from its place in a graph: the next call writes there.
+    """
+
+    def __init__(self, module: nn.Module, captures: _Captures, modes: set[bool], is_root: bool) -> None:
+        self._module, self._captures, self._modes, self._is_root = weakref.ref(module), captures, modes, is_root
+        # Their lookups wait for parameters that are on their way. A graph looks nothing up.
+        registries = [vars(child)["_parameters"] for child in module.modules()]
+        self._late = [registry for registry in registries if isinstance(registry, ParameterRegistry)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        if is_capturing():
+            return by_call_impl(module, *args, **kwargs)
+        if torch.is_grad_enabled() in self._modes:
+            output = self._captures.call(module, args, kwargs, self._late)
+        else:
+            output = by_call_impl(module, *args, **kwargs)
+        return _torch.pytree.tree_map_only(Tensor, self._captures.apart, output) if self._is_root else output
+
+
+class _Captures:
+    """The captures of one module of one replica, for each kind of arguments. One thread at a time calls it."""
+
+    def __init__(self, segment: Segment, place: Place, said: set[str]) -> None:
+        self.segment, self._place, self._said = segment, place, said
+        self._calls: dict[Hashable, int] = {}
+        self._of_kind: dict[Hashable, Captured | None] = {}
+
+    def apart(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy if it is in a graph's memory."""
+        return tensor.clone() if tensor.device == self._place.device and self._place.holds(tensor) else tensor
+
+    def call(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], late: Sequence[ParameterRegistry]
+    ) -> Any:
+        """Calls the module, by a graph if it can. ``late``: its registries whose lookups wait."""
+        leaves, spec = _torch.pytree.tree_flatten((args, kwargs))
+        kind = _kind(leaves, spec, self._place.device)
+        if isinstance(kind, str):
+            self._say(kind)
+            return by_call_impl(module, *args, **kwargs)
+        captured = self._of_kind.get(kind)
+        if captured is not None and not captured.still_fits():
+            del self._of_kind[kind]
+        for registry in late:
+            registry.wait_for_all()
+        if kind not in self._of_kind:
+            if self.segment.captures >= MOST_CAPTURES:
+                self._say(f"{MOST_CAPTURES} kinds of arguments are captured, and this is another one")
+                return by_call_impl(module, *args, **kwargs)
+            if self._is_warming_up(kind):
+                return self._warm_up(kind, module, args, kwargs)
+            self._of_kind[kind] = self._capture(module, leaves, spec)
+        captured = self._of_kind[kind]
+        if captured is None or captured.is_waiting or _torch.why_saved_tensors_hooks_are_disabled() is not None:
+            return by_call_impl(module, *args, **kwargs)
+        self.segment.launches += 1
+        return captured.launch(leaves)
+
+    def _is_warming_up(self, kind: Hashable) -> bool:
+        if len(self._calls) > _MOST_KINDS:
+            self._calls.clear()
+        calls = self._calls[kind] = self._calls.get(kind, 0) + 1
+        return calls <= WARM_UP
+
+    def _warm_up(self, kind: Hashable, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = TreeState([*module.modules()], _torch.REGISTRIES)
+        output = by_call_impl(module, *args, **kwargs)
+        if not state.is_unchanged():
+            self._of_kind[kind] = None
+            self._say("its forward assigns to attributes")
+        return output
+
+    def _capture(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> Captured | None:
+        try:
+            captured = Captured(module, leaves, spec, self._place)
+        except CannotBeCaptured as error:
+            self._say(str(error))
+            return None
+        self.segment.captures += 1
+        return captured
+
+    def _say(self, reason: str) -> None:
+        if reason not in self.segment.reasons:
+            self.segment.reasons.append(reason)
+        text = f"{self.segment.name or 'the whole module'} runs without a graph: {reason}"
+        if text not in self._said:
+            self._said.add(text)
+            log.warning(text)
+
+
+class _Same:
+    """A value that equals itself alone, and stays as long as a key holds it."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+_NOT_READ = {*_torch.REGISTRIES, *_torch.HOOK_TABLES, "_non_persistent_buffers_set", CALL}
+
+
+def _contents(root: nn.Module) -> Hashable:
+    """What a forward may read of the modules besides tensors: a graph is good as long as this is the same."""
+    return tuple(
+        (name, type(module), *((key, _of_value(value)) for key, value in vars(module).items() if key not in _NOT_READ))
+        for name, module in root.named_modules()
+    )
+
+
+def _of_value(value: Any) -> Hashable:
+    is_atomic = type(value) in ATOMIC or (type(value) is tuple and all(type(item) in ATOMIC for item in value))
+    return (type(value), value) if is_atomic else _Same(value)
+
+
+def _kind(leaves: Sequence[Any], spec: Any, device: torch.device) -> Hashable | str:
+    """What a graph depends on besides the module: kinds of arguments, and settings. A string says why there is none."""
+    kinds: list[Hashable] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if type(leaf) is not Tensor or leaf.layout != torch.strided or leaf.device != device:
+                return f"an argument is a {type(leaf).__name__} on {leaf.device} with layout {leaf.layout}"
+            kinds.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
+        elif type(leaf) in ATOMIC or isinstance(leaf, (torch.dtype, torch.device)):
+            kinds.append((type(leaf), leaf))
+        else:
+            return f"an argument is a {type(leaf).__name__}"
+    settings = (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+    return spec, settings, *kinds

@@ -1,0 +1,349 @@
+"""`Captured`: one capture of a module's forward and of its backward, for arguments of one kind.
+
+Arguments, outputs and gradients have fixed places. A launch copies arguments in, unless they are in their places, and
+hands out the outputs where they are. Parameters are read where they are. Gradients are copied out, because their place
+is written again by the next launch.
+
+The capture follows `torch.cuda.make_graphed_callables` in what it records; it warms up by calls that run as they are.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import _torch
+from dataparallel.autograd.node import Node, saved_instead
+from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
+from dataparallel.replicas.build import collector_paused
+from dataparallel.replicas.compiled.functions import by_call_impl
+
+_one_at_a_time = threading.Lock()
+_of_thread = threading.local()
+
+
+class CannotBeCaptured(Exception):
+    """The reason for which a module runs as it is."""
+
+
+def is_capturing() -> bool:
+    """True while the calling thread captures."""
+    return getattr(_of_thread, "captures", False)
+
+
+class Place:
+    """A device, and which tensors on it have fixed places.
+
+    Attributes:
+        is_capturing: true while a thread captures here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_capturing = False
+        self._outputs: set[int] = set()
+
+    def note_outputs(self, tensors: Sequence[Tensor], capture: object) -> None:
+        """Notes the outputs of a capture, as long as it lives."""
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self._outputs |= addresses
+        weakref.finalize(capture, self._outputs.difference_update, addresses)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """True if the tensor is an output of a capture, which stays where it is."""
+        return tensor.untyped_storage().data_ptr() in self._outputs
+
+
+class Captured:
+    """The graphs of one call of ``module``.
+
+    Args:
+        module: a module of a replica.
+        leaves, spec: the arguments, flattened.
+        place: where the graphs live.
+
+    Attributes:
+        is_waiting: true while an autograd graph needs what the last launch has saved.
+        launches: how often it was launched.
+
+    Raises:
+        CannotBeCaptured: the call cannot be captured; the message says why. Nothing has changed then.
+    """
+
+    def __init__(self, module: nn.Module, leaves: Sequence[Any], spec: Any, place: Place) -> None:
+        self._place = place
+        self._records = torch.is_grad_enabled()
+        self._tensors = [*module.parameters(), *module.buffers()]
+        self._addresses = [*map(Tensor.data_ptr, self._tensors)]
+        self._parameters = [p for p in module.parameters() if p.requires_grad] if self._records else []
+        self.is_waiting = False
+        self.launches = 0
+        self._launched_on: set[torch.Stream] = set()
+        # Forward and backward share a pool, and no others do. What a forward has saved would lie where another capture
+        # has had temporary tensors, and be written over where graphs are launched in another order than captured.
+        self._pool = torch.cuda.graph_pool_handle()
+        with (
+            _one_at_a_time,
+            torch.inference_mode(False),
+            torch.set_grad_enabled(self._records),
+            torch.cuda.device(place.device),
+            collector_paused(),  # a graph that is freed in a capture spoils it
+        ):
+            self._inputs = [self._static(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+            self._capture(module, leaves, spec)
+
+    def _static(self, tensor: Tensor) -> Tensor:
+        with torch.no_grad():
+            static = tensor.detach() if self._place.holds(tensor) else tensor.detach().clone()
+        return static.requires_grad_(tensor.requires_grad and self._records)
+
+    def _capture(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> None:
+        device = self._place.device
+        current, stream = current_streams([device])[device], kept_stream(device, "captures")
+        torch.cuda.init()  # it makes the list of generators
+        generator = torch.cuda.default_generators[device.index]
+        before = generator.clone_state()  # a capture that fails may leave the generator in it
+        Event(current).make_wait(stream)
+        try:
+            with (
+                streams_set({device: stream}),
+                _captures(self._place),
+                _without_autocast_cache(),
+                self._leaves_in(module),
+            ):
+                self._capture_forward(module, leaves, spec)
+                if self._outputs_with_grad:
+                    self._capture_backward()
+        except BaseException as error:
+            generator.graphsafe_set_state(before)
+            if not isinstance(error, (RuntimeError, NotImplementedError, CannotBeCaptured)):
+                raise
+            raise CannotBeCaptured(_reason(error)) from error
+        finally:
+            Event(stream).make_wait(current)
+        self._place.note_outputs(self._outputs, self)
+
+    @contextmanager
+    def _leaves_in(self, module: nn.Module) -> Iterator[None]:
+        """Inside the block the module has leaves in the place of parameters that need gradients, in the same memory.
+
+        The nodes of the parameters belong to other streams, which a captured backward must not touch. Nor may a lookup
+        make the capturing stream wait for a parameter, so the registries are plain dicts.
+        """
+        self._leaves = [nn.Parameter(parameter.detach()) for parameter in self._parameters]
+        leaf_of = {id(parameter): leaf for parameter, leaf in zip(self._parameters, self._leaves, strict=True)}
+        registries = [(vars(child), vars(child)["_parameters"]) for child in module.modules()]
+        try:
+            for attributes, registry in registries:
+                items = dict.items(registry)
+                attributes["_parameters"] = {name: leaf_of.get(id(value), value) for name, value in items}
+            yield
+        finally:
+            for attributes, registry in registries:
+                attributes["_parameters"] = registry
+
+    def _capture_forward(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> None:
+        places = [leaf if place is None else place for leaf, place in zip(leaves, self._inputs, strict=True)]
+        args, kwargs = _torch.pytree.tree_unflatten(places, spec)
+        versions = [_torch.version_of(place) for place in self._inputs if place is not None]
+        self._forward, output = self._graph(lambda: by_call_impl(module, *args, **kwargs))
+        if versions != [_torch.version_of(place) for place in self._inputs if place is not None]:
+            raise CannotBeCaptured("it writes to its arguments")
+        self._output_leaves, self._output_spec = _torch.pytree.tree_flatten(output)
+        self._outputs = [leaf for leaf in self._output_leaves if isinstance(leaf, Tensor)]
+        if any(tensor.device != self._place.device for tensor in self._outputs):
+            raise CannotBeCaptured("it returns tensors on another device")
+        self._outputs_with_grad = [tensor for tensor in self._outputs if tensor.requires_grad]
+
+    def _capture_backward(self) -> None:
+        wanted = [place for place in self._inputs if place is not None and place.requires_grad] + self._leaves
+        self._grad_outputs = [torch.zeros_like(output) for output in self._outputs_with_grad]
+
+        def backward() -> None:
+            # The graph is kept: what the forward has saved must keep its memory as long as the forward is launched.
+            found = torch.autograd.grad(
+                self._outputs_with_grad, wanted, self._grad_outputs, retain_graph=True, allow_unused=True
+            )
+            self._grads = FlatGrads(found)
+
+        self._backward, _ = self._graph(backward)
+
+    def _graph(self, function: Callable[[], Any]) -> tuple[Any, Any]:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            result = function()
+        except BaseException:
+            with suppress(RuntimeError):  # it says that the capture has failed
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph, result
+
+    # ---- launches ----------------------------------------------------------------------------------------------------
+
+    def still_fits(self) -> bool:
+        """True if parameters and buffers are where they were."""
+        return [*map(Tensor.data_ptr, self._tensors)] == self._addresses
+
+    def launch(self, leaves: Sequence[Any]) -> Any:
+        """Returns the module's output for these arguments."""
+        inputs = [(place, leaf) for place, leaf in zip(self._inputs, leaves, strict=True) if place is not None]
+        self.launches += 1
+        if not self._records or not self._outputs_with_grad:
+            with torch.no_grad():
+                outputs: Sequence[Tensor] = self._launch_forward(inputs)
+        else:
+            wanted = [leaf for place, leaf in inputs if place.requires_grad]
+            self.is_waiting = True
+            with saved_instead(_Waiting(self)):
+                outputs = Launch.apply(self, inputs, *wanted, *self._parameters)
+        found = iter(outputs)
+        return _torch.pytree.tree_unflatten(
+            [next(found) if isinstance(leaf, Tensor) else leaf for leaf in self._output_leaves], self._output_spec
+        )
+
+    def _launch_forward(self, inputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        for place, given in inputs:
+            if given.data_ptr() != place.data_ptr():
+                place.detach().copy_(given.detach())
+        self._replay(self._forward)
+        return tuple(output.detach() for output in self._outputs)
+
+    def _replay(self, graph: Any) -> None:
+        self._launched_on.add(_torch.current_stream_at(self._place.device.index))
+        graph.replay()
+
+    def __del__(self) -> None:
+        # The memory goes back to the capturing stream, which has to come after the launches.
+        if not self._place.is_capturing:
+            stream = kept_stream(self._place.device, "captures")
+            for launched_on in getattr(self, "_launched_on", ()):
+                Event(launched_on).make_wait(stream)
+
+    def _launch_backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        for place, grad in zip(self._grad_outputs, grads, strict=True):
+            if grad is None:
+                place.zero_()
+            else:
+                place.copy_(grad)
+        self._replay(self._backward)
+        return self._grads.copies()
+
+
+class Launch(Node):
+    """The node of a launch. Its backward launches the captured backward."""
+
+    @staticmethod
+    def forward(ctx: Any, captured: Captured, inputs: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Launches the forward. ``tensors``: inputs and parameters that need gradients."""
+        ctx.captured, ctx.launch = captured, captured.launches
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors[:1])  # see `saved_instead`
+        outputs = captured._launch_forward(inputs)
+        ctx.versions = [_torch.version_of(output) for output in captured._outputs]
+        ctx.mark_non_differentiable(
+            *(output for output, place in zip(outputs, captured._outputs, strict=True) if not place.requires_grad)
+        )
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Launches the backward.
+
+        Raises:
+            RuntimeError: what the forward has saved was overwritten by a later launch, or by other code.
+        """
+        captured: Captured = ctx.captured
+        if captured.launches != ctx.launch:
+            raise RuntimeError(
+                "this backward needs what a forward has saved in a captured graph, and the graph was launched again "
+                "since. Call backward before the next forward, or leave graphs=True out"
+            )
+        if [_torch.version_of(output) for output in captured._outputs] != ctx.versions:
+            raise RuntimeError(
+                "an output of a captured module was modified by an inplace operation, and its backward needs it. Write "
+                "the result to another tensor, or leave graphs=True out"
+            )
+        given = [grad for grad, place in zip(grads, captured._outputs, strict=True) if place.requires_grad]
+        return (None, None, *captured._launch_backward(given))
+
+
+class _Waiting:
+    """Held by an autograd graph until its backward has run or it is gone. The captured graph is busy until then."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._captured = captured
+
+    def __del__(self) -> None:
+        self._captured.is_waiting = False
+
+
+class FlatGrads:
+    """Gradients that a captured backward leaves in one buffer for each dtype, so that one copy takes them out."""
+
+    def __init__(self, grads: Sequence[Tensor | None]) -> None:
+        self._layouts: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None] = []
+        sizes: dict[torch.dtype, int] = {}
+        for grad in grads:
+            if grad is None:
+                self._layouts.append(None)
+                continue
+            begin = sizes.get(grad.dtype, 0)
+            strides = torch.empty_like(grad, device="meta").stride()
+            self._layouts.append((grad.dtype, grad.shape, strides, begin))
+            sizes[grad.dtype] = begin + grad.numel()
+        present = [grad for grad in grads if grad is not None]
+        self._flats = {dtype: torch.empty(size, dtype=dtype, device=present[0].device) for dtype, size in sizes.items()}
+        places = [view for view in self._views(self._flats) if view is not None]
+        if present:
+            _torch.foreach_copy_(places, present)
+
+    def _views(self, flats: dict[torch.dtype, Tensor]) -> list[Tensor | None]:
+        return [
+            None if layout is None else flats[layout[0]].as_strided(layout[1], layout[2], layout[3])
+            for layout in self._layouts
+        ]
+
+    def copies(self) -> list[Tensor | None]:
+        """New tensors with the gradients of the last launch."""
+        return self._views({dtype: flat.clone() for dtype, flat in self._flats.items()})
+
+
+@contextmanager
+def _captures(place: Place) -> Iterator[None]:
+    _of_thread.captures = place.is_capturing = True
+    try:
+        yield
+    finally:
+        _of_thread.captures = place.is_capturing = False
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """A weight that autocast has converted in a capture must not be used by code outside of it, nor the other way."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _reason(error: BaseException) -> str:
+    """The error's first line, and the line of the user's program where it happened."""
+    frame, where = error.__traceback__, ""
+    while frame is not None:
+        code = frame.tb_frame.f_code
+        if "/torch/" not in code.co_filename and "/dataparallel/" not in code.co_filename:
+            where = f" ({code.co_filename}:{frame.tb_lineno}, in {code.co_name})"
+        frame = frame.tb_next
+    return f"{str(error).splitlines()[0]}{where}"

@@ -1,0 +1,44 @@
+"""Which modules of a replica are captured, each as a graph of its own.
+
+Without gradients it is the whole replica. With gradients, parts of it follow each other, so that the gradients of one
+part are summed while the backward of the next one runs. A part is worth its launch, and the copies around it, only if
+it has several operators.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+_LARGE = 0.5
+"""A part with more than this share of the parameters is taken apart, so that not all gradients come at the end."""
+
+
+def segments_of(root: nn.Module) -> dict[str, nn.Module]:
+    """The modules to capture when gradients are recorded, by their names below ``root``.
+
+    These are the children of the root that have children themselves. Lists and dicts of modules have no forward, so
+    their entries take their place. So do the children of a ``Sequential`` with more than half of the parameters. If
+    nothing is left, the root is the only segment.
+    """
+    whole = _numel(root)
+    found: dict[str, nn.Module] = {}
+
+    def look_below(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or _is_large(child, whole):
+                look_below(child, f"{prefix}{name}.")
+            elif any(True for _ in child.children()) and child not in found.values():
+                found[f"{prefix}{name}"] = child
+
+    look_below(root, "")
+    return found or {"": root}
+
+
+def _is_large(module: nn.Module, whole: int) -> bool:
+    return isinstance(module, nn.Sequential) and len(module) > 1 and _numel(module) > _LARGE * whole
+
+
+def _numel(module: nn.Module) -> int:
+    # Not by a lookup, which would wait for parameters that are on their way.
+    registries = [vars(child)["_parameters"] for child in module.modules()]
+    return sum(p.numel() for registry in registries for p in dict.values(registry) if p is not None)
