@@ -107,6 +107,8 @@ class Captured:
         device = self._place.device
         current, stream = current_streams([device])[device], kept_stream(device, "captures")
         torch.cuda.init()  # it makes the list of generators
+        with suppress(RuntimeError):  # a stand-in for CUDA has no cuBLAS, and needs none
+            torch.cuda.current_blas_handle()  # a thread's handle takes memory when it is made, which captures forbid
         generator = torch.cuda.default_generators[device.index]
         before = generator.clone_state()  # a capture that fails may leave the generator in it
         Event(current).make_wait(stream)

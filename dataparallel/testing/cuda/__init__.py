@@ -64,9 +64,9 @@ def stand_in(devices: int = 8, *, like: str = "a100", hide_gpus: bool = False) -
 
     Graphs are captured and launched as on a GPU (``torch.cuda.graph``, ``torch.cuda.make_graphed_callables``). What a
     capture forbids is refused in CUDA's words. At a launch, the clocks see each captured piece of work as if it was
-    launched then. Operators that have to be done when they are called cannot be captured, and say so: attention with
-    dropout, collectives of NCCL, CuPy's kernels, functions of the host. Graphs that are made or changed node by node,
-    and conditional nodes, are not there.
+    launched then. What has to be done when it is called cannot be captured, and says so: operators of sparse and
+    quantised tensors, collectives of NCCL, CuPy's kernels, functions of the host. Graphs that are made or changed node
+    by node, and conditional nodes, are not there.
 
     What the clocks do not see: what the host does with pinned memory other than by an operator, ``tolist`` or ``numpy``
     (so not what is read later through the array). Waits that CUDA makes by itself hide races in the runs in which they

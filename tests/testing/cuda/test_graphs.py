@@ -105,6 +105,22 @@ assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2
 assert 300 < (first[0] == 0).sum() < 700
 torch.cuda.manual_seed(7)
 assert torch.equal(dropped(), first[0])  # as without a graph
+#: attention is computed and drops weights
+q = torch.randn(2, 2, 16, 8, device=a)
+def attends(rate):
+    return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=rate, is_causal=True)
+graph, result = captured(lambda: attends(0.0))
+graph.replay()
+torch.testing.assert_close(result, attends(0.0))
+graph, result = captured(lambda: attends(0.5))
+def draws():
+    torch.cuda.manual_seed(7)
+    for _ in range(2):
+        graph.replay()
+        yield result.clone()
+first, again = [*draws()], [*draws()]
+assert all(map(torch.equal, first, again)) and not torch.equal(*first)
+cuda.check_clocks()
 #: streams fork and join within a graph
 def forked():
     main = torch.cuda.current_stream(a)
@@ -203,9 +219,8 @@ assert "cannot capture aten::nonzero" in message(captured, lambda: x.nonzero())
 #: pageable memory
 assert "CUDA" in message(captured, lambda: x.copy_(torch.ones(1000), non_blocking=True))
 #: what the stand-in does when it is called names itself
-q = torch.ones(1, 2, 4, 8, device=a)
-attention = nn.functional.scaled_dot_product_attention
-assert "the stand-in for CUDA cannot capture" in message(captured, lambda: attention(q, q, q, dropout_p=0.5))
+sparse = torch.eye(3).to_sparse().to(a)
+assert "the stand-in for CUDA cannot capture" in message(captured, lambda: sparse + sparse)
 #: a stream that is not joined
 def unjoined():
     side.wait_stream(torch.cuda.current_stream(a))

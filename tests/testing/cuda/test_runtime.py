@@ -285,6 +285,7 @@ assert gone == []
 call("cudaGraphExecDestroy", instance)
 assert gone == [7]
 #: a capture is ended by its thread on its first stream
+import threading
 stream, other = made("cudaStreamCreate"), made("cudaStreamCreate")
 call("cudaStreamBeginCapture", stream, 0)
 results = []

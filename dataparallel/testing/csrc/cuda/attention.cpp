@@ -37,13 +37,15 @@ Tensor of_shared_heads(const Tensor& grad, const Tensor& key) {
 }
 
 // True where a query must not look at a key. Undefined if every one may.
-Tensor forbidden(int64_t queries, int64_t keys, const Rules& rules) {
+Tensor forbidden(const Tensor& scores, const Rules& rules) {
+  const auto queries = scores.size(-2), keys = scores.size(-1);
+  const auto device = at::TensorOptions(scores.device());
   if (rules.causal == Causal::no && rules.left < 0 && rules.right < 0) {
     return {};
   }
   const auto shift = rules.causal == Causal::from_top_left ? 0 : keys - queries;
-  const auto place = at::arange(queries).unsqueeze(1).add(shift);
-  const auto key = at::arange(keys).unsqueeze(0);
+  const auto place = at::arange(queries, device).unsqueeze(1).add(shift);
+  const auto key = at::arange(keys, device).unsqueeze(0);
   auto result = key.gt(place.add(keys + queries));
   result = rules.causal == Causal::no ? result : result.logical_or(key.gt(place));
   result = rules.left < 0 ? result : result.logical_or(key.lt(place.sub(rules.left)));
@@ -55,7 +57,7 @@ Tensor scores_of(const Tensor& query, const Tensor& key, const Tensor& bias, con
   if (bias.defined()) {
     scores.add_(bias);
   }
-  const auto mask = forbidden(query.size(-2), key.size(-2), rules);
+  const auto mask = forbidden(scores, rules);
   return mask.defined() ? scores.masked_fill_(mask, -std::numeric_limits<double>::infinity()) : scores;
 }
 
@@ -79,8 +81,8 @@ at::Generator drawn_from_seed(int64_t seed) {
   return at::detail::createCPUGenerator(static_cast<uint64_t>(seed));
 }
 
-int64_t next_seed(double dropout) {
-  if (dropout == 0) {
+int64_t next_seed(const at::Tensor& query, double dropout) {
+  if (dropout == 0 || query.is_meta()) {
     return 0;
   }
   return static_cast<int64_t>(front::drawn_from(front::default_generator(current_device().index())).current_seed());

@@ -20,7 +20,8 @@ struct Rules {
 
 // Numbers are drawn from a seed that forwards keeps for backwards.
 at::Generator drawn_from_seed(int64_t seed);
-int64_t next_seed(double dropout);
+// 0 without dropout, and where only shapes are asked for.
+int64_t next_seed(const at::Tensor& query, double dropout);
 
 struct Attended {
   at::Tensor output;

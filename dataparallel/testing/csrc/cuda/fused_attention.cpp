@@ -38,7 +38,10 @@ Tensor defined(const OptTensor& tensor) {
 
 // ---- flash attention. It keeps the seed and an offset in one tensor.
 
-Tensor state_of(int64_t seed) {
+Tensor state_of(int64_t seed, const Tensor& query) {
+  if (query.is_meta()) {
+    return at::empty({2}, query.options().dtype(c10::kUInt64));
+  }
   auto state = at::zeros({2}, at::TensorOptions().dtype(c10::kUInt64));
   state.mutable_data_ptr<uint64_t>()[0] = static_cast<uint64_t>(seed);
   return state;
@@ -46,11 +49,11 @@ Tensor state_of(int64_t seed) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor> flash(
     const Tensor& query, const Tensor& key, const Tensor& value, double dropout, bool is_causal, bool, Scale scale) {
-  const auto seed = next_seed(dropout);
+  const auto seed = next_seed(query, dropout);
   auto generator = drawn_from_seed(seed);
   const auto rules = rules_of(query, scale, is_causal, dropout, Causal::from_bottom_right);
   const auto [output, logsumexp] = attend(query, key, value, {}, rules, generator);
-  return {laid_out(output), logsumexp, Tensor(), Tensor(), query.size(2), key.size(2), state_of(seed), nothing(query),
+  return {laid_out(output), logsumexp, Tensor(), Tensor(), query.size(2), key.size(2), state_of(seed, query), nothing(query),
           nothing(query)};
 }
 
@@ -76,19 +79,22 @@ Tensor padded(const Tensor& logsumexp) {
   return result;
 }
 
-Tensor number(int64_t value) {
+Tensor number(int64_t value, const Tensor& query) {
+  if (query.is_meta()) {
+    return at::empty({}, query.options().dtype(c10::kLong));
+  }
   return at::scalar_tensor(value, at::TensorOptions().dtype(c10::kLong));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& query, const Tensor& key, const Tensor& value,
                                                      const OptTensor& bias, bool with_logsumexp, double dropout,
                                                      bool is_causal, Scale scale) {
-  const auto seed = next_seed(dropout);
+  const auto seed = next_seed(query, dropout);
   auto generator = drawn_from_seed(seed);
   const auto rules = rules_of(query, scale, is_causal, dropout, Causal::from_top_left);
   const auto [output, logsumexp] = attend(query, key, value, defined(bias), rules, generator);
-  return {laid_out(output), with_logsumexp ? padded(logsumexp) : logsumexp.narrow(-1, 0, 0).clone(), number(seed),
-          number(0)};
+  return {laid_out(output), with_logsumexp ? padded(logsumexp) : logsumexp.narrow(-1, 0, 0).clone(), number(seed, query),
+          number(0, query)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad, const Tensor& query,
@@ -100,7 +106,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad
   if (!grad.defined()) {
     return {};
   }
-  auto generator = drawn_from_seed(seed.item<int64_t>());
+  auto generator = drawn_from_seed(dropout == 0 || seed.is_meta() ? 0 : seed.item<int64_t>());
   const auto rules = rules_of(query, scale, is_causal, dropout, Causal::from_top_left);
   const Attended attended{output, logsumexp.narrow(-1, 0, query.size(2))};
   const auto grads = attend_backward(grad, query, key, value, bias, attended, rules, generator);
@@ -112,12 +118,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor> of_cudnn(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& bias, bool with_logsumexp,
     double dropout, bool is_causal, bool, Scale scale) {
-  const auto seed = next_seed(dropout);
+  const auto seed = next_seed(query, dropout);
   auto generator = drawn_from_seed(seed);
   const auto rules = rules_of(query, scale, is_causal, dropout, Causal::from_top_left);
   const auto [output, logsumexp] = attend(query, key, value, defined(bias), rules, generator);
   return {laid_out(output), with_logsumexp ? logsumexp.unsqueeze(-1) : Tensor(), Tensor(), Tensor(), query.size(2),
-          key.size(2), number(seed), number(0), Tensor()};
+          key.size(2), number(seed, query), number(0, query), Tensor()};
 }
 
 std::tuple<Tensor, Tensor, Tensor> of_cudnn_backward(const Tensor& grad, const Tensor& query, const Tensor& key,
@@ -125,7 +131,7 @@ std::tuple<Tensor, Tensor, Tensor> of_cudnn_backward(const Tensor& grad, const T
                                                      const Tensor& seed, const Tensor&, const Tensor& bias,
                                                      const Tensor&, const Tensor&, int64_t, int64_t, double dropout,
                                                      bool is_causal, Scale scale) {
-  auto generator = drawn_from_seed(seed.item<int64_t>());
+  auto generator = drawn_from_seed(dropout == 0 || seed.is_meta() ? 0 : seed.item<int64_t>());
   const auto rules = rules_of(query, scale, is_causal, dropout, Causal::from_top_left);
   const Attended attended{output, logsumexp.squeeze(-1)};
   const auto grads = attend_backward(grad, query, key, value, bias, attended, rules, generator);

@@ -101,7 +101,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash(
   TORCH_CHECK_NOT_IMPLEMENTED(!has(used) && !has(slopes) && !has(blocks),
                               "aten::_flash_attention_forward with seqused_k, alibi_slopes or block_table: the stand-in "
                               "for CUDA computes it without them");
-  const auto seed = next_seed(dropout);
+  const auto seed = next_seed(query, dropout);
   const auto rules = flash_rules(query, scale, is_causal, dropout, left, right);
   auto state = at::zeros({2}, at::TensorOptions().dtype(c10::kUInt64));
   state.mutable_data_ptr<uint64_t>()[0] = static_cast<uint64_t>(seed);
@@ -166,7 +166,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> efficient(
   TORCH_CHECK_NOT_IMPLEMENTED(!has(used) && !(has(bias) && has(query_ends)),
                               "aten::_efficient_attention_forward with seqlen_k, or with a bias for sequences of their "
                               "own lengths: the stand-in for CUDA computes it without them");
-  const auto seed = next_seed(dropout);
+  const auto seed = next_seed(query, dropout);
   const auto rules = efficient_rules(query, scale, mask, dropout, window);
   if (has(query_ends)) {
     const auto packed = attend_packed(query[0], key[0], value[0], *query_ends, *key_ends, rules, seed);

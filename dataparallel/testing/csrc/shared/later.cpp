@@ -122,8 +122,8 @@ bool can_be_late(const OperatorPlan& plan, const c10::IValue* arguments) {
   if (!plan.can_wait || plan.waits_for_values || plan.leaves_elements_alone || plan.asks_about_shapes) {
     return false;
   }
-  // Without a generator among the arguments, the draw cannot be made at the launch.
-  if (plan.dropout && arguments[*plan.dropout].toDouble() != 0) {
+  // Without a generator among the arguments, the kernel itself draws. It may where it runs once for each launch.
+  if (plan.dropout && arguments[*plan.dropout].toDouble() != 0 && !front::is_capturing()) {
     return false;
   }
   bool result = true;
