@@ -158,7 +158,11 @@ class KeptReplicas:
         _check_placement(plan, slots[0])
         refuse_script_constants(plan, slots)
         copies = constant_copies(plan, slots, cap_bytes)
-        new_set = _FrozenSet(network, slots, build_replicas(plan, copies, False, None), plan)
+        replicas = build_replicas(plan, copies, False, None)
+        graphs = None if self.graphs is None else self.graphs.another()
+        if graphs is not None:
+            graphs.attach_all(plan, replicas, copies)
+        new_set = _FrozenSet(network, slots, replicas, plan, graphs)
         # A set for fewer slots was made for a smaller batch. It is dropped if the new set serves its calls too.
         self._frozen_sets = [kept for kept in self._frozen_sets if not (kept.is_free and kept.is_covered_by(new_set))]
         if len(self._frozen_sets) < MOST_FROZEN:
@@ -197,8 +201,15 @@ def _check_placement(plan: ModulePlan, root: torch.device) -> None:
 class _FrozenSet:
     """A set of replicas inside ``frozen``, leased to one call at a time: see `Lease`."""
 
-    def __init__(self, network: nn.Module, slots: list[torch.device], replicas: list[Any], plan: ModulePlan) -> None:
-        self._replicas = replicas
+    def __init__(
+        self,
+        network: nn.Module,
+        slots: list[torch.device],
+        replicas: list[Any],
+        plan: ModulePlan,
+        graphs: GraphedReplicas | None,
+    ) -> None:
+        self._replicas, self._graphs = replicas, graphs
         self._hold = None if plan.cycles is None else plan.cycles.hold("call")
         self._network, self._slots = network, slots
         # Only these streams are ordered after the copies that made the set, and before its memory is used again.

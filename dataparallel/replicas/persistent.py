@@ -45,9 +45,8 @@ class PersistentReplicas:
             build_replica(plan, tensors, True, expected)
             for tensors, expected in zip(copies, self._expected, strict=True)
         ]
-        if graphs is not None and not plan.has_compiled:
-            for slot, (replica, tensors) in enumerate(zip(self._replicas, copies, strict=True)):
-                graphs.attach(replica, slot, tensors)
+        if graphs is not None:
+            graphs.attach_all(plan, self._replicas, copies)
         self._tables = [_Tables(plan, replica) for replica in self._replicas]
         self._is_leased = False
 

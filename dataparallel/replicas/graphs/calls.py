@@ -21,8 +21,10 @@ from dataparallel.replicas.compiled.calls import CALL
 from dataparallel.replicas.compiled.functions import by_call_impl
 from dataparallel.replicas.graphs.captured import CannotBeCaptured, Captured, Place, is_capturing
 from dataparallel.replicas.graphs.segments import segments_of
+from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.references import ATOMIC
 from dataparallel.replicas.tree_state import TreeState
+from dataparallel.weak_members import WeakMembers
 
 log = logging.getLogger("dataparallel")
 
@@ -87,6 +89,7 @@ class GraphedReplicas:
         self._tensors: dict[int, list[Tensor]] = {}
         self._captures: dict[tuple[int, str, Hashable], _Captures] = {}
         self._said: set[str] = set()
+        self._others: WeakMembers[GraphedReplicas] = WeakMembers()
 
     def __reduce__(self) -> tuple[type[GraphedReplicas], tuple[()]]:
         return GraphedReplicas, ()
@@ -95,7 +98,22 @@ class GraphedReplicas:
     def segments(self) -> list[Segment]:
         """What has been captured, and what cannot be, for each module of each replica."""
         found = [captures.segment for captures in self._captures.values()]
-        return [segment for segment in found if segment.captures or segment.reasons]
+        own = [segment for segment in found if segment.captures or segment.reasons]
+        return [*own, *(segment for other in self._others for segment in other.segments)]
+
+    def another(self) -> GraphedReplicas:
+        """Graphs of other replicas of the same module. Its `segments` are among those of this object."""
+        made = GraphedReplicas()
+        made._said = self._said
+        self._others.add(made)
+        return made
+
+    def attach_all(self, plan: ModulePlan, replicas: Sequence[nn.Module], copies: Sequence[list[Tensor]]) -> None:
+        """Calls `attach` for new replicas of a plan, if their modules can be captured."""
+        if not plan.is_plain or plan.has_compiled:
+            return
+        for slot, (replica, tensors) in enumerate(zip(replicas, copies, strict=True)):
+            self.attach(replica, slot, tensors)
 
     def attach(self, replica: nn.Module, slot: int, tensors: list[Tensor]) -> None:
         """Makes a new replica of a plain tree launch graphs. ``tensors``: its parameters and buffers.

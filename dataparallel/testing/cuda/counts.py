@@ -75,6 +75,7 @@ class _Reading:
     calls: Counter[str]
     contexts: list[int]
     host_waits: list[HostWait]
+    in_graphs: list[int]
 
 
 class Counts(shared.Counts):
@@ -88,6 +89,7 @@ class Counts(shared.Counts):
         allocations: calls that take memory of a device, such as ``cudaMalloc``.
         frees: calls that give it back, such as ``cudaFree``.
         new_streams: streams that were made. torch makes them for a device at its first use.
+        in_graphs: for each device, how many of its ``launches`` were in graphs. The host has not made these one by one.
         new_contexts: the indices of devices that have a context now, and had none before.
     """
 
@@ -105,7 +107,8 @@ class Counts(shared.Counts):
     def _read(self) -> _Reading:
         now = libraries.counts()
         waits = [HostWait(*wait) for wait in compiled().read_lines(self._lines)]
-        return _Reading(Counter(now.calls), now.contexts, waits)
+        in_graphs = compiled().launches_in_graphs()[: torch.cuda.device_count()]
+        return _Reading(Counter(now.calls), now.contexts, waits, in_graphs)
 
     def _now(self) -> _Reading:
         return self._read() if self._after is None else self._after
@@ -134,6 +137,11 @@ class Counts(shared.Counts):
     def new_streams(self) -> int:
         """Calls that make streams."""
         return sum(self.calls[name] for name in MAKING_STREAMS)
+
+    @property
+    def in_graphs(self) -> list[int]:
+        """The launches that were in graphs, for each device."""
+        return [after - before for before, after in zip(self._before.in_graphs, self._now().in_graphs, strict=True)]
 
     @property
     def new_contexts(self) -> list[int]:

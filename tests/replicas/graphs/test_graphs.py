@@ -212,6 +212,21 @@ def test_inference_is_one_launch_for_each_replica(mode: Any, form: Form, slots: 
 
 
 @on_cuda
+def test_frozen_replicas_are_captured_too(form: Form, slots: list, root: torch.device) -> None:
+    network, x = form(build(root), slots, graphs=True).eval(), inputs(root)
+    with torch.no_grad():
+        expected = network(x).clone()
+        with network.frozen():
+            for _ in range(WARM_UP + 1):
+                network(x)
+            with cuda.counted() as counts:
+                found = network(x)
+            assert captured(network)[""] > 0
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert counts.calls["cudaGraphLaunch"] == len(slots)
+
+
+@on_cuda
 def test_autocast_is_a_kind_of_its_own(form: Form, slots: list, root: torch.device) -> None:
     network, x = form(build(root).float(), slots, graphs=True), inputs(root).float()
     for _ in range(SETTLE):

@@ -42,6 +42,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto now = counts::read();
     return std::make_pair(std::move(now.launches), std::move(now.copied));
   });
+  m.def("launches_in_graphs", &launches_in_graphs);
   m.def("pass_over", &waits::pass_over);
   m.def("keep_lines", &waits::keep_lines);
   m.def("lines_kept", &waits::size);

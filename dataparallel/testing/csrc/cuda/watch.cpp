@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "allocators.h"
+#include "ceilings.h"
 #include "counts.h"
 #include "front.h"
 #include "host.h"
@@ -89,6 +91,8 @@ void add_touches(c10::SmallVector<Touch, 4>& touches, const standin::Part* parts
   }
 }
 
+std::array<std::atomic<uint64_t>, kCeiling> in_graphs{};
+
 std::string launch_kept(const clocks::KeptLaunch& kept, standin::StreamName stream) {
   for (const auto& touch : kept.touches) {
     if (static_cast<const OfAllocation*>(touch.block)->is_freed) {
@@ -104,6 +108,7 @@ std::string launch_kept(const clocks::KeptLaunch& kept, standin::StreamName stre
   }
   if (kept.is_done) {
     counts::launched(static_cast<c10::DeviceIndex>(stream.device));
+    ++in_graphs[static_cast<size_t>(stream.device)];
     if (kept.work.copy) {
       counts::copied(kept.work.copy->source, kept.work.copy->target, kept.work.bytes_written);
     }
@@ -256,6 +261,10 @@ clocks::Ticket launch_on(standin::StreamName stream, const std::string& op, c10:
     TORCH_CHECK(false, problem);
   }
   return way.ticket;
+}
+
+std::vector<uint64_t> launches_in_graphs() {
+  return {in_graphs.begin(), in_graphs.end()};
 }
 
 void answer_queries_late(bool late) {

@@ -1,7 +1,9 @@
 // The watcher of the stand-in for CUDA's runtime: it tells the clocks and the counts what the runtime does.
 #pragma once
 
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "../runtime/runtime.h"
 #include "clocks.h"
@@ -15,6 +17,9 @@ void watch_runtime();
 // access that is not ordered.
 clocks::Ticket launch_on(standin::StreamName stream, const std::string& op, c10::ArrayRef<Touch> touches,
                          standin::Turn turn);
+
+// For each device, how many of the launches that were counted were captured ones.
+std::vector<uint64_t> launches_in_graphs();
 
 // True if queries of events and streams answer "not yet" until the host knows better.
 void answer_queries_late(bool late);
