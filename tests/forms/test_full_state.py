@@ -13,6 +13,7 @@ from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, full
 from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import adamw, seeded
 from dataparallel.testing.steps import assert_equal
+from freed_later import freed_later
 from memory import Growth, nbytes
 from sharded_models import Awkward, on_meta
 from sharded_steps import (
@@ -285,6 +286,7 @@ class TestWhatIsSaved:
         fully_shard.load_full_state_dict(parent, found)
         assert_equal(state(parent), expected, "loaded", atol=0)
 
+    @freed_later
     @pytest.mark.devices("sim")
     def test_no_device_needs_room_for_it(self, make_slots: Callable[[int], list]) -> None:
         slots = make_slots(4)

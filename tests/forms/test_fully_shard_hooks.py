@@ -15,6 +15,7 @@ from dataparallel.sharded import ShardedTensor
 from dataparallel.sharded.units.nodes import TensorHooks
 from dataparallel.testing.cases import adamw
 from dataparallel.testing.steps import assert_equal, mean_square_loss
+from freed_later import freed_later
 from sharded_chains import Layer, assert_same_results, chain, forward_backward
 from sharded_steps import (
     LOOPS,
@@ -239,6 +240,7 @@ class Inner(nn.Module):
         return self.linear(x) * scale.to(x.device).sum(0)  # an ignored one is on the first slot
 
 
+@freed_later
 @pytest.mark.parametrize("way", ["parameter", "view", "ignored", "leaf"])
 def test_no_hooks_pile_up_on_inputs_that_stay(way, slots, root):
     """A parameter of another unit, or a leaf of the user, outlives the calls that take it."""

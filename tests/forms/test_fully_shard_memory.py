@@ -20,6 +20,7 @@ from dataparallel.sharded.units.gradients import UnitGradients
 from dataparallel.sharded.units.joint_gathers import JointGathers
 from dataparallel.sharded.units.passes import BackwardPass
 from dataparallel.sharded.units.sums import UnitSums
+from freed_later import freed_later
 from made_units import without_joint_gathers
 from memory import allocated, nbytes
 from selection import others_long
@@ -246,6 +247,7 @@ def bound(slots: int, weights: int, gradients: int = 2 * UNIT) -> int:
     return (STATES + 1) * parameters // slots + padding + ACTIVATIONS + ROOT + weights + gradients
 
 
+@freed_later
 @pytest.mark.slots(4, long=[8])
 @pytest.mark.parametrize(
     ("way", "lags"),
@@ -375,6 +377,7 @@ def steps_of(model: nn.Module, x: Tensor) -> list[float]:
     return losses
 
 
+@freed_later
 @pytest.mark.slots(4)
 @pytest.mark.parametrize("created_on", ["cpu", "meta"])
 def test_a_model_that_does_not_fit_on_one_device_trains_on_four(created_on, slots, root):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.composable import replicate
 from dataparallel.gradients.gradient_sums import GradientSums
+from freed_later import freed_later
 
 on_accelerators = pytest.mark.devices("sim", "cuda")
 
@@ -67,6 +68,7 @@ def test_what_waits_is_added_in_order_with_the_callers_stream(
     torch.testing.assert_close(module.weight.grad, 2 * alone.weight.grad)
 
 
+@freed_later
 @on_accelerators
 @pytest.mark.usefixtures("warnings_are_errors")
 @pytest.mark.parametrize("weight_decay", [0, 1])

@@ -19,6 +19,7 @@ from torch.futures import Future
 from dataparallel.comm.streams.current import streams_set
 from dataparallel.composable import replicate
 from dataparallel.gradients.comm_hooks import GradBucket
+from freed_later import freed_later
 
 EACH = pytest.mark.slots(2, 1)
 
@@ -281,6 +282,7 @@ class TestRegistering:
             assert_same(step(model, x), [None if g is None else 2 * g for g in step(twin, x)])
 
 
+@freed_later
 @EACH
 def test_a_backward_that_fails_calls_it_for_all_buckets_or_for_none(slots, root):
     """A hook that sends something is called as often as in other processes."""
