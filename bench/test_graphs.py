@@ -11,8 +11,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from captured_graphs import DEVICES, REPLICATE, SAMPLES, TRAINING, WRAPPER, Row, measure
 from dataparallel.testing import cuda
-from graphs import DEVICES, REPLICATE, SAMPLES, TRAINING, WRAPPER, Row, measure
 from places import Places
 from reporting import Report
 from shapes import NARROW_BERT, NARROW_GPT, RESNET, WIDE_GPT, Shape

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import ChunkSizes
@@ -24,16 +24,14 @@ from dataparallel.call.parallel_apply import CALL, run_replicas
 from dataparallel.call.performance_warnings import PerformanceChecks
 from dataparallel.call.scalars import ScalarRule
 from dataparallel.comm.streams.ahead import HostReads
-from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
-from dataparallel.forms.persistent_tensors import PersistentTensors
 from dataparallel.forms.signatures import shows_forward_of_module
+from dataparallel.forms.staying_copies import StayingCopies
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import GraphedReplicas, check_graphs
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.placement import check_placement
-from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_replicas
 
 M = TypeVar("M", bound=nn.Module)
@@ -151,7 +149,7 @@ class DataParallel(nn.DataParallel[M]):
         self.bucket_cap_mb = bucket_cap_mb
         self._compile = compiled
         self.graphs = GraphedReplicas() if graphs else None
-        staying = _StayingCopies(slots, cap_in_bytes(1), options.cap_bytes, True) if graphs else None
+        staying = StayingCopies(slots, cap_in_bytes(1), options.cap_bytes, True) if graphs else None
         self._kept = KeptReplicas(staying, compiled, self._hooks_follow, self.graphs)
         if len(slots) == 1:
             self.module.to(slots[0])
@@ -293,27 +291,6 @@ class DataParallel(nn.DataParallel[M]):
 
 # The functions above: a stage that somebody assigns to the class later is another function.
 _OWN_STAGES = {name: vars(DataParallel)[name] for name in ("scatter", "replicate", "parallel_apply", "gather")}
-
-
-class _StayingCopies(PersistentTensors):
-    """The tensors of a wrapper's replicas that launch graphs. They stay where they are. A copy of it is empty."""
-
-    def __reduce__(self) -> Any:
-        return type(self), (self._slots, self._first_bytes, self._cap_bytes, self._broadcast_buffers)
-
-    def for_call(
-        self,
-        plan: ModulePlan,
-        slots: list[torch.device],
-        cap_bytes: int,
-        record: bool,
-        arrivals: Arrivals | None = None,
-    ) -> list[list[Tensor]]:
-        """See `TensorStore.for_call`. The user may have assigned other devices."""
-        if self._slots[: len(slots)] != slots:
-            self.clear()
-            self._slots = list(slots)
-        return super().for_call(plan, slots, cap_bytes, record, arrivals)
 
 
 class _Maker(ReplicaMaker):

@@ -19,7 +19,8 @@ from dataparallel import _torch
 from dataparallel.replicas.build import ParameterRegistry
 from dataparallel.replicas.compiled.calls import CALL
 from dataparallel.replicas.compiled.functions import by_call_impl
-from dataparallel.replicas.graphs.captured import CannotBeCaptured, Captured, Place, is_capturing
+from dataparallel.replicas.graphs.captured import CannotBeCaptured, Captured, is_capturing
+from dataparallel.replicas.graphs.places import Place
 from dataparallel.replicas.graphs.segments import segments_of
 from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.references import ATOMIC
