@@ -93,7 +93,6 @@ def finish() -> None:
 
         from dataparallel.testing.cuda import extension, late, watching
         from dataparallel.testing.host_threads import carry_knowledge, wait_at_exit
-        from dataparallel.testing.simulated import shapes
 
         try:
             compiled = extension.load()
@@ -104,14 +103,22 @@ def finish() -> None:
         watching.watch_libraries(compiled)
         compiled.watch_host()
         torch.cuda._lazy_call(compiled.watch_allocators)  # they have a part for each device from then on
+        torch.cuda._lazy_call(_answer_as_the_cpu)
         watching.pass_over_tools()
         watching.host_reads()
         _make_settings()
         carry_knowledge(compiled)
         wait_at_exit()
-        shapes.answer_as_the_cpu(compiled.in_skipped_kernel)  # for operators that are late or captured
         late.start_if_told()
         _finished = True
+
+
+def _answer_as_the_cpu() -> None:
+    """Has operators that are late or captured know their shapes. Not earlier: it imports parts of torch."""
+    from dataparallel.testing.cuda.watching import compiled
+    from dataparallel.testing.simulated import shapes
+
+    shapes.answer_as_the_cpu(compiled().in_skipped_kernel)
 
 
 def _make_settings() -> None:
