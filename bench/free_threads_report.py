@@ -39,12 +39,12 @@ collector
     once in a step, and a collection of a free-threaded Python looks at all objects of the process.
 ms
     The median over the rounds. In a round each way of each Python has a turn of {CALLS} calls, whose mean counts.
-/alone
+``/alone``
     The time over that of one thread alone with half of the batch, in the same round: the median and its 95 % interval.
     1 would be perfect, and 2 is no better than one slot after the other.
 at most
     The bar for forms in a Python without a lock, and whether the ratio is at or below it.
-/threads, /DDP
+``/threads``, ``/DDP``
     The time over that of two plain threads, and of two processes. Below 1, slots are faster."""
 
 
