@@ -300,7 +300,6 @@ chunk_cat: Callable[..., None] = _private(
     "gradients are padded and joined, which takes more than one operator",
 )
 foreach_add: Callable[..., Sequence[Tensor]] = _private("torch._foreach_add", "add lists of tensors")
-foreach_copy_: Callable[..., None] = _private("torch._foreach_copy_", "copy a list of tensors by one operator")
 foreach_add_: Callable[..., None] = _private("torch._foreach_add_", "add a list of tensors to another one in place")
 _get_schema = _private("torch._C._get_schema", "read which arguments an operator has, and which it writes to")
 foreach_norm = _private("torch.ops.aten._foreach_norm.Scalar", "clip gradients whose parts lie on several devices")

@@ -167,7 +167,7 @@ def _check_memory(slots: Sequence[torch.device]) -> None:
     try:
         held, next_held = peak(first), max(map(peak, others))
         _, total = torch.accelerator.get_memory_info(first)
-    except (RuntimeError, NotImplementedError):  # such a backend does not count, or has no limit
+    except RuntimeError:  # such a backend does not count, or has no limit
         return
     if held > MOST * next_held and held > SHORT * total:
         warn_once(

@@ -148,11 +148,15 @@ class DataParallel(nn.DataParallel[M]):
         self.serial = serial
         self.bucket_cap_mb = bucket_cap_mb
         self._compile = compiled
-        self.graphs = GraphedReplicas() if graphs else None
         staying = StayingCopies(slots, cap_in_bytes(1), options.cap_bytes, True) if graphs else None
-        self._kept = KeptReplicas(staying, compiled, self._hooks_follow, self.graphs)
+        self._kept = KeptReplicas(staying, compiled, self._hooks_follow, GraphedReplicas() if graphs else None)
         if len(slots) == 1:
             self.module.to(slots[0])
+
+    @property
+    def graphs(self) -> GraphedReplicas | None:
+        """The captured graphs of the replicas; ``None`` without ``graphs=True``."""
+        return self._kept.graphs
 
     def extra_repr(self) -> str:
         """Returns the slots, for ``print(model)``."""

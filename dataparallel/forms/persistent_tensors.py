@@ -84,8 +84,11 @@ class PersistentTensors(TensorStore):
         """See `TensorStore.for_call`. Parameters are `ReplicaParameter`, also if no graph is recorded.
 
         Slot 0's tensors, and parameters of other slots on its device, share the source's memory. ``cap_bytes`` is
-        ignored: the sizes of buckets were given before.
+        ignored: the sizes of buckets were given before. The user of a wrapper may have assigned other slots.
         """
+        if self._slots[: len(slots)] != slots:
+            self.clear()
+            self._slots = list(slots)
         with torch.inference_mode(False):
             if record and self._agreement is not None:
                 self._agree(self._agreement, plan)

@@ -261,7 +261,7 @@ class DeviceClock:
             return {}
         try:
             return {key: TimedEvent(stream) for key, stream in streams.items()}
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             self._has_times = False
             return {}
 

@@ -136,8 +136,7 @@ class GraphedReplicas:
             if captures is None:
                 self._forget_oldest(slot, name)
                 captures = self._captures[key] = _Captures(Segment(name, device), place, self._said)
-            modes = {mode for mode, names in ((False, [""]), (True, with_gradients)) if name in names}
-            vars(module)[CALL] = _GraphedCall(module, captures, modes, is_root=not name)
+            vars(module)[CALL] = _GraphedCall(module, captures, is_root=not name, is_part=name in with_gradients)
 
     def _forget_oldest(self, slot: int, name: str) -> None:
         states = [key for key in self._captures if key[:2] == (slot, name)]
@@ -148,12 +147,12 @@ class GraphedReplicas:
 class _GraphedCall:
     """Calls a module by its graphs. It refers to the module weakly, because the module holds it.
 
-    ``modes``: it does so where gradients are recorded, if ``True`` is in it, and where they are not, if ``False`` is.
-    What a root returns is copied from its place in a graph: the next call writes there.
+    A root has a graph for calls without gradients, and a part one for calls with gradients. What a root returns is
+    copied from its place in a graph: the next call writes there.
     """
 
-    def __init__(self, module: nn.Module, captures: _Captures, modes: set[bool], is_root: bool) -> None:
-        self._module, self._captures, self._modes, self._is_root = weakref.ref(module), captures, modes, is_root
+    def __init__(self, module: nn.Module, captures: _Captures, is_root: bool, is_part: bool) -> None:
+        self._module, self._captures, self._is_root, self._is_part = weakref.ref(module), captures, is_root, is_part
         # Their lookups wait for parameters that are on their way. A graph looks nothing up.
         registries = [vars(child)["_parameters"] for child in module.modules()]
         self._late = [registry for registry in registries if isinstance(registry, ParameterRegistry)]
@@ -162,7 +161,7 @@ class _GraphedCall:
         module: Any = self._module()
         if is_capturing():
             return by_call_impl(module, *args, **kwargs)
-        if torch.is_grad_enabled() in self._modes:
+        if self._is_part if torch.is_grad_enabled() else self._is_root:
             output = self._captures.call(module, args, kwargs, self._late)
         else:
             output = by_call_impl(module, *args, **kwargs)
@@ -193,8 +192,6 @@ class _Captures:
         captured = self._of_kind.get(kind)
         if captured is not None and not captured.still_fits():
             del self._of_kind[kind]
-        for registry in late:
-            registry.wait_for_all()
         if kind not in self._of_kind:
             if self.segment.captures >= MOST_CAPTURES:
                 self._say(f"{MOST_CAPTURES} kinds of arguments are captured, and this is another one")
@@ -205,6 +202,8 @@ class _Captures:
         captured = self._of_kind[kind]
         if captured is None or captured.is_waiting or _torch.why_saved_tensors_hooks_are_disabled() is not None:
             return by_call_impl(module, *args, **kwargs)
+        for registry in late:
+            registry.wait_for_all()
         self.segment.launches += 1
         return captured.launch(leaves)
 

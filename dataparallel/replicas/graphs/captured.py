@@ -56,6 +56,7 @@ class Captured:
     def __init__(self, module: nn.Module, leaves: Sequence[Any], spec: Any, place: Place) -> None:
         self._place = place
         self._records = torch.is_grad_enabled()
+        # These lookups also make the current stream wait for parameters that are on their way.
         self._tensors = [*module.parameters(), *module.buffers()]
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]
         self._parameters = [p for p in module.parameters() if p.requires_grad] if self._records else []
@@ -101,7 +102,7 @@ class Captured:
                     self._capture_backward()
         except BaseException as error:
             generator.graphsafe_set_state(before)
-            if not isinstance(error, (RuntimeError, NotImplementedError, CannotBeCaptured)):
+            if not isinstance(error, (RuntimeError, CannotBeCaptured)):
                 raise
             raise CannotBeCaptured(_reason(error)) from error
         finally:

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from dataparallel import _torch
+from dataparallel.comm.buckets import flatten, plan_buckets, unflatten
 
 
 class Place:
@@ -38,31 +40,21 @@ class Place:
 
 
 class FlatGrads:
-    """Gradients that a captured backward leaves in one buffer for each dtype, so that one copy takes them out."""
+    """Gradients that a captured backward leaves in a few flat buffers, so that few copies take them out."""
 
     def __init__(self, grads: Sequence[Tensor | None]) -> None:
-        self._layouts: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None] = []
-        sizes: dict[torch.dtype, int] = {}
-        for grad in grads:
-            if grad is None:
-                self._layouts.append(None)
-                continue
-            begin = sizes.get(grad.dtype, 0)
-            strides = torch.empty_like(grad, device="meta").stride()
-            self._layouts.append((grad.dtype, grad.shape, strides, begin))
-            sizes[grad.dtype] = begin + grad.numel()
-        present = [grad for grad in grads if grad is not None]
-        self._flats = {dtype: torch.empty(size, dtype=dtype, device=present[0].device) for dtype, size in sizes.items()}
-        places = [view for view in self._views(self._flats) if view is not None]
-        if present:
-            _torch.foreach_copy_(places, present)
-
-    def _views(self, flats: dict[torch.dtype, Tensor]) -> list[Tensor | None]:
-        return [
-            None if layout is None else flats[layout[0]].as_strided(layout[1], layout[2], layout[3])
-            for layout in self._layouts
-        ]
+        self._count = len(grads)
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        tensors = cast("Sequence[Tensor]", grads)
+        self._buckets, singles = plan_buckets(tensors, sys.maxsize, candidates=present, keep_repeats=False)
+        if singles:
+            raise RuntimeError("a gradient is sparse, or of a class of its own")
+        self._flats = [flatten(bucket, tensors) for bucket in self._buckets]
 
     def copies(self) -> list[Tensor | None]:
         """New tensors with the gradients of the last launch."""
-        return self._views({dtype: flat.clone() for dtype, flat in self._flats.items()})
+        found: list[Tensor | None] = [None] * self._count
+        for bucket, flat in zip(self._buckets, self._flats, strict=True):
+            for i, grad in zip(bucket.indices, unflatten(bucket, flat.clone()), strict=True):
+                found[i] = grad
+        return found

@@ -511,3 +511,6 @@ class TestArguments:
         copied = copy.deepcopy(network)
         assert segments(copied) == []
         torch.testing.assert_close(step(copied, x), expected)
+        for _ in range(SETTLE):
+            step(copied, x)
+        assert captured(copied).keys() == captured(network).keys()

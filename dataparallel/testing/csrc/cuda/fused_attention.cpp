@@ -53,8 +53,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Ten
   auto generator = drawn_from_seed(seed);
   const auto rules = rules_of(query, scale, is_causal, dropout, Causal::from_bottom_right);
   const auto [output, logsumexp] = attend(query, key, value, {}, rules, generator);
-  return {laid_out(output), logsumexp, Tensor(), Tensor(), query.size(2), key.size(2), state_of(seed, query), nothing(query),
-          nothing(query)};
+  return {laid_out(output), logsumexp, Tensor(), Tensor(), query.size(2), key.size(2), state_of(seed, query),
+          nothing(query), nothing(query)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tensor& query, const Tensor& key,
@@ -86,6 +86,11 @@ Tensor number(int64_t value, const Tensor& query) {
   return at::scalar_tensor(value, at::TensorOptions().dtype(c10::kLong));
 }
 
+// It is not read where nothing is drawn, nor where only shapes are asked for.
+int64_t value_of(const Tensor& seed, double dropout) {
+  return dropout == 0 || seed.is_meta() ? 0 : seed.item<int64_t>();
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& query, const Tensor& key, const Tensor& value,
                                                      const OptTensor& bias, bool with_logsumexp, double dropout,
                                                      bool is_causal, Scale scale) {
@@ -93,8 +98,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& query, const 
   auto generator = drawn_from_seed(seed);
   const auto rules = rules_of(query, scale, is_causal, dropout, Causal::from_top_left);
   const auto [output, logsumexp] = attend(query, key, value, defined(bias), rules, generator);
-  return {laid_out(output), with_logsumexp ? padded(logsumexp) : logsumexp.narrow(-1, 0, 0).clone(), number(seed, query),
-          number(0, query)};
+  return {laid_out(output), with_logsumexp ? padded(logsumexp) : logsumexp.narrow(-1, 0, 0).clone(),
+          number(seed, query), number(0, query)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad, const Tensor& query,
@@ -106,7 +111,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad
   if (!grad.defined()) {
     return {};
   }
-  auto generator = drawn_from_seed(dropout == 0 || seed.is_meta() ? 0 : seed.item<int64_t>());
+  auto generator = drawn_from_seed(value_of(seed, dropout));
   const auto rules = rules_of(query, scale, is_causal, dropout, Causal::from_top_left);
   const Attended attended{output, logsumexp.narrow(-1, 0, query.size(2))};
   const auto grads = attend_backward(grad, query, key, value, bias, attended, rules, generator);
@@ -131,7 +136,7 @@ std::tuple<Tensor, Tensor, Tensor> of_cudnn_backward(const Tensor& grad, const T
                                                      const Tensor& seed, const Tensor&, const Tensor& bias,
                                                      const Tensor&, const Tensor&, int64_t, int64_t, double dropout,
                                                      bool is_causal, Scale scale) {
-  auto generator = drawn_from_seed(dropout == 0 || seed.is_meta() ? 0 : seed.item<int64_t>());
+  auto generator = drawn_from_seed(value_of(seed, dropout));
   const auto rules = rules_of(query, scale, is_causal, dropout, Causal::from_top_left);
   const Attended attended{output, logsumexp.squeeze(-1)};
   const auto grads = attend_backward(grad, query, key, value, bias, attended, rules, generator);

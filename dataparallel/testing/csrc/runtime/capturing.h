@@ -8,7 +8,7 @@ namespace standin {
 bool is_capturing(const Stream& stream);
 cudaStreamCaptureStatus capture_status(const Stream& stream, unsigned long long* id, cudaGraph_t* graph);
 void begin_capture(Stream& stream, cudaStreamCaptureMode mode);
-std::shared_ptr<Graph> end_capture(Stream& stream); // throws Refused; a capture that is no good has ended then
+std::shared_ptr<Graph> end_capture(Stream& stream); // throws Refused; an invalid capture has ended then
 std::shared_ptr<Graph> graph_in_capture(void* handle); // null if it is none
 
 // Work of a stream that captures, told by `announce` and then passed by `in_turn`. Returns what is wrong.
@@ -18,7 +18,7 @@ void keep_work(Stream& stream, std::function<void()> work);
 void record_in_capture(Event& event, Stream& stream);
 // True if the wait has become a part of a capture.
 bool wait_in_capture(Stream& stream, const Event& event);
-// Refuses what the host may not ask or do with this stream or event, and ends what the capture is good for.
+// Refuses what the host may not ask or do with this stream or event, and makes the capture invalid.
 void refuse_if_captured(const Event& event);
 void refuse_if_captured(Stream& stream);
 // The same for calls that CUDA forbids while anybody captures, by the modes of the captures and of the calling thread.

@@ -2,6 +2,7 @@
 #include "graphs.h"
 
 #include <map>
+#include <optional>
 
 #include "capturing.h"
 #include "late.h"
@@ -14,7 +15,7 @@ struct Instance {
   std::shared_ptr<const Graph> graph;
   std::vector<StreamName> own; // the streams of the lanes after the first
   std::mutex launching;
-  StreamName last; // that it was launched on
+  std::optional<StreamName> last; // that it was launched on
 };
 
 std::mutex lock; // of both tables
@@ -148,8 +149,8 @@ cudaError_t launch_graph(void* handle, Stream& stream) {
   }
   const std::lock_guard<std::mutex> one_at_a_time(instance->launching);
   order(stream);
-  if (instance->last.number != 0 && instance->last.number != stream.name.number) {
-    let_wait(stream.name, instance->last);
+  if (instance->last && instance->last->number != stream.name.number) {
+    let_wait(stream.name, *instance->last);
   }
   std::vector<StreamName> lanes{stream.name};
   lanes.insert(lanes.end(), instance->own.begin(), instance->own.end());
