@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -69,6 +69,7 @@ class DataParallel(nn.DataParallel[M]):
         graphs: capture the replicas on CUDA devices as graphs, so that one call of the host launches many operators:
             see :doc:`/guide/graphs`. What cannot be captured runs as it is, and the reason is logged. Between calls the
             replicas keep copies of the parameters on their devices. Attribute ``graphs`` says what was captured.
+            ``"auto"``: only if all devices have graphs and nothing is compiled.
         loss: a criterion, ``loss(output, target)``. ``model(x, target=y)`` then splits the targets as it does the
             batch, and returns the loss of the whole batch; ``model(x, target=y, outputs=True)`` returns the loss and
             the outputs. Each replica computes the loss of its chunk, so outputs need not be gathered. How they are
@@ -114,7 +115,7 @@ class DataParallel(nn.DataParallel[M]):
         serial: bool | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
         compile: bool | dict[str, Any] | None = None,
-        graphs: bool = False,
+        graphs: bool | Literal["auto"] = False,
         loss: Criterion | None = None,
         scalars: ScalarRule = None,
         sync_batch_norm: bool = False,
@@ -134,7 +135,7 @@ class DataParallel(nn.DataParallel[M]):
             scalars=scalars,
         )
         compiled = CompileArgument.checked(module, compile)
-        check_graphs(graphs, compiled)
+        has_graphs = check_graphs(graphs, compiled, slots)
         prepare(module, sync_batch_norm, slots)
         super(_TorchDataParallel, self).__init__()  # past torch's, but not past other bases of a subclass
         self.module = module
@@ -148,14 +149,14 @@ class DataParallel(nn.DataParallel[M]):
         self.serial = serial
         self.bucket_cap_mb = bucket_cap_mb
         self._compile = compiled
-        staying = StayingCopies(slots, cap_in_bytes(1), options.cap_bytes, True) if graphs else None
-        self._kept = KeptReplicas(staying, compiled, self._hooks_follow, GraphedReplicas() if graphs else None)
+        staying = StayingCopies(slots, cap_in_bytes(1), options.cap_bytes, True) if has_graphs else None
+        self._kept = KeptReplicas(staying, compiled, self._hooks_follow, GraphedReplicas() if has_graphs else None)
         if len(slots) == 1:
             self.module.to(slots[0])
 
     @property
     def graphs(self) -> GraphedReplicas | None:
-        """The captured graphs of the replicas; ``None`` without ``graphs=True``."""
+        """The captured graphs of the replicas; ``None`` if there are none."""
         return self._kept.graphs
 
     def extra_repr(self) -> str:

@@ -34,6 +34,7 @@ from dataparallel.forms.managed import own_modules, own_parameters
 from dataparallel.nn.sync_batch_norm import check_sync_batch_norm, prepare
 from dataparallel.replicas import replaced_parameters
 from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.graphs.calls import check_graphs
 from dataparallel.replicas.plan import dotted
 from dataparallel.replicas.replicate import BUCKET_CAP_MB
 
@@ -61,6 +62,7 @@ def _prepare(
     process_group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     compile: bool | dict[str, Any] | None = None,
+    graphs: bool | Literal["auto"] = False,
     loss: Criterion | None = None,
     scalars: ScalarRule = None,
     sync_batch_norm: bool | Literal["across_machines"] = False,
@@ -115,6 +117,8 @@ def _prepare(
         compile: compile the module on the slots: ``True``, or a dict of arguments for ``torch.compile`` (``backend``,
             ``mode``, ``dynamic``, ``fullgraph``, ``options``). Each unit below is compiled by itself, in the same way
             unless it has its own. A module that is compiled needs no argument.
+        graphs: capture the units on CUDA devices as graphs: as for `dataparallel.DataParallel`. That of the outermost
+            module counts. What was captured is in ``fully_shard.state(module).graphs``.
         loss, scalars: the loss of the replicas, and scalars that they return: as for `dataparallel.DataParallel`. Those
             of the outermost module count.
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
@@ -161,6 +165,7 @@ def _prepare(
         )
         check_policies(mp_policy, offload_policy)
         compiled = [CompileArgument.checked(each, compile) for each in module]
+        has_graphs = check_graphs(graphs, compiled[0], slots)
         if reshard_after_forward is not None:
             check_reshard(reshard_after_forward, len(slots), parts)
         ignored = [] if ignored_params is None else [*ignored_params]
@@ -191,6 +196,7 @@ def _prepare(
         ignored_parameters=[parameter for _, parameter in own_parameters(module) if id(parameter) in ignored_ids],
         machines=machines,
         compile=compiled[0],
+        graphs=has_graphs,
     )
 
 

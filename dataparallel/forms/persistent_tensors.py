@@ -233,11 +233,11 @@ class _PersistentCopies:
         self.recorded = _positions_with_grad(plan)
         self.order = order.known
         self.learns_order = record and order.known is None
-        self._kinds = _kinds(plan.tensors)
+        self._kinds = kinds_of(plan.tensors)
         self._thread = threading.get_ident()
         self._streams = current_streams(slots)
         self._settings = settings.current()
-        self.values = CurrentValues(plan, slots, self.by_slot)
+        self.values = CurrentValues(plan.tensors, slots, self.by_slot, plan.parameters, plan.read_directly)
 
     def still_fit(self, plan: ModulePlan, slots: list[torch.device]) -> bool:
         """True if new copies would differ from these in their values only, and the same streams would wait for them.
@@ -251,7 +251,7 @@ class _PersistentCopies:
             and all(map(is_, plan.tensors, self.plan.tensors))
             and plan.parameters == self.plan.parameters
             and _positions_with_grad(plan) == self.recorded
-            and _kinds(plan.tensors) == self._kinds
+            and kinds_of(plan.tensors) == self._kinds
             and plan.read_directly == self.plan.read_directly
             and current_streams(slots) == self._streams
             and settings.current() == self._settings
@@ -349,7 +349,7 @@ class _PersistentCopies:
 _KIND = attrgetter("shape", "dtype", "device")
 
 
-def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
+def kinds_of(tensors: Sequence[Tensor]) -> list[Any]:
     """Returns all properties of the sources that copies depend on. ``.data =`` may change them in the same tensor."""
     dense = [tensor for tensor in tensors if has_strides(tensor)]
     return [

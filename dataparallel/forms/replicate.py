@@ -145,7 +145,7 @@ def _prepare(
     device_id: DeviceLike | None = None,
     average: bool = True,
     compile: bool | dict[str, Any] | None = None,
-    graphs: bool = False,
+    graphs: bool | Literal["auto"] = False,
     loss: Criterion | None = None,
     scalars: ScalarRule = None,
     sync_batch_norm: bool | Literal["across_machines"] = False,
@@ -243,7 +243,7 @@ def _prepare(
             scalars=scalars,
         )
         compiled = CompileArgument.checked(module, compile)
-        check_graphs(graphs, compiled)
+        has_graphs = check_graphs(graphs, compiled, slots)
         modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(ignored_params or ())])
         if machines is not None:
             _check_for_machines(module, slots, converts=bool(sync_batch_norm))
@@ -258,7 +258,7 @@ def _prepare(
             machines=machines,
             average=average,
             compile=compiled,
-            graphs=graphs,
+            graphs=has_graphs,
         )
     return state
 

@@ -1,7 +1,7 @@
 """`UnitTensors` gives replicas of a fully sharded tree their tensors; `_CompiledParts` compiles code inside units only.
 
 A replica's parameters are its units' tensors on its slot (``units.slot_unit``), which are empty between calls. Each
-call sends buffers to the slots; the first slot has the module's own.
+call sends buffers to the slots; the first slot has the module's own. The copies are new, unless replicas launch graphs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dataparallel import comm
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.forms.managed import has_forward
+from dataparallel.forms.staying_buffers import StayingBuffers
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, Compiled, compiled_in_place
 from dataparallel.replicas.plan import UNIT_MODULE, ModuleEntry, ModulePlan, dotted
 from dataparallel.replicas.references import Rebinding, reached
@@ -26,7 +27,10 @@ from dataparallel.sharded.units.unit import Unit
 
 
 class UnitTensors(TensorStore):
-    """The tensors of one tree's replicas. ``tops`` has the modules of each unit, and ``compile`` how it is compiled."""
+    """The tensors of one tree's replicas.
+
+    ``tops`` has the modules of each unit, and ``compile`` how it is compiled. ``graphs``: replicas launch graphs.
+    """
 
     are_copies = False
     stay = True
@@ -36,8 +40,10 @@ class UnitTensors(TensorStore):
         units: Sequence[Unit],
         tops: Sequence[Sequence[nn.Module]],
         compile: Sequence[CompileArgument | None],
+        graphs: bool,
     ) -> None:
         self._units, self._compile = list(units), list(compile)
+        self._buffers = StayingBuffers() if graphs else None
         self._modules = [[weakref.ref(module) for module in modules] for modules in tops]
         # Of each unit, in the tree of the last call: paths of its modules, and path, name and number of its parameters.
         self._tops: list[list[str]] = []
@@ -72,7 +78,11 @@ class UnitTensors(TensorStore):
                 raise _not_sharded(plan, i)
             else:
                 buffers.append(i)
-        copies = comm.broadcast_coalesced([plan.tensors[i] for i in buffers], slots, cap_bytes, own_storage=True)
+        sources = [plan.tensors[i] for i in buffers]
+        if self._buffers is None:
+            copies = comm.broadcast_coalesced(sources, slots, cap_bytes, own_storage=True)
+        else:
+            copies = self._buffers.on_slots(sources, slots, cap_bytes)
         put(by_slot, buffers, copies)
         return by_slot
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from operator import attrgetter
 from typing import Any
 
@@ -18,7 +19,6 @@ from dataparallel.comm.buckets import Bucket, flatten, plan_buckets, unflatten
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.profiling import note_copy
-from dataparallel.replicas.plan import ModulePlan
 
 # Functions in C: they are called for thousands of tensors at each call.
 _READS: tuple[Callable[[Tensor], Any], ...] = (
@@ -71,21 +71,29 @@ class CurrentValues:
     torch raises on one device. Writes through ``.data`` change no version.
 
     Args:
-        plan, slots: the source, and where its copies are.
-        by_slot: for each slot a copy of each of the plan's tensors. The caller fills the lists later.
+        tensors, slots: the source's tensors, and where their copies are.
+        by_slot: for each slot a copy of each of the tensors. The caller fills the lists later.
+        parameters, read_directly: positions of tensors, as in `ModulePlan`.
     """
 
-    def __init__(self, plan: ModulePlan, slots: list[torch.device], by_slot: list[list[Tensor]]) -> None:
-        self._tensors, self._slots, self._by_slot = plan.tensors, slots, by_slot
-        recorded = {i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad}
-        self._may_be_late = recorded.union(plan.parameters)
-        self._needed_first = plan.read_directly.union(recorded.difference(plan.parameters))
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        slots: list[torch.device],
+        by_slot: list[list[Tensor]],
+        parameters: Sequence[int] = (),
+        read_directly: AbstractSet[int] = frozenset(),
+    ) -> None:
+        self._tensors, self._slots, self._by_slot = tensors, slots, by_slot
+        recorded = {i for i, tensor in enumerate(tensors) if tensor.requires_grad}
+        self._may_be_late = recorded.union(parameters)
+        self._needed_first = read_directly | recorded.difference(parameters)
         # Each forward sends:
         self._buckets: list[tuple[Bucket, list[Tensor]]] = []  # buckets, each with the flat buffers of its copies
         self._singles: list[tuple[int, list[Tensor]]] = []  # single tensors, with their copies' memory
         self._sparse: list[tuple[int, bool]] = []  # sparse tensors, and if each slot has its own copy
         self._versions: list[int] = []
-        self._parameters = plan.parameters
+        self._parameters = parameters
         self._backward = -1  # the number of the backward in which values were last sent; -1: in no backward
 
     def send_at_each_forward(self, indices: list[int], cap_bytes: int, own: bool) -> None:

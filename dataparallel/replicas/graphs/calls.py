@@ -7,9 +7,11 @@ captured, and launched from then on. What cannot be captured runs as it is, and 
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,8 +23,8 @@ from dataparallel.replicas.compiled.calls import CALL
 from dataparallel.replicas.compiled.functions import by_call_impl
 from dataparallel.replicas.graphs.captured import CannotBeCaptured, Captured, is_capturing
 from dataparallel.replicas.graphs.places import Place
-from dataparallel.replicas.graphs.segments import segments_of
-from dataparallel.replicas.plan import ModulePlan
+from dataparallel.replicas.graphs.segments import Segments
+from dataparallel.replicas.plan import UNIT_MODULE, ModulePlan
 from dataparallel.replicas.references import ATOMIC
 from dataparallel.replicas.tree_state import TreeState
 from dataparallel.weak_members import WeakMembers
@@ -42,17 +44,28 @@ _MOST_KINDS = 1000
 """Of how many kinds of arguments calls are counted."""
 
 
-def check_graphs(graphs: Any, compile: object) -> None:
-    """Checks the argument ``graphs`` of a form. ``compile``: its argument of this name.
+def check_graphs(graphs: Any, compile: object, slots: Sequence[torch.device]) -> bool:
+    """Checks the argument ``graphs`` of a form, and returns if replicas launch graphs.
+
+    ``compile``: the argument of this name. ``True`` where there are no graphs is logged, and ``"auto"`` is not.
 
     Raises:
-        TypeError: it is no bool.
+        TypeError: ``graphs`` is neither a bool nor ``"auto"``.
         ValueError: the replicas are compiled too.
     """
-    if not isinstance(graphs, bool):
-        raise TypeError(f"graphs is True or False; got {graphs!r}")
-    if graphs and compile is not None:
+    if not isinstance(graphs, bool) and graphs != "auto":
+        raise TypeError(f"graphs is True, False or 'auto'; got {graphs!r}")
+    if graphs is True and compile is not None:
         raise ValueError("graphs=True and compile= do not go together: replicas are compiled, or captured as they are")
+    if graphs is False or compile is not None:
+        return False
+    without = [device for device in slots if device.type != "cuda"]
+    if graphs is True and (without or not slots):
+        where = f"{without[0]} has none" if without else "there are no CUDA devices"
+        log.warning(
+            f"graphs=True: {where}, and replicas run as they are. Take graphs='auto' to use graphs where they are"
+        )
+    return bool(slots) and not without
 
 
 @dataclass
@@ -119,9 +132,10 @@ class GraphedReplicas:
     def attach(self, replica: nn.Module, slot: int, tensors: list[Tensor]) -> None:
         """Makes a new replica of a plain tree launch graphs. ``tensors``: its parameters and buffers.
 
-        Graphs of an earlier replica of the slot are launched for this one if it has the same list of tensors.
+        Graphs of an earlier replica of the slot are launched for this one if it has the same tensors.
         """
-        if self._tensors.get(slot) is not tensors:
+        former = self._tensors.get(slot, [])
+        if len(former) != len(tensors) or not all(map(is_, former, tensors)):
             self._captures = {key: captures for key, captures in self._captures.items() if key[0] != slot}
             self._tensors[slot] = tensors
         devices = {tensor.device for tensor in tensors}
@@ -129,14 +143,14 @@ class GraphedReplicas:
         if device is None or device.type != "cuda" or len(devices) > 1:
             return
         place = self._places.setdefault(device, Place(device))
-        with_gradients = segments_of(replica)
-        for name, module in {"": replica, **with_gradients}.items():
+        segments = Segments.of(replica)
+        for name, module in segments.modules.items():
             key = slot, name, _contents(module)
             captures = self._captures.get(key)
             if captures is None:
                 self._forget_oldest(slot, name)
                 captures = self._captures[key] = _Captures(Segment(name, device), place, self._said)
-            vars(module)[CALL] = _GraphedCall(module, captures, is_root=not name, is_part=name in with_gradients)
+            vars(module)[CALL] = _GraphedCall(module, captures, segments)
 
     def _forget_oldest(self, slot: int, name: str) -> None:
         states = [key for key in self._captures if key[:2] == (slot, name)]
@@ -147,12 +161,15 @@ class GraphedReplicas:
 class _GraphedCall:
     """Calls a module by its graphs. It refers to the module weakly, because the module holds it.
 
-    A root has a graph for calls without gradients, and a part one for calls with gradients. What a root returns is
-    copied from its place in a graph: the next call writes there.
+    What is returned lies in memory that the next launch writes to. It is copied if no graph of autograd says when it is
+    not needed any more, and if the user gets it.
     """
 
-    def __init__(self, module: nn.Module, captures: _Captures, is_root: bool, is_part: bool) -> None:
-        self._module, self._captures, self._is_root, self._is_part = weakref.ref(module), captures, is_root, is_part
+    def __init__(self, module: nn.Module, captures: _Captures, segments: Segments) -> None:
+        self._module, self._captures = weakref.ref(module), captures
+        name = captures.segment.name
+        self._is_root = not name
+        self._is_captured = {False: name in segments.without_gradients, True: name in segments.with_gradients}
         # Their lookups wait for parameters that are on their way. A graph looks nothing up.
         registries = [vars(child)["_parameters"] for child in module.modules()]
         self._late = [registry for registry in registries if isinstance(registry, ParameterRegistry)]
@@ -161,36 +178,57 @@ class _GraphedCall:
         module: Any = self._module()
         if is_capturing():
             return by_call_impl(module, *args, **kwargs)
-        if self._is_part if torch.is_grad_enabled() else self._is_root:
-            output = self._captures.call(module, args, kwargs, self._late)
-        else:
-            output = by_call_impl(module, *args, **kwargs)
-        return _torch.pytree.tree_map_only(Tensor, self._captures.apart, output) if self._is_root else output
+        records = torch.is_grad_enabled()
+        copies = self._is_root or not records
+        if self._is_captured[records]:
+            return self._captures.call(module, args, kwargs, self._late, copies)
+        output = by_call_impl(module, *args, **kwargs)
+        return self._captures.apart(output) if copies else output
 
 
 class _Captures:
-    """The captures of one module of one replica, for each kind of arguments. One thread at a time calls it."""
+    """The captures of one module of one replica, for each kind of arguments. Any thread may call it."""
 
     def __init__(self, segment: Segment, place: Place, said: set[str]) -> None:
         self.segment, self._place, self._said = segment, place, said
         self._calls: dict[Hashable, int] = {}
         self._of_kind: dict[Hashable, Captured | None] = {}
+        self._busy = threading.Lock()
 
-    def apart(self, tensor: Tensor) -> Tensor:
-        """The tensor, or a copy if it is in a graph's memory."""
-        return tensor.clone() if tensor.device == self._place.device and self._place.holds(tensor) else tensor
+    def apart(self, output: Any) -> Any:
+        """The output, with copies of tensors that are in a graph's memory."""
+        return _torch.pytree.tree_map_only(Tensor, self._place.apart, output)
 
     def call(
+        self,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        late: Sequence[ParameterRegistry],
+        copies: bool,
+    ) -> Any:
+        """Calls the module, by a graph if it can. ``late``: its registries whose lookups wait.
+
+        ``copies``: the output gets memory of its own. Until then another call would write there, so it runs as it is.
+        """
+        if not self._busy.acquire(blocking=False):
+            return by_call_impl(module, *args, **kwargs)
+        try:
+            output = self._call(module, args, kwargs, late)
+            return self.apart(output) if copies else output
+        finally:
+            self._busy.release()
+
+    def _call(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], late: Sequence[ParameterRegistry]
     ) -> Any:
-        """Calls the module, by a graph if it can. ``late``: its registries whose lookups wait."""
         leaves, spec = _torch.pytree.tree_flatten((args, kwargs))
         kind = _kind(leaves, spec, self._place.device)
         if isinstance(kind, str):
             self._say(kind)
             return by_call_impl(module, *args, **kwargs)
         captured = self._of_kind.get(kind)
-        if captured is not None and not captured.still_fits():
+        if captured is not None and (captured.misses > WARM_UP or not captured.still_fits()):
             del self._of_kind[kind]
         if kind not in self._of_kind:
             if self.segment.captures >= MOST_CAPTURES:
@@ -200,7 +238,8 @@ class _Captures:
                 return self._warm_up(kind, module, args, kwargs)
             self._of_kind[kind] = self._capture(module, leaves, spec)
         captured = self._of_kind[kind]
-        if captured is None or captured.is_waiting or _torch.why_saved_tensors_hooks_are_disabled() is not None:
+        why_no_hooks = _torch.why_saved_tensors_hooks_are_disabled()
+        if captured is None or why_no_hooks is not None or not captured.may_be_launched:
             return by_call_impl(module, *args, **kwargs)
         for registry in late:
             registry.wait_for_all()
@@ -252,7 +291,7 @@ class _Same:
         return id(self._value)
 
 
-_NOT_READ = {*_torch.REGISTRIES, *_torch.HOOK_TABLES, "_non_persistent_buffers_set", CALL}
+_NOT_READ = {*_torch.REGISTRIES, *_torch.HOOK_TABLES, "_non_persistent_buffers_set", CALL, UNIT_MODULE}
 
 
 def _contents(root: nn.Module) -> Hashable:

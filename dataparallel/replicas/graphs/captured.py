@@ -1,7 +1,8 @@
 """`Captured`: one capture of a module's forward and of its backward, for arguments of one kind.
 
 Arguments, outputs and gradients have fixed places. A launch copies arguments in, unless they are in their places, and
-hands out the outputs where they are. Parameters are read where they are. Gradients are copied out, because their place
+hands out the outputs where they are. Parameters are read where they are; those that are gathered for a call come to the
+same addresses each time (``sharded.units.fixed_memory``). Gradients are copied out, because their place
 is written again by the next launch.
 
 The capture follows `torch.cuda.make_graphed_callables` in what it records; it warms up by calls that run as they are.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from dataparallel.comm.streams.current import Event, current_streams, kept_strea
 from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.compiled.functions import by_call_impl
 from dataparallel.replicas.graphs.places import FlatGrads, Place
+from dataparallel.replicas.plan import UNIT_MODULE
 
 _one_at_a_time = threading.Lock()
 _of_thread = threading.local()
@@ -48,6 +50,7 @@ class Captured:
     Attributes:
         is_waiting: true while an autograd graph needs what the last launch has saved.
         launches: how often it was launched.
+        misses: how often in a row it was not, because gathered parameters were elsewhere.
 
     Raises:
         CannotBeCaptured: the call cannot be captured; the message says why. Nothing has changed then.
@@ -56,12 +59,16 @@ class Captured:
     def __init__(self, module: nn.Module, leaves: Sequence[Any], spec: Any, place: Place) -> None:
         self._place = place
         self._records = torch.is_grad_enabled()
+        unit = vars(module).get(UNIT_MODULE)
+        self._fixed = None if unit is None else unit.runner.fixed_addresses()
+        gathered = set() if self._fixed is None else {*map(id, self._fixed.tensors)}
         # These lookups also make the current stream wait for parameters that are on their way.
-        self._tensors = [*module.parameters(), *module.buffers()]
+        tensors = [*module.parameters(), *module.buffers()]
+        self._tensors = [tensor for tensor in tensors if id(tensor) not in gathered]
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]
         self._parameters = [p for p in module.parameters() if p.requires_grad] if self._records else []
         self.is_waiting = False
-        self.launches = 0
+        self.launches = self.misses = 0
         self._launched_on: set[torch.Stream] = set()
         # Forward and backward share a pool, and no others do. What a forward has saved would lie where another capture
         # has had temporary tensors, and be written over where graphs are launched in another order than captured.
@@ -169,8 +176,16 @@ class Captured:
     # ---- launches ----------------------------------------------------------------------------------------------------
 
     def still_fits(self) -> bool:
-        """True if parameters and buffers are where they were."""
-        return [*map(Tensor.data_ptr, self._tensors)] == self._addresses
+        """True if parameters and buffers are where they were, or come there again if they are gathered."""
+        stay = [*map(Tensor.data_ptr, self._tensors)] == self._addresses
+        return stay and (self._fixed is None or self._fixed.are_valid())
+
+    @property
+    def may_be_launched(self) -> bool:
+        """True if no backward needs what the last launch has saved, and gathered parameters are where they were."""
+        is_in_place = self._fixed is None or self._fixed.are_current()
+        self.misses = 0 if is_in_place else self.misses + 1
+        return is_in_place and not self.is_waiting
 
     def launch(self, leaves: Sequence[Any]) -> Any:
         """Returns the module's output for these arguments."""
@@ -213,7 +228,8 @@ class Captured:
                 place.zero_()
             else:
                 place.copy_(grad)
-        self._replay(self._backward)
+        with nullcontext() if self._fixed is None else self._fixed.restored():
+            self._replay(self._backward)
         return self._grads.copies()
 
 

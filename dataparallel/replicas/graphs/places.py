@@ -34,6 +34,10 @@ class Place:
         self._outputs |= addresses
         weakref.finalize(capture, self._outputs.difference_update, addresses)
 
+    def apart(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy if it is in a graph's memory."""
+        return tensor.clone() if tensor.device == self.device and self.holds(tensor) else tensor
+
     def holds(self, tensor: Tensor) -> bool:
         """True if the tensor is an output of a capture, which stays where it is."""
         return tensor.untyped_storage().data_ptr() in self._outputs

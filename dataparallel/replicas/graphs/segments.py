@@ -3,22 +3,61 @@
 Without gradients it is the whole replica. With gradients, parts of it follow each other, so that the gradients of one
 part are summed while the backward of the next one runs. A part is worth its launch, and the copies around it, only if
 it has several operators.
+
+Of a fully sharded tree it is the units that have no units below, with gradients and without. A unit is gathered before
+its module runs, and freed afterwards, by code that no graph has.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import nn
+
+from dataparallel.replicas.plan import UNIT_MODULE
 
 _LARGE = 0.5
 """A part with more than this share of the parameters is taken apart, so that not all gradients come at the end."""
 
 
-def segments_of(root: nn.Module) -> dict[str, nn.Module]:
-    """The modules to capture when gradients are recorded, by their names below ``root``.
+@dataclass(frozen=True)
+class Segments:
+    """The modules of one replica that are captured, by their names below the root.
+
+    Attributes:
+        without_gradients, with_gradients: those that are captured if no graph of autograd is recorded, or if one is.
+        modules: all of these, and the root.
+    """
+
+    without_gradients: dict[str, nn.Module]
+    with_gradients: dict[str, nn.Module]
+    modules: dict[str, nn.Module]
+
+    @classmethod
+    def of(cls, root: nn.Module) -> Segments:
+        """The modules of a replica."""
+        if UNIT_MODULE in vars(root):
+            without = with_gradients = _lowest_units(root)
+        else:
+            without, with_gradients = {"": root}, _parts_of(root)
+        return cls(without, with_gradients, {"": root, **without, **with_gradients})
+
+
+def _lowest_units(root: nn.Module) -> dict[str, nn.Module]:
+    units = {name: module for name, module in root.named_modules() if UNIT_MODULE in vars(module)}
+    return {
+        name: module
+        for name, module in units.items()
+        if not any(UNIT_MODULE in vars(child) for child in module.modules() if child is not module)
+    }
+
+
+def _parts_of(root: nn.Module) -> dict[str, nn.Module]:
+    """The parts of a replica that are captured when gradients are recorded.
 
     These are the children of the root that have children themselves. Lists and dicts of modules have no forward, so
     their entries take their place. So do the children of a ``Sequential`` with more than half of the parameters. If
-    nothing is left, the root is the only segment.
+    nothing is left, the root is the only part.
     """
     whole = _numel(root)
     found: dict[str, nn.Module] = {}

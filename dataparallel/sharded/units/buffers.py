@@ -185,13 +185,14 @@ class FullBuffer:
     Attributes:
         tensors: the parameters, views of one storage. Reading them while it has no bytes crashes the process.
         gathered: the matrix that has arrived, until `fill` copies from it; or ``None``.
+        nbytes: the size of the memory, while there is some.
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
         self._buffer = torch.empty(layout.owners * layout.numel, dtype=dtype, device=device)
         self._storage = self._buffer.untyped_storage()
-        self._bytes = self._storage.nbytes()
+        self.nbytes = self._storage.nbytes()
         self.tensors: list[Tensor] = []
         for columns, offset in zip(layout.columns, layout.full_offsets, strict=True):
             tensor = torch.empty(0, dtype=dtype, device=device)
@@ -224,12 +225,20 @@ class FullBuffer:
         comm.broadcast(self._buffer, out=[copied])
         return copied
 
+    @property
+    def flat(self) -> Tensor:
+        """The memory, as bytes. Writes there change no version of a parameter."""
+        return self._buffer.view(torch.uint8)
+
+    def allocate(self) -> None:
+        """Gives the parameters memory. `fill` gives them values."""
+        self._storage.resize_(self.nbytes)
+        if self._versions and _torch.set_versions:
+            _torch.set_versions(tuple(self.tensors), self._versions)
+
     def fill(self) -> Tensor:
         """Copies the parameters out of ``gathered``, and returns this matrix, which is not kept."""
         assert self.gathered is not None
-        self._storage.resize_(self._bytes)
-        if self._versions and _torch.set_versions:
-            _torch.set_versions(tuple(self.tensors), self._versions)
         if self._layout_of_gathered is None:
             self._buffer.copy_(self.gathered)
         else:

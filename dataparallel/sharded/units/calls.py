@@ -19,6 +19,7 @@ from dataparallel import _torch
 from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.replicas.plan import UNIT_MODULE
+from dataparallel.sharded.units.fixed_memory import FixedAddresses
 from dataparallel.sharded.units.nodes import TensorHooks, with_one_node
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
@@ -59,6 +60,15 @@ class ModuleRunner:
         if unit.precision.outputs is not None:
             output = _cast(output, unit.precision.outputs)
         return call.end_forward(output, self._number, (args, kwargs))
+
+    @property
+    def is_running(self) -> bool:
+        """True inside of a call of the module."""
+        return self._is_running
+
+    def fixed_addresses(self) -> FixedAddresses:
+        """The addresses of the full parameters, for a graph that is captured now."""
+        return FixedAddresses(self._slot_unit)
 
     def register(self, parameters: Sequence[Tensor]) -> None:
         """Registers ``parameters`` in the replica: the full ones, or the sharded ones while the unit is not full."""

@@ -26,6 +26,7 @@ from dataparallel.sharded.units.shards import OwnedShards, PullSource, TreeStrea
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
+    from dataparallel.sharded.units.fixed_memory import FixedMemory
     from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
 
 
@@ -48,6 +49,7 @@ class Unit(Settings):
         indices: for each dtype the positions of its parameters.
         owned: for each dtype the flat shards of the owners.
         trainable: positions of the parameters that need gradients.
+        fixed_memory: for each slot the memory in which parameters have fixed addresses; ``None`` without graphs.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Unit(Settings):
         self.parameters = list(parameters)
         self.number_of_modules = 1
         self.binding = TreeBinding()
+        self.fixed_memory: list[FixedMemory] | None = None
         self.registries = ModuleRegistries(self)
         self.streams = TreeStreams(self.slots)
         self._lock = threading.Lock()

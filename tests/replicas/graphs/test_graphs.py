@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,78 +12,15 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import peers
-from dataparallel.composable import replicate
-from dataparallel.replicas.graphs.calls import MOST_CAPTURES, MOST_STATES, WARM_UP, Segment
+from dataparallel.replicas.graphs.calls import MOST_CAPTURES, MOST_STATES, WARM_UP
 from dataparallel.testing import cuda
 from each_form import Form, replicating_forms
+from graphed_nets import SETTLE, WIDTH, Block, Net, build, captured, graphs_of, inputs, reasons, segments, step
 
 pytestmark = replicating_forms
 
 on_cuda = pytest.mark.devices("cuda")
 """Other devices have no graphs."""
-
-WIDTH = 6
-SETTLE = WARM_UP + 3
-"""So many training steps capture everything: replicas learn the order of gradients in the first one."""
-
-
-class Block(nn.Module):
-    def __init__(self, rate: float = 0.0) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
-        self.drop = nn.Dropout(rate)
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return x + scale * self.drop(self.down(self.up(self.norm(x)).relu()))
-
-
-class Net(nn.Module):
-    """Two segments, and operators before, between and after them."""
-
-    def __init__(self, rate: float = 0.0) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, WIDTH)
-        self.blocks = nn.ModuleList([Block(rate), Block(rate)])
-        self.norm, self.last = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x).tanh()
-        return self.last(self.norm(x))
-
-
-def build(root: torch.device, kind: Callable[[], nn.Module] = Net) -> nn.Module:
-    torch.manual_seed(0)
-    return kind().double().to(root)
-
-
-def inputs(root: torch.device, samples: int = 12) -> Tensor:
-    return torch.randn(samples, 4, dtype=torch.double).to(root)
-
-
-def step(network: Any, x: Tensor) -> Tensor:
-    loss = network(x).square().mean()
-    loss.backward()
-    return loss.detach()
-
-
-def segments(network: Any) -> list[Segment]:
-    graphs = network.graphs if isinstance(network, dataparallel.DataParallel) else replicate.state(network).graphs
-    return graphs.segments
-
-
-def captured(network: Any) -> dict[str, int]:
-    """By name of a module: the launches of its graphs, on all slots."""
-    found: dict[str, int] = {}
-    for segment in segments(network):
-        if segment.captures:
-            found[segment.name] = found.get(segment.name, 0) + segment.launches
-    return found
-
-
-def reasons(network: Any) -> set[str]:
-    return {reason for segment in segments(network) for reason in segment.reasons}
 
 
 def train(form: Form, slots: list, root: torch.device, graphs: bool, **options: Any) -> tuple[list[Tensor], Any]:
@@ -331,7 +267,7 @@ def test_the_number_of_captures_is_limited(form: Form, slots: list, root: torch.
 def test_attributes_that_change_in_each_step_pile_up_nothing(form: Form, slots: list, root: torch.device) -> None:
     source = build(root)
     network = form(source, slots, graphs=True)
-    graphs = network.graphs if isinstance(network, dataparallel.DataParallel) else replicate.state(network).graphs
+    graphs = graphs_of(network)
     for number in range(MOST_STATES + 5):
         source.blocks[0].number = number
         step(network, inputs(root))
@@ -494,9 +430,31 @@ class TestTogether:
 
 
 class TestArguments:
-    def test_graphs_is_a_bool(self, form: Form, slots: list, root: torch.device) -> None:
-        with pytest.raises(TypeError, match="graphs is True or False; got 'yes'"):
+    def test_graphs_is_a_bool_or_auto(self, form: Form, slots: list, root: torch.device) -> None:
+        with pytest.raises(TypeError, match="graphs is True, False or 'auto'; got 'yes'"):
             form(build(root), slots, graphs="yes")
+
+    def test_auto_takes_graphs_where_they_are(
+        self, form: Form, slots: list, root: torch.device, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        network = form(build(root), slots, graphs="auto")
+        assert (graphs_of(network) is not None) == (root.type == "cuda")
+        assert graphs_of(form(build(root), slots, graphs="auto", compile={"backend": "eager"})) is None
+        assert not caplog.records
+
+    def test_true_says_that_there_are_none(
+        self, form: Form, slots: list, root: torch.device, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        network, x = form(build(root), slots, graphs=True), inputs(root)
+        assert [record.getMessage() for record in caplog.records] == (
+            []
+            if root.type == "cuda"
+            else [
+                f"graphs=True: {slots[0]} has none, and replicas run as they are. Take graphs='auto' to use graphs "
+                "where they are"
+            ]
+        )
+        torch.testing.assert_close(step(network, x), step(form(build(root), slots), x), rtol=1e-9, atol=1e-9)
 
     def test_not_with_compile(self, form: Form, slots: list, root: torch.device) -> None:
         with pytest.raises(ValueError, match="graphs=True and compile= do not go together"):

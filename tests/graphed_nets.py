@@ -1,0 +1,83 @@
+"""Models whose replicas are captured as graphs, and what was captured of them. Only CUDA devices have graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel
+from dataparallel.composable import fully_shard, replicate
+from dataparallel.forms.fully_sharded_module import FullyShardedModule
+from dataparallel.replicas.graphs.calls import WARM_UP, Segment
+
+WIDTH = 6
+SETTLE = WARM_UP + 3
+"""So many training steps capture everything: replicas learn the order of gradients in the first one."""
+
+
+class Block(nn.Module):
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.drop(self.down(self.up(self.norm(x)).relu()))
+
+
+class Net(nn.Module):
+    """Two segments, and operators before, between and after them."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList([Block(rate), Block(rate)])
+        self.norm, self.last = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.last(self.norm(x))
+
+
+def build(root: torch.device, kind: Callable[[], nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double().to(root)
+
+
+def inputs(root: torch.device, samples: int = 12) -> Tensor:
+    return torch.randn(samples, 4, dtype=torch.double).to(root)
+
+
+def step(network: Any, x: Tensor) -> Tensor:
+    loss = network(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def graphs_of(network: Any) -> Any:
+    """The captured graphs of a module by one of the forms."""
+    if isinstance(network, DataParallel):
+        return network.graphs
+    return (fully_shard if isinstance(network, FullyShardedModule) else replicate).state(network).graphs
+
+
+def segments(network: Any) -> list[Segment]:
+    return [] if graphs_of(network) is None else graphs_of(network).segments
+
+
+def captured(network: Any) -> dict[str, int]:
+    """By name of a module: the launches of its graphs, on all slots."""
+    found: dict[str, int] = {}
+    for segment in segments(network):
+        if segment.captures:
+            found[segment.name] = found.get(segment.name, 0) + segment.launches
+    return found
+
+
+def reasons(network: Any) -> set[str]:
+    return {reason for segment in segments(network) for reason in segment.reasons}
