@@ -22,10 +22,10 @@ from dataparallel.replicas.build import ParameterRegistry
 from dataparallel.replicas.compiled.calls import CALL
 from dataparallel.replicas.compiled.functions import by_call_impl
 from dataparallel.replicas.graphs.captured import CannotBeCaptured, Captured, is_capturing
+from dataparallel.replicas.graphs.kinds import contents_of, kind_of
 from dataparallel.replicas.graphs.places import Place
 from dataparallel.replicas.graphs.segments import Segments
-from dataparallel.replicas.plan import UNIT_MODULE, ModulePlan
-from dataparallel.replicas.references import ATOMIC
+from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.tree_state import TreeState
 from dataparallel.weak_members import WeakMembers
 
@@ -145,7 +145,7 @@ class GraphedReplicas:
         place = self._places.setdefault(device, Place(device))
         segments = Segments.of(replica)
         for name, module in segments.modules.items():
-            key = slot, name, _contents(module)
+            key = slot, name, contents_of(module)
             captures = self._captures.get(key)
             if captures is None:
                 self._forget_oldest(slot, name)
@@ -223,7 +223,7 @@ class _Captures:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], late: Sequence[ParameterRegistry]
     ) -> Any:
         leaves, spec = _torch.pytree.tree_flatten((args, kwargs))
-        kind = _kind(leaves, spec, self._place.device)
+        kind = kind_of(leaves, spec, self._place.device)
         if isinstance(kind, str):
             self._say(kind)
             return by_call_impl(module, *args, **kwargs)
@@ -276,53 +276,3 @@ class _Captures:
         if text not in self._said:
             self._said.add(text)
             log.warning(text)
-
-
-class _Same:
-    """A value that equals itself alone, and stays as long as a key holds it."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
-_NOT_READ = {*_torch.REGISTRIES, *_torch.HOOK_TABLES, "_non_persistent_buffers_set", CALL, UNIT_MODULE}
-
-
-def _contents(root: nn.Module) -> Hashable:
-    """What a forward may read of the modules besides tensors: a graph is good as long as this is the same."""
-    return tuple(
-        (name, type(module), *((key, _of_value(value)) for key, value in vars(module).items() if key not in _NOT_READ))
-        for name, module in root.named_modules()
-    )
-
-
-def _of_value(value: Any) -> Hashable:
-    is_atomic = type(value) in ATOMIC or (type(value) is tuple and all(type(item) in ATOMIC for item in value))
-    return (type(value), value) if is_atomic else _Same(value)
-
-
-def _kind(leaves: Sequence[Any], spec: Any, device: torch.device) -> Hashable | str:
-    """What a graph depends on besides the module: kinds of arguments, and settings. A string says why there is none."""
-    kinds: list[Hashable] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            if type(leaf) is not Tensor or leaf.layout != torch.strided or leaf.device != device:
-                return f"an argument is a {type(leaf).__name__} on {leaf.device} with layout {leaf.layout}"
-            kinds.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
-        elif type(leaf) in ATOMIC or isinstance(leaf, (torch.dtype, torch.device)):
-            kinds.append((type(leaf), leaf))
-        else:
-            return f"an argument is a {type(leaf).__name__}"
-    settings = (
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-    )
-    return spec, settings, *kinds

@@ -3,7 +3,7 @@
 Arguments, outputs and gradients have fixed places. A launch copies arguments in, unless they are in their places, and
 hands out the outputs where they are. Parameters are read where they are; those that are gathered for a call come to the
 same addresses each time (``sharded.units.fixed_memory``). Gradients are copied out, because their place
-is written again by the next launch.
+is written again by the next launch, except that of an output of another capture, which goes to where that one reads it.
 
 The capture follows `torch.cuda.make_graphed_callables` in what it records; it warms up by calls that run as they are.
 """
@@ -11,7 +11,7 @@ The capture follows `torch.cuda.make_graphed_callables` in what it records; it w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.autograd.node import Node, saved_instead
+from dataparallel.autograd.node import saved_instead
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
 from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.compiled.functions import by_call_impl
+from dataparallel.replicas.graphs.launch import Launch, Waiting, reads
 from dataparallel.replicas.graphs.places import FlatGrads, Place
 from dataparallel.replicas.plan import UNIT_MODULE
 
@@ -50,6 +51,8 @@ class Captured:
     Attributes:
         is_waiting: true while an autograd graph needs what the last launch has saved.
         launches: how often it was launched.
+        outputs, outputs_with_grad: the places of outputs, and of those that have gradients.
+        grad_outputs: the places in which the backward reads these gradients.
         misses: how often in a row it was not, because gathered parameters were elsewhere.
 
     Raises:
@@ -105,8 +108,8 @@ class Captured:
                 self._leaves_in(module),
             ):
                 self._capture_forward(module, leaves, spec)
-                if self._outputs_with_grad:
-                    self._capture_backward()
+                if self.outputs_with_grad:
+                    self._capture_backward(leaves)
         except BaseException as error:
             generator.graphsafe_set_state(before)
             if not isinstance(error, (RuntimeError, CannotBeCaptured)):
@@ -114,7 +117,7 @@ class Captured:
             raise CannotBeCaptured(_reason(error)) from error
         finally:
             Event(stream).make_wait(current)
-        self._place.note_outputs(self._outputs, self)
+        self._place.note_outputs(self.outputs, self)
 
     @contextmanager
     def _leaves_in(self, module: nn.Module) -> Iterator[None]:
@@ -143,21 +146,25 @@ class Captured:
         if versions != [_torch.version_of(place) for place in self._inputs if place is not None]:
             raise CannotBeCaptured("it writes to its arguments")
         self._output_leaves, self._output_spec = _torch.pytree.tree_flatten(output)
-        self._outputs = [leaf for leaf in self._output_leaves if isinstance(leaf, Tensor)]
-        if any(tensor.device != self._place.device for tensor in self._outputs):
+        self.outputs = [leaf for leaf in self._output_leaves if isinstance(leaf, Tensor)]
+        if any(tensor.device != self._place.device for tensor in self.outputs):
             raise CannotBeCaptured("it returns tensors on another device")
-        self._outputs_with_grad = [tensor for tensor in self._outputs if tensor.requires_grad]
+        self.outputs_with_grad = [tensor for tensor in self.outputs if tensor.requires_grad]
 
-    def _capture_backward(self) -> None:
-        wanted = [place for place in self._inputs if place is not None and place.requires_grad] + self._leaves
-        self._grad_outputs = [torch.zeros_like(output) for output in self._outputs_with_grad]
+    def _capture_backward(self, leaves: Sequence[Any]) -> None:
+        inputs = [place for place in self._inputs if place is not None and place.requires_grad]
+        wanted = inputs + self._leaves
+        given = [leaf for place, leaf in zip(self._inputs, leaves, strict=True) if place is not None]
+        self._targets = [self._place.claim_grad(leaf) for leaf in given if leaf.requires_grad]
+        self.grad_outputs = [torch.zeros_like(output) for output in self.outputs_with_grad]
+        self._place.note_grads(self.outputs_with_grad, self.grad_outputs, self)
 
         def backward() -> None:
             # The graph is kept: what the forward has saved must keep its memory as long as the forward is launched.
             found = torch.autograd.grad(
-                self._outputs_with_grad, wanted, self._grad_outputs, retain_graph=True, allow_unused=True
+                self.outputs_with_grad, wanted, self.grad_outputs, retain_graph=True, allow_unused=True
             )
-            self._grads = FlatGrads(found)
+            self._grads = FlatGrads(found, [*self._targets, *[None] * len(self._leaves)])
 
         self._backward, _ = self._graph(backward)
 
@@ -191,25 +198,27 @@ class Captured:
         """Returns the module's output for these arguments."""
         inputs = [(place, leaf) for place, leaf in zip(self._inputs, leaves, strict=True) if place is not None]
         self.launches += 1
-        if not self._records or not self._outputs_with_grad:
+        if not self._records or not self.outputs_with_grad:
             with torch.no_grad():
-                outputs: Sequence[Tensor] = self._launch_forward(inputs)
+                outputs: Sequence[Tensor] = self.launch_forward(inputs)
         else:
             wanted = [leaf for place, leaf in inputs if place.requires_grad]
+            direct = {i for i, leaf in enumerate(wanted) if reads(leaf.grad_fn, self._targets[i])}
             self.is_waiting = True
-            with saved_instead(_Waiting(self)):
-                outputs = Launch.apply(self, inputs, *wanted, *self._parameters)
+            with saved_instead(Waiting(self)):
+                outputs = Launch.apply(self, inputs, direct, *wanted, *self._parameters)
         found = iter(outputs)
         return _torch.pytree.tree_unflatten(
             [next(found) if isinstance(leaf, Tensor) else leaf for leaf in self._output_leaves], self._output_spec
         )
 
-    def _launch_forward(self, inputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+    def launch_forward(self, inputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        """Returns the outputs for ``inputs``, each with its place."""
         for place, given in inputs:
             if given.data_ptr() != place.data_ptr():
                 place.detach().copy_(given.detach())
         self._replay(self._forward)
-        return tuple(output.detach() for output in self._outputs)
+        return tuple(output.detach() for output in self.outputs)
 
     def _replay(self, graph: Any) -> None:
         self._launched_on.add(_torch.current_stream_at(self._place.device.index))
@@ -222,64 +231,16 @@ class Captured:
             for launched_on in getattr(self, "_launched_on", ()):
                 Event(launched_on).make_wait(stream)
 
-    def _launch_backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        for place, grad in zip(self._grad_outputs, grads, strict=True):
+    def launch_backward(self, grads: Sequence[Tensor | None], direct: Collection[int]) -> list[Tensor | None]:
+        """Returns the gradients of inputs and parameters. ``direct``: see `Launch`."""
+        for place, grad in zip(self.grad_outputs, grads, strict=True):
             if grad is None:
                 place.zero_()
-            else:
+            elif grad.data_ptr() != place.data_ptr() or grad.stride() != place.stride():
                 place.copy_(grad)
         with nullcontext() if self._fixed is None else self._fixed.restored():
             self._replay(self._backward)
-        return self._grads.copies()
-
-
-class Launch(Node):
-    """The node of a launch. Its backward launches the captured backward."""
-
-    @staticmethod
-    def forward(ctx: Any, captured: Captured, inputs: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Launches the forward. ``tensors``: inputs and parameters that need gradients."""
-        ctx.captured, ctx.launch = captured, captured.launches
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors[:1])  # see `saved_instead`
-        outputs = captured._launch_forward(inputs)
-        ctx.versions = [_torch.version_of(output) for output in captured._outputs]
-        ctx.mark_non_differentiable(
-            *(output for output, place in zip(outputs, captured._outputs, strict=True) if not place.requires_grad)
-        )
-        return outputs
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Launches the backward.
-
-        Raises:
-            RuntimeError: what the forward has saved was overwritten by a later launch, or by other code.
-        """
-        captured: Captured = ctx.captured
-        if captured.launches != ctx.launch:
-            raise RuntimeError(
-                "this backward needs what a forward has saved in a captured graph, and the graph was launched again "
-                "since. Call backward before the next forward, or leave graphs=True out"
-            )
-        if [_torch.version_of(output) for output in captured._outputs] != ctx.versions:
-            raise RuntimeError(
-                "an output of a captured module was modified by an inplace operation, and its backward needs it. Write "
-                "the result to another tensor, or leave graphs=True out"
-            )
-        given = [grad for grad, place in zip(grads, captured._outputs, strict=True) if place.requires_grad]
-        return (None, None, *captured._launch_backward(given))
-
-
-class _Waiting:
-    """Held by an autograd graph until its backward has run or it is gone. The captured graph is busy until then."""
-
-    def __init__(self, captured: Captured) -> None:
-        self._captured = captured
-
-    def __del__(self) -> None:
-        self._captured.is_waiting = False
+        return self._grads.taken(direct)
 
 
 @contextmanager

@@ -100,6 +100,90 @@ def test_a_launch_is_one_call_for_all_operators_of_a_module(form: Form, slots: l
     assert launches(graphs=True) <= 2 * 2 * 6 * len(slots)
 
 
+class Chain(Net):
+    """Modules that take each other's outputs: one output goes to two of them, one to an operator too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth, fifth = self.blocks
+        x = second(first(self.first(x)))
+        x = third(x) * fourth(x)
+        y = fifth(x)
+        return self.last(self.norm(x + y))
+
+
+@on_cuda
+def test_gradients_go_from_one_captured_module_to_the_next(form: Form, slots: list, root: torch.device) -> None:
+    def gradients(graphs: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        source = build(root, Chain)
+        network = form(source, slots, graphs=graphs)
+        for _ in range(SETTLE + 3):
+            source.zero_grad()
+            step(network, inputs(root))
+        assert not graphs or {*captured(network)} == {f"blocks.{i}" for i in range(5)}
+        return [parameter.grad for parameter in source.parameters()]
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=1e-9, atol=1e-9)
+
+
+@on_cuda
+def test_a_gradient_that_the_next_module_reads_is_not_copied(form: Form, slots: list, root: torch.device) -> None:
+    class Row(Net):
+        def __init__(self, is_plain: bool) -> None:
+            super().__init__()
+            self.blocks, self.is_plain = nn.ModuleList([Block() for _ in range(4)]), is_plain
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x if self.is_plain else x.view_as(x))
+            return self.last(self.norm(x))
+
+    def copies(is_plain: bool) -> int:
+        network, x = form(build(root, lambda: Row(is_plain)), slots, graphs=True), inputs(root)
+        for _ in range(SETTLE):
+            step(network, x)
+        with cuda.counted() as counts:
+            step(network, x)
+        return counts.calls["cudaMemcpyAsync"]
+
+    assert copies(True) == copies(False) - 3 * len(slots)
+
+
+@on_cuda
+def test_a_gradient_that_a_leaf_keeps_stays_as_it_is(form: Form, slots: list, root: torch.device) -> None:
+    """The leaf shares memory with the output of a captured module, but not its graph."""
+    leaves: list[Tensor] = []
+
+    class Cut(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](self.first(x))
+            if leaves and not self.training:
+                x = x.detach().requires_grad_()
+                leaves.append(x)
+            return self.last(self.norm(self.blocks[1](x)))
+
+    network = form(build(root, Cut), slots, graphs=True)
+    network.module.norm.eval() if isinstance(network, dataparallel.DataParallel) else network.norm.eval()
+    for _ in range(SETTLE):
+        step(network, inputs(root))
+    leaves.append(inputs(root))
+    for module in network.modules():
+        if isinstance(module, Cut):
+            module.training = False
+    for _ in range(SETTLE):
+        step(network, inputs(root))
+    kept = [leaf for leaf in leaves[-len(slots) :] if leaf.grad is not None]
+    before = [leaf.grad.clone() for leaf in kept]
+    step(network, 3 * inputs(root))
+    assert len(kept) == len(slots)
+    assert all(map(torch.equal, before, [leaf.grad for leaf in kept]))
+
+
 @on_cuda
 def test_two_forwards_before_a_backward_compute_the_same(form: Form, slots: list, root: torch.device) -> None:
     """What the first one has saved stays: the second one runs as it is."""
