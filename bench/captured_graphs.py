@@ -20,6 +20,7 @@ from dataparallel.composable import replicate
 from dataparallel.testing import cuda
 from pairs import PAIRS, Comparison, alternate
 from shapes import Shape
+from sharded_blocks import sharded
 from stages import mean_square
 
 DEVICES = 8
@@ -27,7 +28,7 @@ SAMPLES = 2
 SETTLE = 6
 """Calls of each kind before the first one that counts: two run as they are, and the third one captures."""
 
-WRAPPER, REPLICATE = "DataParallel", "composable.replicate"
+WRAPPER, REPLICATE, SHARDED = "DataParallel", "composable.replicate", "composable.fully_shard"
 INFERENCE, TRAINING = "inference", "training step"
 
 
@@ -78,6 +79,8 @@ class Prepared:
         self.inputs = shape.make_batch(SAMPLES * len(devices)).to(devices[0])
         if form == WRAPPER:
             self.network: Any = DataParallel(self.module, devices, graphs=graphs)
+        elif form == SHARDED:
+            self.network = sharded(self.module, devices, graphs=graphs)
         else:
             self.network = replicate(self.module, devices=devices, graphs=graphs)
         for call in (self.train, self.infer):

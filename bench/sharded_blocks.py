@@ -28,16 +28,17 @@ def sharded(
     reshard_after_forward: bool | int | None = None,
     prefetch: bool = True,
     workers: int | None = None,
+    graphs: bool = False,
 ) -> nn.Module:
     """``module`` itself, changed for good by ``fully_shard``. Its optimizer is to be made afterwards.
 
     ``reshard_after_forward`` is for the blocks; the root has its default. Without ``prefetch`` no unit is gathered
-    ahead of its use. ``workers``: how many replicas run at a time; measured by default.
+    ahead of its use. ``workers``: how many replicas run at a time; measured by default. ``graphs``: units are captured.
     """
     blocks = blocks_of(module)
     for block in blocks:
         fully_shard(block, devices=devices, reshard_after_forward=reshard_after_forward)
-    fully_shard(module, devices=devices, workers=workers)
+    fully_shard(module, devices=devices, workers=workers, graphs=graphs)
     if not prefetch:
         for unit in (module, *blocks):
             unit.set_modules_to_forward_prefetch([])

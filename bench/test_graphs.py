@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from captured_graphs import DEVICES, REPLICATE, SAMPLES, TRAINING, WRAPPER, Row, measure
+from captured_graphs import DEVICES, REPLICATE, SAMPLES, SHARDED, TRAINING, WRAPPER, Row, measure
 from dataparallel.testing import cuda
 from places import Places
 from reporting import Report
@@ -44,7 +44,7 @@ def report(reports: list[Report]) -> Report:
     return reports[-1]
 
 
-@pytest.mark.parametrize("form", [WRAPPER, REPLICATE])
+@pytest.mark.parametrize("form", [WRAPPER, REPLICATE, SHARDED])
 @pytest.mark.parametrize("shape", MODELS, ids=lambda shape: shape.name)
 def test_with_and_without_graphs(shape: Shape, form: str, report: Report, places: Places, short: bool) -> None:
     if not torch.cuda.is_available() or torch.cuda.device_count() < DEVICES:

@@ -24,6 +24,7 @@ from dataparallel.replicas.compiled.functions import by_call_impl
 from dataparallel.replicas.graphs.captured import CannotBeCaptured, Captured, is_capturing
 from dataparallel.replicas.graphs.kinds import contents_of, kind_of
 from dataparallel.replicas.graphs.places import Place
+from dataparallel.replicas.graphs.pools import ForwardPool, Pools
 from dataparallel.replicas.graphs.segments import Segments
 from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.tree_state import TreeState
@@ -100,6 +101,7 @@ class GraphedReplicas:
 
     def __init__(self) -> None:
         self._places: dict[torch.device, Place] = {}
+        self._pools: dict[int, Pools] = {}
         self._tensors: dict[int, list[Tensor]] = {}
         self._captures: dict[tuple[int, str, Hashable], _Captures] = {}
         self._said: set[str] = set()
@@ -142,14 +144,14 @@ class GraphedReplicas:
         device = next(iter(devices), None)
         if device is None or device.type != "cuda" or len(devices) > 1:
             return
-        place = self._places.setdefault(device, Place(device))
+        place, pools = self._places.setdefault(device, Place(device)), self._pools.setdefault(slot, Pools())
         segments = Segments.of(replica)
         for name, module in segments.modules.items():
             key = slot, name, contents_of(module)
             captures = self._captures.get(key)
             if captures is None:
                 self._forget_oldest(slot, name)
-                captures = self._captures[key] = _Captures(Segment(name, device), place, self._said)
+                captures = self._captures[key] = _Captures(Segment(name, device), place, pools, self._said)
             vars(module)[CALL] = _GraphedCall(module, captures, segments)
 
     def _forget_oldest(self, slot: int, name: str) -> None:
@@ -161,8 +163,7 @@ class GraphedReplicas:
 class _GraphedCall:
     """Calls a module by its graphs. It refers to the module weakly, because the module holds it.
 
-    What is returned lies in memory that the next launch writes to. It is copied if no graph of autograd says when it is
-    not needed any more, and if the user gets it.
+    Outputs of the root are copies: the next launch would write to those that are in a graph's memory.
     """
 
     def __init__(self, module: nn.Module, captures: _Captures, segments: Segments) -> None:
@@ -178,19 +179,19 @@ class _GraphedCall:
         module: Any = self._module()
         if is_capturing():
             return by_call_impl(module, *args, **kwargs)
-        records = torch.is_grad_enabled()
-        copies = self._is_root or not records
-        if self._is_captured[records]:
-            return self._captures.call(module, args, kwargs, self._late, copies)
-        output = by_call_impl(module, *args, **kwargs)
-        return self._captures.apart(output) if copies else output
+        if self._is_captured[torch.is_grad_enabled()]:
+            output = self._captures.call(module, args, kwargs, self._late)
+        else:
+            output = by_call_impl(module, *args, **kwargs)
+        return self._captures.apart(output) if self._is_root else output
 
 
 class _Captures:
     """The captures of one module of one replica, for each kind of arguments. Any thread may call it."""
 
-    def __init__(self, segment: Segment, place: Place, said: set[str]) -> None:
-        self.segment, self._place, self._said = segment, place, said
+    def __init__(self, segment: Segment, place: Place, pools: Pools, said: set[str]) -> None:
+        self.segment, self._place, self._pools, self._said = segment, place, pools, said
+        self._without_gradients: ForwardPool | None = None  # one launch after the other, each with its copies
         self._calls: dict[Hashable, int] = {}
         self._of_kind: dict[Hashable, Captured | None] = {}
         self._busy = threading.Lock()
@@ -200,22 +201,16 @@ class _Captures:
         return _torch.pytree.tree_map_only(Tensor, self._place.apart, output)
 
     def call(
-        self,
-        module: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        late: Sequence[ParameterRegistry],
-        copies: bool,
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], late: Sequence[ParameterRegistry]
     ) -> Any:
         """Calls the module, by a graph if it can. ``late``: its registries whose lookups wait.
 
-        ``copies``: the output gets memory of its own. Until then another call would write there, so it runs as it is.
+        A call from another thread would write to the same places meanwhile, so it runs as it is.
         """
         if not self._busy.acquire(blocking=False):
             return by_call_impl(module, *args, **kwargs)
         try:
-            output = self._call(module, args, kwargs, late)
-            return self.apart(output) if copies else output
+            return self._call(module, args, kwargs, late)
         finally:
             self._busy.release()
 
@@ -239,12 +234,14 @@ class _Captures:
             self._of_kind[kind] = self._capture(module, leaves, spec)
         captured = self._of_kind[kind]
         why_no_hooks = _torch.why_saved_tensors_hooks_are_disabled()
-        if captured is None or why_no_hooks is not None or not captured.may_be_launched:
-            return by_call_impl(module, *args, **kwargs)
-        for registry in late:
-            registry.wait_for_all()
-        self.segment.launches += 1
-        return captured.launch(leaves)
+        if captured is not None and why_no_hooks is None:
+            with self._pools.launching():
+                if captured.may_be_launched:
+                    for registry in late:
+                        registry.wait_for_all()
+                    self.segment.launches += 1
+                    return captured.launch(leaves)
+        return by_call_impl(module, *args, **kwargs)
 
     def _is_warming_up(self, kind: Hashable) -> bool:
         if len(self._calls) > _MOST_KINDS:
@@ -262,12 +259,19 @@ class _Captures:
 
     def _capture(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> Captured | None:
         try:
-            captured = Captured(module, leaves, spec, self._place)
+            captured = Captured(module, leaves, spec, self._place, self._pool(), self._pools)
         except CannotBeCaptured as error:
             self._say(str(error))
             return None
         self.segment.captures += 1
         return captured
+
+    def _pool(self) -> ForwardPool:
+        if torch.is_grad_enabled():
+            return self._pools.for_forward()
+        if self._without_gradients is None:
+            self._without_gradients = ForwardPool()
+        return self._without_gradients
 
     def _say(self, reason: str) -> None:
         if reason not in self.segment.reasons:

@@ -25,6 +25,7 @@ from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.compiled.functions import by_call_impl
 from dataparallel.replicas.graphs.launch import Launch, Waiting, reads
 from dataparallel.replicas.graphs.places import FlatGrads, Place
+from dataparallel.replicas.graphs.pools import ForwardPool, Pools
 from dataparallel.replicas.plan import UNIT_MODULE
 
 _one_at_a_time = threading.Lock()
@@ -46,7 +47,8 @@ class Captured:
     Args:
         module: a module of a replica.
         leaves, spec: the arguments, flattened.
-        place: where the graphs live.
+        place: the device, and what has a fixed place there.
+        pool, pools: the pool for the forward, and the memory of the slot.
 
     Attributes:
         is_waiting: true while an autograd graph needs what the last launch has saved.
@@ -59,8 +61,10 @@ class Captured:
         CannotBeCaptured: the call cannot be captured; the message says why. Nothing has changed then.
     """
 
-    def __init__(self, module: nn.Module, leaves: Sequence[Any], spec: Any, place: Place) -> None:
-        self._place = place
+    def __init__(
+        self, module: nn.Module, leaves: Sequence[Any], spec: Any, place: Place, pool: ForwardPool, pools: Pools
+    ) -> None:
+        self._place, self._pool = place, pool
         self._records = torch.is_grad_enabled()
         unit = vars(module).get(UNIT_MODULE)
         self._fixed = None if unit is None else unit.runner.fixed_addresses()
@@ -73,9 +77,7 @@ class Captured:
         self.is_waiting = False
         self.launches = self.misses = 0
         self._launched_on: set[torch.Stream] = set()
-        # Forward and backward share a pool, and no others do. What a forward has saved would lie where another capture
-        # has had temporary tensors, and be written over where graphs are launched in another order than captured.
-        self._pool = torch.cuda.graph_pool_handle()
+        self._memory = pools.for_backward(_torch.current_stream_at(place.device.index))
         with (
             _one_at_a_time,
             torch.inference_mode(False),
@@ -118,6 +120,7 @@ class Captured:
         finally:
             Event(stream).make_wait(current)
         self._place.note_outputs(self.outputs, self)
+        self._pool.add(self)
 
     @contextmanager
     def _leaves_in(self, module: nn.Module) -> Iterator[None]:
@@ -142,7 +145,7 @@ class Captured:
         places = [leaf if place is None else place for leaf, place in zip(leaves, self._inputs, strict=True)]
         args, kwargs = _torch.pytree.tree_unflatten(places, spec)
         versions = [_torch.version_of(place) for place in self._inputs if place is not None]
-        self._forward, output = self._graph(lambda: by_call_impl(module, *args, **kwargs))
+        self._forward, output = self._graph(self._pool.handle, lambda: by_call_impl(module, *args, **kwargs))
         if versions != [_torch.version_of(place) for place in self._inputs if place is not None]:
             raise CannotBeCaptured("it writes to its arguments")
         self._output_leaves, self._output_spec = _torch.pytree.tree_flatten(output)
@@ -158,19 +161,20 @@ class Captured:
         self._targets = [self._place.claim_grad(leaf) for leaf in given if leaf.requires_grad]
         self.grad_outputs = [torch.zeros_like(output) for output in self.outputs_with_grad]
         self._place.note_grads(self.outputs_with_grad, self.grad_outputs, self)
+        buffers = self._memory.buffers_for(wanted)
 
         def backward() -> None:
             # The graph is kept: what the forward has saved must keep its memory as long as the forward is launched.
             found = torch.autograd.grad(
                 self.outputs_with_grad, wanted, self.grad_outputs, retain_graph=True, allow_unused=True
             )
-            self._grads = FlatGrads(found, [*self._targets, *[None] * len(self._leaves)])
+            self._grads = FlatGrads(found, [*self._targets, *[None] * len(self._leaves)], buffers)
 
-        self._backward, _ = self._graph(backward)
+        self._backward, _ = self._graph(self._memory.handle, backward)
 
-    def _graph(self, function: Callable[[], Any]) -> tuple[Any, Any]:
+    def _graph(self, pool: Any, function: Callable[[], Any]) -> tuple[Any, Any]:
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             result = function()
         except BaseException:
@@ -189,18 +193,21 @@ class Captured:
 
     @property
     def may_be_launched(self) -> bool:
-        """True if no backward needs what the last launch has saved, and gathered parameters are where they were."""
+        """True if no backward needs what a launch writes over, and gathered parameters are where they were."""
         is_in_place = self._fixed is None or self._fixed.are_current()
         self.misses = 0 if is_in_place else self.misses + 1
-        return is_in_place and not self.is_waiting
+        return is_in_place and not self.is_waiting and self._pool.may_launch(self)
 
     def launch(self, leaves: Sequence[Any]) -> Any:
-        """Returns the module's output for these arguments."""
+        """Returns the module's output for these arguments.
+
+        Without a node in autograd's graph nothing says how long the output is needed, so it is a copy.
+        """
         inputs = [(place, leaf) for place, leaf in zip(self._inputs, leaves, strict=True) if place is not None]
         self.launches += 1
         if not self._records or not self.outputs_with_grad:
             with torch.no_grad():
-                outputs: Sequence[Tensor] = self.launch_forward(inputs)
+                outputs: Sequence[Tensor] = [output.clone() for output in self.launch_forward(inputs)]
         else:
             wanted = [leaf for place, leaf in inputs if place.requires_grad]
             direct = {i for i, leaf in enumerate(wanted) if reads(leaf.grad_fn, self._targets[i])}

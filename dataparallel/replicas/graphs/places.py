@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -72,9 +72,15 @@ class FlatGrads:
     """Gradients that a captured backward leaves in a few flat buffers, so that few copies take them out.
 
     ``targets``: a gradient with a target is copied there instead, where the backward that comes next reads it.
+    ``buffers``: for each dtype a buffer with room for all gradients.
     """
 
-    def __init__(self, grads: Sequence[Tensor | None], targets: Sequence[Tensor | None]) -> None:
+    def __init__(
+        self,
+        grads: Sequence[Tensor | None],
+        targets: Sequence[Tensor | None],
+        buffers: Mapping[torch.dtype, Tensor],
+    ) -> None:
         self._targets = [None if grad is None else target for grad, target in zip(grads, targets, strict=True)]
         for grad, target in zip(grads, self._targets, strict=True):
             if grad is not None and target is not None:
@@ -84,7 +90,10 @@ class FlatGrads:
         self._buckets, singles = plan_buckets(tensors, sys.maxsize, candidates=present, keep_repeats=False)
         if singles:
             raise RuntimeError("a gradient is sparse, or of a class of its own")
-        self._flats = [flatten(bucket, tensors) for bucket in self._buckets]
+        self._flats: list[Tensor] = []
+        for bucket in self._buckets:  # there is one for each dtype
+            flat = flatten(bucket, tensors)
+            self._flats.append(buffers[flat.dtype][: flat.numel()].copy_(flat))
 
     def taken(self, direct: Collection[int]) -> list[Tensor | None]:
         """The gradients of the last launch, in new tensors. Those at positions in ``direct`` are in their targets."""

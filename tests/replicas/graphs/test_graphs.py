@@ -155,6 +155,61 @@ def test_a_gradient_that_the_next_module_reads_is_not_copied(form: Form, slots: 
 
 
 @on_cuda
+def test_modules_may_run_in_another_order(form: Form, slots: list, root: torch.device) -> None:
+    """Captures share memory. One that was made before another one runs as it is if that one waits for its backward."""
+    order = [0, 1, 2, 3]
+
+    class Shuffled(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for number in order:
+                x = self.blocks[number](x)
+            return self.last(self.norm(x))
+
+    def gradients(graphs: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        source = build(root, Shuffled)
+        network = form(source, slots, graphs=graphs)
+        found = []
+        for *order[:], backwards in [
+            *[(0, 1, 2, 3, False)] * SETTLE,
+            (3, 0, 2, 1, False),
+            (1, 3, False),
+            (3, 2, 1, 0, True),
+            (0, 1, 2, 3, True),
+        ]:
+            source.zero_grad()
+            x = inputs(root).requires_grad_(backwards)
+            step(network, x)
+            found += [parameter.grad.clone() for parameter in source.parameters() if parameter.grad is not None]
+        assert not graphs or {*captured(network)} == {f"blocks.{i}" for i in range(4)}
+        return found
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=1e-9, atol=1e-9)
+
+
+@on_cuda
+def test_outputs_of_modules_without_gradients_stay_as_they_are(form: Form, slots: list, root: torch.device) -> None:
+    """An operator after them has saved them for a backward."""
+
+    def gradients(graphs: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        source = build(root)
+        source.first.requires_grad_(False)
+        source.blocks.requires_grad_(False)
+        network = form(source, slots, graphs=graphs)
+        for _ in range(SETTLE):
+            step(network, inputs(root))
+        source.zero_grad()
+        losses = [network(inputs(root)).square().mean() for _ in range(2)]
+        sum(losses).backward()
+        assert not graphs or captured(network)
+        return [parameter.grad for parameter in source.last.parameters()]
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=1e-9, atol=1e-9)
+
+
+@on_cuda
 def test_a_gradient_that_a_leaf_keeps_stays_as_it_is(form: Form, slots: list, root: torch.device) -> None:
     """The leaf shares memory with the output of a captured module, but not its graph."""
     leaves: list[Tensor] = []
