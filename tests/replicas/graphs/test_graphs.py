@@ -192,9 +192,13 @@ def test_modules_may_run_in_another_order(form: Form, slots: list, root: torch.d
 def test_outputs_of_modules_without_gradients_stay_as_they_are(form: Form, slots: list, root: torch.device) -> None:
     """An operator after them has saved them for a backward."""
 
+    class Frozen(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.blocks[0](self.first(x)))
+
     def gradients(graphs: bool) -> list[Tensor]:
         torch.manual_seed(1)
-        source = build(root)
+        source = build(root, Frozen)
         source.first.requires_grad_(False)
         source.blocks.requires_grad_(False)
         network = form(source, slots, graphs=graphs)
