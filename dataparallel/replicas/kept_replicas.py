@@ -184,6 +184,8 @@ class KeptReplicas:
         if record and plan.cycles is not None and not plan.cycles.are_held_by_graph:
             plan.cycles = None  # nothing tells how long the graph needs the replicas
         if self._snapshot is None or not self._tensors.stay:
+            if self.graphs is not None:
+                self.graphs.are_refused(plan, slots)
             return build_replicas(plan, copies, record, arrivals)
         replicas = self._tensors.replicas
         if replicas is None or not replicas.serves(plan, len(slots), arrivals):

@@ -25,7 +25,7 @@ from dataparallel.replicas.graphs.captured import CannotBeCaptured, Captured, is
 from dataparallel.replicas.graphs.kinds import contents_of, kind_of
 from dataparallel.replicas.graphs.places import Place
 from dataparallel.replicas.graphs.pools import ForwardPool, Pools
-from dataparallel.replicas.graphs.segments import Segments
+from dataparallel.replicas.graphs.segments import Segments, why_none
 from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.tree_state import TreeState
 from dataparallel.weak_members import WeakMembers
@@ -104,6 +104,7 @@ class GraphedReplicas:
         self._pools: dict[int, Pools] = {}
         self._tensors: dict[int, list[Tensor]] = {}
         self._captures: dict[tuple[int, str, Hashable], _Captures] = {}
+        self._refused: list[Segment] = []
         self._said: set[str] = set()
         self._others: WeakMembers[GraphedReplicas] = WeakMembers()
 
@@ -115,7 +116,7 @@ class GraphedReplicas:
         """What has been captured, and what cannot be, for each module of each replica."""
         found = [captures.segment for captures in self._captures.values()]
         own = [segment for segment in found if segment.captures or segment.reasons]
-        return [*own, *(segment for other in self._others for segment in other.segments)]
+        return [*self._refused, *own, *(segment for other in self._others for segment in other.segments)]
 
     def another(self) -> GraphedReplicas:
         """Graphs of other replicas of the same module. Its `segments` are among those of this object."""
@@ -124,9 +125,17 @@ class GraphedReplicas:
         self._others.add(made)
         return made
 
+    def are_refused(self, plan: ModulePlan, slots: Sequence[torch.device]) -> bool:
+        """True if no module of a plan's replicas can be captured. The reason is logged once, and is in `segments`."""
+        reason = why_none(plan)
+        self._refused = [] if reason is None else [Segment("", slot, reasons=[reason]) for slot in slots]
+        if reason is not None:
+            _warn_once(self._said, "", reason)
+        return reason is not None
+
     def attach_all(self, plan: ModulePlan, replicas: Sequence[nn.Module], copies: Sequence[list[Tensor]]) -> None:
         """Calls `attach` for new replicas of a plan, if their modules can be captured."""
-        if not plan.is_plain or plan.has_compiled:
+        if self.are_refused(plan, [tensors[0].device for tensors in copies if tensors]):
             return
         for slot, (replica, tensors) in enumerate(zip(replicas, copies, strict=True)):
             self.attach(replica, slot, tensors)
@@ -276,7 +285,11 @@ class _Captures:
     def _say(self, reason: str) -> None:
         if reason not in self.segment.reasons:
             self.segment.reasons.append(reason)
-        text = f"{self.segment.name or 'the whole module'} runs without a graph: {reason}"
-        if text not in self._said:
-            self._said.add(text)
-            log.warning(text)
+        _warn_once(self._said, self.segment.name, reason)
+
+
+def _warn_once(said: set[str], name: str, reason: str) -> None:
+    text = f"{name or 'the whole module'} runs without a graph: {reason}"
+    if text not in said:
+        said.add(text)
+        log.warning(text)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dataparallel.replicas.plan import UNIT_MODULE
+from dataparallel.replicas.plan import UNIT_MODULE, ModulePlan
 
 _LARGE = 0.5
 """A part with more than this share of the parameters is taken apart, so that not all gradients come at the end."""
@@ -41,6 +41,21 @@ class Segments:
         else:
             without, with_gradients = {"": root}, _parts_of(root)
         return cls(without, with_gradients, {"": root, **without, **with_gradients})
+
+
+def why_none(plan: ModulePlan) -> str | None:
+    """Why no module of the plan's replicas is captured: new ones are made for each call, or they are compiled."""
+    if not plan.has_compiled and plan.is_plain:
+        return None
+    for entry in plan.entries:
+        name, kind = entry.name or "the module", entry.cls.__name__
+        if entry.compiled is not None:
+            return f"{name} is compiled"
+        if entry.has_hooks:
+            return f"{name} has hooks"
+        if entry.has_own_rule:
+            return f"{name} is {'an' if kind[:1] in 'AEILO' else 'a'} {kind}, whose class makes its replicas itself"
+    return "attributes of a module refer to other modules or to tensors"
 
 
 def _lowest_units(root: nn.Module) -> dict[str, nn.Module]:

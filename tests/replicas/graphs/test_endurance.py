@@ -1,0 +1,129 @@
+"""Many training steps with captured graphs, batches of changing sizes, evaluations and errors: nothing grows."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dataparallel.replicas.graphs.calls import MOST_CAPTURES
+from dataparallel.testing.cases import numbers, seeded
+from dataparallel.testing.steps import mean_square_loss
+from graphed_models import FORMS, Row, SmoothLayer, made
+from graphed_nets import captured, segments
+from sharded_steps import Model, moved
+
+pytestmark = [pytest.mark.devices("cuda"), pytest.mark.usefixtures("one_intra_op_thread")]
+
+FAILS: list[torch.device] = []
+"""The replica on this device raises between its layers."""
+
+
+class Net(Row):
+    def __init__(self) -> None:
+        super().__init__(SmoothLayer)
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        if number == 1 and x.device in FAILS:
+            raise ArithmeticError("on purpose")
+        return x
+
+
+MODEL = Model(seeded(Net), numbers(4))
+
+
+class Soak:
+    """A training. ``chunks``: how many sizes of a replica's share of a batch there are."""
+
+    def __init__(self, form: str, slots: list, chunks: int) -> None:
+        self.slots, self.chunks = slots, chunks
+        self.random = random.Random(0)
+        self.source, self.network = made(MODEL, FORMS[form], slots, graphs=True)
+        self.optimizer = torch.optim.AdamW(self.source.parameters(), lr=0.001)
+        self.numbers: list[int] = []
+
+    def step(self, hook: Callable[[Tensor], None] | None = None) -> None:
+        """``hook``: of the loss."""
+        if not self.numbers:  # each size equally often
+            self.numbers = self.random.sample(range(1, self.chunks + 1), self.chunks)
+        args, kwargs = moved(MODEL.batch(self.numbers.pop() * len(self.slots), 0), self.slots[0])
+        self.optimizer.zero_grad()
+        loss = mean_square_loss(self.network(*args, **kwargs))
+        if hook is not None:
+            loss.register_hook(hook)
+        loss.backward()
+        self.optimizer.step()
+
+    def run(self, steps: int) -> None:
+        for number in range(1, steps + 1):
+            self.step()
+            if number % 10 == 0:
+                self.fail(in_backward=number % 20 == 0)
+            if number % 4 == 0:
+                self.network.eval()
+                with torch.no_grad():
+                    self.network(*moved(MODEL.batch(2 * len(self.slots), 0), self.slots[0])[0])
+                self.network.train()
+
+    def fail(self, in_backward: bool) -> None:
+        def fail(grad: Tensor) -> None:
+            raise ArithmeticError("on purpose")
+
+        if not in_backward:
+            FAILS.append(self.slots[-1])
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            self.step(fail)
+        FAILS.clear()
+
+    def sizes(self) -> dict[str, Any]:
+        """What must not grow."""
+        self.optimizer.zero_grad()
+        gc.collect()
+        torch.cuda.synchronize()
+        return {
+            "allocated": [torch.cuda.memory_allocated(slot) for slot in self.slots],
+            "reserved": [torch.cuda.memory_reserved(slot) for slot in self.slots],
+            "threads": threading.active_count(),
+            "captures": sum(segment.captures for segment in segments(self.network)),
+        }
+
+
+def soak(form: str, slots: list, chunks: int, steps: int) -> Soak:
+    """Runs twice as many steps, the second half without growth."""
+    training = Soak(form, slots, chunks)
+    training.run(steps)
+    before = training.sizes()
+    launches = sum(captured(training.network).values())
+    training.run(steps)
+    after = training.sizes()
+    assert after["captures"] == before["captures"] > 0
+    assert after["threads"] <= before["threads"]
+    for kind in ("allocated", "reserved"):
+        assert all(new <= old for new, old in zip(after[kind], before[kind], strict=True)), (kind, before, after)
+    assert sum(captured(training.network).values()) > launches + steps * len(slots)
+    assert max(segment.captures for segment in segments(training.network)) == min(chunks, MOST_CAPTURES)
+    return training
+
+
+@pytest.mark.slots(4)
+@pytest.mark.parametrize("form", FORMS)
+def test_sixty_steps_grow_nothing(form: str, slots: list) -> None:
+    training = soak(form, slots, chunks=3, steps=30)
+    assert not any(segment.reasons for segment in segments(training.network))
+
+
+@pytest.mark.long
+@pytest.mark.watchdog(600)
+@pytest.mark.slots(4)
+@pytest.mark.parametrize("form", FORMS)
+def test_six_hundred_steps_grow_nothing(form: str, slots: list) -> None:
+    """There are more sizes than are captured."""
+    training = soak(form, slots, chunks=MOST_CAPTURES + 4, steps=300)
+    words = "kinds of arguments"
+    assert {words in reason for segment in segments(training.network) for reason in segment.reasons} == {True}

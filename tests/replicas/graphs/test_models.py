@@ -1,0 +1,84 @@
+"""Models of many kinds train with captured graphs as they do without, in each form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dataparallel.testing.cases import seeded
+from graphed_models import FORMS, MODELS, train
+from graphed_nets import captured, reasons
+from sharded_models import GPT
+from sharded_steps import Model
+
+pytestmark = [pytest.mark.devices("cuda"), pytest.mark.usefixtures("one_intra_op_thread")]
+
+STEPS = 20
+
+# By model: what is captured when gradients are recorded, by both forms that replicate and by `fully_shard`.
+BLOCKS = {"blocks.0", "blocks.1", "blocks.2"}
+DISTANCES = {"distances.0", "distances.1"}
+STACKS = {"encoder.0", "encoder.1", "decoder.0"}
+LAYERS = {"layers.0", "layers.1"}
+PARTS = {"parts.0", "parts.1"}
+SEGMENTS: dict[str, tuple[set[str], set[str]]] = {
+    "row with batch norm": (LAYERS | {"layers.2"}, LAYERS | {"layers.2"}),
+    "resnet": ({"stages.0", "stages.2"}, {"stages.0", "stages.2"}),
+    "gpt": (BLOCKS, BLOCKS | {"embedding", "head"}),
+    "gpt with tied weights": (BLOCKS, BLOCKS),
+    "bert": (LAYERS | {"pooler"}, LAYERS),
+    "t5 with tied weights": (STACKS | DISTANCES, STACKS),
+    "torch's encoder": ({"layers"}, {"layers.layers.0", "layers.layers.1"}),
+    "lstm and gru": (set(), set()),
+    "structures": (PARTS, PARTS),
+    "branches": (PARTS, PARTS),
+}
+
+
+def runs() -> Iterator[Any]:
+    """Each model in each form on each number of slots. One run for each model is short."""
+    for i, model in enumerate(MODELS):
+        for j, form in enumerate(FORMS):
+            for count in (1, 2, 3, 8):
+                is_short = i % len(FORMS) == j and count == 1 + (i + i // 3) % 3
+                yield pytest.param(model, form, count, marks=[] if is_short else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("model", "form", "slots"), [*runs()], indirect=["slots"])
+def test_a_training_computes_the_same(model: str, form: str, slots: list) -> None:
+    expected, _ = train(MODELS[model], FORMS[form], slots, STEPS)
+    found, network = train(MODELS[model], FORMS[form], slots, STEPS, graphs=True)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    of_replicas, of_units = SEGMENTS[model]
+    names = of_units if form == "fully_shard" else of_replicas
+    launches = captured(network)
+    assert {*launches} - {""} == names
+    assert ("" in launches) == (bool(names) and form != "fully_shard")
+    assert all(launches[name] > 0.7 * STEPS * len(slots) for name in names), launches
+    assert not names or not reasons(network)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dropout_draws_what_it_draws_without_graphs(form: str, slots: list) -> None:
+    model = Model(seeded(GPT, dropout=0.3), MODELS["gpt"].batch)
+
+    def trained(seed: int, **options: Any) -> Any:
+        found, network = train(model, FORMS[form], slots, 8, seed, **options)
+        assert not options or captured(network)["blocks.0"] > 4 * len(slots)
+        return found
+
+    found = trained(1, graphs=True)
+    torch.testing.assert_close(found, trained(1), rtol=1e-9, atol=1e-9)
+    assert not torch.equal(found["computed"][-1], trained(2, graphs=True)["computed"][-1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_why_no_module_is_captured_is_said_once(form: str, slots: list, caplog: pytest.LogCaptureFixture) -> None:
+    _, network = train(MODELS["lstm and gru"], FORMS[form], slots, 8, graphs=True)
+    reason = "parts.0.layers is an LSTM, whose class makes its replicas itself"
+    assert reasons(network) == {reason}
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"the whole module runs without a graph: {reason}"]

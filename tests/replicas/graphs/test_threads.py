@@ -1,0 +1,165 @@
+"""Captures while other threads use the devices, and several threads that call one model with captured graphs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import dataparallel
+from dataparallel.replicas.graphs.calls import WARM_UP
+from dataparallel.testing import cuda
+from dataparallel.testing.cases import numbers, seeded
+from graphed_models import FORMS, Row, SmoothLayer, made
+from graphed_nets import SETTLE, reasons, segments
+from sharded_steps import Model
+
+pytestmark = [
+    pytest.mark.devices("cuda"),
+    pytest.mark.usefixtures("one_intra_op_thread"),
+    pytest.mark.parametrize("form", FORMS),
+]
+
+MODEL = Model(seeded(lambda: Row(SmoothLayer)), numbers(4))
+ROUNDS = 10
+LARGE = 20 * 2**20
+"""From this size on torch asks CUDA for the memory of one tensor alone."""
+
+
+class Others:
+    """What other threads do with the devices until `stop`. A capture in CUDA's global mode would not survive it."""
+
+    def __init__(self, slots: list) -> None:
+        self.slots, self.rounds = slots, 0
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        streams = {slot: torch.cuda.Stream(slot) for slot in self.slots}
+        while not self._stopped.is_set():
+            for slot, stream in streams.items():
+                with torch.cuda.device(slot), torch.cuda.stream(stream):
+                    self._use(slot, stream)
+            self.rounds += 1
+
+    def _use(self, slot: torch.device, stream: torch.cuda.Stream) -> None:
+        # Larger than what is free by now, so that CUDA is asked for memory.
+        large = torch.empty(LARGE + self.rounds % 64 * 2**20, dtype=torch.uint8, device=slot)
+        pageable = torch.arange(64.0)
+        there = pageable.to(slot)
+        pinned = pageable.pin_memory()
+        there += pinned.to(slot, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(stream)
+        event.synchronize()
+        stream.synchronize()
+        assert torch.equal(there.cpu(), 2 * pageable)
+        del large
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+@contextmanager
+def another_thread(slots: list) -> Iterator[Others]:
+    """Inside the block another thread uses the devices. Its errors are raised at the end."""
+    others = Others(slots)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(others.run)
+        try:
+            yield others
+        finally:
+            others.stop()
+            torch.cuda.empty_cache()
+        running.result()
+
+
+def assert_all_captured(network: Any, kinds: int, slots: list) -> None:
+    assert not reasons(network)
+    by_name: dict[str, list[int]] = {}
+    for segment in segments(network):
+        by_name.setdefault(segment.name, []).append(segment.captures)
+    assert {name for name in by_name if name} == {f"layers.{i}" for i in range(3)}
+    assert all(counts == [kinds] * len(slots) for name, counts in by_name.items() if name), by_name
+
+
+def test_another_thread_may_use_the_devices_during_captures(form: str, slots: list) -> None:
+    kinds = 4
+    with another_thread(slots) as others:
+        for _ in range(2):
+            source, network = made(MODEL, FORMS[form], slots, graphs=True)
+            for chunk in range(1, kinds + 1):
+                (x,), _ = MODEL.batch(chunk * len(slots), chunk)
+                x = x.to(slots[0])
+                for _ in range(SETTLE):
+                    network(x).square().mean().backward()
+            assert_all_captured(network, kinds, slots)
+            assert others.rounds > 0
+            source.zero_grad()
+
+
+def test_a_loader_may_pin_memory_in_its_own_thread_during_captures(form: str, slots: list) -> None:
+    kinds = 3
+    _, network = made(MODEL, FORMS[form], slots, graphs=True)
+    _, reference = made(MODEL, FORMS[form], slots)
+    for chunk in range(1, kinds + 1):
+        (samples,), _ = MODEL.batch(chunk * len(slots) * SETTLE, chunk)
+        data = TensorDataset(samples, torch.arange(len(samples)))
+        loader = DataLoader(data, chunk * len(slots), num_workers=1, pin_memory=True)
+        with another_thread(slots):
+            for x, positions in dataparallel.prefetch(loader, network):
+                loss = network(x).square().mean()
+                loss.backward()
+                expected = reference(samples[positions].to(slots[0])).square().mean()
+                torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    assert_all_captured(network, kinds, slots)
+
+
+def test_two_threads_call_one_model_at_once(form: str, slots: list) -> None:
+    """Each gets the outputs for its own inputs, by graphs or as the replicas are.
+
+    In turn one of them calls alone until its graphs are launched, and then both call.
+    """
+    _, network = made(MODEL, FORMS[form], slots, graphs=True)
+    network.eval()
+    plain = MODEL.build().eval()
+    inputs = [[MODEL.batch(2 * len(slots), 10 * thread + i)[0][0] for i in range(4)] for thread in range(2)]
+    with torch.no_grad():
+        expected = [[plain(x) for x in of_thread] for of_thread in inputs]
+    meet = threading.Barrier(2, timeout=60)
+
+    def call(thread: int, times: int) -> None:
+        for i in range(times):
+            found = network(inputs[thread][i % 4].to(slots[0]))
+            torch.testing.assert_close(found.cpu(), expected[thread][i % 4], rtol=1e-9, atol=1e-9)
+
+    def calls(thread: int) -> None:
+        with torch.no_grad():
+            for turn in range(ROUNDS):
+                if turn % 2 == thread:
+                    call(thread, WARM_UP + 3)
+                meet.wait()
+                call(thread, 4)
+                meet.wait()
+
+    def calls_or_abort(thread: int) -> None:
+        try:
+            calls(thread)
+        except BaseException:
+            meet.abort()
+            raise
+
+    with cuda.counted() as counts, ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(calls_or_abort, thread) for thread in range(2)]
+    errors = [error for error in (done.exception() for done in running) if error is not None]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    assert not errors
+    assert counts.calls["cudaGraphLaunch"] >= ROUNDS * 3 * len(slots)
+    assert not reasons(network)
