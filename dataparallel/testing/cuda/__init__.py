@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dataparallel.testing.cuda.watching import late_queries as late_queries
     from dataparallel.testing.cuda.watching import set_capacity as set_capacity
     from dataparallel.testing.cuda.watching import set_link as set_link
+    from dataparallel.testing.cuda.watching import skipped_work as skipped_work
     from dataparallel.testing.cuda.watching import timeline as timeline
 
 __all__ = [
@@ -39,13 +40,14 @@ __all__ = [
     "late_schedule",
     "set_capacity",
     "set_link",
+    "skipped_work",
     "stand_in",
     "timeline",
 ]
 
 _IN_COUNTS = ("counted",)
 _IN_LATE = ("late_schedule",)
-_IN_WATCHING = ("check_clocks", "clocks", "late_queries", "set_capacity", "set_link", "timeline")
+_IN_WATCHING = ("check_clocks", "clocks", "late_queries", "set_capacity", "set_link", "skipped_work", "timeline")
 
 
 def stand_in(devices: int = 8, *, like: str = "a100", hide_gpus: bool = False) -> list[torch.device]:

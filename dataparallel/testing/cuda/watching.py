@@ -1,4 +1,4 @@
-"""What users ask of the stand-in while it runs: the clocks' switches and check, late answers, timelines, and faults.
+"""What users ask of the stand-in while it runs: clocks, late answers, skipped work, timelines, and faults.
 
 `dataparallel.testing.cuda` has these names. They work once `stand_in` has been called. ``counts`` has `counted`.
 """
@@ -73,6 +73,7 @@ def compiled() -> Any:
 
 _switches = Switches(compiled)
 _late_queries = Blocks(lambda late: compiled().answer_queries_late(late))
+_skipping = Blocks(lambda skips: compiled().set_skipping(skips))
 
 
 def clocks(enabled: bool = True, *, stacks: bool | None = None) -> AbstractContextManager[None]:
@@ -123,6 +124,22 @@ def late_queries() -> Iterator[None]:
         yield
     finally:
         _late_queries.end()
+
+
+@contextmanager
+def skipped_work() -> Iterator[None]:
+    """While inside, operators, copies and fills are launched and never done: memory keeps what it has.
+
+    So a model of real size takes no longer than its Python, and device memory that nobody writes takes none of the
+    host's. Counts, clocks and timelines see the same launches. Values mean nothing. What cannot wait under a
+    `late_schedule` is done all the same, on whatever is in memory. Graphs may be captured outside or inside; a launch
+    inside does nothing. At the beginning all is done that was launched before.
+    """
+    _skipping.begin()
+    try:
+        yield
+    finally:
+        _skipping.end()
 
 
 def timeline(limit: int = 1_000_000, stacks: bool = False) -> AbstractContextManager[Timeline]:

@@ -185,6 +185,35 @@ with cuda.timeline() as recorded:
     graph.replay()
 names = [launch.op for launch in recorded.recording.launches]
 assert any("mm" in name for name in names) and any("add" in name for name in names), names
+#: a timeline counts a launch as one call of the host
+m = torch.ones(64, 64, device=a)
+graph, _ = captured(lambda: [m.mm(m).add_(m) for _ in range(3)])  # before the first recording of the process
+with cuda.timeline() as recorded:
+    x.add_(1)
+    graph.replay()
+    graph.replay()
+    x.add_(1)
+launches = recorded.recording.launches
+first, again = (next(l.index for l in launches if "mm" in l.op and l.index > after) for after in (0, 6))
+assert [l.graph for l in launches] == [None] + [first] * 6 + [again] * 6 + [None] and (first, again) == (1, 7)
+assert recorded.recording.calls == 4
+assert {l.flops for l in launches if "mm" in l.op} == {2 * 64**3}
+assert all(l.host_seconds == 0 for l in launches if not l.is_call)
+#: a timeline after a use of NCCL
+torch.cuda.nccl.all_reduce([x, torch.ones(1000, device=b)])
+graph, _ = captured(lambda: x.add_(x).mul_(2))
+with cuda.timeline() as recorded:
+    graph.replay()
+assert [(l.op, l.bytes_written) for l in recorded.recording.launches] == [("aten::add_", 4000), ("aten::mul_", 4000)]
+def racing():
+    main = torch.cuda.current_stream(a)
+    side.wait_stream(main)
+    with on(side):
+        y.add_(1)
+    y.mul_(2)
+    main.wait_stream(side)
+graph, _ = captured(racing)
+assert "race" in message(graph.replay)
 #: memory comes back with the graph
 before = torch.cuda.memory_reserved(a)
 graph, result = captured(lambda: torch.ones(64 << 20, device=a) + 1)

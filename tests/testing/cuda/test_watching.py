@@ -172,6 +172,40 @@ block = cuda.timeline(limit=1)
 block.__enter__()
 x.add_(1), x.add_(1)
 assert "dataparallel.testing.cuda.timeline(limit=1)" in message(block.__exit__, None, None, None)
+#: skipped work is launched and not done
+y = torch.zeros(1000, device=a)
+torch.cuda.synchronize(a)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    y.add_(1)
+torch.cuda.synchronize(a)
+model = torch.nn.Sequential(torch.nn.Linear(1000, 10), torch.nn.ReLU()).to(a)
+def step():
+    model(x).sum().backward()
+    x.to(b)
+    y.zero_()
+def ops():
+    with cuda.timeline() as timeline:
+        step()
+    return [(launch.op, launch.bytes_written, launch.flops) for launch in timeline.recording.launches]
+step()
+torch.cuda.synchronize(a)
+model.zero_grad()
+expected = ops()
+y.fill_(7)
+model.zero_grad()
+with cuda.skipped_work():
+    with cuda.skipped_work():
+        assert ops() == expected
+    graph.replay()
+    y.fill_(5)
+    y.copy_(torch.ones(1000))
+    large = [torch.ones(4000, 4000, device=a) for _ in range(2)]
+    assert (large[0] @ large[1]).shape == (4000, 4000)
+assert y.sum() == 7000
+graph.replay()
+assert y.sum() == 8000
+cuda.check_clocks()
 #: capacities and links
 cuda.set_capacity(c, 32 << 20)
 assert "out of memory" in message(lambda: torch.empty(64 << 20, device=c))

@@ -33,6 +33,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("host_reads", &host_reads);
   m.def("answer_queries_late", &answer_queries_late);
   m.def("set_late", &standin::set_late, pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("set_skipping", &standin::set_skipping, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("late_counts", [] {
     auto now = standin::late_counts();
     return std::make_tuple(now.postponed, now.waiting, std::move(now.at_once));

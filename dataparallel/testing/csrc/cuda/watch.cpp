@@ -162,6 +162,10 @@ class ClockWatcher final : public standin::Watcher {
     return [kept](standin::StreamName launched_on) { return launch_kept(*kept, launched_on); };
   }
 
+  void launches_graph(bool begins) override {
+    clocks::launches_graph(begins);
+  }
+
   void recorded(standin::EventState& event, standin::StreamName stream) override {
     if (!event.watched) {
       event.watched = new Recorded();

@@ -92,18 +92,39 @@ bool are_open(const Launches& launches) {
   return std::any_of(launches.begin(), launches.end(), [](const auto& each) { return each->state == Launch::kOpen; });
 }
 
+// What is wrong with work that is launched on the stream now.
+std::string failed_before(standin::StreamName stream, const std::string& name) {
+  const auto text = keeps_any && !launching ? resolve(stream) : std::string();
+  return text.empty() ? text : name + " comes after a collective that has failed: " + text;
+}
+
 class Around final : public standin::Watcher {
  public:
   std::string launch(standin::StreamName stream, const char* name, const standin::Part* parts, size_t count,
                      const standin::CopyInfo* copy) override {
-    if (keeps_any && !launching) {
-      const auto text = resolve(stream);
-      if (!text.empty()) {
-        return std::string(name) + " comes after a collective that has failed: " + text;
-      }
-    }
+    auto wrong = failed_before(stream, name);
     auto* watcher = clocks();
-    return watcher ? watcher->launch(stream, name, parts, count, copy) : "";
+    return watcher && wrong.empty() ? watcher->launch(stream, name, parts, count, copy) : wrong;
+  }
+
+  std::function<std::string(standin::StreamName)> keep(standin::StreamName stream, const char* name,
+                                                       const standin::Part* parts, size_t count,
+                                                       const standin::CopyInfo* copy) override {
+    auto* watcher = clocks();
+    if (!watcher) {
+      return Watcher::keep(stream, name, parts, count, copy);
+    }
+    return [told = watcher->keep(stream, name, parts, count, copy), name = std::string(name)](
+               standin::StreamName launched_on) {
+      auto wrong = failed_before(launched_on, name);
+      return wrong.empty() ? told(launched_on) : wrong;
+    };
+  }
+
+  void launches_graph(bool begins) override {
+    if (auto* watcher = clocks()) {
+      watcher->launches_graph(begins);
+    }
   }
 
   void recorded(standin::EventState& event, standin::StreamName stream) override {

@@ -17,6 +17,7 @@ namespace {
 std::mutex lock, running;
 std::atomic<size_t> waiting{0}; // in all queues, and what is being done
 std::atomic<bool> wanted{false};
+std::atomic<bool> skipping{false};
 std::set<Stream*>& queued = *new std::set<Stream*>; // whose queues are not empty
 LateCounts& counted = *new LateCounts;
 uint64_t pieces = 0; // ever queued
@@ -101,7 +102,12 @@ std::vector<Place> ends_of_queues(int device) { // of all devices for -1
 } // namespace
 
 bool is_late() {
-  return wanted;
+  return wanted || skipping;
+}
+
+void set_skipping(bool skips) {
+  finish_all();
+  skipping = skips;
 }
 
 void set_late(bool late) {
@@ -141,6 +147,9 @@ void in_turn(StreamName name, std::function<void()> work) {
   auto& stream = stream_named(name);
   if (is_capturing(stream)) {
     keep_work(stream, std::move(work));
+    return;
+  }
+  if (skipping) {
     return;
   }
   {

@@ -86,6 +86,10 @@ void in_turn(StreamName stream, std::function<void()> work);
 void catch_up(StreamName stream, const char* name);
 bool is_done(const EventState& event);
 
+// Switched on, work that can wait is never done, and memory keeps what it has. All else is as before. What waits already
+// is done first.
+void set_skipping(bool skips);
+
 // ---- captures
 
 bool anybody_captures();

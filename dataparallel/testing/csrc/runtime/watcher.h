@@ -78,6 +78,11 @@ class Watcher {
     };
   }
 
+  // The calling thread launches a graph: between the two calls it tells of what was kept for it.
+  virtual void launches_graph(bool begins) {
+    (void)begins;
+  }
+
   // A kernel is about to run whose memory is known only when it has run: `launch` follows then. By default it may run.
   virtual std::string begins(StreamName /*stream*/, const char* /*name*/) { return {}; }
 

@@ -176,6 +176,15 @@ void done(const Ticket& ticket, Work&& work) {
   }
 }
 
+void launches_graph(bool begins) {
+  if (!is_recording()) {
+    return;
+  }
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  begins ? s.recorder.graph_begins() : s.recorder.graph_ends();
+}
+
 void start_recording(size_t limit, bool stacks) {
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);

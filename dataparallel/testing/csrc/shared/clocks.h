@@ -85,6 +85,9 @@ void wrote(const Ticket& ticket, Tracked& block, size_t bytes);
 // Records that the launch touches more than was known when it was made. Throws c10::Error as `launch` does.
 void touches(const Ticket& ticket, const std::string& op, c10::ArrayRef<Touch> touches);
 
+// The calling thread begins or ends one call of the host that makes all launches in between: that of a graph.
+void launches_graph(bool begins);
+
 // Records up to `limit` launches, with their Python stacks if `stacks` is true.
 void start_recording(size_t limit, bool stacks);
 Recorded stop_recording();

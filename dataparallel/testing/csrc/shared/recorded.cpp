@@ -37,7 +37,7 @@ py::object copy(const Work& work) {
 
 // The arguments and results that the formula for the FLOPs takes, or None.
 py::object call(const Work& work) {
-  if (!work.has_formula) {
+  if (!work.has_formula || !keeps_arguments_of(work.op)) {
     return py::none();
   }
   py::list positional, results;
@@ -60,7 +60,7 @@ py::dict described(const Entry& entry) {
       "stream"_a = entry.stream, "tick"_a = entry.tick, "thread"_a = entry.thread, "in_backward"_a = entry.in_backward,
       "is_done"_a = entry.is_done, "joins"_a = entry.joins, "waits"_a = pairs(entry.waits),
       "host_waits"_a = pairs(entry.host_waits), "issued_after"_a = pairs(entry.issued_after),
-      "host_seconds"_a = entry.host_seconds, "stack"_a = entry.stack, "op"_a = entry.work.op,
+      "host_seconds"_a = entry.host_seconds, "graph"_a = entry.graph, "stack"_a = entry.stack, "op"_a = entry.work.op,
       "bytes_read"_a = entry.work.bytes_read, "bytes_written"_a = entry.work.bytes_written,
       "dtype"_a = entry.work.dtype, "shapes"_a = shapes(entry.work), "copy"_a = copy(entry.work),
       "call"_a = call(entry.work));

@@ -37,6 +37,8 @@ struct Recorder::Thread {
   Clock issued;
   Clock learned; // launches that others have issued, which this thread has learned of within a backward
   std::optional<double> ended; // its CPU time at the end of its last launch
+  uint64_t graph = 0; // that it launches now
+  uint64_t graph_of_last = 0; // that its last launch was a part of
 };
 
 bool recorder_keeps_stacks() {
@@ -47,6 +49,7 @@ void Recorder::start(size_t limit, bool stacks) {
   TORCH_CHECK(!is_on_ && !is_full_, "launches are being recorded already");
   limit_ = limit;
   threads_ = 0;
+  graphs_ = 0;
   waited_.clear();
   seen_.clear();
   is_on_ = true;
@@ -126,6 +129,7 @@ uint64_t Recorder::issue(StreamNumber stream, std::optional<StreamNumber> joins,
   entry.thread = *thread.number;
   entry.in_backward = in_backward;
   entry.joins = joins;
+  entry.graph = thread.graph;
   entry.stack = std::move(stack);
 
   auto& seen = at(seen_, stream);
@@ -151,10 +155,25 @@ void Recorder::done(uint64_t number, Work&& work) {
   if (number >= first_ && number - first_ < entries_.size()) {
     auto& entry = entries_[number - first_];
     entry.is_done = true;
-    entry.host_seconds = thread.ended ? std::max(begun - *thread.ended, 0.0) : 0.0;
+    const bool is_rest_of_graph = entry.graph != 0 && entry.graph == thread.graph_of_last;
+    entry.host_seconds = thread.ended && !is_rest_of_graph ? std::max(begun - *thread.ended, 0.0) : 0.0;
+    thread.graph_of_last = entry.graph;
     entry.work = std::move(work);
   }
   thread.ended = thread_seconds();
+}
+
+void Recorder::graph_begins() {
+  if (is_on_) {
+    this_thread().graph = ++graphs_;
+  }
+}
+
+void Recorder::graph_ends() {
+  if (is_on_) {
+    this_thread().graph = 0;
+    this_thread().ended = thread_seconds();
+  }
 }
 
 void Recorder::thread_begins() {

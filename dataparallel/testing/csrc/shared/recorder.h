@@ -41,6 +41,7 @@ struct Entry {
   Marks host_waits; // the same
   Marks issued_after; // threads, and the positions of their entries; some are from before the recording
   double host_seconds = 0;
+  uint64_t graph = 0; // the launch of a graph that it is a part of, numbered from 1; 0 if it was launched by itself
   std::string stack;
   Work work;
 };
@@ -68,6 +69,10 @@ class Recorder {
                  Issued& issued, bool in_backward, std::string stack);
   void done(uint64_t number, Work&& work);
 
+  // What the calling thread issues in between is launched by one call of the host.
+  void graph_begins();
+  void graph_ends();
+
   void thread_begins();
   void learn(Issued& issued, const Issued& from, bool in_backward);
   void tell(Issued& to, const Issued& issued, bool in_backward);
@@ -82,6 +87,7 @@ class Recorder {
   bool is_on_ = false;
   bool is_full_ = false;
   uint32_t threads_ = 0;
+  uint64_t graphs_ = 0;
   // The number of the first entry. Numbers are never used again, so that what is left of an earlier recording is known.
   uint64_t first_ = 1;
   std::vector<Clock> waited_; // by stream: what it has waited for since the recording began

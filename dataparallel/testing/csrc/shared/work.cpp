@@ -77,6 +77,11 @@ void keep_arguments_of(const std::vector<std::string>& operators) {
   }
 }
 
+bool keeps_arguments_of(const std::string& op) {
+  const auto* names = formulas.load();
+  return !names || names->count(op) > 0;
+}
+
 void note_also_where(bool (*asks)()) {
   is_noted_too = asks;
 }
@@ -102,8 +107,7 @@ void Work::called(const c10::OperatorHandle& handle, const c10::IValue* argument
     return;
   }
   op = handle.operator_name().name;
-  const auto* names = formulas.load();
-  has_formula = names && names->count(op) > 0;
+  has_formula = keeps_arguments_of(op);
   if (!has_formula) {
     return;
   }

@@ -71,7 +71,8 @@ class Work {
   uint64_t largest_ = 0;
 };
 
-// Names the operators whose arguments are kept.
+// Names the operators whose arguments are kept. Until the first call, what is captured keeps those of all.
 void keep_arguments_of(const std::vector<std::string>& operators);
+bool keeps_arguments_of(const std::string& op);
 
 } // namespace simulated

@@ -76,7 +76,7 @@ class Thread:
 
     Attributes:
         number: its number in the recording.
-        launches: how many launches it issues.
+        launches: how many launches it issues. A graph counts as one.
         seconds: how long it issues them.
         for_devices: seconds in which it waits for devices, such as in ``synchronize`` or ``item``.
         for_others: seconds in which it waits for the interpreter lock or for what another thread issues.
@@ -111,7 +111,8 @@ def _thread(solution: Solution, number: int, indices: list[int]) -> Thread:
             for_others += gap
         free = solution.reached[index]
     idle = max(0.0, solution.time - seconds - for_devices - for_others)
-    return Thread(number, len(indices), seconds, for_devices, for_others, idle)
+    calls = sum(solution.recording.launches[index].is_call for index in indices)
+    return Thread(number, calls, seconds, for_devices, for_others, idle)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ class Launch:
             started or joined. It is issued after them.
         host_seconds: CPU time of the thread from the end of its launch before to this one.
         stack: the Python stack, if stacks were asked for.
+        graph: the index of the first launch of its graph, which may be itself: the host launches a captured graph by
+            one call. None if it was launched by itself.
     """
 
     index: int
@@ -73,6 +75,12 @@ class Launch:
     issued_after: tuple[int, ...]
     host_seconds: float
     stack: str = ""
+    graph: int | None = None
+
+    @property
+    def is_call(self) -> bool:
+        """Whether the host makes a call for it: it is no later part of a graph."""
+        return self.graph is None or self.graph == self.index
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,11 @@ class Recording:
 
     streams: tuple[StreamName, ...]
     launches: tuple[Launch, ...]
+
+    @property
+    def calls(self) -> int:
+        """How many calls of the host these are."""
+        return sum(launch.is_call for launch in self.launches)
 
 
 def name_of_stream(stream: StreamName) -> str:

@@ -35,12 +35,16 @@ class Host:
     With `cores` Python has no lock. A launch of a Python thread then keeps its thread busy for as long, and so many of
     these threads are busy at a time.
 
+    A captured graph is one launch, however many kernels it has: it takes `graph` seconds in place of `rest` or
+    `backward`.
+
     Attributes:
         lock: seconds.
         rest: seconds.
         backward: seconds.
         measured: a factor, or None.
         cores: how many Python threads run at a time; None where Python has a lock.
+        graph: seconds.
 
     Raises:
         TypeError: for anything but numbers, and for `cores` that are no int.
@@ -52,9 +56,10 @@ class Host:
     backward: float = 5e-6
     measured: float | None = None
     cores: int | None = None
+    graph: float = 10e-6
 
     def __post_init__(self) -> None:
-        for name in ("lock", "rest", "backward"):
+        for name in ("lock", "rest", "backward", "graph"):
             _check(f"Host.{name}", getattr(self, name), zero=True)
         if self.measured is not None:
             _check("Host.measured", self.measured, zero=True)
@@ -67,7 +72,7 @@ class Host:
     @classmethod
     def free(cls) -> Host:
         """A host whose launches cost nothing."""
-        return cls(0.0, 0.0, 0.0)
+        return cls(0.0, 0.0, 0.0, graph=0.0)
 
     def without_lock(self, cores: int) -> Host:
         """The same host with a free-threaded Python, whose launches take as long."""
@@ -79,10 +84,14 @@ class Host:
         return (locked, rest) if self.cores is None or launch.in_backward else (locked + rest, 0.0)
 
     def _cost(self, launch: Launch) -> tuple[float, float]:
+        if not launch.is_call:
+            return 0.0, 0.0
         if self.measured is not None:
             seconds = self.measured * launch.host_seconds
             return (0.0, seconds) if launch.in_backward else (seconds, 0.0)
-        return (0.0, self.backward) if launch.in_backward else (self.lock, self.rest)
+        if launch.in_backward:
+            return 0.0, self.backward if launch.graph is None else self.graph
+        return self.lock, self.rest if launch.graph is None else self.graph
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,7 @@ class _Reader:
         self._formulas = formulas
         self._streams: dict[int, int] = {}  # the extension's number, and the position in the recording
         self._threads: dict[int, int] = {}
+        self._graphs: dict[int, int] = {}  # the first launch of each
         self._by_stream: defaultdict[int, _Order] = defaultdict(_Order)
         self._by_thread: defaultdict[int, _Order] = defaultdict(_Order)
         self._waits: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # not yet passed to a launch
@@ -231,7 +232,7 @@ class _Reader:
         return Recording(tuple(self._names[number] for number in self._streams), tuple(launches))
 
     def _launch(self, index: int, entry: dict[str, Any]) -> Launch:
-        stream, thread, op = entry["stream"], entry["thread"], entry["op"]
+        stream, thread, op, graph = entry["stream"], entry["thread"], entry["op"], entry["graph"]
         return Launch(
             index=index,
             op=op,
@@ -250,6 +251,7 @@ class _Reader:
             issued_after=_last(self._by_thread, self._issued_after.pop(thread), but=thread),
             host_seconds=entry["host_seconds"],
             stack=entry["stack"],
+            graph=self._graphs.setdefault(graph, index) if graph else None,
         )
 
     def _place(self, stream: int) -> int:

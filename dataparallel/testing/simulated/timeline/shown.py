@@ -29,9 +29,11 @@ def _step(result: Schedule) -> str:
     launches = result.recording.launches
     copies = sum(launch.copy is not None for launch in launches)
     exposed, time = result.exposed_communication, result.time
+    in_graphs = len(launches) - result.recording.calls
+    by_host = f", by {result.recording.calls} calls of the host" if in_graphs else ""
     share = f"{100 * exposed / time if time else 0:.1f} % of the step"
     rows = [
-        ("step", _ms(time), f"{len(launches)} launches, {copies} of them copies between two places"),
+        ("step", _ms(time), f"{len(launches)} launches, {copies} of them copies between two places{by_host}"),
         ("any link is busy", _ms(result.communication), f"{result.overlap:.1f} % of it the step does not wait for"),
         ("exposed communication", _ms(exposed), share),
         ("no thread issues", _ms(result.host_idle), ""),
@@ -221,10 +223,11 @@ def _slices(result: Schedule) -> Iterator[Event]:
         }
         if launch.stack:
             about["stack"] = launch.stack
-        yield {
-            "ph": "X", "cat": "issue", "name": called, "args": {"launch": index}, **_host_row(result, index),
-            **span(solution.issue[index], solution.reached[index]),
-        }  # fmt: skip
+        if launch.is_call:
+            yield {
+                "ph": "X", "cat": "issue", "name": called, "args": {"launch": index},
+                **_host_row(result, index), **span(solution.issue[index], solution.reached[index]),
+            }  # fmt: skip
         yield {
             "ph": "X", "cat": "kernel" if launch.copy is None else "copy", "name": called, "args": about,
             **_device_row(result, index), **span(solution.start[index], solution.end[index]),

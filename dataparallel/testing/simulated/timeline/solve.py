@@ -77,6 +77,11 @@ def checked(recording: Recording) -> Recording:
         for name in ("waits", "host_waits", "issued_after"):
             if late := [other for other in getattr(launch, name) if not 0 <= other < position]:
                 raise ValueError(f"{what} has {late} among its {name}: only launches before it can be there")
+        graph = launch.graph
+        if graph is not None and graph != position:
+            first = recording.launches[graph] if 0 <= graph < position else None
+            if first is None or (first.graph, first.thread) != (graph, launch.thread):
+                raise ValueError(f"{what} is in the graph of launch {graph}, which does not begin one before it")
     return recording
 
 
@@ -101,9 +106,9 @@ def knows_issued(launch: Launch, before: int | None) -> Iterator[int]:
 def host_order(recording: Recording) -> list[int]:
     """Indices of all launches, in a fair merge of the threads.
 
-    It is the order on a host where each launch keeps its thread for one unit of time, where any number of threads
-    issue at once, and where the devices take no time. Launches of one time come by index. A launch comes after all
-    launches that it waits for.
+    It is the order on a host where each call keeps its thread for one unit of time, where any number of threads issue
+    at once, and where the devices take no time. Launches of one time come by index. A launch comes after all launches
+    that it waits for.
     """
     free: dict[int, int] = {}
     times: list[int] = []
@@ -112,7 +117,7 @@ def host_order(recording: Recording) -> list[int]:
         for other in (*knows_issued(launch, before), *launch.host_waits):
             time = max(time, times[other])
         times.append(time)
-        free[launch.thread] = time + 1
+        free[launch.thread] = time + 1 if launch.is_call else time
     return sorted(range(len(times)), key=times.__getitem__)
 
 
@@ -232,7 +237,7 @@ class _Solver:
         own = self.last_of_thread.get(launch.thread)
         if own is not None and self.reached[own] > time:
             time, bound = self.reached[own], Bound("thread", own)
-        if not launch.in_backward:
+        if launch.is_call and not launch.in_backward:
             holder = self._holder(launch.thread)
             if holder is not None and self.released[holder] > time:
                 time, bound = self.released[holder], Bound("lock", holder)

@@ -23,7 +23,7 @@ def joined(paths: dict, **links) -> Wiring:
 
 REFUSED = [
     *((lambda n=n, v=v: Host(**{n: v}), rf"Host\.{n} is 0 or more, and finite; got")
-      for n in ("lock", "rest", "backward", "measured") for v in (-1e-6, math.inf, math.nan)),
+      for n in ("lock", "rest", "backward", "measured", "graph") for v in (-1e-6, math.inf, math.nan)),
     (lambda: Host(cores=0), r"Host\.cores is 1 or more; got 0"),
     *((lambda v=v: Path(v, 0, ()), r"Path\.bandwidth is more than 0") for v in (0, -1, math.nan)),
     (lambda: Path(1, -1, ()), r"Path\.latency is 0 or more"),

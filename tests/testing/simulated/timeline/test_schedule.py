@@ -99,6 +99,30 @@ class TestHost:
                 program.kernel((0, thread), 1, thread=thread, in_backward=True)
         assert run(program, machine(1, host=Host(3, 4, 5))).issue == [0, 0, 0, 0, 7, 5, 5, 5]
 
+    @pytest.mark.parametrize("in_backward", [False, True])
+    def test_a_graph_is_one_call(self, in_backward):
+        program = Program()
+        for _ in range(3):
+            program.kernel((0, 0), 2, graph=0, in_backward=in_backward)
+        program.kernel((0, 1), 1, thread=1)
+        program.kernel((0, 0), 1)
+        result = run(program, machine(1, host=Host(3, 4, 5, graph=10)))
+        locked = 0 if in_backward else 3
+        begins = 10 + locked
+        assert result.issue == [0, begins, begins, locked, begins]
+        assert result.start == [begins, begins + 2, begins + 4, locked + 7, begins + 7]
+        assert [thread.launches for thread in result.threads] == [2, 1]
+
+    def test_the_rest_of_a_graph_waits_for_no_lock(self):
+        program = Program()
+        program.kernel((0, 0), 1, graph=0)
+        for _ in range(3):
+            program.kernel((0, 1), 1, thread=1)
+        program.kernel((0, 0), 1, graph=0)
+        result = run(program, machine(1, host=Host(3, 4, 5, graph=0)))
+        assert (result.start[0], result.start[-1]) == (3, 4)
+        assert result.recording.calls == 4
+
     def test_a_host_wait_holds_up_what_its_thread_issues(self):
         program = Program()
         first = program.kernel((0, 0), 10)
@@ -128,6 +152,17 @@ class TestHost:
 
 
 class TestErrors:
+    @pytest.mark.parametrize("fields", [{"graph": 1}, {"graph": 5}, {"graph": -1}, {"graph": 0, "thread": 1}])
+    def test_a_graph_that_does_not_begin_before(self, fields):
+        program = Program()
+        program.kernel((0, 0), graph=0)
+        program.kernel((0, 0))
+        program.kernel((0, 0), **fields)
+        with pytest.raises(
+            ValueError, match=r"launch 2 \(aten::mm\) is in the graph of launch -?\d, which does not begin"
+        ):
+            schedule(program.recording(), machine(1))
+
     def test_a_machine_with_too_few_devices(self):
         program = Program()
         program.kernel((4, 0))

@@ -31,7 +31,14 @@ STREAMS = tuple(StreamName(device, stream) for device in range(DEVICES) for stre
 
 @st.composite
 def recordings(draw: st.DrawFn) -> Recording:
-    return Recording(STREAMS, tuple(draw(launches(index)) for index in range(draw(st.integers(0, 24)))))
+    found: list[Launch] = []
+    graphs: dict[int, int | None] = {}  # for each thread that of its last launch
+    for index in range(draw(st.integers(0, 24))):
+        launch = draw(launches(index))
+        graph = draw(st.sampled_from([None, index, graphs.get(launch.thread)]))
+        graphs[launch.thread] = graph
+        found.append(replace(launch, graph=graph))
+    return Recording(STREAMS, tuple(found))
 
 
 @st.composite
@@ -90,6 +97,7 @@ def wirings(draw: st.DrawFn) -> Wiring:
 @st.composite
 def machines(draw: st.DrawFn) -> Machine:
     host = Host(draw(costs), draw(costs), draw(costs), draw(st.none() | costs), draw(st.none() | st.integers(1, 3)))
+    host = replace(host, graph=draw(costs))
     flops = {"float32": draw(rates)}
     return Machine("drawn", DEVICES, flops, draw(rates), draw(costs), draw(wirings()), host)
 
@@ -115,7 +123,14 @@ def better(draw: st.DrawFn, machine: Machine) -> Machine:
         machine.memory_bandwidth * by(),
         machine.kernel_latency / by(),
         Wiring(links, paths),
-        Host(host.lock / by(), host.rest / by(), host.backward / by(), measured, more_cores(host, draw(st.booleans()))),
+        Host(
+            host.lock / by(),
+            host.rest / by(),
+            host.backward / by(),
+            measured,
+            more_cores(host, draw(st.booleans())),
+            host.graph / by(),
+        ),
     )
 
 
@@ -125,7 +140,7 @@ def more_cores(host: Host, one_more: bool) -> int | None:
 
 
 def fair_merge(recording: Recording) -> list[int]:
-    """The host order, from its description: in each unit of time each thread issues one launch, if it can."""
+    """The host order, from its description: in each unit of time each thread makes one call, if it can."""
     order: list[int] = []
     issued: set[int] = set()
     before = stream_before(recording)
@@ -135,7 +150,8 @@ def fair_merge(recording: Recording) -> list[int]:
             known = {*launch.waits, *launch.host_waits, *launch.issued_after, before[launch.index]} - {None}
             if launch.index in issued or launch.thread in busy:
                 continue
-            busy.add(launch.thread)  # this one is the next of its thread, now or later
+            if launch.is_call or not known <= issued:
+                busy.add(launch.thread)  # this one is the next of its thread, now or later
             if known <= issued:
                 issued.add(launch.index)
                 order.append(launch.index)
@@ -163,7 +179,7 @@ def test_each_time_is_the_latest_of_what_it_waits_for(recording, machine):
         issue = max(
             [
                 own.get(launch.thread, 0.0),
-                0.0 if launch.in_backward or len(busy) < at_a_time else busy[-at_a_time],
+                0.0 if launch.in_backward or not launch.is_call or len(busy) < at_a_time else busy[-at_a_time],
                 *(solution.end[other] for other in launch.host_waits),
                 *(solution.issue[other] for other in (*launch.issued_after, *launch.waits, *on_stream)),
             ]
@@ -172,7 +188,7 @@ def test_each_time_is_the_latest_of_what_it_waits_for(recording, machine):
         reached = issue + locked + rest
         assert (solution.issue[index], solution.reached[index]) == (issue, reached)
         own[launch.thread] = reached
-        if not launch.in_backward:
+        if launch.is_call and not launch.in_backward:
             released[launch.thread] = issue + locked
         links = machine.wiring.paths[launch.copy].links if launch.copy else ()
         free = [sorted(ends[link])[-machine.wiring.links[link]] for link in links if link_is_full(ends, machine, link)]

@@ -35,6 +35,15 @@ class TestSummary:
         assert lines[3].split()[:5] == ["any", "link", "is", "busy", "4000.000"]
         assert lines[4].split()[:3] == ["exposed", "communication", "4000.000"]
 
+    def test_it_counts_the_calls_of_the_host_where_there_are_graphs(self):
+        program = Program()
+        for _ in range(3):
+            program.kernel((0, 0), graph=0)
+        (line,) = [
+            line for line in schedule(program.recording(), machine(1)).summary().splitlines() if line.startswith("step")
+        ]
+        assert line.endswith("3 launches, 0 of them copies between two places, by 1 calls of the host")
+
     @pytest.mark.parametrize(
         "row",
         [
