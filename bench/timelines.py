@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -207,12 +207,16 @@ class Steps:
         self._optimizer.zero_grad()
 
 
-def record(run: Callable[[], None]) -> Recorded:
-    """What two calls of ``run`` launch, from idle devices. The first of them is the beginning of the recording."""
-    for device in range(torch.sim.device_count()):
-        torch.sim.synchronize(device)
-    with torch.sim.timeline() as timeline:
-        with torch.sim.counted() as counts:
+def record(run: Callable[[], None], simulator: Any = None) -> Recorded:
+    """What two calls of ``run`` launch, from idle devices. The first of them is the beginning of the recording.
+
+    ``simulator`` has the timeline and the counts; ``torch.sim`` by default.
+    """
+    simulator = simulator or torch.sim
+    for device in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(device)
+    with simulator.timeline() as timeline:
+        with simulator.counted() as counts:
             run()
         run()
     both = timeline.recording
