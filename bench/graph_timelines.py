@@ -55,7 +55,15 @@ TASKS = (
     (GPT_256, INFERENCE),
     (RESNET50_4, INFERENCE),
 )
-CASES = ((TORCH, False), (WRAPPER, False), (WRAPPER, True), (REPLICATE, False), (REPLICATE, True), (SHARDED, False))
+CASES = (
+    (TORCH, False),
+    (WRAPPER, False),
+    (WRAPPER, True),
+    (REPLICATE, False),
+    (REPLICATE, True),
+    (SHARDED, False),
+    (SHARDED, True),
+)
 """The ways in one process, without graphs and with them."""
 
 
