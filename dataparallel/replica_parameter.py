@@ -36,6 +36,13 @@ class ReplicaParameter(torch.Tensor):
                 "broadcast, not a leaf. Set it on the source module before its forward"
             )
 
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        # That of a fully sharded module has no memory while its unit is not gathered. Reading it would crash the
+        # process, and a test runner prints the arguments of a function that has raised.
+        if self.layout is torch.strided and self.numel() and not self.untyped_storage().nbytes():
+            return f"<freed parameter of shape {[*self.shape]} and {self.dtype} on {self.device}>"
+        return str(super().__repr__(**options))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         raise RuntimeError(
             "cannot deepcopy a parameter of a replica: it is a copy made by the broadcast, not a leaf, and belongs to "

@@ -28,6 +28,14 @@ def test_operators_return_plain_tensors(parameter: Tensor) -> None:
     assert type(parameter + 1) is Tensor
 
 
+def test_it_is_shown_without_values_if_it_has_no_memory(parameter: Tensor) -> None:
+    shown = repr(parameter)
+    assert "[2., 2.]" in shown
+    parameter.untyped_storage().resize_(0)
+    assert repr(parameter) == "<freed parameter of shape [2] and torch.float32 on cpu>"
+    assert str(parameter) == repr(parameter)
+
+
 def test_it_is_refused_what_is_meant_for_leaves(parameter: Tensor) -> None:
     assert parameter.requires_grad_() is parameter
     with pytest.raises(RuntimeError, match="Set it on the source module before its forward"):
