@@ -231,7 +231,7 @@ class FullBuffer:
         return self._buffer.view(torch.uint8)
 
     def allocate(self) -> None:
-        """Gives the parameters memory. `fill` gives them values."""
+        """Gives the parameters memory. `fill` gives them values, and calls this first if nobody has."""
         self._storage.resize_(self.nbytes)
         if self._versions and _torch.set_versions:
             _torch.set_versions(tuple(self.tensors), self._versions)
@@ -239,6 +239,8 @@ class FullBuffer:
     def fill(self) -> Tensor:
         """Copies the parameters out of ``gathered``, and returns this matrix, which is not kept."""
         assert self.gathered is not None
+        if not self._storage.nbytes():
+            self.allocate()
         if self._layout_of_gathered is None:
             self._buffer.copy_(self.gathered)
         else:
