@@ -449,7 +449,7 @@ def take_room(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], unit: An
     ("where", "what"),
     [
         ((JointGathers, "_launch"), "parameters"),
-        ((FullBuffer, "fill"), "parameters"),
+        ((FullBuffer, "allocate"), "parameters"),
         ((UnitGradients, "_packed"), "gradients"),
         ((UnitSums, "add_up"), "summed gradients"),
     ],
