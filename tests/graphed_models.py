@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import compiled_models
-from dataparallel import DataParallel
-from dataparallel.composable import fully_shard, replicate
+import each_form
+from dataparallel.composable import fully_shard
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.testing.cases import Batch, generator, numbers, seeded, tokens
 from dataparallel.testing.steps import mean_square_loss
@@ -196,15 +196,7 @@ MODELS: dict[str, Model] = {
 }
 
 
-def wrapped(model: nn.Module, slots: list, **options: Any) -> Any:
-    return DataParallel(model, slots, **options)
-
-
-def in_place(model: nn.Module, slots: list, **options: Any) -> Any:
-    return replicate(model, devices=slots, **options)
-
-
-FORMS: dict[str, Any] = {"DataParallel": wrapped, "replicate": in_place, "fully_shard": sharded}
+FORMS: dict[str, Any] = {**each_form.FORMS, "fully_shard": sharded}
 """Each is called with a model, the slots and options. `fully_shard` makes a unit of each of the model's ``units()``."""
 
 

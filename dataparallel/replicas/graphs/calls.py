@@ -244,8 +244,8 @@ class _Captures:
         captured = self._of_kind[kind]
         why_no_hooks = _torch.why_saved_tensors_hooks_are_disabled()
         if captured is not None and why_no_hooks is None:
-            with self._pools.launching():
-                if captured.may_be_launched:
+            with self._pools.launching:
+                if captured.may_be_launched():
                     for registry in late:
                         registry.wait_for_all()
                     self.segment.launches += 1

@@ -2,8 +2,8 @@
 
 Arguments, outputs and gradients have fixed places. A launch copies arguments in, unless they are in their places, and
 hands out the outputs where they are. Parameters are read where they are; those that are gathered for a call come to the
-same addresses each time (``sharded.units.fixed_memory``). Gradients are copied out, because their place
-is written again by the next launch, except that of an output of another capture, which goes to where that one reads it.
+same addresses each time (``sharded.units.fixed_memory``). The next launch writes over gradients, so they are copied
+out. Only the gradient of another capture's output is left where that capture reads it.
 
 The capture follows `torch.cuda.make_graphed_callables` in what it records; it warms up by calls that run as they are.
 """
@@ -77,7 +77,7 @@ class Captured:
         self.is_waiting = False
         self.launches = self.misses = 0
         self._launched_on: set[torch.Stream] = set()
-        self._memory = pools.for_backward(_torch.current_stream_at(place.device.index))
+        self._memory = pools.for_backward(_torch.current_stream_at(place.device.index)) if self._records else None
         with (
             _one_at_a_time,
             torch.inference_mode(False),
@@ -161,7 +161,9 @@ class Captured:
         self._targets = [self._place.claim_grad(leaf) for leaf in given if leaf.requires_grad]
         self.grad_outputs = [torch.zeros_like(output) for output in self.outputs_with_grad]
         self._place.note_grads(self.outputs_with_grad, self.grad_outputs, self)
-        buffers = self._memory.buffers_for(wanted)
+        memory = self._memory
+        assert memory is not None  # gradients are recorded
+        buffers = memory.buffers_for(wanted)
 
         def backward() -> None:
             # The graph is kept: what the forward has saved must keep its memory as long as the forward is launched.
@@ -170,7 +172,7 @@ class Captured:
             )
             self._grads = FlatGrads(found, [*self._targets, *[None] * len(self._leaves)], buffers)
 
-        self._backward, _ = self._graph(self._memory.handle, backward)
+        self._backward, _ = self._graph(memory.handle, backward)
 
     def _graph(self, pool: Any, function: Callable[[], Any]) -> tuple[Any, Any]:
         graph = torch.cuda.CUDAGraph()
@@ -191,9 +193,11 @@ class Captured:
         stay = [*map(Tensor.data_ptr, self._tensors)] == self._addresses
         return stay and (self._fixed is None or self._fixed.are_valid())
 
-    @property
     def may_be_launched(self) -> bool:
-        """True if no backward needs what a launch writes over, and gathered parameters are where they were."""
+        """True if no backward needs what a launch writes over, and gathered parameters are where they were.
+
+        Call it once for each launch: it counts `misses`.
+        """
         is_in_place = self._fixed is None or self._fixed.are_current()
         self.misses = 0 if is_in_place else self.misses + 1
         return is_in_place and not self.is_waiting and self._pool.may_launch(self)

@@ -7,8 +7,7 @@ left there, and is not made while one of them still needs it. ``captured`` and `
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,18 +67,16 @@ class BackwardMemory:
 
 
 class Pools:
-    """The memory of one slot. Any thread may use it."""
+    """The memory of one slot. Any thread may use it.
+
+    Attributes:
+        launching: held while a thread asks whether a forward of the slot may be launched, and launches it.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.launching = threading.Lock()
         self._forward: WeakMembers[ForwardPool] = WeakMembers()
         self._backward: dict[torch.Stream, BackwardMemory] = {}
-
-    @contextmanager
-    def launching(self) -> Iterator[None]:
-        """Inside the block no other thread launches a forward of the slot."""
-        with self._lock:
-            yield
 
     def for_forward(self) -> ForwardPool:
         """The pool for a forward with gradients that is captured now. It lives as long as its captures."""

@@ -113,13 +113,17 @@ class FixedAddresses:
         if not self._unit.is_full or self.are_current():
             yield
             return
-        holder = self._region.holder
         with ExitStack() as stack, torch.no_grad():
+            holder = self._region.holder
+            while holder is not None:
+                stack.enter_context(holder.not_running())
+                if self._region.holder is holder:
+                    break
+                holder = self._region.holder  # another thread has freed it meanwhile
             if holder is None:
                 with self._region.allocating():
                     memory = [torch.empty_like(flat) for flat in self._unit.flats]
             else:
-                stack.enter_context(holder.not_running())
                 memory = holder.flats
                 for flat in memory:
                     stack.callback(flat.copy_, flat.clone())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import wait_for_the_engine
 from torch import Tensor
 
 from dataparallel.replicas.graphs.calls import MOST_CAPTURES
@@ -84,6 +85,7 @@ class Soak:
     def sizes(self) -> dict[str, Any]:
         """What must not grow."""
         self.optimizer.zero_grad()
+        wait_for_the_engine(self.slots)
         gc.collect()
         torch.cuda.synchronize()
         return {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import wait_for_the_engine
 from torch import Tensor
 
 from dataparallel.testing.cases import numbers, seeded
@@ -90,6 +91,7 @@ def expected(form: str, slots: list) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 def allocated(slots: list) -> list[int]:
+    wait_for_the_engine(slots)
     gc.collect()
     torch.cuda.synchronize()
     return [torch.cuda.memory_allocated(slot) for slot in slots]
