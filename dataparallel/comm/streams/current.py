@@ -6,6 +6,7 @@ torch's own events and contexts have effects that hurt a library with many threa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -61,6 +62,10 @@ a graph, so nobody else may use it.
 """
 
 _kept: dict[tuple[torch.device, int], torch.Stream] = {}
+_making = threading.Lock()
+
+_TORCH_HAS = 32
+"""How many streams of a device torch hands out in turn."""
 
 
 def kept_stream(device: torch.device, purpose: str, number: int = 0) -> torch.Stream:
@@ -71,8 +76,17 @@ def kept_stream(device: torch.device, purpose: str, number: int = 0) -> torch.St
     streams = _STREAMS[purpose]
     key = device, streams[number % len(streams)]
     if key not in _kept:
-        _kept.setdefault(key, torch.Stream(device))
+        with _making:
+            if key not in _kept:
+                _kept[key] = _another(device)
     return _kept[key]
+
+
+def _another(device: torch.device) -> torch.Stream:
+    """A stream that is none of those that are kept, if the device has so many."""
+    taken = [stream for (where, _), stream in _kept.items() if where == device]
+    streams = (torch.Stream(device) for _ in range(_TORCH_HAS))
+    return next((stream for stream in streams if stream not in taken), torch.Stream(device))
 
 
 def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.Stream]:

@@ -32,6 +32,16 @@ class TestOnADevice:
         others = [kept_stream(root, purpose, 0) for purpose in current._STREAMS if purpose != "captures"]
         assert kept_stream(root, "captures") not in others
 
+    def test_they_are_distinct_though_others_take_streams(self, root: torch.device) -> None:
+        """torch has 32 streams for a device, and hands them out in turn."""
+        first = kept_stream(root, "sums")
+        while torch.Stream(root) != first:
+            pass
+        for _ in range(31):
+            torch.Stream(root)  # the next one is the first again
+        assert kept_stream(root, "captures") != first
+        assert len(kept_streams(root)) == 9
+
     def test_are_the_same_for_all_who_ask(self, root: torch.device) -> None:
         assert kept_stream(root, "sums") is kept_stream(root, "sums", 5)
 

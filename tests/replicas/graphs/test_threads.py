@@ -19,6 +19,7 @@ from dataparallel.testing.cases import numbers, seeded
 from graphed_models import FORMS, Row, SmoothLayer, made
 from graphed_nets import SETTLE, reasons, segments
 from sharded_steps import Model
+from spare_streams import spare_stream
 
 pytestmark = [
     pytest.mark.devices("cuda"),
@@ -40,14 +41,16 @@ class Others:
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        streams = {slot: torch.cuda.Stream(slot) for slot in self.slots}
+        # Not the one that captures, which torch hands out again after 32 others.
+        streams = {slot: spare_stream(slot) for slot in self.slots}
         while not self._stopped.is_set():
             for slot, stream in streams.items():
                 with torch.cuda.device(slot), torch.cuda.stream(stream):
-                    self._use(slot, stream)
+                    self._use(slot)
             self.rounds += 1
 
-    def _use(self, slot: torch.device, stream: torch.cuda.Stream) -> None:
+    def _use(self, slot: torch.device) -> None:
+        stream = torch.cuda.current_stream(slot)
         # Larger than what is free by now, so that CUDA is asked for memory.
         large = torch.empty(LARGE + self.rounds % 64 * 2**20, dtype=torch.uint8, device=slot)
         pageable = torch.arange(64.0)
