@@ -20,6 +20,7 @@ from dataparallel.composable import fully_shard
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.testing.cases import Batch, generator, numbers, seeded, tokens
 from dataparallel.testing.steps import mean_square_loss
+from graphed_nets import read_by_the_host
 from sharded_models import GPT, LENGTH, VOCABULARY, WIDTH, Apart, ResNet, Units
 from sharded_steps import Model, moved, on_device, sharded, whole
 
@@ -45,10 +46,14 @@ class SmoothLayer(Layer):
 
 
 class Row(nn.Module):
-    """Layers one after the other. `between` is called before each of them, and runs for each call."""
+    """Layers one after the other, and `between` is called before each of them.
 
-    def __init__(self, kind: Callable[[], nn.Module] = Layer) -> None:
+    ``by_parts``: only the layers can be captured, and `between` runs for each call.
+    """
+
+    def __init__(self, kind: Callable[[], nn.Module] = Layer, by_parts: bool = False) -> None:
         super().__init__()
+        self.by_parts = by_parts
         self.first, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
         self.layers = nn.ModuleList(kind() for _ in range(3))
 
@@ -59,6 +64,8 @@ class Row(nn.Module):
         return x
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.by_parts:
+            read_by_the_host(x)
         x = self.first(x)
         for number, layer in enumerate(self.layers):
             x = layer(self.between(x, number))

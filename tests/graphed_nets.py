@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
@@ -29,19 +30,48 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two segments, and operators before, between and after them."""
+    """Two parts, and operators before, between and after them. ``by_parts``: the whole cannot be captured."""
 
-    def __init__(self, rate: float = 0.0) -> None:
+    def __init__(self, rate: float = 0.0, by_parts: bool = False) -> None:
         super().__init__()
+        self.by_parts = by_parts
         self.first = nn.Linear(4, WIDTH)
         self.blocks = nn.ModuleList([Block(rate), Block(rate)])
         self.norm, self.last = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+        x = self.begin(x)
         for block in self.blocks:
             x = block(x).tanh()
         return self.last(self.norm(x))
+
+    def begin(self, x: Tensor) -> Tensor:
+        if self.by_parts:
+            read_by_the_host(x)
+        return self.first(x)
+
+
+def read_by_the_host(x: Tensor) -> None:
+    """What forbids a capture."""
+    x.detach().sum().item()
+
+
+def by_parts(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Builds modules of which only parts can be captured when gradients are recorded."""
+
+    def build() -> nn.Module:
+        module = kind()
+        cls = type(module)
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                read_by_the_host(next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
+            return cls.forward(self, *args, **kwargs)
+
+        module.__class__ = type(cls.__name__, (cls,), {"forward": forward})
+        return module
+
+    return build
 
 
 def build(root: torch.device, kind: Callable[[], nn.Module] = Net) -> nn.Module:
@@ -79,5 +109,6 @@ def captured(network: Any) -> dict[str, int]:
     return found
 
 
-def reasons(network: Any) -> set[str]:
-    return {reason for segment in segments(network) for reason in segment.reasons}
+def reasons(network: Any, of_parts: bool = False) -> set[str]:
+    found = [segment for segment in segments(network) if segment.name or not of_parts]
+    return {reason for segment in found for reason in segment.reasons}

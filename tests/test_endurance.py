@@ -14,6 +14,7 @@ from torch import nn
 
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
+from freed_later import freed_later
 from memory import live_objects
 from selection import others_long
 
@@ -116,6 +117,7 @@ def test_dropping_the_wrapper_frees_the_module(slots, root):
         gc.enable()
 
 
+@freed_later
 @pytest.mark.parametrize(
     "build",
     [

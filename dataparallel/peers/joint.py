@@ -18,7 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from dataparallel import _torch
 from dataparallel.comm.streams.current import Event, current_streams, memory_of, streams_set
 from dataparallel.peers.checkpoint import check_checkpoints, note_results, replayed_place, results_of_forward
-from dataparallel.replicas.graphs.captured import CannotBeCaptured, is_capturing
+from dataparallel.replicas.graphs.captured import CannotBeCaptured
+from dataparallel.replicas.graphs.pieces import is_capturing
 from dataparallel.threads.meetings import Place, here
 
 

@@ -15,6 +15,7 @@ from dataparallel import DataParallel, comm
 from dataparallel.comm.streams.current import streams_set
 from dataparallel.forms.persistent_tensors import PersistentTensors
 from dataparallel.replicas.kept_replicas import KeptReplicas
+from freed_later import freed_later
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -200,6 +201,7 @@ def test_an_optimizer_in_backward(both: Any) -> None:
     assert_same([*both.net.parameters()], [*both.twin.parameters()])
 
 
+@freed_later
 def test_what_is_dropped_is_freed_without_a_collection(slots: list, root: torch.device) -> None:
     net = build(root)
     wrapped = with_persistent_replicas(net, slots)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dataparallel.composable import replicate
 from dataparallel.gradients.ordered_pass import BucketSum
+from freed_later import freed_later
 
 
 class Arrived:
@@ -130,6 +131,7 @@ class Failing(torch.autograd.Function):
         raise ArithmeticError("in backward")
 
 
+@freed_later
 def test_a_pass_that_fails_before_it_launches_is_told(model: Any, recorder: Recorder, root: torch.device) -> None:
     x = batch_of(0, 0).to(root)
     model.last.register_forward_hook(lambda module, args, output: Failing.apply(output))

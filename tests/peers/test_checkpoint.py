@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sysconfig
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -126,6 +128,10 @@ def test_around_the_whole_call_the_replicas_meet_again(slots, batch, reentrant):
             torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.skipif(
+    bool(sysconfig.get_config_var("Py_GIL_DISABLED")) and torch.__version__ < "2.13",
+    reason="a checkpoint that fails leaves its hooks in a thread, where Python frees its frame in another one",
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_checkpoint_inside_says_what_to_use(slots, batch, reentrant):
     def inside(chunk: Tensor, weight: Tensor) -> Tensor:

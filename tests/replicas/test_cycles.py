@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from circles import Circular, Straight, least
 from dataparallel import DataParallel
+from freed_later import freed_later
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "no_collector")
+pytestmark = [pytest.mark.usefixtures("one_intra_op_thread", "no_collector"), freed_later]
 
 
 class BoundForward(Straight):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dataparallel import DataParallel
+from freed_later import freed_later
 from memory import allocated
 from nets import HELD, HOLDS
 
@@ -176,6 +177,7 @@ def test_what_is_cached_by_weak_reference_is_not_found_again(key, slots, root, x
         assert not wrapped(x).any()
 
 
+@freed_later
 def test_activations_are_not_held_after_a_call(call, no_collector) -> None:
     left: list[weakref.ref[Tensor]] = []
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.composable import fully_shard, replicate
+from freed_later import freed_later
 from nets import DOES, Net
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -80,6 +81,7 @@ def test_what_a_forward_leaves_is_gone_with_the_replicas(leave: Callable, net: n
     assert not modules_of(net, x) & before
 
 
+@freed_later
 def test_memory_of_a_new_attribute_is_free_after_the_call(net: nn.Module, x: Tensor) -> None:
     made: list[weakref.ref[Tensor]] = []
 

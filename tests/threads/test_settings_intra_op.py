@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, parallel_apply
+from dataparallel.threads.permit_numbers import numbers_for
 from probe import Probe, intra_op_threads
 
 pytestmark = pytest.mark.devices("cpu")
@@ -35,13 +36,19 @@ def seen(slots: list, recording: bool = False, **options: Any) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("number", "workers", "each"), [(6, None, 2), (6, 3, 2), (6, 2, 3), (6, 1, 6), (7, 3, 2), (2, 3, 1), (1, 3, 1)]
+    ("number", "workers", "each"), [(6, 3, 2), (6, 2, 3), (6, 1, 6), (7, 3, 2), (2, 3, 1), (1, 3, 1)]
 )
 def test_those_that_run_at_the_same_time_divide_them(number: int, workers: int | None, each: int) -> None:
     with intra_op_threads(number):
         assert seen(CPU, workers=workers) == {each}
         assert torch.get_num_threads() == number
         assert in_a_fresh_thread(torch.get_num_threads) == number
+
+
+def test_without_a_number_of_workers_as_many_run_as_the_cores_allow() -> None:
+    """With a lock all of them. Without one, as many as there are cores."""
+    with intra_op_threads(6):
+        assert seen(CPU) == {6 // numbers_for(len(CPU)).first}
 
 
 def test_again_at_every_call() -> None:

@@ -21,8 +21,9 @@ from dataparallel import _torch
 from dataparallel.replicas.build import ParameterRegistry
 from dataparallel.replicas.compiled.calls import CALL
 from dataparallel.replicas.compiled.functions import by_call_impl
-from dataparallel.replicas.graphs.captured import CannotBeCaptured, Captured, is_capturing
+from dataparallel.replicas.graphs.captured import CannotBeCaptured, Captured
 from dataparallel.replicas.graphs.kinds import contents_of, kind_of
+from dataparallel.replicas.graphs.pieces import current_pieces
 from dataparallel.replicas.graphs.places import Place
 from dataparallel.replicas.graphs.pools import ForwardPool, Pools
 from dataparallel.replicas.graphs.segments import Segments, why_none
@@ -181,18 +182,39 @@ class _GraphedCall:
         self._is_root = not name
         self._is_captured = {False: name in segments.without_gradients, True: name in segments.with_gradients}
         # Their lookups wait for parameters that are on their way. A graph looks nothing up.
-        registries = [vars(child)["_parameters"] for child in module.modules()]
-        self._late = [registry for registry in registries if isinstance(registry, ParameterRegistry)]
+        registries = enumerate(vars(child)["_parameters"] for child in module.modules())
+        self._late = [late for late in registries if isinstance(late[1], ParameterRegistry)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        if is_capturing():
+        pieces = current_pieces()
+        if pieces is not None:
+            pieces.part_begins(module, args, kwargs)
+        # A checkpoint runs a forward again in a backward, and has to find the same operators.
+        if pieces is not None or _torch.is_in_backward():
             return by_call_impl(module, *args, **kwargs)
         if self._is_captured[torch.is_grad_enabled()]:
             output = self._captures.call(module, args, kwargs, self._late)
         else:
             output = by_call_impl(module, *args, **kwargs)
         return self._captures.apart(output) if self._is_root else output
+
+
+_of_thread = threading.local()
+
+
+def _as_it_is(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a module that has graphs, or may get them, without one. No part of it is captured meanwhile."""
+    before = _is_part_of_another()
+    _of_thread.is_part_of_another = True
+    try:
+        return by_call_impl(module, *args, **kwargs)
+    finally:
+        _of_thread.is_part_of_another = before
+
+
+def _is_part_of_another() -> bool:
+    return getattr(_of_thread, "is_part_of_another", False)
 
 
 class _Captures:
@@ -210,21 +232,21 @@ class _Captures:
         return _torch.pytree.tree_map_only(Tensor, self._place.apart, output)
 
     def call(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], late: Sequence[ParameterRegistry]
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], late: Sequence[tuple[int, ParameterRegistry]]
     ) -> Any:
-        """Calls the module, by a graph if it can. ``late``: its registries whose lookups wait.
+        """Calls the module, by a graph if it can. ``late``: see `Captured.launch`.
 
         A call from another thread would write to the same places meanwhile, so it runs as it is.
         """
         if not self._busy.acquire(blocking=False):
-            return by_call_impl(module, *args, **kwargs)
+            return _as_it_is(module, args, kwargs)
         try:
             return self._call(module, args, kwargs, late)
         finally:
             self._busy.release()
 
     def _call(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], late: Sequence[ParameterRegistry]
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], late: Sequence[tuple[int, ParameterRegistry]]
     ) -> Any:
         leaves, spec = _torch.pytree.tree_flatten((args, kwargs))
         kind = kind_of(leaves, spec, self._place.device)
@@ -237,20 +259,21 @@ class _Captures:
         if kind not in self._of_kind:
             if self.segment.captures >= MOST_CAPTURES:
                 self._say(f"{MOST_CAPTURES} kinds of arguments are captured, and this is another one")
-                return by_call_impl(module, *args, **kwargs)
+                return _as_it_is(module, args, kwargs)
             if self._is_warming_up(kind):
                 return self._warm_up(kind, module, args, kwargs)
+            if _is_part_of_another():
+                return by_call_impl(module, *args, **kwargs)
             self._of_kind[kind] = self._capture(module, leaves, spec)
         captured = self._of_kind[kind]
-        why_no_hooks = _torch.why_saved_tensors_hooks_are_disabled()
-        if captured is not None and why_no_hooks is None:
+        if captured is None:
+            return by_call_impl(module, *args, **kwargs)
+        if _torch.why_saved_tensors_hooks_are_disabled() is None:
             with self._pools.launching:
                 if captured.may_be_launched():
-                    for registry in late:
-                        registry.wait_for_all()
                     self.segment.launches += 1
-                    return captured.launch(leaves)
-        return by_call_impl(module, *args, **kwargs)
+                    return captured.launch(leaves, late)
+        return _as_it_is(module, args, kwargs)
 
     def _is_warming_up(self, kind: Hashable) -> bool:
         if len(self._calls) > _MOST_KINDS:
@@ -260,7 +283,7 @@ class _Captures:
 
     def _warm_up(self, kind: Hashable, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = TreeState([*module.modules()], _torch.REGISTRIES)
-        output = by_call_impl(module, *args, **kwargs)
+        output = _as_it_is(module, args, kwargs)
         if not state.is_unchanged():
             self._of_kind[kind] = None
             self._say("its forward assigns to attributes")

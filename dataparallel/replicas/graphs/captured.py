@@ -11,7 +11,7 @@ The capture follows `torch.cuda.make_graphed_callables` in what it records; it w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -21,28 +21,24 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.autograd.node import saved_instead
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
-from dataparallel.replicas.build import collector_paused
+from dataparallel.replicas.build import ParameterRegistry, collector_paused
 from dataparallel.replicas.compiled.functions import by_call_impl
-from dataparallel.replicas.graphs.launch import Launch, Waiting, reads
+from dataparallel.replicas.graphs.launch import Launch, Stage, Waiting, reads
+from dataparallel.replicas.graphs.pieces import BackwardPiece, Pieces, captures
 from dataparallel.replicas.graphs.places import FlatGrads, Place
 from dataparallel.replicas.graphs.pools import ForwardPool, Pools
+from dataparallel.replicas.graphs.recording import Recording
 from dataparallel.replicas.plan import UNIT_MODULE
 
 _one_at_a_time = threading.Lock()
-_of_thread = threading.local()
 
 
 class CannotBeCaptured(Exception):
     """The reason for which a module runs as it is."""
 
 
-def is_capturing() -> bool:
-    """True while the calling thread captures."""
-    return getattr(_of_thread, "captures", False)
-
-
 class Captured:
-    """The graphs of one call of ``module``.
+    """The graphs of one call of ``module``: those of its forward, and if gradients are recorded, of its backward.
 
     Args:
         module: a module of a replica.
@@ -53,8 +49,7 @@ class Captured:
     Attributes:
         is_waiting: true while an autograd graph needs what the last launch has saved.
         launches: how often it was launched.
-        outputs, outputs_with_grad: the places of outputs, and of those that have gradients.
-        grad_outputs: the places in which the backward reads these gradients.
+        outputs: the places of outputs.
         misses: how often in a row it was not, because gathered parameters were elsewhere.
 
     Raises:
@@ -73,7 +68,8 @@ class Captured:
         tensors = [*module.parameters(), *module.buffers()]
         self._tensors = [tensor for tensor in tensors if id(tensor) not in gathered]
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]
-        self._parameters = [p for p in module.parameters() if p.requires_grad] if self._records else []
+        self._stages: list[Stage] = []
+        self._first_graph: Mapping[int, int] = {}
         self.is_waiting = False
         self.launches = self.misses = 0
         self._launched_on: set[torch.Stream] = set()
@@ -101,17 +97,21 @@ class Captured:
             torch.cuda.current_blas_handle()  # a thread's handle takes memory when it is made, which captures forbid
         generator = torch.cuda.default_generators[device.index]
         before = generator.clone_state()  # a capture that fails may leave the generator in it
+        parameters = [p for p in module.parameters() if p.requires_grad] if self._records else []
+        self._forward = Recording(self._pool.handle)
+        pieces = Pieces(module, parameters, self._forward.cut)
         Event(current).make_wait(stream)
         try:
             with (
                 streams_set({device: stream}),
-                _captures(self._place),
+                captures(pieces),
+                self._place.captures(),
                 _without_autocast_cache(),
-                self._leaves_in(module),
+                pieces.leaves_in_modules(),
             ):
                 self._capture_forward(module, leaves, spec)
-                if self.outputs_with_grad:
-                    self._capture_backward(leaves)
+                if any(output.requires_grad for output in self.outputs):
+                    self._capture_backward(leaves, pieces)
         except BaseException as error:
             generator.graphsafe_set_state(before)
             if not isinstance(error, (RuntimeError, CannotBeCaptured)):
@@ -122,69 +122,57 @@ class Captured:
         self._place.note_outputs(self.outputs, self)
         self._pool.add(self)
 
-    @contextmanager
-    def _leaves_in(self, module: nn.Module) -> Iterator[None]:
-        """Inside the block the module has leaves in the place of parameters that need gradients, in the same memory.
-
-        The nodes of the parameters belong to other streams, which a captured backward must not touch. Nor may a lookup
-        make the capturing stream wait for a parameter, so the registries are plain dicts.
-        """
-        self._leaves = [nn.Parameter(parameter.detach()) for parameter in self._parameters]
-        leaf_of = {id(parameter): leaf for parameter, leaf in zip(self._parameters, self._leaves, strict=True)}
-        registries = [(vars(child), vars(child)["_parameters"]) for child in module.modules()]
-        try:
-            for attributes, registry in registries:
-                items = dict.items(registry)
-                attributes["_parameters"] = {name: leaf_of.get(id(value), value) for name, value in items}
-            yield
-        finally:
-            for attributes, registry in registries:
-                attributes["_parameters"] = registry
-
     def _capture_forward(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> None:
         places = [leaf if place is None else place for leaf, place in zip(leaves, self._inputs, strict=True)]
         args, kwargs = _torch.pytree.tree_unflatten(places, spec)
         versions = [_torch.version_of(place) for place in self._inputs if place is not None]
-        self._forward, output = self._graph(self._pool.handle, lambda: by_call_impl(module, *args, **kwargs))
+        with self._forward.runs():
+            output = by_call_impl(module, *args, **kwargs)
         if versions != [_torch.version_of(place) for place in self._inputs if place is not None]:
             raise CannotBeCaptured("it writes to its arguments")
         self._output_leaves, self._output_spec = _torch.pytree.tree_flatten(output)
         self.outputs = [leaf for leaf in self._output_leaves if isinstance(leaf, Tensor)]
         if any(tensor.device != self._place.device for tensor in self.outputs):
             raise CannotBeCaptured("it returns tensors on another device")
-        self.outputs_with_grad = [tensor for tensor in self.outputs if tensor.requires_grad]
 
-    def _capture_backward(self, leaves: Sequence[Any]) -> None:
-        inputs = [place for place in self._inputs if place is not None and place.requires_grad]
-        wanted = inputs + self._leaves
-        given = [leaf for place, leaf in zip(self._inputs, leaves, strict=True) if place is not None]
-        self._targets = [self._place.claim_grad(leaf) for leaf in given if leaf.requires_grad]
-        self.grad_outputs = [torch.zeros_like(output) for output in self.outputs_with_grad]
-        self._place.note_grads(self.outputs_with_grad, self.grad_outputs, self)
+    def _capture_backward(self, leaves: Sequence[Any], pieces: Pieces) -> None:
         memory = self._memory
         assert memory is not None  # gradients are recorded
-        buffers = memory.buffers_for(wanted)
-
-        def backward() -> None:
-            # The graph is kept: what the forward has saved must keep its memory as long as the forward is launched.
-            found = torch.autograd.grad(
-                self.outputs_with_grad, wanted, self.grad_outputs, retain_graph=True, allow_unused=True
+        self._first_graph = pieces.first_graph
+        static = [place for place in self._inputs if place is not None and place.requires_grad]
+        given = [leaf for place, leaf in zip(self._inputs, leaves, strict=True) if place is not None]
+        wanted = [leaf for leaf in given if leaf.requires_grad]
+        outputs = [output for output in self.outputs if output.requires_grad]
+        grad_outputs = [torch.zeros_like(output) for output in outputs]
+        self._place.note_grads(outputs, grad_outputs, self)
+        for piece in pieces.of_backward(outputs, static):
+            is_top = not self._stages
+            inputs = [i for i, place in enumerate(static) if any(place is leaf for leaf in piece.leaves)]
+            leaves_of_parameters = piece.leaves[len(inputs) :]
+            stage = Stage(
+                outputs=self.outputs if is_top else [*piece.outputs],
+                have_grads=[output.requires_grad for output in self.outputs] if is_top else [True],
+                grad_outputs=grad_outputs,
+                inputs=inputs,
+                parameters=[pieces.parameter_of[id(leaf)][0] for leaf in leaves_of_parameters],
+                targets=[self._place.claim_grad(wanted[i]) for i in inputs],
+                recording=Recording(memory.handle),
             )
-            self._grads = FlatGrads(found, [*self._targets, *[None] * len(self._leaves)], buffers)
+            self._capture_stage(stage, piece, memory.buffers_for(piece.leaves))
+            self._stages.insert(0, stage)
+            grad_outputs = [*stage.grads_below]
 
-        self._backward, _ = self._graph(memory.handle, backward)
-
-    def _graph(self, pool: Any, function: Callable[[], Any]) -> tuple[Any, Any]:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            result = function()
-        except BaseException:
-            with suppress(RuntimeError):  # it says that the capture has failed
-                graph.capture_end()
-            raise
-        graph.capture_end()
-        return graph, result
+    def _capture_stage(self, stage: Stage, piece: BackwardPiece, buffers: Mapping[torch.dtype, Tensor]) -> None:
+        below = [] if piece.below is None else [piece.below]
+        wanted: list[Any] = [*(boundary.edge for boundary in below), *piece.leaves]
+        with stage.recording.runs():
+            # The graph is kept: what the forward has saved must keep its memory as long as the forward is launched.
+            found = torch.autograd.grad(piece.begins, wanted, stage.grad_outputs, retain_graph=True, allow_unused=True)
+            stage.grads_below = [
+                torch.zeros_like(boundary.tensor) if grad is None else grad
+                for boundary, grad in zip(below, found, strict=False)
+            ]
+            stage.grads = FlatGrads(found[len(below) :], [*stage.targets, *[None] * len(stage.parameters)], buffers)
 
     # ---- launches ----------------------------------------------------------------------------------------------------
 
@@ -202,34 +190,60 @@ class Captured:
         self.misses = 0 if is_in_place else self.misses + 1
         return is_in_place and not self.is_waiting and self._pool.may_launch(self)
 
-    def launch(self, leaves: Sequence[Any]) -> Any:
+    def launch(self, leaves: Sequence[Any], late: Sequence[tuple[int, ParameterRegistry]]) -> Any:
         """Returns the module's output for these arguments.
 
         Without a node in autograd's graph nothing says how long the output is needed, so it is a copy.
+
+        ``late``: registries of the module whose lookups wait for parameters, each with its module's number.
         """
         inputs = [(place, leaf) for place, leaf in zip(self._inputs, leaves, strict=True) if place is not None]
         self.launches += 1
-        if not self._records or not self.outputs_with_grad:
-            with torch.no_grad():
-                outputs: Sequence[Tensor] = [output.clone() for output in self.launch_forward(inputs)]
-        else:
-            wanted = [leaf for place, leaf in inputs if place.requires_grad]
-            direct = {i for i, leaf in enumerate(wanted) if reads(leaf.grad_fn, self._targets[i])}
+        with torch.no_grad():
+            for place, given in inputs:
+                if given.data_ptr() != place.data_ptr():
+                    place.copy_(given)
+            self._launch_forward(late)
+            outputs: Sequence[Tensor] = [] if self._stages else [output.clone() for output in self.outputs]
+        if self._stages:
             self.is_waiting = True
+            wanted = [leaf for place, leaf in inputs if place.requires_grad]
             with saved_instead(Waiting(self)):
-                outputs = Launch.apply(self, inputs, direct, *wanted, *self._parameters)
+                for stage in self._stages:
+                    tensors = [wanted[i] for i in stage.inputs]
+                    direct = {i for i, leaf in enumerate(tensors) if reads(leaf.grad_fn, stage.targets[i])}
+                    outputs = Launch.apply(self, stage, direct, *outputs, *tensors, *stage.parameters)
         found = iter(outputs)
         return _torch.pytree.tree_unflatten(
             [next(found) if isinstance(leaf, Tensor) else leaf for leaf in self._output_leaves], self._output_spec
         )
 
-    def launch_forward(self, inputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-        """Returns the outputs for ``inputs``, each with its place."""
-        for place, given in inputs:
-            if given.data_ptr() != place.data_ptr():
-                place.detach().copy_(given.detach())
-        self._replay(self._forward)
-        return tuple(output.detach() for output in self.outputs)
+    def _launch_forward(self, late: Sequence[tuple[int, ParameterRegistry]]) -> None:
+        waits: dict[int, list[ParameterRegistry]] = {}
+        for number, registry in late:
+            waits.setdefault(self._first_graph.get(number, 0), []).append(registry)
+        for number, graph in enumerate(self._forward.graphs):
+            for registry in waits.get(number, ()):
+                registry.wait_for_all()
+            self._replay(graph)
+
+    def launch_stage(
+        self, stage: Stage, grads: Sequence[Tensor | None], direct: Collection[int]
+    ) -> list[Tensor | None]:
+        """Launches a piece of the backward. Returns the gradients of what its node has taken.
+
+        ``direct``: see `Launch`.
+        """
+        for place, grad in zip(stage.grad_outputs, grads, strict=True):
+            if grad is None:
+                place.zero_()
+            elif grad.data_ptr() != place.data_ptr() or grad.stride() != place.stride():
+                place.copy_(grad)
+        with nullcontext() if self._fixed is None else self._fixed.restored():
+            for graph in stage.recording.graphs:
+                self._replay(graph)
+        assert stage.grads is not None
+        return [*(grad.detach() for grad in stage.grads_below), *stage.grads.taken(direct)]
 
     def _replay(self, graph: Any) -> None:
         self._launched_on.add(_torch.current_stream_at(self._place.device.index))
@@ -241,26 +255,6 @@ class Captured:
             stream = kept_stream(self._place.device, "captures")
             for launched_on in getattr(self, "_launched_on", ()):
                 Event(launched_on).make_wait(stream)
-
-    def launch_backward(self, grads: Sequence[Tensor | None], direct: Collection[int]) -> list[Tensor | None]:
-        """Returns the gradients of inputs and parameters. ``direct``: see `Launch`."""
-        for place, grad in zip(self.grad_outputs, grads, strict=True):
-            if grad is None:
-                place.zero_()
-            elif grad.data_ptr() != place.data_ptr() or grad.stride() != place.stride():
-                place.copy_(grad)
-        with nullcontext() if self._fixed is None else self._fixed.restored():
-            self._replay(self._backward)
-        return self._grads.taken(direct)
-
-
-@contextmanager
-def _captures(place: Place) -> Iterator[None]:
-    _of_thread.captures = place.is_capturing = True
-    try:
-        yield
-    finally:
-        _of_thread.captures = place.is_capturing = False
 
 
 @contextmanager

@@ -1,11 +1,12 @@
-"""`Launch`, the node of a launched forward in autograd's graph. Its backward launches the captured backward.
+"""`Launch`, the nodes of a launched forward in autograd's graph. Their backwards launch the captured backward.
 
 Only ``captured`` uses this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,56 +17,91 @@ from dataparallel.autograd.node import Node
 
 if TYPE_CHECKING:
     from dataparallel.replicas.graphs.captured import Captured
+    from dataparallel.replicas.graphs.places import FlatGrads
+    from dataparallel.replicas.graphs.recording import Recording
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """A piece of a captured backward, and what its node takes and gives.
+
+    Attributes:
+        outputs: places of what the node gives: the outputs of the module, or the tensor at which the next piece begins.
+        have_grads: for each of them if the piece takes its gradient.
+        grad_outputs: where the piece reads these gradients.
+        inputs, parameters: what it computes gradients of: arguments, by position among those that need gradients.
+        targets: for each of ``inputs`` where the launch that made it reads its gradient, if there is such a place.
+        recording: the graph.
+        grads_below: where it leaves the gradient of what the piece below gives, if there is one.
+        grads: the other gradients.
+    """
+
+    outputs: Sequence[Tensor]
+    have_grads: Sequence[bool]
+    grad_outputs: Sequence[Tensor]
+    inputs: Sequence[int]
+    parameters: Sequence[Tensor]
+    targets: Sequence[Tensor | None]
+    recording: Recording
+    grads_below: Sequence[Tensor] = ()
+    grads: FlatGrads | None = None
+
+    def versions(self) -> list[int]:
+        """Of the outputs: they tell if other code has modified one."""
+        return [_torch.version_of(output) for output in self.outputs]
 
 
 class Launch(Node):
-    """The node of a launch. Its backward launches the captured backward."""
+    """The node of one piece of a launch. Its backward launches that piece of the captured backward.
+
+    The nodes of a launch follow each other: each but the first takes what the one below gives.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, captured: Captured, inputs: Any, direct: Collection[int], *tensors: Tensor
+        ctx: Any, captured: Captured, stage: Stage, direct: Collection[int], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Launches the forward. ``tensors``: inputs and parameters that need gradients.
+        """Called after the forward has been launched. ``tensors``: what needs gradients.
 
-        ``direct``: positions of tensors whose gradients the launch that made them reads where this one leaves them.
+        ``direct``: positions of arguments whose gradients the launch that made them reads where this one leaves them.
         """
-        ctx.captured, ctx.launch, ctx.direct = captured, captured.launches, direct
+        ctx.captured, ctx.launch, ctx.stage, ctx.direct = captured, captured.launches, stage, direct
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[:1])  # see `saved_instead`
-        outputs = captured.launch_forward(inputs)
-        ctx.versions = [_torch.version_of(output) for output in captured.outputs]
+        ctx.versions = stage.versions()
+        outputs = tuple(output.detach() for output in stage.outputs)
         ctx.mark_non_differentiable(
-            *(output for output, place in zip(outputs, captured.outputs, strict=True) if not place.requires_grad)
+            *(output for output, has_grad in zip(outputs, stage.have_grads, strict=True) if not has_grad)
         )
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Launches the backward.
+        """Launches the piece.
 
         Raises:
             RuntimeError: what the forward has saved was overwritten by a later launch, or by other code.
         """
-        captured: Captured = ctx.captured
-        if captured.launches != ctx.launch:
+        stage: Stage = ctx.stage
+        if ctx.captured.launches != ctx.launch:
             raise RuntimeError(
                 "this backward needs what a forward has saved in a captured graph, and the graph was launched again "
                 "since. Call backward before the next forward, or leave graphs=True out"
             )
-        if [_torch.version_of(output) for output in captured.outputs] != ctx.versions:
+        if stage.versions() != ctx.versions:
             raise RuntimeError(
                 "an output of a captured module was modified by an inplace operation, and its backward needs it. Write "
                 "the result to another tensor, or leave graphs=True out"
             )
-        given = [grad for grad, place in zip(grads, captured.outputs, strict=True) if place.requires_grad]
-        return (None, None, None, *captured.launch_backward(given, ctx.direct))
+        given = [grad for grad, has_grad in zip(grads, stage.have_grads, strict=True) if has_grad]
+        return (None, None, None, *ctx.captured.launch_stage(stage, given, ctx.direct))
 
 
 def reads(node: Any, target: Tensor | None) -> bool:
     """True if ``node`` is that of a launch whose backward reads a gradient at ``target``."""
-    captured = getattr(node, "captured", None)
-    return any(place is target for place in getattr(captured, "grad_outputs", ()))
+    stage = getattr(node, "stage", None)
+    return any(place is target for place in getattr(stage, "grad_outputs", ()))
 
 
 class Waiting:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from dataparallel.comm.buckets import flatten, plan_buckets, unflatten
+from dataparallel.comm.buckets import flatten_into, plan_buckets, unflatten
 from dataparallel.replicas.graphs.launch import reads
 
 
@@ -29,6 +30,15 @@ class Place:
         self.is_capturing = False
         self._outputs: set[int] = set()
         self._grads: dict[Hashable, Tensor] = {}
+
+    @contextmanager
+    def captures(self) -> Iterator[None]:
+        """Inside the block a thread captures here."""
+        self.is_capturing = True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
 
     def note_outputs(self, tensors: Sequence[Tensor], capture: object) -> None:
         """Notes the outputs of a capture, as long as it lives."""
@@ -92,8 +102,9 @@ class FlatGrads:
             raise RuntimeError("a gradient is sparse, or of a class of its own")
         self._flats: list[Tensor] = []
         for bucket in self._buckets:  # there is one for each dtype
-            flat = flatten(bucket, tensors)
-            self._flats.append(buffers[flat.dtype][: flat.numel()].copy_(flat))
+            flat = buffers[tensors[bucket.indices[0]].dtype][: sum(layout.numel for layout in bucket.layouts)]
+            flatten_into(bucket, tensors, flat)
+            self._flats.append(flat)
 
     def taken(self, direct: Collection[int]) -> list[Tensor | None]:
         """The gradients of the last launch, in new tensors. Those at positions in ``direct`` are in their targets."""

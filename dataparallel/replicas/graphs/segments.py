@@ -39,7 +39,8 @@ class Segments:
         if UNIT_MODULE in vars(root):
             without = with_gradients = _lowest_units(root)
         else:
-            without, with_gradients = {"": root}, _parts_of(root)
+            without = {"": root}
+            with_gradients = {**without, **_parts_of(root)}
         return cls(without, with_gradients, {"": root, **without, **with_gradients})
 
 

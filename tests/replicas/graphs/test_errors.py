@@ -49,7 +49,7 @@ class MayFail(SmoothLayer):
 
 class Net(Row):
     def __init__(self) -> None:
-        super().__init__(SmoothLayer)
+        super().__init__(SmoothLayer, by_parts=True)
         self.layers[1].__class__ = MayFail
 
     def between(self, x: Tensor, number: int) -> Tensor:
@@ -120,7 +120,7 @@ def check(form: str, slots: list, is_on: list[bool], failing: Callable[[Tensor],
     afterwards = captured(training.network)
     assert {*afterwards} == {f"layers.{i}" for i in range(3)}
     assert all(count == launches[name] + STEPS * len(slots) for name, count in afterwards.items())
-    assert not reasons(training.network)
+    assert not reasons(training.network, of_parts=True)
 
 
 @pytest.mark.slots(1, 3)
@@ -133,7 +133,7 @@ def test_a_runtime_error_in_a_capture_lets_the_module_run_as_it_is(form: str, sl
     launches = captured(training.network)
     assert launches["layers.0"] >= STEPS * len(slots)
     assert launches.get("layers.1", 0) * len(slots) == launches["layers.0"] * (len(slots) - 1)
-    (reason,) = reasons(training.network)
+    (reason,) = reasons(training.network, of_parts=True)
     assert reason.startswith("on purpose (")
     assert "test_errors.py:" in reason
 
@@ -152,7 +152,7 @@ def test_another_error_in_a_capture_reaches_the_caller_and_the_next_call_capture
     assert len(failures) == 1
     torch.testing.assert_close((losses, values(training.source)), expected(form, slots), rtol=1e-9, atol=1e-9)
     assert all(captured(training.network)[f"layers.{i}"] >= STEPS * len(slots) for i in range(3))
-    assert not reasons(training.network)
+    assert not reasons(training.network, of_parts=True)
 
 
 @pytest.mark.parametrize("before", [0, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from dataparallel.testing.cases import seeded
 from graphed_models import FORMS, MODELS, train
-from graphed_nets import captured, reasons
+from graphed_nets import by_parts, captured, reasons
 from sharded_models import GPT
 from sharded_steps import Model
 
@@ -18,7 +19,8 @@ pytestmark = [pytest.mark.devices("cuda"), pytest.mark.usefixtures("one_intra_op
 
 STEPS = 20
 
-# By model: what is captured when gradients are recorded, by both forms that replicate and by `fully_shard`.
+# By model: which parts are captured where the whole cannot be when gradients are recorded;
+# and what `fully_shard` captures.
 BLOCKS = {"blocks.0", "blocks.1", "blocks.2"}
 DISTANCES = {"distances.0", "distances.1"}
 STACKS = {"encoder.0", "encoder.1", "decoder.0"}
@@ -39,26 +41,30 @@ SEGMENTS: dict[str, tuple[set[str], set[str]]] = {
 
 
 def runs() -> Iterator[Any]:
-    """Each model in each form on each number of slots. One run for each model is short."""
+    """Each model in each form on each number of slots, whole and by parts. One or two runs for each model are short."""
     for i, model in enumerate(MODELS):
         for j, form in enumerate(FORMS):
             for count in (1, 2, 3, 8):
-                is_short = i % len(FORMS) == j and count == 1 + (i + i // 3) % 3
-                yield pytest.param(model, form, count, marks=[] if is_short else pytest.mark.long)
+                for is_whole in (True, False):
+                    is_short = (i + (not is_whole)) % len(FORMS) == j and count == 1 + (i + i // 3) % 3
+                    if is_whole or form != "fully_shard":
+                        yield pytest.param(model, form, is_whole, count, marks=[] if is_short else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("model", "form", "slots"), [*runs()], indirect=["slots"])
-def test_a_training_computes_the_same(model: str, form: str, slots: list) -> None:
-    expected, _ = train(MODELS[model], FORMS[form], slots, STEPS)
-    found, network = train(MODELS[model], FORMS[form], slots, STEPS, graphs=True)
+@pytest.mark.parametrize(("model", "form", "is_whole", "slots"), [*runs()], indirect=["slots"])
+def test_a_training_computes_the_same(model: str, form: str, is_whole: bool, slots: list) -> None:
+    case = MODELS[model]
+    case = case if is_whole else replace(case, build=by_parts(case.build))
+    expected, _ = train(case, FORMS[form], slots, STEPS)
+    found, network = train(case, FORMS[form], slots, STEPS, graphs=True)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    of_replicas, of_units = SEGMENTS[model]
-    names = of_units if form == "fully_shard" else of_replicas
+    of_parts, of_units = SEGMENTS[model]
+    in_training = of_units if form == "fully_shard" else {""} if is_whole and of_parts else of_parts
     launches = captured(network)
-    assert {*launches} - {""} == names
-    assert ("" in launches) == (bool(names) and form != "fully_shard")
-    assert all(launches[name] > 0.7 * STEPS * len(slots) for name in names), launches
-    assert not names or not reasons(network)
+    assert {*launches} - {""} == in_training - {""}
+    assert ("" in launches) == (bool(in_training) and form != "fully_shard")
+    assert all(launches[name] > 0.7 * STEPS * len(slots) for name in in_training), launches
+    assert not in_training or not reasons(network, of_parts=not is_whole)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -67,7 +73,7 @@ def test_dropout_draws_what_it_draws_without_graphs(form: str, slots: list) -> N
 
     def trained(seed: int, **options: Any) -> Any:
         found, network = train(model, FORMS[form], slots, 8, seed, **options)
-        assert not options or captured(network)["blocks.0"] > 4 * len(slots)
+        assert not options or min(captured(network).values()) > 4 * len(slots)
         return found
 
     found = trained(1, graphs=True)

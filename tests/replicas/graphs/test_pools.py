@@ -94,7 +94,7 @@ def test_memory_grows_by_what_is_saved(form: Form, slots: list, root: torch.devi
 
     class Deep(Net):
         def __init__(self, blocks: int) -> None:
-            super().__init__()
+            super().__init__(by_parts=True)
             self.blocks = torch.nn.ModuleList([Block() for _ in range(blocks)])
 
     def reserved(blocks: int) -> int:

@@ -13,6 +13,7 @@ from dataparallel.sharded import ShardedTensor
 from dataparallel.sharded.units.shards import PullSource
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
+from freed_later import freed_later
 from made_units import recorded_gathers
 from memory import allocated
 from sharded_models import Awkward
@@ -220,6 +221,7 @@ class TestNothingIsKept:
         assert pieces(model) == []
         assert_all_sharded(model)
 
+    @freed_later
     @pytest.mark.slots(4)
     @pytest.mark.parametrize("kind", ["forward", "backward"])
     def test_after_a_failure(self, kind, slots):

@@ -1,0 +1,263 @@
+"""Captures that are cut into several graphs: where, what each piece reads, and that gradients are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dataparallel.replicas.compiled.calls import CALL
+from dataparallel.replicas.graphs import pieces as pieces_of
+from dataparallel.replicas.graphs.pieces import BackwardPiece, Pieces, current_pieces, is_capturing
+from dataparallel.testing import cuda
+from each_form import Form, replicating_forms
+from graphed_nets import SETTLE, Block, Net, build, captured, inputs, step
+
+WIDTH = 3
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.double))
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return torch.stack(given).sum(0).matmul(self.weight).tanh()
+
+
+class Parts(nn.Module):
+    """``run`` calls the parts. ``cuts`` counts how often a graph has ended."""
+
+    def __init__(self, count: int, run: Callable[[Parts, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH).double()
+        self.parts = nn.ModuleList(Part() for _ in range(count))
+        self.run, self.cuts = run, 0
+        for part in self.parts:
+            vars(part)[CALL] = self._call(part)
+
+    def _call(self, part: nn.Module) -> Any:
+        def call(*args: Any) -> Any:
+            pieces = current_pieces()
+            if pieces is not None:
+                pieces.part_begins(part, args, {})
+            return part.forward(*args)
+
+        return call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+    def cut(self) -> None:
+        self.cuts += 1
+
+
+def cut_up(model: Parts, x: Tensor) -> tuple[list[Tensor], list[BackwardPiece], Pieces]:
+    """Outputs of a forward in pieces, and the pieces of its backward."""
+    pieces = Pieces(model, [*model.parameters()], model.cut)
+    with pieces_of.captures(pieces), pieces.leaves_in_modules():
+        output = model(x)
+    outputs = [output] if isinstance(output, Tensor) else [*output]
+    return outputs, pieces.of_backward(outputs, [x]), pieces
+
+
+def gradients(found: Sequence[BackwardPiece], pieces: Pieces, model: Parts, x: Tensor) -> list[Tensor | None]:
+    """Of the sum of all outputs, piece by piece."""
+    sums: dict[int, Tensor] = {}
+    grads = [torch.ones_like(output) for output in found[0].outputs]
+    for piece in found:
+        below: list[Any] = [] if piece.below is None else [piece.below.edge]
+        all_of_it = torch.autograd.grad(
+            piece.begins, [*below, *piece.leaves], grads, retain_graph=True, allow_unused=True
+        )
+        for leaf, grad in zip(piece.leaves, all_of_it[len(below) :], strict=True):
+            source = x if leaf is x else pieces.parameter_of[id(leaf)][0]
+            assert grad is not None  # the backward of the piece comes to all of its leaves
+            sums[id(source)] = grad + sums.get(id(source), 0)
+        grads = [*all_of_it[: len(below)]]
+    return [sums.get(id(tensor)) for tensor in (x, *model.parameters())]
+
+
+def check(model: Parts) -> list[BackwardPiece]:
+    """Asserts that gradients by pieces are those without, and returns the pieces."""
+    x = torch.randn(2, WIDTH, dtype=torch.double, requires_grad=True)
+    outputs, found, pieces = cut_up(model, x)
+    plain = model(x)
+    plain = [plain] if isinstance(plain, Tensor) else [*plain]
+    torch.testing.assert_close(outputs, plain, rtol=0, atol=0)
+    total = sum(output.sum() for output in plain)
+    expected = torch.autograd.grad(total, [x, *model.parameters()], allow_unused=True)
+    torch.testing.assert_close(gradients(found, pieces, model, x), [*expected], rtol=1e-12, atol=1e-12)
+    return found
+
+
+def row(model: Parts, x: Tensor) -> Tensor:
+    x = model.first(x)
+    for part in model.parts:
+        x = part(x)
+    return x
+
+
+@pytest.mark.devices("cpu")
+class TestBackward:
+    def test_is_cut_where_each_part_begins(self) -> None:
+        model = Parts(4, row)
+        found = check(model)
+        assert [len(piece.leaves) for piece in found] == [1, 1, 1, 4]  # the first one has the input and `first`
+        assert model.cuts == 3
+
+    def test_has_few_pieces_of_several_parts(self) -> None:
+        model = Parts(2 * pieces_of.MOST_PIECES, row)
+        assert [len(piece.leaves) for piece in check(model)] == [2, 2, 2, 2, 2, 5]
+
+    def test_has_more_pieces_if_they_are_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pieces_of, "LARGE_PIECE", WIDTH * WIDTH * 8)
+        assert len(check(Parts(2 * pieces_of.MOST_PIECES, row))) == 2 * pieces_of.MOST_PIECES
+
+    def test_a_part_that_is_called_again_and_again_makes_no_more_pieces(self) -> None:
+        def run(model: Parts, x: Tensor) -> Tensor:
+            for _ in range(3 * pieces_of.MOST_PIECES):
+                x = model.parts[0](x)
+            return x
+
+        model = Parts(1, run)
+        assert len(check(model)) == pieces_of.MOST_PIECES
+
+    def test_is_not_cut_where_two_tensors_carry_gradients(self) -> None:
+        def run(model: Parts, x: Tensor) -> Tensor:
+            first, second, third, fourth = model.parts
+            y = second(first(x))
+            return fourth(third(y) + y)
+
+        # Before the second, the third and the fourth part: `y` is the only one but in the last case.
+        assert len(check(Parts(4, run))) == 4
+
+        def around(model: Parts, x: Tensor) -> Tensor:
+            first, second, third, fourth = model.parts
+            y = first(x)
+            return fourth(third(second(y))) + y
+
+        found = check(Parts(4, around))
+        assert len(found) == 2
+        assert found[0].below is not None
+
+    def test_is_not_cut_where_a_part_takes_two_tensors(self) -> None:
+        def run(model: Parts, x: Tensor) -> Tensor:
+            first, second, third = model.parts
+            y = first(x)
+            return third(second(y), y)
+
+        assert len(check(Parts(3, run))) == 2
+
+    def test_is_not_cut_below_an_output(self) -> None:
+        def run(model: Parts, x: Tensor) -> tuple[Tensor, Tensor]:
+            first, second, third = model.parts
+            y = first(x)
+            return third(second(y)), y
+
+        assert len(check(Parts(3, run))) == 2
+
+    def test_a_weight_of_two_pieces_has_two_gradients(self) -> None:
+        model = Parts(3, row)
+        model.parts[2].weight = model.parts[0].weight
+        found = check(model)
+        assert [len(piece.leaves) for piece in found] == [1, 1, 4]
+
+    def test_is_not_cut_where_a_weight_is_kept_for_later(self) -> None:
+        def run(model: Parts, x: Tensor) -> Tensor:
+            weight = model.parts[0].weight
+            return model.parts[1](model.parts[0](x)).matmul(weight)
+
+        assert len(check(Parts(2, run))) == 1
+
+    def test_a_boundary_may_be_changed_in_place(self) -> None:
+        def run(model: Parts, x: Tensor) -> Tensor:
+            y = model.parts[0](x) * 1
+            z = model.parts[1](y)
+            y.mul_(2)
+            return z + y
+
+        check(Parts(2, run))
+
+    def test_parameters_that_are_not_used_have_no_gradients(self) -> None:
+        check(Parts(3, lambda model, x: model.parts[2](model.parts[0](x))))
+
+    @given(
+        steps=st.lists(
+            st.tuples(st.integers(0, 4), st.lists(st.integers(0, 20), min_size=1, max_size=3)), min_size=1, max_size=12
+        ),
+        results=st.lists(st.integers(0, 20), max_size=2),
+        tied=st.booleans(),
+    )
+    def test_whatever_the_parts_take(self, steps: list[tuple[int, list[int]]], results: list[int], tied: bool) -> None:
+        """Each step calls a part with some of the values so far."""
+
+        def run(model: Parts, x: Tensor) -> list[Tensor]:
+            values = [model.first(x)]
+            for number, taken in steps:
+                values.append(model.parts[number](*(values[-1 - i % len(values)] for i in taken)))
+            return [values[-1], *(values[i % len(values)] for i in results)]
+
+        model = Parts(5, run)
+        if tied:
+            model.parts[3].weight = model.parts[1].weight
+        check(model)
+
+
+@pytest.mark.devices("cpu")
+class TestForward:
+    def test_each_graph_waits_for_what_it_looks_up(self) -> None:
+        model = Parts(3, row)
+        _, _, pieces = cut_up(model, torch.randn(2, WIDTH, dtype=torch.double, requires_grad=True))
+        modules = [*model.modules()]
+        first = {modules[number]: graph for number, graph in pieces.first_graph.items()}
+        assert first == {model.first: 0, model.parts[0]: 0, model.parts[1]: 1, model.parts[2]: 2}
+
+    def test_is_one_graph_if_no_gradients_are_recorded(self) -> None:
+        model = Parts(3, row)
+        pieces = Pieces(model, [], model.cut)
+        with torch.no_grad(), pieces_of.captures(pieces), pieces.leaves_in_modules():
+            model(torch.randn(2, WIDTH, dtype=torch.double))
+        assert model.cuts == 0
+
+    def test_the_modules_have_their_parameters_afterwards(self) -> None:
+        model = Parts(2, row)
+        before = [*model.named_parameters()]
+        registries = [vars(module)["_parameters"] for module in model.modules()]
+        pieces = Pieces(model, [*model.parameters()], model.cut)
+        seen = []
+
+        def fails() -> None:
+            with pieces_of.captures(pieces), pieces.leaves_in_modules():
+                seen.append(is_capturing())
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fails()
+        assert seen == [True]
+        assert not is_capturing()
+        assert all(vars(m)["_parameters"] is r for m, r in zip(model.modules(), registries, strict=True))
+        assert [name for name, _ in before] == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.devices("cuda")
+@replicating_forms
+def test_a_step_launches_two_graphs_for_each_piece(form: Form, slots: list, root: torch.device) -> None:
+    class Deep(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(2 * pieces_of.MOST_PIECES)])
+
+    network, x = form(build(root, Deep), slots, graphs=True), inputs(root)
+    for _ in range(SETTLE):
+        step(network, x)
+    assert {*captured(network)} == {""}
+    with cuda.counted() as counts:
+        step(network, x)
+    assert counts.calls["cudaGraphLaunch"] == 2 * pieces_of.MOST_PIECES * len(slots)
