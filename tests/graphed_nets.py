@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
-from dataparallel.replicas.graphs.calls import WARM_UP, Segment
+from dataparallel.replicas.graphs.captures import WARM_UP, Segment
 
 WIDTH = 6
 SETTLE = WARM_UP + 3

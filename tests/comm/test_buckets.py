@@ -15,6 +15,7 @@ from dataparallel.comm.buckets import (
     dense_stride,
     fill_buckets,
     flatten,
+    flatten_into,
     is_dense,
     layout_of,
     plan_buckets,
@@ -138,6 +139,16 @@ def test_restored_tensors_share_no_memory_with_the_originals(originals: list[Ten
         flatten(bucket, originals).zero_()
     for original, value in zip(originals, before, strict=True):
         assert torch.equal(original, value)
+
+
+@given(st.lists(tensors(KEEPS_STRIDES + HAS_HOLES), min_size=1, max_size=6))
+def test_a_buffer_that_is_there_gets_the_same_elements(originals: list[Tensor]) -> None:
+    for bucket in plan_buckets(originals)[0]:
+        expected = flatten(bucket, originals)
+        buffer = expected.new_zeros(expected.numel() + 2)
+        flatten_into(bucket, originals, buffer[1:-1])
+        assert torch.equal(buffer[1:-1], expected)
+        assert not buffer[[0, -1]].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -98,7 +98,7 @@ class Captured:
         generator = torch.cuda.default_generators[device.index]
         before = generator.clone_state()  # a capture that fails may leave the generator in it
         parameters = [p for p in module.parameters() if p.requires_grad] if self._records else []
-        self._forward = Recording(self._pool.handle)
+        self._forward = Recording(self._pool.pool)
         pieces = Pieces(module, parameters, self._forward.cut)
         Event(current).make_wait(stream)
         try:
@@ -156,7 +156,7 @@ class Captured:
                 inputs=inputs,
                 parameters=[pieces.parameter_of[id(leaf)][0] for leaf in leaves_of_parameters],
                 targets=[self._place.claim_grad(wanted[i]) for i in inputs],
-                recording=Recording(memory.handle),
+                recording=Recording(memory.pool),
             )
             self._capture_stage(stage, piece, memory.buffers_for(piece.leaves))
             self._stages.insert(0, stage)

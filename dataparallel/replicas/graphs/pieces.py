@@ -85,7 +85,7 @@ class Pieces:
         cut: ends a graph and begins the next one. It is called where parts begin.
 
     Attributes:
-        parameter_of: for each leaf, by its id, the parameter and the leaf.
+        parameter_of: by the id of a leaf its parameter, and the leaf, which keeps the id.
         first_graph: for each module of the tree, by its number, the graph that looks its first parameter up.
     """
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dataparallel.replicas.graphs.recording import Pool
 from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class ForwardPool:
     """A pool, and the captures whose forwards are in it, in the order in which they were made."""
 
     def __init__(self) -> None:
-        self.handle = torch.cuda.graph_pool_handle()
+        self.pool = Pool()
         self._captures: WeakMembers[Captured] = WeakMembers()
 
     def add(self, captured: Captured) -> None:
@@ -48,11 +49,11 @@ class BackwardMemory:
     """What the captured backwards of one stream share. When one has been launched, its gradients are taken out at once.
 
     Attributes:
-        handle: of the pool.
+        pool: the pool.
     """
 
     def __init__(self) -> None:
-        self.handle = torch.cuda.graph_pool_handle()
+        self.pool = Pool()
         self._buffers: dict[torch.dtype, Tensor] = {}
 
     def buffers_for(self, tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:

@@ -1,4 +1,7 @@
-"""`Recording`: the graphs that are captured one after the other while one piece of code runs. ``captured`` uses it."""
+"""`Recording`: graphs that are captured one after the other while one piece of code runs; `Pool`: memory for graphs.
+
+``captured`` and ``pools`` use this file.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,23 @@ from typing import Any
 
 import torch
 
+from dataparallel.weak_members import WeakMembers
+
+
+class Pool:
+    """Memory that graphs share. torch cannot use a pool whose graphs are all gone, so this is another one then."""
+
+    def __init__(self) -> None:
+        self._handle = torch.cuda.graph_pool_handle()
+        self._graphs: WeakMembers[Any] = WeakMembers()
+
+    def begin(self, graph: Any) -> None:
+        """Begins the capture of a graph."""
+        if not any(True for _ in self._graphs):
+            self._handle = torch.cuda.graph_pool_handle()
+        graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+        self._graphs.add(graph)
+
 
 class Recording:
     """Graphs whose memory comes from ``pool``. They have to be launched in this order.
@@ -16,7 +36,7 @@ class Recording:
         graphs: in the order in which they were captured.
     """
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.graphs: list[Any] = []
 
@@ -39,5 +59,5 @@ class Recording:
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._pool.begin(graph)
         self.graphs.append(graph)

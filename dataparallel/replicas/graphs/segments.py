@@ -1,8 +1,8 @@
-"""Which modules of a replica are captured, each as a graph of its own.
+"""Which modules of a replica are captured.
 
-Without gradients it is the whole replica. With gradients, parts of it follow each other, so that the gradients of one
-part are summed while the backward of the next one runs. A part is worth its launch, and the copies around it, only if
-it has several operators.
+It is the whole replica. When gradients are recorded, and the whole cannot be captured, its parts are captured, each by
+itself. The whole is cut where parts begin (``pieces``), so either way the gradients of one part are summed while the
+backward of the next one runs. A part is worth its launches, and the copies around it, only if it has several operators.
 
 Of a fully sharded tree it is the units that have no units below, with gradients and without. A unit is gathered before
 its module runs, and freed afterwards, by code that no graph has.
@@ -69,7 +69,7 @@ def _lowest_units(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _parts_of(root: nn.Module) -> dict[str, nn.Module]:
-    """The parts of a replica that are captured when gradients are recorded.
+    """The parts of a replica.
 
     These are the children of the root that have children themselves. Lists and dicts of modules have no forward, so
     their entries take their place. So do the children of a ``Sequential`` with more than half of the parameters. If

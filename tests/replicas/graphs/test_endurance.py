@@ -13,7 +13,7 @@ import torch
 from loops import wait_for_the_engine
 from torch import Tensor
 
-from dataparallel.replicas.graphs.calls import MOST_CAPTURES
+from dataparallel.replicas.graphs.captures import MOST_CAPTURES
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import mean_square_loss
 from graphed_models import FORMS, Row, SmoothLayer, made

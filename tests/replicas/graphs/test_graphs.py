@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import peers
-from dataparallel.replicas.graphs.calls import MOST_CAPTURES, MOST_STATES, WARM_UP
+from dataparallel.replicas.graphs.calls import MOST_STATES
+from dataparallel.replicas.graphs.captures import MOST_CAPTURES, WARM_UP
 from dataparallel.testing import cuda
 from each_form import Form, replicating_forms
 from graphed_nets import SETTLE, WIDTH, Block, Net, build, captured, graphs_of, inputs, reasons, segments, step
@@ -377,6 +379,27 @@ def test_what_cannot_be_captured_runs_as_it_is(
     }
     assert len(logged) == 2
     assert kind is not Reads or all("test_graphs.py:" in line for line in logged)
+
+
+@on_cuda
+@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(())], ids=["python", "torch"])
+def test_what_draws_on_the_host_runs_as_it_is(draw: Any, form: Form, slots: list, root: torch.device) -> None:
+    """Such as a model that leaves out layers at random. What runs at the same time in other replicas may do so too."""
+
+    class Drops(Block):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return x if draw() < 0.5 else super().forward(x, scale)
+
+    def build_it() -> nn.Module:
+        net = Net()
+        net.blocks[0] = Drops()
+        return net
+
+    network, x = form(build(root, build_it), slots, graphs=True), inputs(root)
+    losses = {step(network, x).item() for _ in range(SETTLE + 8)}
+    assert len(losses) > 1
+    assert not {"", "blocks.0"} & captured(network).keys()
+    assert reasons(network) == {"its forward draws random numbers on the host"}
 
 
 @on_cuda

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import sharded_steps
 from dataparallel.testing.cases import seeded
 from graphed_models import FORMS, MODELS, train
 from graphed_nets import by_parts, captured, reasons
@@ -65,6 +66,32 @@ def test_a_training_computes_the_same(model: str, form: str, is_whole: bool, slo
     assert ("" in launches) == (bool(in_training) and form != "fully_shard")
     assert all(launches[name] > 0.7 * STEPS * len(slots) for name in in_training), launches
     assert not in_training or not reasons(network, of_parts=not is_whole)
+
+
+# What is captured in training if the model is replicated, and with `fully_shard`. Checkpoints that are reentrant do not
+# go together with `torch.autograd.grad`, which a capture calls; they run their modules without gradients first.
+CHECKPOINTS: dict[str, tuple[set[str], set[str]]] = {
+    "gpt, checkpoints inside units": ({""}, BLOCKS),
+    "gpt, checkpoints around units": ({""}, set()),
+    "gpt, reentrant checkpoints inside units": (set(), set()),
+    "gpt, reentrant checkpoints around units": (set(), BLOCKS),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("model", CHECKPOINTS)
+def test_checkpoints(model: str, form: str, slots: list) -> None:
+    """Inside of what is captured they are parts of the graphs. A module inside a checkpoint runs as it is."""
+    case = sharded_steps.MODELS[model]
+    expected, _ = train(case, FORMS[form], slots, STEPS)
+    found, network = train(case, FORMS[form], slots, STEPS, graphs=True)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    in_training = CHECKPOINTS[model][form == "fully_shard"]
+    launches = captured(network)
+    assert {name for name, count in launches.items() if count > 0.7 * STEPS * len(slots)} == in_training
+    if "reentrant" not in model:
+        said = set() if in_training else {"hooks for saved tensors are set, as in a checkpoint"}
+        assert reasons(network) == said
 
 
 @pytest.mark.parametrize("form", FORMS)

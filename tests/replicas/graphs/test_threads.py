@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import dataparallel
-from dataparallel.replicas.graphs.calls import WARM_UP
+from dataparallel.replicas.graphs.captures import WARM_UP
 from dataparallel.testing import cuda
 from dataparallel.testing.cases import numbers, seeded
 from graphed_models import FORMS, Row, SmoothLayer, made
