@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sysconfig
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from dataparallel import DataParallel, peers
+from freed_later import FREE_THREADED
 from peer_calls import Calls, parallel, samples
 
 
@@ -129,7 +128,7 @@ def test_around_the_whole_call_the_replicas_meet_again(slots, batch, reentrant):
 
 
 @pytest.mark.skipif(
-    bool(sysconfig.get_config_var("Py_GIL_DISABLED")) and torch.__version__ < "2.13",
+    FREE_THREADED and torch.__version__ < "2.13",
     reason="a checkpoint that fails leaves its hooks in a thread, where Python frees its frame in another one",
 )
 @pytest.mark.parametrize("reentrant", [False, True])

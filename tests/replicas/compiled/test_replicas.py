@@ -32,6 +32,7 @@ from dataparallel import DataParallel
 from dataparallel.compiled import Counts, counts
 from dataparallel.replicas.compiled.functions import CompiledFunctions
 from dataparallel.replicas.compiled.gate import gate
+from freed_later import first_call_is_shared
 
 Way = Callable[..., DataParallel]
 Since = Callable[[], Counts]
@@ -252,6 +253,7 @@ def test_six_threads_call_at_once(slots: list, root: torch.device):
     assert not gate.is_taken
 
 
+@first_call_is_shared
 @pytest.mark.slots(2)
 def test_threads_that_call_one_wrapper_compile_once(slots: list, root: torch.device, since: Since):
     net = build(root).eval()
