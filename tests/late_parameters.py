@@ -1,5 +1,6 @@
 """What tests of parameters that travel while replicas compute share: slots, a model, and ways past its lookups."""
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -71,11 +72,13 @@ def silently(module: nn.Module, name: str) -> Tensor:
 
 
 _others: dict[tuple[torch.device, int], torch.Stream] = {}
+_making = threading.Lock()  # replicas ask at the same time
 
 
 def other_stream(device: torch.device, number: int) -> torch.Stream:
     """A stream of the test. Each is made once."""
-    if (device, number) not in _others:
-        here = [stream for (at, _), stream in _others.items() if at == device]
-        _others[device, number] = spare_stream(device, *here)
-    return _others[device, number]
+    with _making:
+        if (device, number) not in _others:
+            here = [stream for (at, _), stream in _others.items() if at == device]
+            _others[device, number] = spare_stream(device, *here)
+        return _others[device, number]

@@ -13,6 +13,7 @@ from torch.futures import Future
 
 from dataparallel.composable import replicate
 from dataparallel.gradients.comm_hooks import GradBucket
+from freed_later import freed_later
 
 EACH = pytest.mark.slots(3, 1)
 
@@ -96,6 +97,7 @@ def test_hooks_on_parameters_see_it(model, twin, slots, root):
     assert_same(seen, [twin.first.weight.grad])
 
 
+@freed_later
 @EACH
 @pytest.mark.parametrize("has_sums", [False, True], ids=["none before", "sums before"])
 def test_a_pass_that_fails_leaves_all_as_it_was(model, twin, hook, slots, root, has_sums):
