@@ -13,6 +13,7 @@ import sharded_steps
 from dataparallel.testing.cases import seeded
 from graphed_models import FORMS, MODELS, train
 from graphed_nets import by_parts, captured, reasons
+from selection import others_long
 from sharded_models import GPT
 from sharded_steps import Model
 
@@ -78,8 +79,8 @@ CHECKPOINTS: dict[str, tuple[set[str], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("model", CHECKPOINTS)
+@pytest.mark.parametrize("form", others_long(FORMS, ["replicate", "fully_shard"]))
+@pytest.mark.parametrize("model", others_long(CHECKPOINTS, [*CHECKPOINTS][:2]))
 def test_checkpoints(model: str, form: str, slots: list) -> None:
     """Inside of what is captured they are parts of the graphs. A module inside a checkpoint runs as it is."""
     case = sharded_steps.MODELS[model]
