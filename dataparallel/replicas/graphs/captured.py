@@ -99,7 +99,11 @@ class Captured:
         before = generator.clone_state()  # a capture that fails may leave the generator in it
         parameters = [p for p in module.parameters() if p.requires_grad] if self._records else []
         self._forward = Recording(self._pool.pool)
-        pieces = Pieces(module, parameters, self._forward.cut)
+
+        def is_here() -> bool:
+            return _torch.current_stream_at(device.index) == stream  # also in the engine's thread
+
+        pieces = Pieces(module, parameters, self._forward.cut, is_here)
         Event(current).make_wait(stream)
         try:
             with (
@@ -165,13 +169,13 @@ class Captured:
     def _capture_stage(self, stage: Stage, piece: BackwardPiece, buffers: Mapping[torch.dtype, Tensor]) -> None:
         below = [] if piece.below is None else [piece.below]
         wanted: list[Any] = [*(boundary.edge for boundary in below), *piece.leaves]
+        # Not in the pool of backwards: another one may be launched before the piece below, and would write over them.
+        stage.grads_below = [torch.empty_like(boundary.tensor) for boundary in below]
         with stage.recording.runs():
             # The graph is kept: what the forward has saved must keep its memory as long as the forward is launched.
             found = torch.autograd.grad(piece.begins, wanted, stage.grad_outputs, retain_graph=True, allow_unused=True)
-            stage.grads_below = [
-                torch.zeros_like(boundary.tensor) if grad is None else grad
-                for boundary, grad in zip(below, found, strict=False)
-            ]
+            for place, grad in zip(stage.grads_below, found, strict=False):
+                place.zero_() if grad is None else place.copy_(grad)
             stage.grads = FlatGrads(found[len(below) :], [*stage.targets, *[None] * len(stage.parameters)], buffers)
 
     # ---- launches ----------------------------------------------------------------------------------------------------

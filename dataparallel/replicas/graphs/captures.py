@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -78,15 +79,19 @@ def _is_part_of_another() -> bool:
 
 
 class _HostGenerators:
-    """The generators of torch and of Python for the host. A captured graph would do for ever what they draw once."""
+    """The global generators for the host. A captured graph would do for ever what they draw once."""
 
     def __init__(self) -> None:
-        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._before = self._states()
+
+    def _states(self) -> list[str]:
+        numpy = sys.modules.get("numpy")
+        of_numpy = [] if numpy is None else [str([*map(bytes, map(numpy.asarray, numpy.random.get_state()))])]
+        return [str(torch.get_rng_state().tolist()), str(random.getstate()), *of_numpy]
 
     def why_not_captured(self) -> str | None:
         """The reason, if one of them has drawn since."""
-        is_unused = torch.equal(torch.get_rng_state(), self._torch) and random.getstate() == self._python
-        return None if is_unused else "its forward draws random numbers on the host"
+        return None if self._states() == self._before else "its forward draws random numbers on the host"
 
 
 class Captures:

@@ -83,15 +83,22 @@ class Pieces:
         parameters: those that get gradients. A piece sees leaves in their place, in the same memory: the nodes of the
             parameters belong to other streams, which a captured backward must not touch.
         cut: ends a graph and begins the next one. It is called where parts begin.
+        is_here: true if the calling thread works for the capture. Other threads may call the modules meanwhile.
 
     Attributes:
         parameter_of: by the id of a leaf its parameter, and the leaf, which keeps the id.
         first_graph: for each module of the tree, by its number, the graph that looks its first parameter up.
     """
 
-    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], cut: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        cut: Callable[[], None],
+        is_here: Callable[[], bool],
+    ) -> None:
         self._modules = [*module.modules()]
-        self._cut = cut
+        self._cut, self.is_here = cut, is_here
         self._boundaries: list[Boundary] = []
         self._starts = self._graphs = 0
         self.first_graph: dict[int, int] = {}
@@ -115,15 +122,18 @@ class Pieces:
         try:
             for number, (attributes, registry) in enumerate(registries):
                 items = {name: self._first_leaf.get(id(value), value) for name, value in dict.items(registry)}
-                attributes["_parameters"] = _Lookups(items, number, self)
+                attributes["_parameters"] = _Lookups(items, registry, number, self)
             yield
         finally:
             for attributes, registry in registries:
                 attributes["_parameters"] = registry
 
-    def looked_up(self, leaf: Any, number: int) -> Any:
-        """Module ``number`` looks a parameter up. Each piece of the backward has leaves of its own."""
+    def note_use(self, number: int) -> None:
+        """Module ``number`` uses its parameters."""
         self.first_graph.setdefault(number, self._graphs)
+
+    def leaf_for(self, leaf: Any) -> Any:
+        """What is used in the place of a leaf: each piece of the backward has leaves of its own."""
         if self._starts == 0 or id(leaf) not in self.parameter_of:
             return leaf
         key = id(leaf), self._starts
@@ -134,7 +144,7 @@ class Pieces:
     def part_begins(self, part: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Called before a part of the module runs in the forward, with its arguments."""
         is_full = self._begun >= self._parts_of_piece or self._nbytes >= LARGE_PIECE
-        if self._first_leaf and is_full and self._graphs + 1 < self._most_pieces:
+        if self._first_leaf and is_full and self._graphs + 1 < self._most_pieces and self.is_here():
             self._begin_piece(_torch.pytree.tree_leaves((args, kwargs)))
             self._begun = self._nbytes = 0
         self._begun += 1
@@ -144,7 +154,7 @@ class Pieces:
     def _begin_piece(self, arguments: Sequence[Any]) -> None:
         recorded = [leaf for leaf in arguments if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         if len(recorded) == 1:
-            self._boundaries.append(Boundary(recorded[0].detach(), get_gradient_edge(recorded[0])))
+            self._boundaries.append(Boundary(recorded[0], get_gradient_edge(recorded[0])))
             self._starts += 1
         self._graphs += 1
         self._cut()
@@ -156,25 +166,55 @@ class Pieces:
         }
         found = []
         begins = [get_gradient_edge(output) for output in outputs]
-        for boundary in reversed(self._boundaries):
+        # Both a backward that ends at a tensor with hooks and one that begins there would call them.
+        for boundary in (each for each in reversed(self._boundaries) if not _torch.hooks_of(each.tensor)):
             above, is_met = _reached(begins, boundary.edge)
             if is_met and above and above.isdisjoint(_reached([boundary.edge])[0]):
                 leaves = [leaf for node, leaf in nodes.items() if node in above]
-                found.append(BackwardPiece(outputs, begins, boundary, leaves))
-                outputs, begins = [boundary.tensor], [boundary.edge]
+                place = Boundary(boundary.tensor.detach(), boundary.edge)
+                found.append(BackwardPiece(outputs, begins, place, leaves))
+                outputs, begins = [place.tensor], [place.edge]
         last, _ = _reached(begins)
         return [*found, BackwardPiece(outputs, begins, None, [leaf for node, leaf in nodes.items() if node in last])]
 
 
 class _Lookups(dict[str, Any]):
-    """The parameters of a module while it is captured. `Module.__getattr__` looks them up one by one."""
+    """The leaves of a module while it is captured. Other threads find the parameters, in ``registry``.
 
-    def __init__(self, items: dict[str, Any], number: int, pieces: Pieces) -> None:
-        super().__init__(items)
-        self._number, self._pieces = number, pieces
+    `Module.__getattr__` looks them up one by one, and gets those of the piece.
+    """
+
+    def __init__(self, leaves: dict[str, Any], registry: dict[str, Any], number: int, pieces: Pieces) -> None:
+        super().__init__(leaves)
+        self._registry, self._number, self._pieces = registry, number, pieces
 
     def __getitem__(self, name: str) -> Any:
-        return self._pieces.looked_up(super().__getitem__(name), self._number)
+        if not self._pieces.is_here():
+            return self._registry[name]
+        self._pieces.note_use(self._number)
+        return self._pieces.leaf_for(super().__getitem__(name))
+
+    def _all(self) -> dict[str, Any]:
+        if not self._pieces.is_here():
+            return dict(self._registry)
+        self._pieces.note_use(self._number)
+        return {name: dict.__getitem__(self, name) for name in dict.keys(self)}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._all().get(name, default)
+
+    def items(self) -> Any:
+        return self._all().items()
+
+    def values(self) -> Any:
+        return self._all().values()
+
+    def copy(self) -> dict[str, Any]:
+        return self._all()
+
+    def __iter__(self) -> Iterator[str]:
+        # ``dict(lookups)`` and ``**lookups`` look every value up because this method exists.
+        return iter(self._all())
 
 
 def _reached(begins: Iterable[GradientEdge], stop: GradientEdge | None = None) -> tuple[set[Any], bool]:

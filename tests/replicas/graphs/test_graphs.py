@@ -7,6 +7,7 @@ import gc
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -382,7 +383,9 @@ def test_what_cannot_be_captured_runs_as_it_is(
 
 
 @on_cuda
-@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(())], ids=["python", "torch"])
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: torch.rand(()), np.random.random], ids=["python", "torch", "numpy"]
+)
 def test_what_draws_on_the_host_runs_as_it_is(draw: Any, form: Form, slots: list, root: torch.device) -> None:
     """Such as a model that leaves out layers at random. What runs at the same time in other replicas may do so too."""
 

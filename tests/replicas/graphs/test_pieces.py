@@ -60,7 +60,7 @@ class Parts(nn.Module):
 
 def cut_up(model: Parts, x: Tensor) -> tuple[list[Tensor], list[BackwardPiece], Pieces]:
     """Outputs of a forward in pieces, and the pieces of its backward."""
-    pieces = Pieces(model, [*model.parameters()], model.cut)
+    pieces = Pieces(model, [*model.parameters()], model.cut, lambda: True)
     with pieces_of.captures(pieces), pieces.leaves_in_modules():
         output = model(x)
     outputs = [output] if isinstance(output, Tensor) else [*output]
@@ -185,6 +185,18 @@ class TestBackward:
 
         check(Parts(2, run))
 
+    @pytest.mark.parametrize("is_late", [False, True])
+    def test_is_not_cut_at_a_tensor_with_a_hook(self, is_late: bool) -> None:
+        """It would be called twice."""
+
+        def run(model: Parts, x: Tensor) -> Tensor:
+            y = model.parts[0](x)
+            z = model.parts[1](y) if is_late else None
+            y.register_hook(lambda grad: 3 * grad)
+            return model.parts[1](y) if z is None else z
+
+        assert len(check(Parts(2, run))) == 1
+
     def test_parameters_that_are_not_used_have_no_gradients(self) -> None:
         check(Parts(3, lambda model, x: model.parts[2](model.parts[0](x))))
 
@@ -219,9 +231,38 @@ class TestForward:
         first = {modules[number]: graph for number, graph in pieces.first_graph.items()}
         assert first == {model.first: 0, model.parts[0]: 0, model.parts[1]: 1, model.parts[2]: 2}
 
+    @pytest.mark.parametrize("way", ["parameters", "values", "get", "merged"])
+    def test_waits_for_parameters_that_are_read_without_a_lookup(self, way: str) -> None:
+        def run(model: Parts, x: Tensor) -> Tensor:
+            registry = model.parts[2]._parameters
+            weight = {
+                "parameters": lambda: next(model.parts[2].parameters()),
+                "values": lambda: next(iter(registry.values())),
+                "get": lambda: registry.get("weight"),
+                "merged": lambda: {**registry}["weight"],
+            }[way]()
+            return row(model, x) * weight.sum()
+
+        model = Parts(3, run)
+        _, _, pieces = cut_up(model, torch.randn(2, WIDTH, dtype=torch.double, requires_grad=True))
+        assert pieces.first_graph[[*model.modules()].index(model.parts[2])] == 0
+        check(model)
+
+    def test_another_thread_finds_the_parameters(self) -> None:
+        model = Parts(2, row)
+        here = [True]
+        pieces = Pieces(model, [*model.parameters()], model.cut, lambda: here[0])
+        weight = model.first.weight
+        with pieces_of.captures(pieces), pieces.leaves_in_modules():
+            assert model.first.weight is not weight
+            here[0] = False
+            assert model.first.weight is weight
+            assert next(model.first.parameters()) is weight
+        assert [*pieces.first_graph.values()] == [0]
+
     def test_is_one_graph_if_no_gradients_are_recorded(self) -> None:
         model = Parts(3, row)
-        pieces = Pieces(model, [], model.cut)
+        pieces = Pieces(model, [], model.cut, lambda: True)
         with torch.no_grad(), pieces_of.captures(pieces), pieces.leaves_in_modules():
             model(torch.randn(2, WIDTH, dtype=torch.double))
         assert model.cuts == 0
@@ -230,7 +271,7 @@ class TestForward:
         model = Parts(2, row)
         before = [*model.named_parameters()]
         registries = [vars(module)["_parameters"] for module in model.modules()]
-        pieces = Pieces(model, [*model.parameters()], model.cut)
+        pieces = Pieces(model, [*model.parameters()], model.cut, lambda: True)
         seen = []
 
         def fails() -> None:
