@@ -94,7 +94,8 @@ def test_a_training_computes_the_same(slots: list, root: torch.device) -> None:
 
     network = check(slots, root, between, steps=16)
     assert not reasons(network)
-    assert min(captured(network).values()) >= len(slots) * (16 - WARM_UP)
+    used = min(len(slots), 6)  # eight slots get chunks of two of twelve samples
+    assert min(captured(network).values()) >= used * (16 - WARM_UP)
 
 
 def test_the_whole_module_may_be_one_unit(slots: list, root: torch.device) -> None:

@@ -17,7 +17,7 @@ from dataparallel.replicas.graphs.captures import MOST_CAPTURES
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import mean_square_loss
 from graphed_models import FORMS, Row, SmoothLayer, made
-from graphed_nets import captured, segments
+from graphed_nets import captured, reasons, segments
 from sharded_steps import Model, moved
 
 pytestmark = [pytest.mark.devices("cuda"), pytest.mark.usefixtures("one_intra_op_thread")]
@@ -27,8 +27,8 @@ FAILS: list[torch.device] = []
 
 
 class Net(Row):
-    def __init__(self) -> None:
-        super().__init__(SmoothLayer)
+    def __init__(self, by_parts: bool) -> None:
+        super().__init__(SmoothLayer, by_parts)
 
     def between(self, x: Tensor, number: int) -> Tensor:
         if number == 1 and x.device in FAILS:
@@ -36,7 +36,9 @@ class Net(Row):
         return x
 
 
-MODEL = Model(seeded(Net), numbers(4))
+def model_of(form: str) -> Model:
+    """By the wrapper it is captured as a whole, and fails in backward only. By other forms forwards fail too."""
+    return Model(seeded(Net, form == "replicate"), numbers(4))
 
 
 class Soak:
@@ -44,8 +46,8 @@ class Soak:
 
     def __init__(self, form: str, slots: list, chunks: int) -> None:
         self.slots, self.chunks = slots, chunks
-        self.random = random.Random(0)
-        self.source, self.network = made(MODEL, FORMS[form], slots, graphs=True)
+        self.random, self.model = random.Random(0), model_of(form)
+        self.source, self.network = made(self.model, FORMS[form], slots, graphs=True)
         self.optimizer = torch.optim.AdamW(self.source.parameters(), lr=0.001)
         self.numbers: list[int] = []
 
@@ -53,7 +55,7 @@ class Soak:
         """``hook``: of the loss."""
         if not self.numbers:  # each size equally often
             self.numbers = self.random.sample(range(1, self.chunks + 1), self.chunks)
-        args, kwargs = moved(MODEL.batch(self.numbers.pop() * len(self.slots), 0), self.slots[0])
+        args, kwargs = moved(self.model.batch(self.numbers.pop() * len(self.slots), 0), self.slots[0])
         self.optimizer.zero_grad()
         loss = mean_square_loss(self.network(*args, **kwargs))
         if hook is not None:
@@ -69,7 +71,7 @@ class Soak:
             if number % 4 == 0:
                 self.network.eval()
                 with torch.no_grad():
-                    self.network(*moved(MODEL.batch(2 * len(self.slots), 0), self.slots[0])[0])
+                    self.network(*moved(self.model.batch(2 * len(self.slots), 0), self.slots[0])[0])
                 self.network.train()
 
     def fail(self, in_backward: bool) -> None:
@@ -101,14 +103,16 @@ def soak(form: str, slots: list, chunks: int, steps: int) -> Soak:
     training = Soak(form, slots, chunks)
     training.run(steps)
     before = training.sizes()
-    launches = sum(captured(training.network).values())
+    launches = captured(training.network)
     training.run(steps)
     after = training.sizes()
     assert after["captures"] == before["captures"] > 0
     assert after["threads"] <= before["threads"]
     for kind in ("allocated", "reserved"):
         assert all(new <= old for new, old in zip(after[kind], before[kind], strict=True)), (kind, before, after)
-    assert sum(captured(training.network).values()) > launches + steps * len(slots)
+    # Some sizes are not captured, and some steps fail.
+    more = {name: count - launches[name] for name, count in captured(training.network).items()}
+    assert all(count > steps * len(slots) / 2 for name, count in more.items() if name or len(more) == 1), more
     assert max(segment.captures for segment in segments(training.network)) == min(chunks, MOST_CAPTURES)
     return training
 
@@ -117,7 +121,7 @@ def soak(form: str, slots: list, chunks: int, steps: int) -> Soak:
 @pytest.mark.parametrize("form", FORMS)
 def test_sixty_steps_grow_nothing(form: str, slots: list) -> None:
     training = soak(form, slots, chunks=3, steps=30)
-    assert not any(segment.reasons for segment in segments(training.network))
+    assert not reasons(training.network, of_parts=form == "replicate")
 
 
 @pytest.mark.long
@@ -128,4 +132,5 @@ def test_six_hundred_steps_grow_nothing(form: str, slots: list) -> None:
     """There are more sizes than are captured."""
     training = soak(form, slots, chunks=MOST_CAPTURES + 4, steps=300)
     words = "kinds of arguments"
-    assert {words in reason for segment in segments(training.network) for reason in segment.reasons} == {True}
+    assert all(words in reason for reason in reasons(training.network, of_parts=form == "replicate"))
+    assert any(words in reason for reason in reasons(training.network))
