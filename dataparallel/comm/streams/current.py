@@ -85,8 +85,11 @@ def kept_stream(device: torch.device, purpose: str, number: int = 0) -> torch.St
 def _another(device: torch.device) -> torch.Stream:
     """A stream that is none of those that are kept, if the device has so many."""
     taken = [stream for (where, _), stream in _kept.items() if where == device]
-    streams = (torch.Stream(device) for _ in range(_TORCH_HAS))
-    return next((stream for stream in streams if stream not in taken), torch.Stream(device))
+    for _ in range(_TORCH_HAS):
+        stream = torch.Stream(device)
+        if stream not in taken:
+            break
+    return stream
 
 
 def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.Stream]:

@@ -24,7 +24,7 @@ from dataparallel.comm.streams.current import Event, current_streams, kept_strea
 from dataparallel.replicas.build import ParameterRegistry, collector_paused
 from dataparallel.replicas.compiled.functions import by_call_impl
 from dataparallel.replicas.graphs.launch import Launch, Stage, Waiting, reads
-from dataparallel.replicas.graphs.pieces import BackwardPiece, Pieces, captures
+from dataparallel.replicas.graphs.pieces import BackwardPiece, Pieces, capturing
 from dataparallel.replicas.graphs.places import FlatGrads, Place
 from dataparallel.replicas.graphs.pools import ForwardPool, Pools
 from dataparallel.replicas.graphs.recording import Recording
@@ -108,8 +108,8 @@ class Captured:
         try:
             with (
                 streams_set({device: stream}),
-                captures(pieces),
-                self._place.captures(),
+                capturing(pieces),
+                self._place.capturing(),
                 _without_autocast_cache(),
                 pieces.leaves_in_modules(),
             ):

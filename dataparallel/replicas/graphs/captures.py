@@ -84,10 +84,12 @@ class _HostGenerators:
     def __init__(self) -> None:
         self._before = self._states()
 
-    def _states(self) -> list[str]:
+    def _states(self) -> list[object]:
+        states: list[object] = [torch.get_rng_state().tolist(), random.getstate()]
         numpy = sys.modules.get("numpy")
-        of_numpy = [] if numpy is None else [str([*map(bytes, map(numpy.asarray, numpy.random.get_state()))])]
-        return [str(torch.get_rng_state().tolist()), str(random.getstate()), *of_numpy]
+        if numpy is not None:
+            states.append([numpy.asarray(each).tobytes() for each in numpy.random.get_state()])
+        return states
 
     def why_not_captured(self) -> str | None:
         """The reason, if one of them has drawn since."""

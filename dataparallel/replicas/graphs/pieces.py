@@ -41,7 +41,7 @@ def current_pieces() -> Pieces | None:
 
 
 @contextmanager
-def captures(pieces: Pieces) -> Iterator[None]:
+def capturing(pieces: Pieces) -> Iterator[None]:
     """Inside the block the calling thread captures."""
     _of_thread.pieces = pieces
     try:
@@ -66,7 +66,7 @@ class BackwardPiece:
         outputs: the tensors whose gradients come in.
         begins: their edges.
         below: the boundary that the next piece begins with, if there is one.
-        leaves: whose gradients it computes.
+        leaves: whose gradients it computes, those of inputs first.
     """
 
     outputs: Sequence[Tensor]

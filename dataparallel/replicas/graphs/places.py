@@ -32,7 +32,7 @@ class Place:
         self._grads: dict[Hashable, Tensor] = {}
 
     @contextmanager
-    def captures(self) -> Iterator[None]:
+    def capturing(self) -> Iterator[None]:
         """Inside the block a thread captures here."""
         self.is_capturing = True
         try:

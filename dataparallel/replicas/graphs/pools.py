@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 class ForwardPool:
-    """A pool, and the captures whose forwards are in it, in the order in which they were made."""
+    """A pool, and the captures whose forwards are in it, in the order in which they were made.
+
+    Attributes:
+        pool: the memory of their graphs.
+    """
 
     def __init__(self) -> None:
         self.pool = Pool()
@@ -49,7 +53,7 @@ class BackwardMemory:
     """What the captured backwards of one stream share. When one has been launched, its gradients are taken out at once.
 
     Attributes:
-        pool: the pool.
+        pool: the memory of their graphs.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ class Pool:
     """Memory that graphs share. torch cannot use a pool whose graphs are all gone, so this is another one then."""
 
     def __init__(self) -> None:
-        self._handle = torch.cuda.graph_pool_handle()
+        self._handle: Any = None
         self._graphs: WeakMembers[Any] = WeakMembers()
 
     def begin(self, graph: Any) -> None:

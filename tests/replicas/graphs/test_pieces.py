@@ -61,7 +61,7 @@ class Parts(nn.Module):
 def cut_up(model: Parts, x: Tensor) -> tuple[list[Tensor], list[BackwardPiece], Pieces]:
     """Outputs of a forward in pieces, and the pieces of its backward."""
     pieces = Pieces(model, [*model.parameters()], model.cut, lambda: True)
-    with pieces_of.captures(pieces), pieces.leaves_in_modules():
+    with pieces_of.capturing(pieces), pieces.leaves_in_modules():
         output = model(x)
     outputs = [output] if isinstance(output, Tensor) else [*output]
     return outputs, pieces.of_backward(outputs, [x]), pieces
@@ -253,7 +253,7 @@ class TestForward:
         here = [True]
         pieces = Pieces(model, [*model.parameters()], model.cut, lambda: here[0])
         weight = model.first.weight
-        with pieces_of.captures(pieces), pieces.leaves_in_modules():
+        with pieces_of.capturing(pieces), pieces.leaves_in_modules():
             assert model.first.weight is not weight
             here[0] = False
             assert model.first.weight is weight
@@ -263,7 +263,7 @@ class TestForward:
     def test_is_one_graph_if_no_gradients_are_recorded(self) -> None:
         model = Parts(3, row)
         pieces = Pieces(model, [], model.cut, lambda: True)
-        with torch.no_grad(), pieces_of.captures(pieces), pieces.leaves_in_modules():
+        with torch.no_grad(), pieces_of.capturing(pieces), pieces.leaves_in_modules():
             model(torch.randn(2, WIDTH, dtype=torch.double))
         assert model.cuts == 0
 
@@ -275,7 +275,7 @@ class TestForward:
         seen = []
 
         def fails() -> None:
-            with pieces_of.captures(pieces), pieces.leaves_in_modules():
+            with pieces_of.capturing(pieces), pieces.leaves_in_modules():
                 seen.append(is_capturing())
                 raise ZeroDivisionError
 
