@@ -68,14 +68,15 @@ class Trace:
         self._end = time.perf_counter_ns()
         assert self._recorder is not None
         self._stack.close()
+        self._recorder = recorder = self._recorder.until_now()
         if kind is None:
-            self._wait_for_devices(self._recorder)
+            self._wait_for_devices(recorder)
         else:  # a device may have failed, so its events are not read
-            for span in self._recorder.spans:
+            for span in recorder.spans:
                 span.marks = None
 
     def _note_end(self, recorder: Recorder, memory: MemoryBefore) -> None:
-        slots = [device for _, device in sorted(recorder.devices.items())]
+        slots = [device for _, device in sorted(recorder.devices.copy().items())]
         self._memory = memory.until_now(slots)
 
     def _wait_for_devices(self, recorder: Recorder) -> None:

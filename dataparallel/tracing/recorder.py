@@ -6,6 +6,7 @@ that another thread ends after the block is in no result. Times are nanoseconds 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
 import threading
@@ -188,6 +189,18 @@ class Recorder:
         self.marks.append(Gradients(slot, self._thread_state.thread, time.perf_counter_ns()))
 
     # ---- called by `block` -------------------------------------------------------------------------------------------
+
+    def until_now(self) -> Recorder:
+        """A recorder with what has been recorded so far. Other threads may still end ranges, in this one."""
+        found = copy.copy(self)
+        found.spans, found.waits, found.copies, found.marks = (
+            [*self.spans],
+            [*self.waits],
+            [*self.copies],
+            [*self.marks],
+        )
+        found.devices = self.devices.copy()
+        return found
 
     def backward(self) -> AbstractContextManager[Any]:
         """A context that records the range of a call of the autograd engine, also on the devices of all slots."""

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import dataparallel
+from dataparallel import profiling
 from dataparallel.tracing import block
 from dataparallel.tracing.block import MemoryBefore, torch_calls_recorded
 from dataparallel.tracing.recorder import Recorder, stop
@@ -189,3 +191,23 @@ def test_a_backend_that_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block, "all_devices", lambda: [device])
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", fails)
     assert MemoryBefore().until_now([device]) == []
+
+
+def test_ranges_that_other_threads_end_after_the_block_are_in_no_result() -> None:
+    inside, ended, before = threading.Event(), threading.Event(), threading.active_count()
+
+    def works() -> None:
+        with profiling.stage("replica", "Net", 0):
+            inside.set()
+            ended.wait()
+
+    with dataparallel.trace() as trace:
+        thread = threading.Thread(target=works)
+        thread.start()
+        inside.wait()
+        loss().backward()
+    ended.set()
+    thread.join()
+    assert threading.active_count() == before
+    assert [stage.name for stage in trace.results.stages if stage.seconds] == ["backward", "your code"]
+    assert trace.results.records == 1
