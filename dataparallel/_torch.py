@@ -675,6 +675,17 @@ def copy_of_context(context: Any) -> Any:
     return own
 
 
+def without_cuda_graphs(context: Any) -> Any:
+    """A context that compiles in the same way, except that nothing is recorded as CUDA graphs."""
+    backend = _innermost_backend(context.callback)
+    if getattr(backend, "compiler_name", None) == "cudagraphs":  # this backend does nothing else
+        settings: dict[str, Any] = {"backend": "aot_eager"}
+    else:
+        settings = {"options": {**backend.config, "triton.cudagraphs": False}}
+    compile = torch.compile(dynamic=backend.dynamic, fullgraph=context.fullgraph, **settings)
+    return compiler_context(compile(is_disabled))
+
+
 def is_disabled(context: Any) -> bool:
     """True for a context of ``torch.compiler.disable``, which keeps the compiler away."""
     return context.callback is None
@@ -811,13 +822,17 @@ def uses_cuda_graphs(context: Any) -> bool:
     own = getattr(backend, "config", None)
     if not isinstance(own, dict):  # Inductor's have one
         return False
-    config = _compiler_part("torch._inductor.config", "refuse CUDA graphs, and parameters inside graphs")
+    config = _compiler_part(
+        "torch._inductor.config", "see what is recorded as CUDA graphs, and refuse parameters inside graphs"
+    )
     return bool(own.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def refuse_parameters_in_graphs() -> None:
     """Raises ``RuntimeError`` if the compiler would make the parameters of one replica part of a graph."""
-    config = _compiler_part("torch._inductor.config", "refuse CUDA graphs, and parameters inside graphs")
+    config = _compiler_part(
+        "torch._inductor.config", "see what is recorded as CUDA graphs, and refuse parameters inside graphs"
+    )
     if config.freezing:
         raise RuntimeError(
             "replicas cannot be compiled with torch._inductor.config.freezing = True: graphs would hold the parameters "
@@ -836,6 +851,20 @@ def compiling_for(devices: int) -> Iterator[None]:
     functorch_config = _compiler_part("torch._functorch.config", "compile a backward together with its forward")
     limits = {name: devices * getattr(config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
     with config.patch(**limits), functorch_config.patch(force_non_lazy_backward_lowering=True):
+        yield
+
+
+@contextmanager
+def compiled_backwards_keep_graphs() -> Iterator[None]:
+    """Lets backwards with ``retain_graph=True`` run compiled code, which may write to what the forward has saved.
+
+    For captures: a forward is launched anew before its backward is. torch reads this setting in each such backward.
+    """
+    if not is_compiler_loaded():
+        yield
+        return
+    functorch_config = _compiler_part("torch._functorch.config", "compile a backward together with its forward")
+    with functorch_config.patch(donated_buffer=False):
         yield
 
 

@@ -69,7 +69,8 @@ class DataParallel(nn.DataParallel[M]):
         graphs: capture the replicas on CUDA devices as graphs, so that one call of the host launches many operators:
             see :doc:`/guide/graphs`. What cannot be captured runs as it is, and the reason is logged. Between calls the
             replicas keep copies of the parameters on their devices. Attribute ``graphs`` says what was captured.
-            ``"auto"``: only if all devices have graphs and nothing is compiled.
+            ``"auto"``: only if all devices have graphs. It is the default for what is compiled with CUDA graphs, by
+            ``mode="reduce-overhead"`` for example.
         loss: a criterion, ``loss(output, target)``. ``model(x, target=y)`` then splits the targets as it does the
             batch, and returns the loss of the whole batch; ``model(x, target=y, outputs=True)`` returns the loss and
             the outputs. Each replica computes the loss of its chunk, so outputs need not be gathered. How they are
@@ -135,7 +136,7 @@ class DataParallel(nn.DataParallel[M]):
             scalars=scalars,
         )
         compiled = CompileArgument.checked(module, compile)
-        has_graphs = check_graphs(graphs, compiled, slots)
+        has_graphs = check_graphs(graphs, [module], compiled, slots)
         prepare(module, sync_batch_norm, slots)
         super(_TorchDataParallel, self).__init__()  # past torch's, but not past other bases of a subclass
         self.module = module

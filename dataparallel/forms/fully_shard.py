@@ -165,7 +165,7 @@ def _prepare(
         )
         check_policies(mp_policy, offload_policy)
         compiled = [CompileArgument.checked(each, compile) for each in module]
-        has_graphs = check_graphs(graphs, compiled[0], slots)
+        has_graphs = check_graphs(graphs, module, compiled[0], slots)
         if reshard_after_forward is not None:
             check_reshard(reshard_after_forward, len(slots), parts)
         ignored = [] if ignored_params is None else [*ignored_params]

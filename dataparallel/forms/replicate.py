@@ -243,7 +243,7 @@ def _prepare(
             scalars=scalars,
         )
         compiled = CompileArgument.checked(module, compile)
-        has_graphs = check_graphs(graphs, compiled, slots)
+        has_graphs = check_graphs(graphs, [module], compiled, slots)
         modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(ignored_params or ())])
         if machines is not None:
             _check_for_machines(module, slots, converts=bool(sync_batch_norm))

@@ -185,7 +185,7 @@ class KeptReplicas:
             plan.cycles = None  # nothing tells how long the graph needs the replicas
         if self._snapshot is None or not self._tensors.stay:
             if self.graphs is not None:
-                self.graphs.are_refused(plan, slots)
+                self.graphs.prepare(plan, slots)
             return build_replicas(plan, copies, record, arrivals)
         replicas = self._tensors.replicas
         if replicas is None or not replicas.serves(plan, len(slots), arrivals):

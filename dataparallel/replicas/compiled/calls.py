@@ -34,22 +34,34 @@ class CompiledCall:
         seen: returns what the compiler sees in place of the module.
 
     Attributes:
+        functions: see above.
         device: the device of all tensors of the replica; ``None`` if it has none.
     """
 
     def __init__(
         self, functions: CompiledFunctions | None, module: Any, seen: Callable[[Any], Any] | None = None
     ) -> None:
-        self._functions, self._module, self._seen = functions, weakref.ref(module), seen
+        self.functions, self._module, self._seen = functions, weakref.ref(module), seen
         self.device: torch.device | None = None
         if functions is None or functions.is_disabled:
             _torch.say_that_it_is_disabled(self)
 
+    @property
+    def module(self) -> Any:
+        """The module that is called."""
+        return self._module()
+
+    def of(self, module: nn.Module) -> CompiledCall:
+        """A call of another module on the same device by the same functions."""
+        call = CompiledCall(self.functions, module, self._seen)
+        call.device = self.device
+        return call
+
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self._module()
-        if self._functions is None:
+        module = self.module
+        if self.functions is None:
             return module(*args, **kwargs)
-        return self._functions.call(self.device, module if self._seen is None else self._seen(module), args, kwargs)
+        return self.functions.call(self.device, module if self._seen is None else self._seen(module), args, kwargs)
 
     # Between two graphs the compiler looks at every frame. This one, and those below it, are not for it.
     __call__ = _torch.not_traced(_call)
@@ -98,6 +110,26 @@ def compiled_in_place(module: nn.Module, call: Any, others: Iterable[Compiled | 
         LookupError: see `compiled_here`.
     """
     return Compiled(_functions(module, by_call_impl, call, others), CALL, None, (CALL,))
+
+
+def compiled_call(module: nn.Module) -> CompiledCall | None:
+    """The compiled call of a module of a replica, perhaps as ``compiled`` of what has taken its place."""
+    found = vars(module).get(CALL)
+    call = getattr(found, "compiled", found)
+    return call if isinstance(call, CompiledCall) else None
+
+
+def compiled_calls(module: nn.Module) -> dict[str, CompiledCall]:
+    """All compiled calls that a module of a replica has, by attribute."""
+    forward = vars(module).get("forward")  # what `torch.compile` has returned has one
+    found = {CALL: compiled_call(module), "forward": forward if isinstance(forward, CompiledCall) else None}
+    return {name: call for name, call in found.items() if call is not None}
+
+
+def call_inside(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module of a replica, compiled if it is, without what has taken the place of that call."""
+    call = compiled_call(module)
+    return module._call_impl(*args, **kwargs) if call is None else call(*args, **kwargs)
 
 
 def call_of(module: nn.Module, compiled: Compiled) -> CompiledCall:
@@ -152,6 +184,11 @@ class CompileArgument:
             )
         return cls(options)
 
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """True if the options say that what is compiled is recorded as CUDA graphs."""
+        return self._call is not _nothing and _uses_cuda_graphs(self._call)
+
     def __reduce__(self) -> tuple[type[CompileArgument], tuple[dict[str, Any]]]:
         return CompileArgument, (self.options,)
 
@@ -166,6 +203,21 @@ class CompileArgument:
         ``others``: how other modules of its tree are, whose functions it may share.
         """
         return None if self._call is _nothing else compiled_in_place(module, self._call, others)
+
+
+def use_cuda_graphs(modules: Iterable[nn.Module], argument: CompileArgument | None) -> bool:
+    """True if a module of these trees, or a wrapper with this argument, is compiled with CUDA graphs."""
+    if argument is not None and argument.uses_cuda_graphs:
+        return True
+    if not _torch.is_compiler_loaded():
+        return False
+    children = (child for module in modules for child in module.modules())
+    return any(_uses_cuda_graphs(vars(child).get(CALL) or child) for child in children)
+
+
+def _uses_cuda_graphs(compiled: Any) -> bool:
+    context = _torch.compiler_context(compiled)
+    return context is not None and not _torch.is_disabled(context) and _torch.uses_cuda_graphs(context)
 
 
 def _is_compiled(module: nn.Module) -> bool:

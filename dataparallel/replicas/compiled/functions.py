@@ -7,12 +7,14 @@ through all of them at each call, so each function has a code object of its own.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any, cast
@@ -23,6 +25,8 @@ from torch import nn
 from dataparallel import _torch
 from dataparallel.replicas.compiled.gate import gate
 
+log = logging.getLogger("dataparallel")
+
 
 def by_call(module: Any, *args: Any, **kwargs: Any) -> Any:
     """What is compiled for a module that ``torch.compile`` has wrapped."""
@@ -32,6 +36,19 @@ def by_call(module: Any, *args: Any, **kwargs: Any) -> Any:
 def by_call_impl(module: Any, *args: Any, **kwargs: Any) -> Any:
     """What is compiled for a module whose own calls lead to compiled code: `module()` would lead here again."""
     return module._call_impl(*args, **kwargs)
+
+
+_of_thread = threading.local()
+
+
+@contextmanager
+def none_compiled() -> Iterator[None]:
+    """A block in which compiled code raises ``RuntimeError`` in this thread where it would have to be compiled anew."""
+    _of_thread.may_not_compile = True
+    try:
+        yield
+    finally:
+        _of_thread.may_not_compile = False
 
 
 class _LookAgain(Exception):
@@ -49,12 +66,16 @@ class CompiledFunctions:
     Modules of one tree that have the same structure and were compiled alike share them, as the blocks of a model do
     that are compiled one by one. So do the replicas of all wrappers of a module. They live as long as the source or a
     replica that calls them. ``body`` is `by_call` or `by_call_impl`.
+
+    Attributes:
+        are_captured: calls are captured as CUDA graphs (``replicas.graphs``).
     """
 
     def __init__(self, structure: Hashable, body: Callable[..., Any], context: Any) -> None:
         self._structure, self._body = structure, body
         self._context = _torch.copy_of_context(context)  # not the one whose end is the end of the functions
         self._number = next(_numbers)
+        self.are_captured = False
         self._lock = threading.Lock()
         self._on: dict[torch.device | None, _CompiledFunction] = {}
 
@@ -78,15 +99,15 @@ class CompiledFunctions:
         return len(self._on)
 
     def _make(self, device: torch.device | None) -> _CompiledFunction:
-        if device is not None and device.type == "cuda" and _torch.uses_cuda_graphs(self._context):
-            raise RuntimeError(
-                "replicas cannot be compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune', or the option "
-                "'triton.cudagraphs'): a capture cannot follow several threads, and its inputs have fixed addresses, "
-                "while parameters of replicas move. Take mode='default' or 'max-autotune-no-cudagraphs'"
-            )
+        context = self._context
+        if device is not None and device.type == "cuda" and not self.is_disabled and _torch.uses_cuda_graphs(context):
+            # The compiler's own graphs cannot follow several threads, nor parameters that move.
+            context = _torch.without_cuda_graphs(context)
+            if not self.are_captured:
+                log.warning("replicas that were compiled with CUDA graphs run without: pass graphs=True to the form")
         with self._lock:
             if device not in self._on:
-                self._on[device] = _CompiledFunction(self, self._body, self._number, device, self._context)
+                self._on[device] = _CompiledFunction(self, self._body, self._number, device, context)
             return self._on[device]
 
 
@@ -128,6 +149,8 @@ class _CompiledFunction:
 
     def _compile(self, code: CodeType, convert: Callable[[], Any]) -> Any:
         """Called by the compiler, inside, where none of the code's graphs fits."""
+        if getattr(_of_thread, "may_not_compile", False):
+            raise RuntimeError("none of its compiled code fits the call that is captured")
         return gate.run_alone(self._convert, code, convert)
 
     def _convert(self, code: CodeType, convert: Callable[[], Any]) -> Any:

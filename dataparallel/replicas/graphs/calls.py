@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.replicas.build import ParameterRegistry
-from dataparallel.replicas.compiled.calls import CALL
-from dataparallel.replicas.compiled.functions import by_call_impl
+from dataparallel.replicas.compiled.calls import CALL, CompileArgument, call_inside, compiled_call, use_cuda_graphs
 from dataparallel.replicas.graphs.captures import Captures, Segment, warn_once
 from dataparallel.replicas.graphs.kinds import contents_of
-from dataparallel.replicas.graphs.pieces import current_pieces
 from dataparallel.replicas.graphs.places import Place
 from dataparallel.replicas.graphs.pools import Pools
 from dataparallel.replicas.graphs.segments import Segments, why_none
@@ -35,20 +33,20 @@ MOST_STATES = 4
 """How many states of a module's attributes, such as its mode, are remembered for one replica."""
 
 
-def check_graphs(graphs: Any, compile: object, slots: Sequence[torch.device]) -> bool:
-    """Checks the argument ``graphs`` of a form, and returns if replicas launch graphs.
+def check_graphs(
+    graphs: Any, modules: Sequence[nn.Module], compile: CompileArgument | None, slots: Sequence[torch.device]
+) -> bool:
+    """Checks the argument ``graphs`` of a form of ``modules``, and returns if replicas launch graphs.
 
-    ``compile``: the argument of this name. ``True`` where there are no graphs is logged, and ``"auto"`` is not.
+    They do without the argument too if the modules, or the argument ``compile``, are compiled with CUDA graphs.
+    ``True`` where there are no graphs is logged, and ``"auto"`` is not.
 
     Raises:
         TypeError: ``graphs`` is neither a bool nor ``"auto"``.
-        ValueError: the replicas are compiled too.
     """
     if not isinstance(graphs, bool) and graphs != "auto":
         raise TypeError(f"graphs is True, False or 'auto'; got {graphs!r}")
-    if graphs is True and compile is not None:
-        raise ValueError("graphs=True and compile= do not go together: replicas are compiled, or captured as they are")
-    if graphs is False or compile is not None:
+    if graphs is False and not use_cuda_graphs(modules, compile):
         return False
     without = [device for device in slots if device.type != "cuda"]
     if graphs is True and (without or not slots):
@@ -91,17 +89,23 @@ class GraphedReplicas:
         self._others.add(made)
         return made
 
-    def are_refused(self, plan: ModulePlan, slots: Sequence[torch.device]) -> bool:
-        """True if no module of a plan's replicas can be captured. The reason is logged once, and is in `segments`."""
+    def prepare(self, plan: ModulePlan, slots: Sequence[torch.device]) -> bool:
+        """Tells compiled code of a plan's replicas, before it runs, that it will be captured.
+
+        Returns false if no module can be captured. The reason is logged once, and is in `segments`.
+        """
+        for entry in plan.entries:
+            if entry.compiled is not None and entry.compiled.functions is not None:
+                entry.compiled.functions.are_captured = True
         reason = why_none(plan)
         self._refused = [] if reason is None else [Segment("", slot, reasons=[reason]) for slot in slots]
         if reason is not None:
             warn_once(self._said, "", reason)
-        return reason is not None
+        return reason is None
 
     def attach_all(self, plan: ModulePlan, replicas: Sequence[nn.Module], copies: Sequence[list[Tensor]]) -> None:
         """Calls `attach` for new replicas of a plan, if their modules can be captured."""
-        if self.are_refused(plan, [tensors[0].device for tensors in copies if tensors]):
+        if not self.prepare(plan, [tensors[0].device for tensors in copies if tensors]):
             return
         for slot, (replica, tensors) in enumerate(zip(replicas, copies, strict=True)):
             self.attach(replica, slot, tensors)
@@ -143,6 +147,7 @@ class _GraphedCall:
 
     def __init__(self, module: nn.Module, captures: Captures, segments: Segments) -> None:
         self._module, self._captures = weakref.ref(module), captures
+        self.compiled = compiled_call(module)
         name = captures.segment.name
         self._is_root = not name
         self._is_captured = {False: name in segments.without_gradients, True: name in segments.with_gradients}
@@ -152,14 +157,10 @@ class _GraphedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        pieces = current_pieces()
-        if pieces is not None:
-            pieces.part_begins(module, args, kwargs)
-        # A checkpoint runs a forward again in a backward, and has to find the same operators.
-        if pieces is not None or _torch.is_in_backward():
-            return by_call_impl(module, *args, **kwargs)
+        if _torch.is_in_backward():  # a checkpoint runs a forward again, and has to find the same operators
+            return call_inside(module, *args, **kwargs)
         if self._is_captured[torch.is_grad_enabled()]:
             output = self._captures.call(module, args, kwargs, self._late)
         else:
-            output = by_call_impl(module, *args, **kwargs)
+            output = call_inside(module, *args, **kwargs)
         return self._captures.apart(output) if self._is_root else output

@@ -22,7 +22,9 @@ from dataparallel import _torch
 from dataparallel.autograd.node import saved_instead
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
 from dataparallel.replicas.build import ParameterRegistry, collector_paused
-from dataparallel.replicas.compiled.functions import by_call_impl
+from dataparallel.replicas.compiled.calls import call_inside
+from dataparallel.replicas.compiled.functions import none_compiled
+from dataparallel.replicas.graphs.copied import copy_for_capture
 from dataparallel.replicas.graphs.launch import Launch, Stage, Waiting, reads
 from dataparallel.replicas.graphs.pieces import BackwardPiece, Pieces, capturing
 from dataparallel.replicas.graphs.places import FlatGrads, Place
@@ -101,7 +103,7 @@ class Captured:
         self._forward = Recording(self._pool.pool)
 
         def is_here() -> bool:
-            return _torch.current_stream_at(device.index) == stream  # also in the engine's thread
+            return _torch.current_stream_at(device.index) == stream
 
         pieces = Pieces(module, parameters, self._forward.cut, is_here)
         Event(current).make_wait(stream)
@@ -110,10 +112,10 @@ class Captured:
                 streams_set({device: stream}),
                 capturing(pieces),
                 self._place.capturing(),
-                _without_autocast_cache(),
-                pieces.leaves_in_modules(),
+                _cleared_autocast_cache(),
+                none_compiled(),
             ):
-                self._capture_forward(module, leaves, spec)
+                self._capture_forward(copy_for_capture(module, pieces), leaves, spec)
                 if any(output.requires_grad for output in self.outputs):
                     self._capture_backward(leaves, pieces)
         except BaseException as error:
@@ -126,12 +128,12 @@ class Captured:
         self._place.note_outputs(self.outputs, self)
         self._pool.add(self)
 
-    def _capture_forward(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> None:
+    def _capture_forward(self, copy: nn.Module, leaves: Sequence[Any], spec: Any) -> None:
         places = [leaf if place is None else place for leaf, place in zip(leaves, self._inputs, strict=True)]
         args, kwargs = _torch.pytree.tree_unflatten(places, spec)
         versions = [_torch.version_of(place) for place in self._inputs if place is not None]
         with self._forward.runs():
-            output = by_call_impl(module, *args, **kwargs)
+            output = call_inside(copy, *args, **kwargs)
         if versions != [_torch.version_of(place) for place in self._inputs if place is not None]:
             raise CannotBeCaptured("it writes to its arguments")
         self._output_leaves, self._output_spec = _torch.pytree.tree_flatten(output)
@@ -171,7 +173,7 @@ class Captured:
         wanted: list[Any] = [*(boundary.edge for boundary in below), *piece.leaves]
         # Not in the pool of backwards: another one may be launched before the piece below, and would write over them.
         stage.grads_below = [torch.empty_like(boundary.tensor) for boundary in below]
-        with stage.recording.runs():
+        with stage.recording.runs(), _torch.compiled_backwards_keep_graphs():
             # The graph is kept: what the forward has saved must keep its memory as long as the forward is launched.
             found = torch.autograd.grad(piece.begins, wanted, stage.grad_outputs, retain_graph=True, allow_unused=True)
             for place, grad in zip(stage.grads_below, found, strict=False):
@@ -262,15 +264,16 @@ class Captured:
 
 
 @contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """A weight that autocast has converted in a capture must not be used by code outside of it, nor the other way."""
-    before = torch.is_autocast_cache_enabled()
+def _cleared_autocast_cache() -> Iterator[None]:
+    """A weight that autocast has converted in a capture must not be used by code outside of it, nor the other way.
+
+    Compiled code looks whether the cache is on, so it stays on.
+    """
     torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
 
 
 def _reason(error: BaseException) -> str:

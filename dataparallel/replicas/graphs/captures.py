@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.replicas.build import ParameterRegistry
-from dataparallel.replicas.compiled.functions import by_call_impl
+from dataparallel.replicas.compiled.calls import call_inside
 from dataparallel.replicas.graphs.captured import CannotBeCaptured, Captured
 from dataparallel.replicas.graphs.kinds import kind_of
 from dataparallel.replicas.graphs.places import Place
@@ -69,7 +69,7 @@ def as_it_is(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     before = _is_part_of_another()
     _of_thread.is_part_of_another = True
     try:
-        return by_call_impl(module, *args, **kwargs)
+        return call_inside(module, *args, **kwargs)
     finally:
         _of_thread.is_part_of_another = before
 
@@ -135,7 +135,7 @@ class Captures:
         kind = kind_of(leaves, spec, self._place.device)
         if isinstance(kind, str):
             self._say_if_alone(kind)
-            return by_call_impl(module, *args, **kwargs)
+            return call_inside(module, *args, **kwargs)
         captured = self._of_kind.get(kind)
         if captured is not None and (captured.misses > WARM_UP or not captured.still_fits()):
             del self._of_kind[kind]
@@ -146,11 +146,11 @@ class Captures:
             if self._is_warming_up(kind):
                 return self._warm_up(kind, module, args, kwargs)
             if _is_part_of_another():
-                return by_call_impl(module, *args, **kwargs)
+                return call_inside(module, *args, **kwargs)
             self._of_kind[kind] = self._capture(module, leaves, spec)
         captured = self._of_kind[kind]
         if captured is None:
-            return by_call_impl(module, *args, **kwargs)
+            return call_inside(module, *args, **kwargs)
         if _torch.why_saved_tensors_hooks_are_disabled() is None:
             with self._pools.launching:
                 if captured.may_be_launched():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.replicas.compiled.calls import CALL
+from dataparallel.replicas.compiled.calls import CompiledCall
 from dataparallel.replicas.plan import UNIT_MODULE
 from dataparallel.replicas.references import ATOMIC
 
@@ -30,7 +30,7 @@ class _Same:
         return id(self._value)
 
 
-_NOT_READ = {*_torch.REGISTRIES, *_torch.HOOK_TABLES, "_non_persistent_buffers_set", CALL, UNIT_MODULE}
+_NOT_READ = {*_torch.REGISTRIES, *_torch.HOOK_TABLES, "_non_persistent_buffers_set", UNIT_MODULE}
 
 
 def contents_of(root: nn.Module) -> Hashable:
@@ -42,6 +42,8 @@ def contents_of(root: nn.Module) -> Hashable:
 
 
 def _of_value(value: Any) -> Hashable:
+    if isinstance(value, CompiledCall):
+        value = value.functions
     is_atomic = type(value) in ATOMIC or (type(value) is tuple and all(type(item) in ATOMIC for item in value))
     return (type(value), value) if is_atomic else _Same(value)
 

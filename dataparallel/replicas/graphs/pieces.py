@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dataparallel import _torch
-from dataparallel.replicas.compiled.calls import CALL
+from dataparallel.replicas.compiled.calls import CALL, CompiledCall
 
 MOST_PIECES = 6
 """If a module has more parts, a piece has several of them, so that there are few launches."""
@@ -48,6 +48,11 @@ def capturing(pieces: Pieces) -> Iterator[None]:
         yield
     finally:
         _of_thread.pieces = None
+
+
+def is_part(module: nn.Module) -> bool:
+    """True if a module of a replica has graphs of its own, or could have them. A piece may begin with it."""
+    return not isinstance(vars(module).get(CALL), (CompiledCall, type(None)))
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class Pieces:
         parameters: those that get gradients. A piece sees leaves in their place, in the same memory: the nodes of the
             parameters belong to other streams, which a captured backward must not touch.
         cut: ends a graph and begins the next one. It is called where parts begin.
-        is_here: true if the calling thread works for the capture. Other threads may call the modules meanwhile.
+        is_here: true on the stream of the capture. A part that runs on another stream is not the end of a piece.
 
     Attributes:
         parameter_of: by the id of a leaf its parameter, and the leaf, which keeps the id.
@@ -97,36 +102,27 @@ class Pieces:
         cut: Callable[[], None],
         is_here: Callable[[], bool],
     ) -> None:
-        self._modules = [*module.modules()]
-        self._cut, self.is_here = cut, is_here
+        self._cut, self._is_here = cut, is_here
         self._boundaries: list[Boundary] = []
         self._starts = self._graphs = 0
         self.first_graph: dict[int, int] = {}
-        self.parameter_of: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self.parameter_of: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._first_leaf = {id(parameter): self._leaf(parameter) for parameter in parameters}
-        self._later_leaves: dict[tuple[int, int], nn.Parameter] = {}
-        parts = sum(CALL in vars(child) for child in self._modules[1:])
+        self._later_leaves: dict[tuple[int, int], Tensor] = {}
+        parts = sum(is_part(child) for child in module.modules() if child is not module)
         self._parts_of_piece = math.ceil(parts / MOST_PIECES)
         self._most_pieces = max(parts, MOST_PIECES)  # a part may be called several times
         self._begun = self._nbytes = 0  # of the piece
 
-    def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
-        leaf = nn.Parameter(parameter.detach())
+    def _leaf(self, parameter: nn.Parameter) -> Tensor:
+        leaf = parameter.detach().requires_grad_()
+        leaf.__class__ = type(parameter)  # compiled code expects it
         self.parameter_of[id(leaf)] = parameter, leaf
         return leaf
 
-    @contextmanager
-    def leaves_in_modules(self) -> Iterator[None]:
-        """Inside the block the modules have leaves for parameters. Lookups wait for nothing."""
-        registries = [(vars(module), vars(module)["_parameters"]) for module in self._modules]
-        try:
-            for number, (attributes, registry) in enumerate(registries):
-                items = {name: self._first_leaf.get(id(value), value) for name, value in dict.items(registry)}
-                attributes["_parameters"] = _Lookups(items, registry, number, self)
-            yield
-        finally:
-            for attributes, registry in registries:
-                attributes["_parameters"] = registry
+    def leaves_of(self, registry: dict[str, Any]) -> dict[str, Any]:
+        """What a copy of a module has in place of this registry. Lookups there wait for nothing."""
+        return {name: self._first_leaf.get(id(value), value) for name, value in dict.items(registry)}
 
     def note_use(self, number: int) -> None:
         """Module ``number`` uses its parameters."""
@@ -144,7 +140,7 @@ class Pieces:
     def part_begins(self, part: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Called before a part of the module runs in the forward, with its arguments."""
         is_full = self._begun >= self._parts_of_piece or self._nbytes >= LARGE_PIECE
-        if self._first_leaf and is_full and self._graphs + 1 < self._most_pieces and self.is_here():
+        if self._first_leaf and is_full and self._graphs + 1 < self._most_pieces and self._is_here():
             self._begin_piece(_torch.pytree.tree_leaves((args, kwargs)))
             self._begun = self._nbytes = 0
         self._begun += 1
@@ -176,45 +172,6 @@ class Pieces:
                 outputs, begins = [place.tensor], [place.edge]
         last, _ = _reached(begins)
         return [*found, BackwardPiece(outputs, begins, None, [leaf for node, leaf in nodes.items() if node in last])]
-
-
-class _Lookups(dict[str, Any]):
-    """The leaves of a module while it is captured. Other threads find the parameters, in ``registry``.
-
-    `Module.__getattr__` looks them up one by one, and gets those of the piece.
-    """
-
-    def __init__(self, leaves: dict[str, Any], registry: dict[str, Any], number: int, pieces: Pieces) -> None:
-        super().__init__(leaves)
-        self._registry, self._number, self._pieces = registry, number, pieces
-
-    def __getitem__(self, name: str) -> Any:
-        if not self._pieces.is_here():
-            return self._registry[name]
-        self._pieces.note_use(self._number)
-        return self._pieces.leaf_for(super().__getitem__(name))
-
-    def _all(self) -> dict[str, Any]:
-        if not self._pieces.is_here():
-            return dict(self._registry)
-        self._pieces.note_use(self._number)
-        return {name: dict.__getitem__(self, name) for name in dict.keys(self)}
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._all().get(name, default)
-
-    def items(self) -> Any:
-        return self._all().items()
-
-    def values(self) -> Any:
-        return self._all().values()
-
-    def copy(self) -> dict[str, Any]:
-        return self._all()
-
-    def __iter__(self) -> Iterator[str]:
-        # ``dict(lookups)`` and ``**lookups`` look every value up because this method exists.
-        return iter(self._all())
 
 
 def _reached(begins: Iterable[GradientEdge], stop: GradientEdge | None = None) -> tuple[set[Any], bool]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dataparallel.replicas.compiled.calls import compiled_calls
 from dataparallel.replicas.plan import UNIT_MODULE, ModulePlan
 
 _LARGE = 0.5
@@ -45,13 +46,11 @@ class Segments:
 
 
 def why_none(plan: ModulePlan) -> str | None:
-    """Why no module of the plan's replicas is captured: new ones are made for each call, or they are compiled."""
-    if not plan.has_compiled and plan.is_plain:
+    """Why no module of the plan's replicas is captured: new ones are made for each call."""
+    if plan.is_plain:
         return None
     for entry in plan.entries:
         name, kind = entry.name or "the module", entry.cls.__name__
-        if entry.compiled is not None:
-            return f"{name} is compiled"
         if entry.has_hooks:
             return f"{name} has hooks"
         if entry.has_own_rule:
@@ -72,20 +71,22 @@ def _parts_of(root: nn.Module) -> dict[str, nn.Module]:
     """The parts of a replica.
 
     These are the children of the root that have children themselves. Lists and dicts of modules have no forward, so
-    their entries take their place. So do the children of a ``Sequential`` with more than half of the parameters. If
-    nothing is left, the root is the only part.
+    their entries take their place. So do the children of a ``Sequential`` with more than half of the parameters. What
+    is compiled is not taken apart. If nothing is left, the root is the only part.
     """
     whole = _numel(root)
     found: dict[str, nn.Module] = {}
 
     def look_below(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
-            if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or _is_large(child, whole):
+            is_taken_apart = isinstance(child, (nn.ModuleList, nn.ModuleDict)) or _is_large(child, whole)
+            if is_taken_apart and not compiled_calls(child):
                 look_below(child, f"{prefix}{name}.")
             elif any(True for _ in child.children()) and child not in found.values():
                 found[f"{prefix}{name}"] = child
 
-    look_below(root, "")
+    if not compiled_calls(root):
+        look_below(root, "")
     return found or {"": root}
 
 

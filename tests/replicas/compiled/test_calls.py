@@ -107,13 +107,6 @@ def test_modules_of_a_tree_that_are_alike_share_them() -> None:
     assert functions(torch.compile(nn.Linear(2, 2), backend="eager"), [other]) is not first
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_cuda_graphs_are_refused(mode: str) -> None:
-    made = functions(linear(backend="inductor", mode=mode))
-    with pytest.raises(RuntimeError, match="replicas cannot be compiled with CUDA graphs"):
-        made.call(torch.device("cuda", 0), nn.Linear(2, 2), (torch.ones(1, 2),), {})
-
-
 def test_a_call_does_not_keep_its_module_alive() -> None:
     source, module = linear(), nn.Linear(2, 2)  # the source lives on, and its functions with it
     call = CompiledCall(functions(source), module)

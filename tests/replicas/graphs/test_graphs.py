@@ -614,7 +614,6 @@ class TestArguments:
     ) -> None:
         network = form(build(root), slots, graphs="auto")
         assert (graphs_of(network) is not None) == (root.type == "cuda")
-        assert graphs_of(form(build(root), slots, graphs="auto", compile={"backend": "eager"})) is None
         assert not caplog.records
 
     def test_true_says_that_there_are_none(
@@ -630,10 +629,6 @@ class TestArguments:
             ]
         )
         torch.testing.assert_close(step(network, x), step(form(build(root), slots), x), rtol=1e-9, atol=1e-9)
-
-    def test_not_with_compile(self, form: Form, slots: list, root: torch.device) -> None:
-        with pytest.raises(ValueError, match="graphs=True and compile= do not go together"):
-            form(build(root), slots, graphs=True, compile=True)
 
     def test_a_wrapper_can_be_copied(self, form: Form, slots: list, root: torch.device) -> None:
         network = form(build(root), slots, graphs=True)

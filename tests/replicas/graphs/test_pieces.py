@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from dataparallel.replicas.compiled.calls import CALL
 from dataparallel.replicas.graphs import pieces as pieces_of
-from dataparallel.replicas.graphs.pieces import BackwardPiece, Pieces, current_pieces, is_capturing
+from dataparallel.replicas.graphs.copied import copy_for_capture
+from dataparallel.replicas.graphs.pieces import BackwardPiece, Pieces
 from dataparallel.testing import cuda
 from each_form import Form, replicating_forms
 from graphed_nets import SETTLE, Block, Net, build, captured, inputs, step
@@ -43,10 +44,9 @@ class Parts(nn.Module):
             vars(part)[CALL] = self._call(part)
 
     def _call(self, part: nn.Module) -> Any:
+        """What has the place of graphs. A copy for a capture begins a piece there."""
+
         def call(*args: Any) -> Any:
-            pieces = current_pieces()
-            if pieces is not None:
-                pieces.part_begins(part, args, {})
             return part.forward(*args)
 
         return call
@@ -61,8 +61,8 @@ class Parts(nn.Module):
 def cut_up(model: Parts, x: Tensor) -> tuple[list[Tensor], list[BackwardPiece], Pieces]:
     """Outputs of a forward in pieces, and the pieces of its backward."""
     pieces = Pieces(model, [*model.parameters()], model.cut, lambda: True)
-    with pieces_of.capturing(pieces), pieces.leaves_in_modules():
-        output = model(x)
+    with pieces_of.capturing(pieces):
+        output = copy_for_capture(model, pieces)(x)
     outputs = [output] if isinstance(output, Tensor) else [*output]
     return outputs, pieces.of_backward(outputs, [x]), pieces
 
@@ -248,43 +248,12 @@ class TestForward:
         assert pieces.first_graph[[*model.modules()].index(model.parts[2])] == 0
         check(model)
 
-    def test_another_thread_finds_the_parameters(self) -> None:
-        model = Parts(2, row)
-        here = [True]
-        pieces = Pieces(model, [*model.parameters()], model.cut, lambda: here[0])
-        weight = model.first.weight
-        with pieces_of.capturing(pieces), pieces.leaves_in_modules():
-            assert model.first.weight is not weight
-            here[0] = False
-            assert model.first.weight is weight
-            assert next(model.first.parameters()) is weight
-        assert [*pieces.first_graph.values()] == [0]
-
     def test_is_one_graph_if_no_gradients_are_recorded(self) -> None:
         model = Parts(3, row)
         pieces = Pieces(model, [], model.cut, lambda: True)
-        with torch.no_grad(), pieces_of.capturing(pieces), pieces.leaves_in_modules():
-            model(torch.randn(2, WIDTH, dtype=torch.double))
+        with torch.no_grad(), pieces_of.capturing(pieces):
+            copy_for_capture(model, pieces)(torch.randn(2, WIDTH, dtype=torch.double))
         assert model.cuts == 0
-
-    def test_the_modules_have_their_parameters_afterwards(self) -> None:
-        model = Parts(2, row)
-        before = [*model.named_parameters()]
-        registries = [vars(module)["_parameters"] for module in model.modules()]
-        pieces = Pieces(model, [*model.parameters()], model.cut, lambda: True)
-        seen = []
-
-        def fails() -> None:
-            with pieces_of.capturing(pieces), pieces.leaves_in_modules():
-                seen.append(is_capturing())
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            fails()
-        assert seen == [True]
-        assert not is_capturing()
-        assert all(vars(m)["_parameters"] is r for m, r in zip(model.modules(), registries, strict=True))
-        assert [name for name, _ in before] == [name for name, _ in model.named_parameters()]
 
 
 @pytest.mark.devices("cuda")

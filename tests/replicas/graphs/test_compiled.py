@@ -1,0 +1,226 @@
+"""Replicas that are compiled and captured: what the compiler makes is launched by graphs of the library.
+
+The stand-in has no Triton, so replicas are compiled by backends that run torch's operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphed_models
+from dataparallel import _torch
+from dataparallel.composable import fully_shard
+from dataparallel.replicas.compiled.calls import compiled_here
+from dataparallel.replicas.graphs.captures import WARM_UP
+from each_form import Form, by_wrapper, replicated, sharded_whole, whole
+from graphed_models import FORMS, MODELS
+from graphed_nets import SETTLE, Block, Net, build, captured, graphs_of, inputs, reasons, step
+
+Way = Callable[..., Any]
+
+
+def by_argument(form: Form, network: nn.Module, slots: list, backend: str = "aot_eager", **options: Any) -> Any:
+    return form(network, slots, compile={"backend": backend}, **options)
+
+
+def wrapped(form: Form, network: nn.Module, slots: list, backend: str = "aot_eager", **options: Any) -> Any:
+    return form(torch.compile(network, backend=backend), slots, **options)
+
+
+def in_place(form: Form, network: nn.Module, slots: list, backend: str = "aot_eager", **options: Any) -> Any:
+    network.compile(backend=backend)
+    return form(network, slots, **options)
+
+
+def blocks(form: Form, network: Any, slots: list, backend: str = "aot_eager", **options: Any) -> Any:
+    for block in network.blocks:
+        block.compile(backend=backend)
+    return form(network, slots, **options)
+
+
+WAYS = [by_argument, wrapped, in_place, blocks]
+SHORT = [(by_argument, by_wrapper), (in_place, sharded_whole), (wrapped, replicated), (blocks, replicated)]
+each_way = pytest.mark.parametrize(
+    ("way", "form"),
+    [
+        pytest.param(way, form, marks=[] if (way, form) in SHORT else pytest.mark.long)
+        for way in WAYS
+        for form in (by_wrapper, replicated, sharded_whole)
+    ],
+    indirect=["form"],
+)
+with_graphs = pytest.mark.devices("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_compiled() -> None:
+    torch.compiler.reset()
+
+
+def train(network: Any, root: torch.device) -> list[Tensor]:
+    """Losses of training steps, and what evaluations between them give."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    found = []
+    for _ in range(2 * SETTLE):
+        x = inputs(root)
+        found.append(step(network, x))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(network.eval()(x).sum())
+        network.train()
+    return found
+
+
+@with_graphs
+@each_way
+def test_trains_as_on_one_device(way: Way, form: Form, slots: list, root: torch.device) -> None:
+    expected = train(form(build(root), slots), root)
+    network = way(form, build(root), slots, graphs=True)
+    torch.testing.assert_close(train(network, root), expected, rtol=1e-9, atol=1e-9)
+    assert captured(network)[""] >= len({*slots}) * SETTLE  # of both kinds of calls
+    assert reasons(network) == set()
+
+
+@with_graphs
+@pytest.mark.long
+@pytest.mark.usefixtures("one_intra_op_thread")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("model", MODELS)
+def test_models_of_all_kinds(model: str, form: str, slots: list) -> None:
+    expected, _ = graphed_models.train(MODELS[model], FORMS[form], slots, 12)
+    options: dict[str, Any] = {"graphs": True, "compile": {"backend": "aot_eager"}}
+    found, network = graphed_models.train(MODELS[model], FORMS[form], slots, 12, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert bool(captured(network)) == (model != "lstm and gru"), reasons(network)
+
+
+@with_graphs
+@each_way
+def test_code_compiled_with_cuda_graphs_is_captured_without_an_argument(
+    way: Way, form: Form, slots: list, root: torch.device
+) -> None:
+    expected = train(form(build(root), slots), root)
+    network = way(form, build(root), slots, backend="cudagraphs")
+    torch.testing.assert_close(train(network, root), expected, rtol=1e-9, atol=1e-9)
+    assert captured(network)[""] >= len({*slots}) * SETTLE
+    assert reasons(network) == set()
+
+
+@with_graphs
+def test_code_that_is_compiled_later_has_no_graphs_and_says_so(
+    slots: list, root: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = build(root)
+    network, x = by_wrapper(module, slots), inputs(root)
+    expected = step(network, x)
+    module.compile(backend="cudagraphs")
+    torch.testing.assert_close(step(network, x), expected, rtol=1e-9, atol=1e-9)
+    assert graphs_of(network) is None
+    assert {record.getMessage() for record in caplog.records if record.name == "dataparallel"} == {
+        "replicas that were compiled with CUDA graphs run without: pass graphs=True to the form"
+    }
+
+
+@with_graphs
+def test_compiled_blocks_are_pieces_of_the_whole(slots: list, root: torch.device) -> None:
+    class Deep(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+    network, x = blocks(replicated, build(root, Deep), slots, graphs=True), inputs(root)
+    for _ in range(SETTLE):
+        step(network, x)
+    calls = [capture for key, capture in graphs_of(network)._captures.items() if not key[1]]
+    stages = {len(each._stages) for capture in calls for each in capture._of_kind.values() if each is not None}
+    assert stages == {4}
+
+
+@with_graphs
+def test_code_that_does_not_fit_in_the_capture_is_not_compiled_there(slots: list, root: torch.device) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, scale: float) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * scale
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled = Scaled(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scaled(x, 2.0 if torch.cuda.is_current_stream_capturing() else 1.0)
+
+    module: Any = build(root, Around)
+    module.scaled.compile(backend="aot_eager", dynamic=False)
+    network, x = by_wrapper(module, slots, graphs=True), inputs(root)
+    with torch.no_grad():
+        expected = network(x)
+        for _ in range(WARM_UP):
+            torch.testing.assert_close(network(x), expected)
+    assert not captured(network)
+    assert any("none of its compiled code fits" in reason for reason in reasons(network))
+
+
+class Twice(nn.Module):
+    """Uses its weight before its part does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(nn.functional.linear(x, self.part[0].weight))
+
+
+@with_graphs
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_launch_converts_weights_that_autocast_has_converted_before(
+    backend: str | None, slots: list, root: torch.device
+) -> None:
+    module: Any = build(root, Twice).float()
+    x, shared = inputs(root).float(), module.part[0].weight  # autocast keeps what it has made of leaves
+    fully_shard(module.part, devices=slots[:1], ignored_params=[shared], compile=backend and {"backend": backend})
+    fully_shard(module, devices=slots[:1], ignored_params=[shared], graphs=True)
+    elsewhere = []
+    for _ in range(WARM_UP + 3):
+        elsewhere.append(torch.empty_like(shared, dtype=torch.bfloat16))  # so each conversion has memory of its own
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+            expected = nn.functional.linear(nn.functional.linear(x, shared), shared, whole(module.part[0].bias)).relu()
+            torch.clear_autocast_cache()
+            torch.testing.assert_close(module(x), expected)
+            shared.mul_(1.5)
+    assert captured(module) == {"part": 3}
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_the_compilers_own_graphs_are_left_out(mode: str) -> None:
+    made = _torch.compiler_context(torch.compile(nn.Linear(2, 2), mode=mode, dynamic=True, fullgraph=True))
+    plain = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}[mode]
+    without = torch.compile(nn.Linear(2, 2), mode=plain, dynamic=True, fullgraph=True)
+    assert _torch.uses_cuda_graphs(made)
+    found = _torch.without_cuda_graphs(made)
+    assert not _torch.uses_cuda_graphs(found)
+    expected = _torch._innermost_backend(_torch.compiler_context(without).callback)
+    backend = _torch._innermost_backend(found.callback)
+    assert backend.config == {**expected.config, "triton.cudagraphs": False}
+    assert (backend.dynamic, found.fullgraph) == (True, True)
+
+
+@pytest.mark.devices("cpu")
+def test_functions_for_cuda_devices_are_compiled_without_them() -> None:
+    module = nn.Linear(2, 2)
+    module.compile(mode="reduce-overhead")
+    compiled = compiled_here(module)
+    assert compiled is not None
+    assert compiled.functions is not None
+    compiled.functions.are_captured = True
+    function = compiled.functions._make(torch.device("cuda", 0))
+    assert not _torch.uses_cuda_graphs(_torch.compiler_context(function._compiled))
