@@ -66,6 +66,7 @@ class Launch(Node):
         ``direct``: positions of arguments whose gradients the launch that made them reads where this one leaves them.
         """
         ctx.captured, ctx.launch, ctx.stage, ctx.direct = captured, captured.launches, stage, direct
+        ctx.has_run = False
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[:1])  # see `saved_instead`
         ctx.versions = stage.versions()
@@ -81,7 +82,8 @@ class Launch(Node):
         """Launches the piece.
 
         Raises:
-            RuntimeError: what the forward has saved was overwritten by a later launch, or by other code.
+            RuntimeError: what the forward has saved was overwritten by a later launch, by other code, or perhaps by
+                this piece itself, if it is compiled and was launched before.
         """
         stage: Stage = ctx.stage
         if ctx.captured.launches != ctx.launch:
@@ -94,6 +96,12 @@ class Launch(Node):
                 "an output of a captured module was modified by an inplace operation, and its backward needs it. Write "
                 "the result to another tensor, or leave graphs=True out"
             )
+        if ctx.has_run and ctx.captured.is_compiled:
+            raise RuntimeError(
+                "this backward is compiled and has run already, and compiled code may write to what the forward has "
+                "saved. Call the model again instead of backward with retain_graph=True"
+            )
+        ctx.has_run = True
         given = [grad for grad, has_grad in zip(grads, stage.have_grads, strict=True) if has_grad]
         return (None, None, None, *ctx.captured.launch_stage(stage, given, ctx.direct))
 

@@ -144,6 +144,41 @@ def test_compiled_blocks_are_pieces_of_the_whole(slots: list, root: torch.device
 
 
 @with_graphs
+def test_dropout_draws_what_it_draws_without_graphs(slots: list, root: torch.device) -> None:
+    def losses(seed: int, **options: Any) -> Tensor:
+        torch.compiler.reset()
+        network = by_argument(by_wrapper, build(root, lambda: Net(0.5)), slots, **options)
+        x = inputs(root)
+        torch.cuda.manual_seed_all(seed)
+        found = torch.stack([step(network, x) for _ in range(2 * SETTLE)])
+        assert not options or captured(network)[""] >= SETTLE
+        return found
+
+    found = losses(1, graphs=True)
+    torch.testing.assert_close(found, losses(1), rtol=1e-9, atol=1e-9)
+    assert len({*found[SETTLE:].tolist()}) == SETTLE
+
+
+@with_graphs
+@pytest.mark.parametrize("compile", [None, {"backend": "aot_eager"}])
+def test_a_compiled_backward_runs_once(compile: Any, slots: list, root: torch.device) -> None:
+    """Inductor's may write to what the forward has saved. torch refuses ``retain_graph`` for such code too."""
+    network, x = by_wrapper(build(root), slots, graphs=True, compile=compile), inputs(root)
+    for _ in range(SETTLE):
+        step(network, x)
+    network.zero_grad()
+    loss = network(x).square().mean()
+    loss.backward(retain_graph=True)
+    first = [parameter.grad.clone() for parameter in network.parameters()]
+    if compile is None:
+        loss.backward()
+        torch.testing.assert_close([p.grad for p in network.parameters()], [2 * grad for grad in first])
+    else:
+        with pytest.raises(RuntimeError, match="this backward is compiled and has run already"):
+            loss.backward()
+
+
+@with_graphs
 def test_code_that_does_not_fit_in_the_capture_is_not_compiled_there(slots: list, root: torch.device) -> None:
     class Scaled(nn.Linear):
         def forward(self, x: Tensor, scale: float) -> Tensor:  # type: ignore[override]
