@@ -126,6 +126,7 @@ class Captured:
                 raise
             raise CannotBeCaptured(_reason(error)) from error
         finally:
+            pieces.forget_boundaries()
             Event(stream).make_wait(current)
         self._place.note_outputs(self.outputs, self)
         self._pool.add(self)
@@ -175,6 +176,7 @@ class Captured:
         wanted: list[Any] = [*(boundary.edge for boundary in below), *piece.leaves]
         # Not in the pool of backwards: another one may be launched before the piece below, and would write over them.
         stage.grads_below = [torch.empty_like(boundary.tensor) for boundary in below]
+        torch.clear_autocast_cache()  # a checkpoint would find what the forward has converted, which is freed later
         with stage.recording.runs(), _torch.compiled_backwards_keep_graphs():
             # The graph is kept: what the forward has saved must keep its memory as long as the forward is launched.
             found = torch.autograd.grad(piece.begins, wanted, stage.grad_outputs, retain_graph=True, allow_unused=True)

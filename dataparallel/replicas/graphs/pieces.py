@@ -155,6 +155,10 @@ class Pieces:
         self._graphs += 1
         self._cut()
 
+    def forget_boundaries(self) -> None:
+        """Ends a cycle: their graph may hold the copy of the module (by a checkpoint), and this the pieces."""
+        self._boundaries.clear()
+
     def of_backward(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[BackwardPiece]:
         """The pieces of the backward, from the last one of the forward to the first."""
         nodes = {
