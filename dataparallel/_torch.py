@@ -814,6 +814,11 @@ def frames_that_failed() -> int:
     return int(frames["total"] - frames["ok"])
 
 
+def _inductor_config() -> Any:
+    purpose = "see what is recorded as CUDA graphs, and refuse parameters inside graphs"
+    return _compiler_part("torch._inductor.config", purpose)
+
+
 def uses_cuda_graphs(context: Any) -> bool:
     """True if what a context compiles is recorded as CUDA graphs on CUDA devices."""
     backend = _innermost_backend(context.callback)
@@ -822,17 +827,13 @@ def uses_cuda_graphs(context: Any) -> bool:
     own = getattr(backend, "config", None)
     if not isinstance(own, dict):  # Inductor's have one
         return False
-    config = _compiler_part(
-        "torch._inductor.config", "see what is recorded as CUDA graphs, and refuse parameters inside graphs"
-    )
+    config = _inductor_config()
     return bool(own.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def refuse_parameters_in_graphs() -> None:
     """Raises ``RuntimeError`` if the compiler would make the parameters of one replica part of a graph."""
-    config = _compiler_part(
-        "torch._inductor.config", "see what is recorded as CUDA graphs, and refuse parameters inside graphs"
-    )
+    config = _inductor_config()
     if config.freezing:
         raise RuntimeError(
             "replicas cannot be compiled with torch._inductor.config.freezing = True: graphs would hold the parameters "
@@ -854,11 +855,17 @@ def compiling_for(devices: int) -> Iterator[None]:
         yield
 
 
+def is_compiled_backward(node: Any) -> bool:
+    """True for a node of autograd's graph that runs the backward of compiled code."""
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
 @contextmanager
 def compiled_backwards_keep_graphs() -> Iterator[None]:
-    """Lets backwards with ``retain_graph=True`` run compiled code, which may write to what the forward has saved.
+    """Lets compiled code that may write to what its forward has saved run in a backward with ``retain_graph=True``.
 
-    For captures: a forward is launched anew before its backward is. torch reads this setting in each such backward.
+    This is for captures, whose forward is launched anew before each backward. torch 2.12 and later keep the setting in
+    a context variable, and hand the context over to the threads of the engine.
     """
     if not is_compiler_loaded():
         yield

@@ -191,14 +191,10 @@ class Recorder:
     # ---- called by `block` -------------------------------------------------------------------------------------------
 
     def until_now(self) -> Recorder:
-        """A recorder with what has been recorded so far. Other threads may still end ranges, in this one."""
+        """A recorder with what has been recorded so far. Other threads may go on with this one."""
         found = copy.copy(self)
-        found.spans, found.waits, found.copies, found.marks = (
-            [*self.spans],
-            [*self.waits],
-            [*self.copies],
-            [*self.marks],
-        )
+        found.spans, found.waits = [*self.spans], [*self.waits]
+        found.copies, found.marks = [*self.copies], [*self.marks]
         found.devices = self.devices.copy()
         return found
 

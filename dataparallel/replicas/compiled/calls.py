@@ -184,11 +184,6 @@ class CompileArgument:
             )
         return cls(options)
 
-    @property
-    def uses_cuda_graphs(self) -> bool:
-        """True if the options say that what is compiled is recorded as CUDA graphs."""
-        return self._call is not _nothing and _uses_cuda_graphs(self._call)
-
     def __reduce__(self) -> tuple[type[CompileArgument], tuple[dict[str, Any]]]:
         return CompileArgument, (self.options,)
 
@@ -207,17 +202,13 @@ class CompileArgument:
 
 def use_cuda_graphs(modules: Iterable[nn.Module], argument: CompileArgument | None) -> bool:
     """True if a module of these trees, or a wrapper with this argument, is compiled with CUDA graphs."""
-    if argument is not None and argument.uses_cuda_graphs:
-        return True
     if not _torch.is_compiler_loaded():
         return False
-    children = (child for module in modules for child in module.modules())
-    return any(_uses_cuda_graphs(vars(child).get(CALL) or child) for child in children)
-
-
-def _uses_cuda_graphs(compiled: Any) -> bool:
-    context = _torch.compiler_context(compiled)
-    return context is not None and not _torch.is_disabled(context) and _torch.uses_cuda_graphs(context)
+    compiled = [vars(child).get(CALL) or child for module in modules for child in module.modules()]
+    if argument is not None:
+        compiled.append(argument._call)
+    contexts = map(_torch.compiler_context, compiled)
+    return any(context is not None and _torch.uses_cuda_graphs(context) for context in contexts)
 
 
 def _is_compiled(module: nn.Module) -> bool:

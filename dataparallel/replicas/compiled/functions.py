@@ -100,7 +100,7 @@ class CompiledFunctions:
 
     def _make(self, device: torch.device | None) -> _CompiledFunction:
         context = self._context
-        if device is not None and device.type == "cuda" and not self.is_disabled and _torch.uses_cuda_graphs(context):
+        if device is not None and device.type == "cuda" and _torch.uses_cuda_graphs(context):
             # The compiler's own graphs cannot follow several threads, nor parameters that move.
             context = _torch.without_cuda_graphs(context)
             if not self.are_captured:

@@ -22,7 +22,7 @@ from dataparallel import _torch
 from dataparallel.autograd.node import saved_instead
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
 from dataparallel.replicas.build import ParameterRegistry, collector_paused
-from dataparallel.replicas.compiled.calls import call_inside, compiled_calls
+from dataparallel.replicas.compiled.calls import call_inside
 from dataparallel.replicas.compiled.functions import none_compiled
 from dataparallel.replicas.graphs.copied import copy_for_capture
 from dataparallel.replicas.graphs.launch import Launch, Stage, Waiting, reads
@@ -51,7 +51,6 @@ class Captured:
     Attributes:
         is_waiting: true while an autograd graph needs what the last launch has saved.
         launches: how often it was launched.
-        is_compiled: a module that was captured is compiled.
         outputs: the places of outputs.
         misses: how often in a row it was not, because gathered parameters were elsewhere.
 
@@ -73,7 +72,6 @@ class Captured:
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]
         self._stages: list[Stage] = []
         self._first_graph: Mapping[int, int] = {}
-        self.is_compiled = any(compiled_calls(child) for child in module.modules())
         self.is_waiting = False
         self.launches = self.misses = 0
         self._launched_on: set[torch.Stream] = set()
@@ -166,6 +164,7 @@ class Captured:
                 parameters=[pieces.parameter_of[id(leaf)][0] for leaf in leaves_of_parameters],
                 targets=[self._place.claim_grad(wanted[i]) for i in inputs],
                 recording=Recording(memory.pool),
+                runs_once=piece.runs_once,
             )
             self._capture_stage(stage, piece, memory.buffers_for(piece.leaves))
             self._stages.insert(0, stage)

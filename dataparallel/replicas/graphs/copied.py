@@ -14,6 +14,7 @@ from torch import nn
 from dataparallel.replicas.build import bare_module, give_attributes
 from dataparallel.replicas.compiled.calls import CALL, CompiledCall, call_inside, compiled_calls
 from dataparallel.replicas.graphs.pieces import Pieces, current_pieces, is_part
+from dataparallel.replicas.plan import instance_slots
 
 
 def copy_for_capture(root: nn.Module, pieces: Pieces) -> Any:
@@ -33,7 +34,7 @@ def copy_for_capture(root: nn.Module, pieces: Pieces) -> Any:
         own.update({name: call.of(copies[id(call.module)]) for name, call in calls[id(module)].items()})
         if is_part(module) and module is not root:
             own[CALL] = _PartCall(copy, own.get(CALL))
-        give_attributes(copy, own, module, ())
+        give_attributes(copy, own, module, instance_slots(type(module)))
     return copies[id(root)]
 
 

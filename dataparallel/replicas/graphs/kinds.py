@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.replicas.compiled.calls import CompiledCall
+from dataparallel.replicas.compiled.calls import CALL, CompiledCall, compiled_call
 from dataparallel.replicas.plan import UNIT_MODULE
 from dataparallel.replicas.references import ATOMIC
 
@@ -30,13 +30,18 @@ class _Same:
         return id(self._value)
 
 
-_NOT_READ = {*_torch.REGISTRIES, *_torch.HOOK_TABLES, "_non_persistent_buffers_set", UNIT_MODULE}
+_NOT_READ = {*_torch.REGISTRIES, *_torch.HOOK_TABLES, "_non_persistent_buffers_set", CALL, UNIT_MODULE}
 
 
 def contents_of(root: nn.Module) -> Hashable:
     """What a forward may read of the modules besides tensors: a graph is good as long as this is the same."""
     return tuple(
-        (name, type(module), *((key, _of_value(value)) for key, value in vars(module).items() if key not in _NOT_READ))
+        (
+            name,
+            type(module),
+            _of_value(compiled_call(module)),
+            *((key, _of_value(value)) for key, value in vars(module).items() if key not in _NOT_READ),
+        )
         for name, module in root.named_modules()
     )
 

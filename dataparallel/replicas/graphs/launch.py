@@ -32,6 +32,7 @@ class Stage:
         inputs, parameters: what it computes gradients of: arguments, by position among those that need gradients.
         targets: for each of ``inputs`` where the launch that made it reads its gradient, if there is such a place.
         recording: the graph.
+        runs_once: it may write to what the forward has saved.
         grads_below: where it leaves the gradient of what the piece below gives, if there is one.
         grads: the other gradients.
     """
@@ -43,6 +44,7 @@ class Stage:
     parameters: Sequence[Tensor]
     targets: Sequence[Tensor | None]
     recording: Recording
+    runs_once: bool
     grads_below: Sequence[Tensor] = ()
     grads: FlatGrads | None = None
 
@@ -96,7 +98,7 @@ class Launch(Node):
                 "an output of a captured module was modified by an inplace operation, and its backward needs it. Write "
                 "the result to another tensor, or leave graphs=True out"
             )
-        if ctx.has_run and ctx.captured.is_compiled:
+        if ctx.has_run and stage.runs_once:
             raise RuntimeError(
                 "this backward is compiled and has run already, and compiled code may write to what the forward has "
                 "saved. Call the model again instead of backward with retain_graph=True"

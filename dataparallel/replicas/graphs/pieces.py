@@ -72,12 +72,14 @@ class BackwardPiece:
         begins: their edges.
         below: the boundary that the next piece begins with, if there is one.
         leaves: whose gradients it computes, those of inputs first.
+        runs_once: compiled code runs in it, which may write to what the forward has saved.
     """
 
     outputs: Sequence[Tensor]
     begins: Sequence[GradientEdge]
     below: Boundary | None
     leaves: Sequence[Tensor]
+    runs_once: bool
 
 
 class Pieces:
@@ -156,26 +158,37 @@ class Pieces:
         self._cut()
 
     def forget_boundaries(self) -> None:
-        """Ends a cycle: their graph may hold the copy of the module (by a checkpoint), and this the pieces."""
+        """Ends a cycle. Their graph may hold the copy of the module, by a checkpoint for example, and the copy this."""
         self._boundaries.clear()
 
     def of_backward(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[BackwardPiece]:
-        """The pieces of the backward, from the last one of the forward to the first."""
+        """The pieces of the backward, from the last one of the forward to the first.
+
+        Raises:
+            RuntimeError: it comes to a leaf that is none of these. A launch would not compute its gradient.
+        """
         nodes = {
             get_gradient_edge(leaf).node: leaf for leaf in (*inputs, *(leaf for _, leaf in self.parameter_of.values()))
         }
-        found = []
         begins = [get_gradient_edge(output) for output in outputs]
+        if any(hasattr(node, "variable") and node not in nodes for node in _reached(begins)[0]):
+            raise RuntimeError(
+                "it uses a tensor that needs a gradient and is neither an argument nor its own parameter"
+            )
+
+        def piece(below: Boundary | None, reached: set[Any]) -> BackwardPiece:
+            leaves = [leaf for node, leaf in nodes.items() if node in reached]
+            return BackwardPiece(outputs, begins, below, leaves, any(map(_torch.is_compiled_backward, reached)))
+
+        found = []
         # Both a backward that ends at a tensor with hooks and one that begins there would call them.
         for boundary in (each for each in reversed(self._boundaries) if not _torch.hooks_of(each.tensor)):
             above, is_met = _reached(begins, boundary.edge)
             if is_met and above and above.isdisjoint(_reached([boundary.edge])[0]):
-                leaves = [leaf for node, leaf in nodes.items() if node in above]
                 place = Boundary(boundary.tensor.detach(), boundary.edge)
-                found.append(BackwardPiece(outputs, begins, place, leaves))
+                found.append(piece(place, above))
                 outputs, begins = [place.tensor], [place.edge]
-        last, _ = _reached(begins)
-        return [*found, BackwardPiece(outputs, begins, None, [leaf for node, leaf in nodes.items() if node in last])]
+        return [*found, piece(None, _reached(begins)[0])]
 
 
 def _reached(begins: Iterable[GradientEdge], stop: GradientEdge | None = None) -> tuple[set[Any], bool]:

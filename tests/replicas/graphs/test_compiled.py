@@ -179,6 +179,24 @@ def test_a_compiled_backward_runs_once(compile: Any, slots: list, root: torch.de
 
 
 @with_graphs
+def test_the_backward_of_a_compiled_function_in_a_forward_runs_once_too(slots: list, root: torch.device) -> None:
+    class Calls(Net):
+        last_step = staticmethod(torch.compile(lambda x: x.sin().cos().sin(), backend="aot_eager"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last_step(super().forward(x))
+
+    network, x = by_wrapper(build(root, Calls), slots[:1], graphs=True), inputs(root)
+    for _ in range(SETTLE):
+        step(network, x)
+    assert captured(network)
+    loss = network(x).square().mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="this backward is compiled and has run already"):
+        loss.backward()
+
+
+@with_graphs
 def test_code_that_does_not_fit_in_the_capture_is_not_compiled_there(slots: list, root: torch.device) -> None:
     class Scaled(nn.Linear):
         def forward(self, x: Tensor, scale: float) -> Tensor:  # type: ignore[override]

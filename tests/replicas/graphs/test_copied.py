@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dataparallel import _torch
 from dataparallel.replicas.compiled.calls import CALL, CompiledCall
 from dataparallel.replicas.compiled.functions import by_call_impl, functions_for
 from dataparallel.replicas.graphs.copied import copy_for_capture
 from dataparallel.replicas.graphs.pieces import Pieces, capturing
+from each_form import by_wrapper, replicated
+from graphed_nets import SETTLE, Block, build, captured, inputs, read_by_the_host, reasons, step
+from graphed_nets import Net as Blocks
 
-pytestmark = pytest.mark.devices("cpu")
+on_cpu, on_cuda = pytest.mark.devices("cpu"), pytest.mark.devices("cuda")
 
 
 class Net(nn.Module):
@@ -32,6 +37,7 @@ def pieces_of(module: nn.Module) -> Pieces:
     return Pieces(module, [p for p in module.parameters() if p.requires_grad], lambda: None, lambda: True)
 
 
+@on_cpu
 def test_computes_the_same_with_leaves_of_its_own() -> None:
     module, x = Net(), torch.randn(4, 3)
     module.last.bias.requires_grad_(False)
@@ -51,6 +57,7 @@ def test_computes_the_same_with_leaves_of_its_own() -> None:
             assert leaf.grad is not None
 
 
+@on_cpu
 def test_shares_buffers_and_attributes_and_leaves_the_module_as_it_is() -> None:
     module = Net()
     before = [(vars(child).copy(), child._parameters.copy()) for child in module.modules()]
@@ -62,6 +69,7 @@ def test_shares_buffers_and_attributes_and_leaves_the_module_as_it_is() -> None:
     assert [(vars(child), child._parameters) for child in module.modules()] == before
 
 
+@on_cpu
 def test_is_gone_with_its_last_reference() -> None:
     module = Net()
     copy = copy_for_capture(module, pieces_of(module))
@@ -71,6 +79,7 @@ def test_is_gone_with_its_last_reference() -> None:
     assert gone() is None
 
 
+@on_cpu
 def test_a_part_begins_a_piece_also_if_it_is_compiled() -> None:
     module: Any = nn.Sequential(Net(), Net())
     begun = []
@@ -97,3 +106,108 @@ def test_a_part_begins_a_piece_also_if_it_is_compiled() -> None:
     with capturing(pieces):
         copy(torch.randn(4, 3))
     assert begun == [*copy]
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+class Bound(nn.Linear):
+    """Calls a method of the object that it was when it was made."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.method = super().forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method(x)
+
+
+@on_cuda
+@pytest.mark.parametrize("kind", [Slotted, Bound])
+def test_ignored_modules_get_their_gradients(kind: type[nn.Module], slots: list, root: torch.device) -> None:
+    def trained(**options: Any) -> tuple[Any, list[Tensor | None]]:
+        module: Any = build(root, lambda: nn.Sequential(Blocks(), kind()))
+        network, x = replicated(module, slots[:1], ignored_modules=[module[1]], **options), inputs(root)
+        for _ in range(SETTLE):
+            module.zero_grad()
+            step(network, x)
+        return network, [parameter.grad for parameter in module.parameters()]
+
+    expected = trained()[1]
+    network, found = trained(graphs=True)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    leads_past = "it uses a tensor that needs a gradient and is neither an argument nor its own parameter"
+    assert reasons(network) == ({leads_past} if kind is Bound else set())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+class Parts(nn.Module):
+    """``by_parts``: each part is captured by itself."""
+
+    def __init__(self, by_parts: bool) -> None:
+        super().__init__()
+        self.by_parts = by_parts
+        self.first, self.parts = nn.Linear(4, 6), nn.ModuleList([Checkpointed() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_parts:
+            read_by_the_host(x)
+        x = self.first(x)
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@on_cuda
+def test_a_checkpoint_in_a_part_converts_weights_itself(slots: list, root: torch.device) -> None:
+    """Under autocast it would find what the forward has converted, in memory that later captures use again."""
+
+    def gradients(**options: Any) -> list[Tensor]:
+        module = build(root, lambda: Parts(True)).float()
+        network, x = by_wrapper(module, slots[:1], **options), inputs(root).float()
+        for _ in range(SETTLE):
+            module.zero_grad()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = network(x).float().square().mean()
+            loss.backward()
+        assert not options or {*captured(network)} == {f"parts.{i}" for i in range(4)}
+        return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+    torch.testing.assert_close(gradients(graphs=True), gradients(), rtol=1e-5, atol=1e-6)
+
+
+@on_cuda
+def test_a_copy_that_a_checkpoint_holds_is_gone_with_the_capture(
+    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def noted(self: Pieces, *arguments: Any) -> None:
+        made.append(weakref.ref(self))
+        begin(self, *arguments)
+
+    begin = Pieces.__init__
+    monkeypatch.setattr(Pieces, "__init__", noted)
+    network: Any = by_wrapper(build(root, lambda: Parts(False)), slots[:1], graphs=True)
+    for _ in range(SETTLE):
+        step(network, inputs(root))
+    assert captured(network)
+    del network
+    gc.collect()
+    assert [pieces() for pieces in made] == [None]
