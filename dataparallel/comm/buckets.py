@@ -51,7 +51,7 @@ class Bucket:
     @property
     def numel(self) -> int:
         """The number of elements of the flat buffer."""
-        return sum(layout.numel for layout in self.layouts)
+        return sum(layout.numel * count for layout, count in self.runs)
 
     @property
     def keeps_repeats(self) -> bool:

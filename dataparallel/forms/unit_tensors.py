@@ -131,8 +131,7 @@ class UnitTensors(TensorStore):
         arguments = {
             positions[path]: argument for argument, tops in zip(self._compile, self._tops, strict=True) for path in tops
         }
-        if plan.has_compiled or any(argument is not None for argument in arguments.values()):
-            _CompiledParts(plan, arguments).choose()
+        _CompiledParts(plan, arguments).choose()
 
     def _find_outer_references(self, plan: ModulePlan) -> list[tuple[str, str, list[Unit]]]:
         """Finds attributes of modules outside of a unit that refer to its parameters: path, name, units.

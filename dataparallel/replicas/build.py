@@ -75,25 +75,25 @@ def build_replica(
         _rebind_attributes(plan, modules, tensors, device)
     for call in call_compiled(plan, modules):
         call.device = device
-    tell_units(modules)
+    _give_units(plan, modules)
     return modules[0]
 
 
 def call_compiled(plan: ModulePlan, modules: list[nn.Module]) -> list[CompiledCall]:
     """Makes modules that are compiled in the source call compiled code. Returns the calls, which need their device."""
     calls: list[CompiledCall] = []
-    if not plan.has_compiled:
-        return calls
     table = plan.table(modules)
-    for entry, module in zip(plan.entries, modules, strict=True):
-        if entry.compiled is not None:
-            functions, attribute, child, _ = entry.compiled
-            called = module if child is None else table[entry.children[child]]
-            is_managed = child is None and original_class(entry.cls) is not entry.cls
-            call = CompiledCall(functions, called, _as_written if is_managed else None)
-            vars(module)[attribute] = call
-            calls.append(call)
-    vars(modules[0])[HAS_COMPILED] = True
+    for i in plan.compiled:
+        entry, module = plan.entries[i], modules[i]
+        assert entry.compiled is not None
+        functions, attribute, child, _ = entry.compiled
+        called = module if child is None else table[entry.children[child]]
+        is_managed = child is None and original_class(entry.cls) is not entry.cls
+        call = CompiledCall(functions, called, _as_written if is_managed else None)
+        vars(module)[attribute] = call
+        calls.append(call)
+    if calls:
+        vars(modules[0])[HAS_COMPILED] = True
     return calls
 
 
@@ -113,12 +113,13 @@ def device_of(tensors: list[Tensor]) -> torch.device | None:
     return tensors[0].device if tensors else None
 
 
-def tell_units(modules: list[nn.Module]) -> None:
-    """Tells the units of a replica where the registries of its modules are; see `UNIT_MODULE`."""
-    for module in modules:
-        unit = vars(module).get(UNIT_MODULE)
-        if unit is not None:
-            unit.find_registries(modules)
+def _give_units(plan: ModulePlan, modules: list[nn.Module]) -> None:
+    """Gives the modules of a replica their own `UNIT_MODULE`, which knows where the replica's registries are."""
+    units = [vars(modules[i]) for i in plan.units]
+    for own in units:
+        own[UNIT_MODULE] = own[UNIT_MODULE].for_replica()
+    for own in units:
+        own[UNIT_MODULE].find_registries(modules)
 
 
 def make_parameters(plan: ModulePlan, tensors: list[Tensor], cls: type[Tensor]) -> None:
@@ -197,13 +198,13 @@ def _own_attributes(entry: ModuleEntry, module: nn.Module, flags: dict[str, Any]
 
     Without hooks, modules of one replica share ``flags``, the tables of `HOOK_FLAGS`.
     """
-    own = vars(module) if entry.has_own_rule else entry.copied.copy()
     if entry.has_own_rule:
+        own = vars(module)
         for name in (TWIN_INFO, *entry.left_out):
             own.pop(name, None)
         own["_is_replica"] = True
-    if UNIT_MODULE in own:
-        own[UNIT_MODULE] = own[UNIT_MODULE].for_replica()
+    else:
+        own = entry.copied.copy()
     own["_non_persistent_buffers_set"] = entry.attributes["_non_persistent_buffers_set"].copy()
     if entry.has_hooks:
         for name in HOOK_TABLES:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -192,10 +193,15 @@ class ModulePlan:
         plan._find_shared_storages()
         return plan
 
-    @property
-    def has_compiled(self) -> bool:
-        """True if a module of the tree is compiled."""
-        return any(entry.compiled is not None for entry in self.entries)
+    @cached_property
+    def compiled(self) -> list[int]:
+        """Positions of the modules that are compiled. The plan has to be complete."""
+        return [i for i, entry in enumerate(self.entries) if entry.compiled is not None]
+
+    @cached_property
+    def units(self) -> list[int]:
+        """Positions of the modules with a `UNIT_MODULE`. The plan has to be complete."""
+        return [i for i, entry in enumerate(self.entries) if UNIT_MODULE in entry.attributes]
 
     @property
     def is_plain(self) -> bool:

@@ -136,8 +136,12 @@ def copy_constants(
     sent = comm.broadcast_coalesced(
         [plan.tensors[i] for i in indices], slots, cap_bytes, later=at_positions(indices, later)
     )
-    # Each replica has its own tensor for a parameter, even if no graph records it.
-    put(copies, indices, [[alias(tensor, slot) for tensor in tensors] for slot, tensors in enumerate(sent)])
+    # Each replica has its own tensor for a parameter, even if no graph records it. Slots on one device got the same.
+    for slot, (on_slot, tensors) in enumerate(zip(copies, sent, strict=True)):
+        is_first = slots.index(slots[slot]) == slot
+        for i, tensor in zip(indices, tensors, strict=True):
+            is_new = is_first and tensor is not plan.tensors[i]
+            on_slot[i] = tensor if is_new else alias(tensor, slot)
 
 
 def copy_buffers(

@@ -164,9 +164,9 @@ def test_the_plan_knows_which_modules_are_compiled() -> None:
         "1": ("forward", "_orig_mod"),
         "2": ("_compiled_call_impl", None),
     }
-    assert plan.has_compiled
+    assert plan.compiled
     assert plan.is_plain
-    assert not ModulePlan.of(nn.Linear(2, 2)).has_compiled
+    assert not ModulePlan.of(nn.Linear(2, 2)).compiled
 
 
 def test_what_torch_does_not_say_how_it_was_compiled_is_refused_by_name() -> None:

@@ -179,6 +179,16 @@ def test_copies_without_autograd(how: str, slots: list, root: torch.device) -> N
     assert all(parameter.requires_grad for parameter in source.parameters())
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["source first", "source last"])
+def test_copies_without_autograd_are_objects_of_each_slot(order: int, slots: list, root: torch.device) -> None:
+    """Those of slots on one device share memory. What one replica does to the object, others do not see."""
+    source = tied_and_shared(root)
+    with torch.no_grad():
+        replicas = replicate(source, [*slots[::order], *slots])
+    ids = {id(parameter) for module in (source, *replicas) for parameter in module.parameters()}
+    assert len(ids) == (1 + len(replicas)) * len([*source.parameters()])
+
+
 def test_gradients_are_summed_into_the_source(slots: list, root: torch.device) -> None:
     source = nn.Linear(1, 1, bias=False).to(root)
     for slot, replica in enumerate(replicate(source, slots)):
