@@ -677,13 +677,20 @@ def copy_of_context(context: Any) -> Any:
 
 def without_cuda_graphs(context: Any) -> Any:
     """A context that compiles in the same way, except that nothing is recorded as CUDA graphs."""
-    backend = _innermost_backend(context.callback)
+    *others, backend = _callbacks(context.callback)
+    settings: dict[str, Any] = {"dynamic": backend.dynamic, "fullgraph": context.fullgraph}
+    options: dict[str, Any] = {}
     if getattr(backend, "compiler_name", None) == "cudagraphs":  # this backend does nothing else
-        settings: dict[str, Any] = {"backend": "aot_eager"}
+        settings["backend"] = "aot_eager"
     else:
-        settings = {"options": {**backend.config, "triton.cudagraphs": False}}
-    compile = torch.compile(dynamic=backend.dynamic, fullgraph=context.fullgraph, **settings)
-    return compiler_context(compile(is_disabled))
+        options |= {**backend.config, "triton.cudagraphs": False}
+    which_guards = getattr(getattr(context, "_hooks", None), "guard_filter_fn", None)
+    if which_guards is not None:
+        options["guard_filter_fn"] = which_guards
+    limits = {getattr(callback, "_recompile_limit", None) for callback in others} - {None}
+    if limits:  # torch 2.11 has none
+        settings["recompile_limit"] = limits.pop()
+    return compiler_context(torch.compile(options=options, **settings)(is_disabled))
 
 
 def is_disabled(context: Any) -> bool:
@@ -695,15 +702,17 @@ def are_contexts_alike(one: Any, other: Any) -> bool:
     """True if two contexts compile in the same way: backend, options, dynamic shapes, whole graphs."""
     names = ("fullgraph", "error_on_graph_break", "export", "_dynamic", "_hooks", "_shapes_spec", "_package")
     return bool(
-        _innermost_backend(one.callback) == _innermost_backend(other.callback)
+        _callbacks(one.callback)[-1] == _callbacks(other.callback)[-1]
         and all(getattr(one, name, None) == getattr(other, name, None) for name in names)
     )
 
 
-def _innermost_backend(callback: Any) -> Any:
-    while hasattr(callback, "_torchdynamo_orig_backend"):
-        callback = callback._torchdynamo_orig_backend
-    return callback
+def _callbacks(callback: Any) -> list[Any]:
+    """What the compiler calls, each inside the one before. The last one is the backend."""
+    found = [callback]
+    while hasattr(found[-1], "_torchdynamo_orig_backend"):
+        found.append(found[-1]._torchdynamo_orig_backend)
+    return found
 
 
 class _Around:
@@ -821,7 +830,7 @@ def _inductor_config() -> Any:
 
 def uses_cuda_graphs(context: Any) -> bool:
     """True if what a context compiles is recorded as CUDA graphs on CUDA devices."""
-    backend = _innermost_backend(context.callback)
+    backend = _callbacks(context.callback)[-1]
     if getattr(backend, "compiler_name", None) == "cudagraphs":
         return True
     own = getattr(backend, "config", None)

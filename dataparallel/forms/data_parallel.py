@@ -69,8 +69,8 @@ class DataParallel(nn.DataParallel[M]):
         graphs: capture the replicas on CUDA devices as graphs, so that one call of the host launches many operators:
             see :doc:`/guide/graphs`. What cannot be captured runs as it is, and the reason is logged. Between calls the
             replicas keep copies of the parameters on their devices. Attribute ``graphs`` says what was captured.
-            ``"auto"``: only if all devices have graphs. It is the default for what is compiled with CUDA graphs, by
-            ``mode="reduce-overhead"`` for example.
+            ``"auto"``: only if all devices have graphs. By default it is ``"auto"`` for what is compiled with CUDA
+            graphs, by ``mode="reduce-overhead"`` for example, and ``False`` for all else.
         loss: a criterion, ``loss(output, target)``. ``model(x, target=y)`` then splits the targets as it does the
             batch, and returns the loss of the whole batch; ``model(x, target=y, outputs=True)`` returns the loss and
             the outputs. Each replica computes the loss of its chunk, so outputs need not be gathered. How they are
@@ -116,7 +116,7 @@ class DataParallel(nn.DataParallel[M]):
         serial: bool | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
         compile: bool | dict[str, Any] | None = None,
-        graphs: bool | Literal["auto"] = False,
+        graphs: bool | Literal["auto"] | None = None,
         loss: Criterion | None = None,
         scalars: ScalarRule = None,
         sync_batch_norm: bool = False,

@@ -62,7 +62,7 @@ def _prepare(
     process_group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     compile: bool | dict[str, Any] | None = None,
-    graphs: bool | Literal["auto"] = False,
+    graphs: bool | Literal["auto"] | None = None,
     loss: Criterion | None = None,
     scalars: ScalarRule = None,
     sync_batch_norm: bool | Literal["across_machines"] = False,

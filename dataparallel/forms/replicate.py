@@ -145,7 +145,7 @@ def _prepare(
     device_id: DeviceLike | None = None,
     average: bool = True,
     compile: bool | dict[str, Any] | None = None,
-    graphs: bool | Literal["auto"] = False,
+    graphs: bool | Literal["auto"] | None = None,
     loss: Criterion | None = None,
     scalars: ScalarRule = None,
     sync_batch_norm: bool | Literal["across_machines"] = False,

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any, cast
 
@@ -104,11 +105,16 @@ class CompiledFunctions:
             # The compiler's own graphs cannot follow several threads, nor parameters that move.
             context = _torch.without_cuda_graphs(context)
             if not self.are_captured:
-                log.warning("replicas that were compiled with CUDA graphs run without: pass graphs=True to the form")
+                _say_that_they_run_without()
         with self._lock:
             if device not in self._on:
                 self._on[device] = _CompiledFunction(self, self._body, self._number, device, context)
             return self._on[device]
+
+
+@cache
+def _say_that_they_run_without() -> None:
+    log.warning("replicas that were compiled with CUDA graphs run without: their form has none. Pass graphs=True to it")
 
 
 class _CompiledFunction:

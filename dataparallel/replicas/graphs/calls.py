@@ -38,15 +38,15 @@ def check_graphs(
 ) -> bool:
     """Checks the argument ``graphs`` of a form of ``modules``, and returns if replicas launch graphs.
 
-    They do without the argument too if the modules, or the argument ``compile``, are compiled with CUDA graphs.
-    ``True`` where there are no graphs is logged, and ``"auto"`` is not.
+    ``None``: as ``"auto"`` if the modules, or the argument ``compile``, are compiled with CUDA graphs, or else as
+    ``False``. ``True`` where there are no graphs is logged, and ``"auto"`` is not.
 
     Raises:
-        TypeError: ``graphs`` is neither a bool nor ``"auto"``.
+        TypeError: ``graphs`` is none of these.
     """
-    if not isinstance(graphs, bool) and graphs != "auto":
-        raise TypeError(f"graphs is True, False or 'auto'; got {graphs!r}")
-    if graphs is False and not use_cuda_graphs(modules, compile):
+    if graphs is not None and not isinstance(graphs, bool) and graphs != "auto":
+        raise TypeError(f"graphs is True, False, 'auto' or None; got {graphs!r}")
+    if graphs is False or (graphs is None and not use_cuda_graphs(modules, compile)):
         return False
     without = [device for device in slots if device.type != "cuda"]
     if graphs is True and (without or not slots):

@@ -99,13 +99,14 @@ class Captured:
             torch.cuda.current_blas_handle()  # a thread's handle takes memory when it is made, which captures forbid
         generator = torch.cuda.default_generators[device.index]
         before = generator.clone_state()  # a capture that fails may leave the generator in it
-        parameters = [p for p in module.parameters() if p.requires_grad] if self._records else []
+        parameters = [p for p in module.parameters() if p.requires_grad]
         self._forward = Recording(self._pool.pool)
 
         def is_here() -> bool:
             return _torch.current_stream_at(device.index) == stream
 
-        pieces = Pieces(module, parameters, self._forward.cut, is_here)
+        has_backward = self._records and bool(parameters)
+        pieces = Pieces(module, parameters, self._forward.cut if has_backward else None, is_here)
         Event(current).make_wait(stream)
         try:
             with (

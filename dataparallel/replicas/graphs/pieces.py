@@ -87,9 +87,10 @@ class Pieces:
 
     Args:
         module: what is captured.
-        parameters: those that get gradients. A piece sees leaves in their place, in the same memory: the nodes of the
-            parameters belong to other streams, which a captured backward must not touch.
-        cut: ends a graph and begins the next one. It is called where parts begin.
+        parameters: those that need gradients. A piece sees leaves in their place, in the same memory. The nodes of the
+            parameters belong to other streams, which a captured backward must not touch. And what autocast converts of
+            a leaf no other thread finds, which may use the same parameter now.
+        cut: ends a graph and begins the next one. It is called where parts begin. ``None``: there is one piece.
         is_here: true on the stream of the capture. A part that runs on another stream is not the end of a piece.
 
     Attributes:
@@ -101,7 +102,7 @@ class Pieces:
         self,
         module: nn.Module,
         parameters: Sequence[nn.Parameter],
-        cut: Callable[[], None],
+        cut: Callable[[], None] | None,
         is_here: Callable[[], bool],
     ) -> None:
         self._cut, self._is_here = cut, is_here
@@ -142,8 +143,9 @@ class Pieces:
     def part_begins(self, part: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Called before a part of the module runs in the forward, with its arguments."""
         is_full = self._begun >= self._parts_of_piece or self._nbytes >= LARGE_PIECE
-        if self._first_leaf and is_full and self._graphs + 1 < self._most_pieces and self._is_here():
+        if self._cut is not None and is_full and self._graphs + 1 < self._most_pieces and self._is_here():
             self._begin_piece(_torch.pytree.tree_leaves((args, kwargs)))
+            self._cut()
             self._begun = self._nbytes = 0
         self._begun += 1
         registries = [vars(module)["_parameters"] for module in part.modules()]
@@ -155,7 +157,6 @@ class Pieces:
             self._boundaries.append(Boundary(recorded[0], get_gradient_edge(recorded[0])))
             self._starts += 1
         self._graphs += 1
-        self._cut()
 
     def forget_boundaries(self) -> None:
         """Ends a cycle. Their graph may hold the copy of the module, by a checkpoint for example, and the copy this."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from dataparallel.replicas.compiled.calls import compiled_calls
@@ -46,7 +47,10 @@ class Segments:
 
 
 def why_none(plan: ModulePlan) -> str | None:
-    """Why no module of the plan's replicas is captured: new ones are made for each call."""
+    """Why no module of the plan's replicas is captured: mostly because new ones are made for each call."""
+    shared = [child for item in plan.shared if isinstance(item, nn.Module) for child in item.modules()]
+    if any(isinstance(child, torch.jit.ScriptModule) for child in shared):
+        return "one of its ignored modules is a ScriptModule"
     if plan.is_plain:
         return None
     for entry in plan.entries:

@@ -6,6 +6,7 @@ The stand-in has no Triton, so replicas are compiled by backends that run torch'
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import graphed_models
 from dataparallel import _torch
 from dataparallel.composable import fully_shard
 from dataparallel.replicas.compiled.calls import compiled_here
+from dataparallel.replicas.compiled.functions import _say_that_they_run_without
 from dataparallel.replicas.graphs.captures import WARM_UP
 from each_form import Form, by_wrapper, replicated, sharded_whole, whole
 from graphed_models import FORMS, MODELS
@@ -120,12 +122,24 @@ def test_code_that_is_compiled_later_has_no_graphs_and_says_so(
     module = build(root)
     network, x = by_wrapper(module, slots), inputs(root)
     expected = step(network, x)
-    module.compile(backend="cudagraphs")
+    for block in [module, *module.blocks]:
+        block.compile(backend="cudagraphs")
+    _say_that_they_run_without.cache_clear()
     torch.testing.assert_close(step(network, x), expected, rtol=1e-9, atol=1e-9)
     assert graphs_of(network) is None
-    assert {record.getMessage() for record in caplog.records if record.name == "dataparallel"} == {
-        "replicas that were compiled with CUDA graphs run without: pass graphs=True to the form"
-    }
+    assert [record.getMessage() for record in caplog.records if record.name == "dataparallel"] == [
+        "replicas that were compiled with CUDA graphs run without: their form has none. Pass graphs=True to it"
+    ]
+
+
+@with_graphs
+def test_code_compiled_with_cuda_graphs_is_not_captured_if_the_user_says_so(
+    form: Form, slots: list, root: torch.device
+) -> None:
+    expected = train(form(build(root), slots), root)
+    network = by_argument(form, build(root), slots, backend="cudagraphs", graphs=False)
+    torch.testing.assert_close(train(network, root), expected, rtol=1e-9, atol=1e-9)
+    assert graphs_of(network) is None
 
 
 @with_graphs
@@ -255,16 +269,36 @@ def test_a_launch_converts_weights_that_autocast_has_converted_before(
 @pytest.mark.devices("cpu")
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_the_compilers_own_graphs_are_left_out(mode: str) -> None:
-    made = _torch.compiler_context(torch.compile(nn.Linear(2, 2), mode=mode, dynamic=True, fullgraph=True))
+    limit = {"recompile_limit": 3} if "recompile_limit" in signature(torch.compile).parameters else {}
+    made = _torch.compiler_context(torch.compile(nn.Linear(2, 2), mode=mode, dynamic=True, fullgraph=True, **limit))
     plain = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}[mode]
     without = torch.compile(nn.Linear(2, 2), mode=plain, dynamic=True, fullgraph=True)
     assert _torch.uses_cuda_graphs(made)
     found = _torch.without_cuda_graphs(made)
     assert not _torch.uses_cuda_graphs(found)
-    expected = _torch._innermost_backend(_torch.compiler_context(without).callback)
-    backend = _torch._innermost_backend(found.callback)
+    expected = _torch._callbacks(_torch.compiler_context(without).callback)[-1]
+    backend = _torch._callbacks(found.callback)[-1]
     assert backend.config == {**expected.config, "triton.cudagraphs": False}
     assert (backend.dynamic, found.fullgraph) == (True, True)
+    assert [getattr(each, "_recompile_limit", None) for each in _torch._callbacks(found.callback)] == [
+        getattr(each, "_recompile_limit", None) for each in _torch._callbacks(made.callback)
+    ]
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("how", [{"backend": "cudagraphs"}, {"options": {"triton.cudagraphs": True}}])
+def test_code_without_the_compilers_graphs_has_the_same_guards(how: dict[str, Any]) -> None:
+    seen = []
+
+    def keep(guards: Any) -> list[bool]:
+        seen.extend(guards)
+        return [True for _ in guards]
+
+    options = {**how.get("options", {}), "guard_filter_fn": keep}
+    made = _torch.compiler_context(torch.compile(nn.Linear(2, 2), **{**how, "options": options}))
+    found = _torch.without_cuda_graphs(made)(nn.Linear(2, 2))
+    found(torch.ones(1, 2))
+    assert seen
 
 
 @pytest.mark.devices("cpu")

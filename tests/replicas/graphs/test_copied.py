@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,13 +15,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import _torch
+from dataparallel.composable import fully_shard
 from dataparallel.replicas.compiled.calls import CALL, CompiledCall
 from dataparallel.replicas.compiled.functions import by_call_impl, functions_for
+from dataparallel.replicas.graphs.captures import WARM_UP
 from dataparallel.replicas.graphs.copied import copy_for_capture
 from dataparallel.replicas.graphs.pieces import Pieces, capturing
-from each_form import by_wrapper, replicated
+from each_form import by_wrapper, replicated, whole
 from graphed_nets import SETTLE, Block, build, captured, inputs, read_by_the_host, reasons, step
 from graphed_nets import Net as Blocks
+from spare_streams import spare_stream
 
 on_cpu, on_cuda = pytest.mark.devices("cpu"), pytest.mark.devices("cuda")
 
@@ -148,6 +154,16 @@ def test_ignored_modules_get_their_gradients(kind: type[nn.Module], slots: list,
     assert reasons(network) == ({leads_past} if kind is Bound else set())
 
 
+@on_cuda
+def test_with_an_ignored_script_module_replicas_run_as_they_are(slots: list, root: torch.device) -> None:
+    module: Any = build(root, lambda: nn.Sequential(Blocks(), torch.jit.script(nn.Linear(3, 3))))
+    network, x = replicated(module, slots[:1], ignored_modules=[module[1]], graphs=True), inputs(root)
+    for _ in range(SETTLE):
+        torch.testing.assert_close(step(network, x), module(x).square().mean().detach(), rtol=1e-9, atol=1e-9)
+    assert captured(network) == {}
+    assert reasons(network) == {"one of its ignored modules is a ScriptModule"}
+
+
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -211,3 +227,55 @@ def test_a_copy_that_a_checkpoint_holds_is_gone_with_the_capture(
     del network
     gc.collect()
     assert [pieces() for pieces in made] == [None]
+
+
+class Shares(nn.Module):
+    """Calls ``meanwhile`` before it uses its weight in a capture."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self.meanwhile, self.layer = meanwhile, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            self.meanwhile()
+        return self.layer(x)
+
+
+@on_cuda
+def test_what_autocast_has_converted_in_another_thread_is_not_found(slots: list, root: torch.device) -> None:
+    """Replicas share parameters that a form ignores, and threads share what autocast converts of one."""
+    x, may_end, stream = inputs(root).float(), threading.Event(), spare_stream(root)
+    has_converted, ready = threading.Semaphore(0), torch.cuda.Event()
+
+    def convert() -> None:
+        ready.wait(stream)
+        with torch.cuda.stream(stream), torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+            nn.functional.linear(x, shared)
+            has_converted.release()
+            assert may_end.wait(60)
+
+    def meanwhile() -> None:
+        running.append(pool.submit(convert))
+        assert has_converted.acquire(timeout=60)
+
+    running: list[Future[None]] = []
+    module: Any = build(root, lambda: nn.Sequential(Shares(meanwhile))).float()
+    shared = module[0].layer.weight
+    fully_shard(module[0], devices=slots[:1], ignored_params=[shared])
+    fully_shard(module, devices=slots[:1], graphs=True)
+    with ThreadPoolExecutor(1) as pool, torch.no_grad():
+        try:
+            for _ in range(SETTLE):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    expected = nn.functional.linear(x, shared, whole(module[0].layer.bias))
+                    torch.clear_autocast_cache()
+                    ready.record()
+                    torch.testing.assert_close(module(x), expected)
+                torch.cuda.current_stream(root).wait_stream(stream)
+                shared.mul_(1.5)
+        finally:
+            may_end.set()
+        [thread] = running
+        thread.result()
+    assert captured(module) == {"0": SETTLE - WARM_UP}

@@ -606,7 +606,7 @@ class TestTogether:
 
 class TestArguments:
     def test_graphs_is_a_bool_or_auto(self, form: Form, slots: list, root: torch.device) -> None:
-        with pytest.raises(TypeError, match="graphs is True, False or 'auto'; got 'yes'"):
+        with pytest.raises(TypeError, match="graphs is True, False, 'auto' or None; got 'yes'"):
             form(build(root), slots, graphs="yes")
 
     def test_auto_takes_graphs_where_they_are(
