@@ -5,7 +5,9 @@ The stand-in has no Triton, so replicas are compiled by backends that run torch'
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 from typing import Any
 
@@ -18,6 +20,7 @@ from dataparallel import _torch
 from dataparallel.composable import fully_shard
 from dataparallel.replicas.compiled.calls import compiled_here
 from dataparallel.replicas.compiled.functions import _say_that_they_run_without
+from dataparallel.replicas.compiled.gate import gate
 from dataparallel.replicas.graphs.captures import WARM_UP
 from each_form import Form, by_wrapper, replicated, sharded_whole, whole
 from graphed_models import FORMS, MODELS
@@ -311,3 +314,47 @@ def test_functions_for_cuda_devices_are_compiled_without_them() -> None:
     compiled.functions.are_captured = True
     function = compiled.functions._make(torch.device("cuda", 0))
     assert not _torch.uses_cuda_graphs(_torch.compiler_context(function._compiled))
+
+
+class Notes(Net):
+    """Notes whether a thread compiles while it is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[bool] = []
+
+    def begin(self, x: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            self.noted.append(gate.is_taken)
+        return super().begin(x)
+
+
+@with_graphs
+def test_a_capture_begins_when_nobody_compiles(slots: list, root: torch.device) -> None:
+    module: Any = build(root, Notes)
+    network, x = by_wrapper(module, slots[:1], graphs=True), inputs(root)
+
+    @torch.no_grad()
+    def call() -> None:
+        network(x)
+
+    compiles, is_done = threading.Event(), threading.Event()
+
+    def compile() -> None:
+        compiles.set()
+        assert is_done.wait(60)
+
+    with ThreadPoolExecutor(1) as calls, ThreadPoolExecutor(1) as compilations:
+        for _ in range(WARM_UP):
+            calls.submit(call).result()
+        compiling = compilations.submit(gate.run_alone, compile)
+        assert compiles.wait(60)
+        calling = calls.submit(call)
+        try:
+            with pytest.raises(TimeoutError):  # it waits
+                calling.result(0.5)
+        finally:
+            is_done.set()
+        compiling.result()
+        calling.result()
+    assert module.noted == [False]
