@@ -29,9 +29,11 @@ from graph_timelines_report import ALL_REDUCED, INFERENCE, TRAINING, PredictedSt
 from process_timelines import Arrival, changed, ddp, one_graph
 from real_shapes import GPT_768, RESNET50, RealShape, WithLoss
 from shapes import GPT
-from sharded_blocks import blocks_of
+from sharded_blocks import blocks_of, large_units_of
 from timelines import ALONE, REPLICATE, SHARDED, TORCH, WARM_UP, WRAPPER, Recorded, record, second_step
 from torch_pipeline import StandIns
+
+LARGE_UNITS = "fully_shard, 4 large units"
 
 SETTLE = 4
 """Calls with graphs before the recorded ones: two run as they are, and the third one captures."""
@@ -63,6 +65,8 @@ CASES = (
     (REPLICATE, True),
     (SHARDED, False),
     (SHARDED, True),
+    (LARGE_UNITS, False),
+    (LARGE_UNITS, True),
 )
 """The ways in one process, without graphs and with them."""
 
@@ -76,9 +80,9 @@ def network_of(way: str, graphs: bool, module: nn.Module, devices: Sequence[torc
         return DataParallel(module, device_ids=devices, workers=len(devices), **options)
     if way == REPLICATE:
         return replicate(module, devices=devices, workers=len(devices), **options)
-    if way == SHARDED:
-        for block in blocks_of(module):
-            fully_shard(block, devices=devices, **options)
+    if way in (SHARDED, LARGE_UNITS):
+        for unit in blocks_of(module) if way == SHARDED else large_units_of(module):
+            fully_shard(cast("Any", unit), devices=devices, **options)
         fully_shard(module, devices=devices, workers=len(devices), **options)
     return module
 

@@ -18,6 +18,9 @@ Predictions: nothing here was measured on such devices. Steps were recorded on a
 and scheduled on 8 x A100. Training is forward, the loss on the first device, backward and a step of SGD, in float32
 with TF32; inference is a call without gradients. Each device gets what the name of the model says.
 
+way
+    composable.fully_shard has a unit for each block, and one for the rest. With 4 large units the blocks are in four:
+    the stages of the ResNet, or a quarter of the blocks each.
 graphs
     With graphs=True. The module alone and DDP have their whole step in one graph, which is the best that can be done.
 step, free host, ms
