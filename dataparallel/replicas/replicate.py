@@ -136,7 +136,7 @@ def copy_constants(
     sent = comm.broadcast_coalesced(
         [plan.tensors[i] for i in indices], slots, cap_bytes, later=at_positions(indices, later)
     )
-    # Each replica has its own tensor for a parameter, even if no graph records it. Slots on one device got the same.
+    # Each replica has its own tensor for a parameter, even if no graph records it. Slots on one device receive one.
     for slot, (on_slot, tensors) in enumerate(zip(copies, sent, strict=True)):
         is_first = slots.index(slots[slot]) == slot
         for i, tensor in zip(indices, tensors, strict=True):

@@ -88,8 +88,8 @@ class Pieces:
     Args:
         module: what is captured.
         parameters: those that need gradients. A piece sees leaves in their place, in the same memory. The nodes of the
-            parameters belong to other streams, which a captured backward must not touch. And what autocast converts of
-            a leaf no other thread finds, which may use the same parameter now.
+            parameters belong to other streams, which a captured backward must not touch. And other threads, which may
+            use the same parameter, do not find what autocast has converted of a leaf.
         cut: ends a graph and begins the next one. It is called where parts begin. ``None``: there is one piece.
         is_here: true on the stream of the capture. A part that runs on another stream is not the end of a piece.
 

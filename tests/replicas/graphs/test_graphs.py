@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -307,8 +308,11 @@ def test_frozen_replicas_are_captured_too(form: Form, slots: list, root: torch.d
             with cuda.counted() as counts:
                 found = network(x)
             assert captured(network)[""] > 0
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    assert counts.calls["cudaGraphLaunch"] == len(slots)
+            with cuda.counted() as counts_of_another, ThreadPoolExecutor(1) as another_thread:
+                there = another_thread.submit(torch.no_grad()(network), x).result()
+    for output, counted in [(found, counts), (there, counts_of_another)]:
+        torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)
+        assert counted.calls["cudaGraphLaunch"] == len(slots)
 
 
 @on_cuda
