@@ -31,6 +31,9 @@ log = logging.getLogger("dataparallel")
 WARM_UP = 2
 """How many calls with arguments of one kind run as they are before they are captured."""
 
+MOST_DRAWS = 8
+"""In so many of them random numbers may be drawn on the host. A few times it may have been another thread."""
+
 MOST_CAPTURES = 8
 """How many kinds of arguments are captured for one module of one replica. Calls with other kinds run as they are."""
 
@@ -92,9 +95,17 @@ class _HostGenerators:
             states.append([numpy.asarray(each).tobytes() for each in numpy.random.get_state()])
         return states
 
-    def why_not_captured(self) -> str | None:
-        """The reason, if one of them has drawn since."""
-        return None if self._states() == self._before else "its forward draws random numbers on the host"
+    def have_drawn(self) -> bool:
+        """True if one of them has drawn since, for this thread or for another one."""
+        return self._states() != self._before
+
+
+@dataclass
+class _WarmUps:
+    """How many calls with arguments of one kind have run as they are, and in how many more the host has drawn."""
+
+    calls: int = 0
+    draws: int = 0
 
 
 class Captures:
@@ -103,7 +114,7 @@ class Captures:
     def __init__(self, segment: Segment, place: Place, pools: Pools, said: set[str]) -> None:
         self.segment, self._place, self._pools, self._said = segment, place, pools, said
         self._without_gradients: ForwardPool | None = None  # one launch after the other, each with its copies
-        self._calls: dict[Hashable, int] = {}
+        self._warm_ups: dict[Hashable, _WarmUps] = {}
         self._of_kind: dict[Hashable, Captured | None] = {}
         self._busy = threading.Lock()
 
@@ -144,8 +155,9 @@ class Captures:
             if self.segment.captures >= MOST_CAPTURES:
                 self._say(f"{MOST_CAPTURES} kinds of arguments are captured, and this is another one")
                 return as_it_is(module, args, kwargs)
-            if self._is_warming_up(kind):
-                return self._warm_up(kind, module, args, kwargs)
+            warm_ups = self._warm_ups_of(kind)
+            if warm_ups.calls < WARM_UP:
+                return self._warm_up(kind, warm_ups, module, args, kwargs)
             if _is_part_of_another():
                 return call_inside(module, *args, **kwargs)
             self._of_kind[kind] = self._capture(module, leaves, spec)
@@ -159,21 +171,29 @@ class Captures:
                     return captured.launch(leaves, late)
         return as_it_is(module, args, kwargs)
 
-    def _is_warming_up(self, kind: Hashable) -> bool:
-        if len(self._calls) > _MOST_KINDS:
-            self._calls.clear()
-        calls = self._calls[kind] = self._calls.get(kind, 0) + 1
-        return calls <= WARM_UP
+    def _warm_ups_of(self, kind: Hashable) -> _WarmUps:
+        if len(self._warm_ups) > _MOST_KINDS:
+            self._warm_ups.clear()
+        return self._warm_ups.setdefault(kind, _WarmUps())
 
-    def _warm_up(self, kind: Hashable, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _warm_up(
+        self, kind: Hashable, warm_ups: _WarmUps, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         state, generators = TreeState([*module.modules()], _torch.REGISTRIES), _HostGenerators()
         output = as_it_is(module, args, kwargs)
-        reason = None if state.is_unchanged() else "its forward assigns to attributes"
-        reason = reason or generators.why_not_captured()
-        if reason is not None:
-            self._of_kind[kind] = None
-            self._say(reason)
+        if not state.is_unchanged():
+            self._refuse(kind, "its forward assigns to attributes")
+        elif not generators.have_drawn():
+            warm_ups.calls += 1
+        else:
+            warm_ups.draws += 1
+            if warm_ups.draws == MOST_DRAWS:
+                self._refuse(kind, "its forward draws random numbers on the host")
         return output
+
+    def _refuse(self, kind: Hashable, reason: str) -> None:
+        self._of_kind[kind] = None
+        self._say(reason)
 
     def _capture(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> Captured | None:
         try:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import dataparallel
 from dataparallel import peers
 from dataparallel.replicas.graphs.calls import MOST_STATES
-from dataparallel.replicas.graphs.captures import MOST_CAPTURES, WARM_UP
+from dataparallel.replicas.graphs.captures import MOST_CAPTURES, MOST_DRAWS, WARM_UP
 from dataparallel.testing import cuda
 from each_form import Form, replicating_forms
 from graphed_nets import SETTLE, WIDTH, Block, Net, build, captured, graphs_of, inputs, reasons, segments, step
@@ -403,10 +403,29 @@ def test_what_draws_on_the_host_runs_as_it_is(draw: Any, form: Form, slots: list
         return net
 
     network, x = form(build(root, build_it), slots, graphs=True), inputs(root)
-    losses = {step(network, x).item() for _ in range(SETTLE + 8)}
+    losses = {step(network, x).item() for _ in range(SETTLE + 2 * MOST_DRAWS)}
     assert len(losses) > 1
     assert not {"", "blocks.0"} & captured(network).keys()
     assert reasons(network) == {"its forward draws random numbers on the host"}
+
+
+@on_cuda
+def test_what_another_thread_draws_on_the_host_delays_a_capture(form: Form, slots: list, root: torch.device) -> None:
+    """A thread that loads batches may draw at any time."""
+    loads = iter([True] * (MOST_DRAWS - 2) * len(slots))
+
+    class Meanwhile(Block):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            if next(loads, False):
+                loader.submit(random.random).result()
+            return super().forward(x, scale)
+
+    with ThreadPoolExecutor(1) as loader:
+        network, x = form(build(root, Meanwhile), slots, graphs=True), torch.randn(12, WIDTH, dtype=torch.double)
+        for _ in range(MOST_DRAWS + SETTLE):
+            step(network, x.to(root))
+    assert captured(network)[""] > 0
+    assert reasons(network) == set()
 
 
 @on_cuda
