@@ -41,6 +41,34 @@ def test_a_program_that_starts_it():
     assert printed("-c", script).split() == ["cuda:1", "6.0", "2"]
 
 
+def test_a_forked_process_computes_whatever_other_threads_did_at_the_fork():
+    """A worker of a `DataLoader` collates tensors, while another thread of its parent takes memory."""
+    script = """
+from dataparallel.testing import cuda
+cuda.stand_in(1)
+import os, signal, threading, torch
+runtime, tensors, stop = torch.cuda.cudart(), [torch.ones(3), torch.ones(2)], threading.Event()
+def take(memory):
+    while not stop.is_set():
+        runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        runtime.cudaHostUnregister(memory.data_ptr())
+torch.ones(1, device="cuda")
+threads = [threading.Thread(target=take, args=(torch.zeros(1024),)) for _ in range(3)]
+for thread in threads:
+    thread.start()
+failed = 0
+for _ in range(60):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(2)
+        os._exit(len(torch.cat(tensors)) != 5)
+    failed += os.waitpid(child, 0)[1] != 0
+stop.set()
+print(failed)
+"""
+    assert printed("-c", script).split() == ["0"]
+
+
 def test_devices_are_what_they_are_like():
     script = """
 from dataparallel.testing import cuda

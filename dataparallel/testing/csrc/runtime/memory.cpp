@@ -158,6 +158,9 @@ cudaError_t release_host(void* address, const char* call) {
 }
 
 Allocation* allocation_of(const void* address) {
+  if (in_child()) { // whose CUDA memory nobody can use, and where the lock may never be released
+    return nullptr;
+  }
   const std::shared_lock<std::shared_mutex> guard(lock);
   return find(address);
 }
