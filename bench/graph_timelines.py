@@ -34,7 +34,6 @@ from timelines import ALONE, REPLICATE, SHARDED, TORCH, WARM_UP, WRAPPER, Record
 from torch_pipeline import StandIns
 
 LARGE_UNITS = "fully_shard, 4 large units"
-
 SETTLE = 4
 """Calls with graphs before the recorded ones: two run as they are, and the third one captures."""
 

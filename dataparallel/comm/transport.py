@@ -286,9 +286,7 @@ class Transport(ABC):
             chunks = [tensor.detach().narrow_copy(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
         else:
             chunks = list(torch.split(tensor.detach(), list(sizes), dim))
-        placed = zip(chunks, devices, strict=True)
-        sent = [chunk if chunk.device == device else self.send(chunk, device) for chunk, device in placed]
-        return [same_kind(chunk, tensor) for chunk in sent]
+        return [same_kind(self.to_device(chunk, device), tensor) for chunk, device in zip(chunks, devices, strict=True)]
 
     def gather(self, tensors: Sequence[Tensor], dim: int, destination: torch.device) -> Tensor:
         """The tensors one after the other along ``dim``. A single tensor on ``destination`` is returned as it is."""

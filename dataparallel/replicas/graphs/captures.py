@@ -32,7 +32,10 @@ WARM_UP = 2
 """How many calls with arguments of one kind run as they are before they are captured."""
 
 MOST_DRAWS = 8
-"""In so many of them random numbers may be drawn on the host. A few times it may have been another thread."""
+"""A module is not captured after so many calls in which the host has drawn random numbers.
+
+In fewer calls another thread may have drawn them.
+"""
 
 MOST_CAPTURES = 8
 """How many kinds of arguments are captured for one module of one replica. Calls with other kinds run as they are."""
@@ -102,7 +105,12 @@ class _HostGenerators:
 
 @dataclass
 class _WarmUps:
-    """How many calls with arguments of one kind have run as they are, and in how many more the host has drawn."""
+    """Calls with arguments of one kind that ran as they are, before a capture.
+
+    Attributes:
+        calls: how many there were, without those in ``draws``.
+        draws: in how many the host has drawn random numbers.
+    """
 
     calls: int = 0
     draws: int = 0

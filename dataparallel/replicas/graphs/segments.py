@@ -47,7 +47,7 @@ class Segments:
 
 
 def why_none(plan: ModulePlan) -> str | None:
-    """Why no module of the plan's replicas is captured: mostly because new ones are made for each call."""
+    """Why no module of the plan's replicas is captured; ``None`` if modules may be."""
     shared = [child for item in plan.shared if isinstance(item, nn.Module) for child in item.modules()]
     if any(isinstance(child, torch.jit.ScriptModule) for child in shared):
         return "one of its ignored modules is a ScriptModule"
