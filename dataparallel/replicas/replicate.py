@@ -133,17 +133,16 @@ def copy_constants(
 
     ``later``: see `comm.broadcast_coalesced`. Its positions are those in the plan.
     """
-    sources = [plan.tensors[i] for i in indices]
-    sent = comm.broadcast_coalesced(sources, slots, cap_bytes, later=at_positions(indices, later))
+    sent = comm.broadcast_coalesced(
+        [plan.tensors[i] for i in indices], slots, cap_bytes, later=at_positions(indices, later)
+    )
     # Each replica has a tensor object of its own for a parameter, even if no graph records it. But all slots on one
     # device receive the same object, which is the source's on its device.
-    for slot, received in enumerate(sent):
+    for slot, (on_slot, received) in enumerate(zip(copies, sent, strict=True)):
         is_first = slots.index(slots[slot]) == slot
-        own = [
-            tensor if is_first and tensor is not source else alias(tensor, slot)
-            for tensor, source in zip(received, sources, strict=True)
-        ]
-        put([copies[slot]], indices, [own])
+        for i, tensor in zip(indices, received, strict=True):
+            is_new = is_first and tensor is not plan.tensors[i]
+            on_slot[i] = tensor if is_new else alias(tensor, slot)
 
 
 def copy_buffers(
