@@ -196,3 +196,78 @@ def test_a_call_that_ends_beside_another_leaves_the_sharded_parameters_to_those_
             go_on.set()
 
     in_threads(2, call)
+
+
+class Adapted(nn.Module):
+    """A frozen layer between two small layers that are trained, as adapters have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(6, 3), nn.Linear(3, 6)
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x + self.up(torch.tanh(self.down(x)))))
+
+
+class Base(nn.Module):
+    """A frozen model of such layers, for tokens, with a head."""
+
+    def __init__(self, units: str, trains_head: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6).requires_grad_(False)
+        self.layers = nn.ModuleList(Adapted() for _ in range(3))
+        self.norm = nn.LayerNorm(6).requires_grad_(False)
+        self.head = nn.Linear(6, 4).requires_grad_(trains_head)
+        self._units = units
+
+    def units(self) -> list[Any]:
+        of_layers = {
+            "layers": lambda layer: [layer],
+            "adapters": lambda layer: [layer.down, layer.up],
+            "nested": lambda layer: [layer.down, layer.up, layer],
+            "base": lambda layer: [layer.base],
+        }[self._units]
+        return [unit for layer in self.layers for unit in of_layers(layer)]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)).mean(1)
+
+
+@pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
+@pytest.mark.parametrize("trains_head", [False, True])
+@pytest.mark.parametrize("units", ["layers", "adapters", "nested", "base"])
+def test_adapters_over_a_frozen_base_train(units, trains_head, loop, slots):
+    def batch(size: int, seed: int):
+        return (torch.randint(10, (size, 5), generator=torch.Generator().manual_seed(seed)),), {}
+
+    model = Model(seeded(Base, units, trains_head), batch)
+    assert_same_training(model, slots, loop=LOOPS[loop], steps=3)
+
+
+def test_backward_inside_of_forward(slots):
+    """Each replica attacks its own chunk."""
+
+    class Attacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+
+        def units(self) -> list[nn.Module]:
+            return [self.body, self.head]
+
+        def predict(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.body(x)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            change = torch.zeros_like(x)
+            for _ in range(3):
+                change = change.detach().requires_grad_()
+                self.predict(x + change).square().sum().backward()
+                change = change + 0.1 * change.grad.sign()
+            return self.predict(x + change.detach())
+
+    assert_same_training(Model(seeded(Attacked), numbers(6)), slots, steps=2)

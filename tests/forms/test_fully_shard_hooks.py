@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
-from dataparallel.sharded.units.nodes import TensorHooks
+from dataparallel.sharded.units.calls import ModuleCall
 from dataparallel.testing.cases import adamw
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from freed_later import freed_later
@@ -253,7 +253,7 @@ def test_no_hooks_pile_up_on_inputs_that_stay(way, slots, root):
     def hooks() -> int:
         model(x).sum().backward()
         gc.collect()
-        return sum(isinstance(each, TensorHooks) for each in gc.get_objects())
+        return sum(isinstance(each, ModuleCall) for each in gc.get_objects())
 
     before = hooks()
     assert [hooks() for _ in range(3)] == [before] * 3

@@ -300,6 +300,40 @@ def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lag
         assert max(peaks_of_backward(training, before, quietly)) <= most
 
 
+class Shares(Deep):
+    """One tensor that needs a gradient goes to all blocks, as conditions and states of an encoder do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = torch.tanh(self.make(x))
+        for block in self.blocks:
+            x = block(x, shared)
+        return self.head(x)
+
+
+class Conditioned(Block):
+    def forward(self, x: Tensor, shared: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + shared)
+
+
+@pytest.mark.slots(4)
+def test_a_tensor_that_goes_to_all_units_does_not_keep_them_full(slots, root, monkeypatch):
+    """Its gradient is complete only when the backward of the first unit has run."""
+    monkeypatch.setattr(passes, "_PATIENCE", 30.0)
+    monkeypatch.setattr(f"{__name__}.Block", Conditioned)
+    before = allocated(slots)
+    training = Training(slots, Shares(), (WIDTH,))
+    before[0] += training.x.nbytes
+    for _ in range(2):
+        training.step()
+    most = bound(len(slots), 2 * UNIT) + (STATES + 1) * nbytes(Shares().make.parameters())
+    for _ in range(3):
+        assert max(peaks_of_backward(training, before)) <= most
+
+
 class SkipsBlocks(Deep):
     """One slot skips some blocks, as a draw may have it."""
 

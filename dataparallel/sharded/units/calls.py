@@ -1,12 +1,11 @@
 """`ModuleRunner` runs a unit's module on one slot with full parameters; `RootCall` is one call of the root.
 
 Before a module runs, its unit and the next one are gathered; afterwards its unit is freed. In backward, hooks on the
-outputs and inputs of the module (`ModuleCall`) do the same, from the last unit to the first.
+outputs and nodes on the inputs of the module (`ModuleCall`) do the same, from the last unit to the first.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -20,7 +19,7 @@ from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.replicas.plan import UNIT_MODULE
 from dataparallel.sharded.units.fixed_memory import FixedAddresses
-from dataparallel.sharded.units.nodes import TensorHooks, with_one_node
+from dataparallel.sharded.units.nodes import InputNodes, before_gradient, with_one_node
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
@@ -48,7 +47,8 @@ class ModuleRunner:
         if unit.precision.casts_inputs and unit.precision.parameters is not None:
             args, kwargs = _cast((args, kwargs), unit.precision.parameters)
         call = ModuleCall(slot_unit, self._root_call, self)
-        call.begin_forward(args, kwargs)
+        inputs = InputNodes(slot_unit.device, call.end_backward)
+        args, kwargs = call.begin_forward(args, kwargs, inputs)
         self._is_running = True
         try:
             output = function(*args, **kwargs)
@@ -59,7 +59,7 @@ class ModuleRunner:
             self._is_running = False
         if unit.precision.outputs is not None:
             output = _cast(output, unit.precision.outputs)
-        return call.end_forward(output, self._number, (args, kwargs))
+        return call.end_forward(output, self._number, (args, kwargs), inputs)
 
     @property
     def is_running(self) -> bool:
@@ -120,101 +120,91 @@ class UnitModule:
 class ModuleCall:
     """One call of a unit's module on a slot, until its backward has ended.
 
-    The backward begins with the first gradient of an output, and ends with the last gradient of an input.
+    The backward begins with the first gradient of an output. It ends when a node on an input runs. Without such a node
+    it ends with the gradients of the unit's parameters, if all of them need gradients: whatever reads a parameter runs
+    before its gradient is complete. Otherwise it ends with the pass.
     """
 
     def __init__(self, slot_unit: SlotUnit, root_call: RootCall, runner: ModuleRunner) -> None:
         self._slot_unit, self._root_call, self._runner = slot_unit, root_call, runner
-        self._lock = threading.Lock()
-        self._number_awaited = 0  # of inputs whose gradients have not come in this backward
-        self._is_in_backward = False
         self._is_recomputation = _torch.is_in_backward()
         self._versions: list[int] = []
         self._position = -1
-        # One for each input that needs gradients. Inputs may outlive the graph of this call, and keep no hooks.
-        self._input_hooks: list[TensorHooks] = []
+        self._has_input_nodes = self._needs_gradients = False
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Makes the parameters full, and starts the gathers of the units that come next."""
+    def begin_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: InputNodes
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Makes the parameters full, and starts the gathers of the units that come next. Returns the arguments."""
         slot_unit = self._slot_unit
         slot_unit.use(self._root_call.ready, self._runner)
-        if not self._is_recomputation:
-            try:
+        try:
+            if not self._is_recomputation:
                 self._versions = self._root_call.begin_unit(slot_unit)
-            except BaseException:  # a device has no memory for a gather ahead
-                slot_unit.end_use()
-                raise
-        # Without a graph, a call inside a backward is that of a reentrant checkpoint. Its own backward follows at once.
-        if torch.is_grad_enabled() and not (self._is_recomputation and slot_unit.is_in_backward):
-            self._watch_inputs(args, kwargs)
+            if not torch.is_grad_enabled():
+                return args, kwargs
             if self._is_recomputation:
-                self._open_backward()
+                slot_unit.note_recomputation()
+            needing = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+            self._needs_gradients = bool(slot_unit.unit.trainable or needing)
+            args, kwargs = inputs.pass_on(args), {name: inputs.pass_on(value) for name, value in kwargs.items()}
+            self._has_input_nodes = not inputs.is_empty
+            return args, kwargs
+        except BaseException:  # a device has no memory for a gather ahead
+            slot_unit.end_use()
+            raise
 
-    def end_forward(self, output: Any, number: int, given: Any) -> Any:
+    def end_forward(self, output: Any, number: int, given: Any, inputs: InputNodes) -> Any:
         """Watches the gradients of the output, and frees the parameters unless they stay.
 
         Returns the output, in whose graph the call is one node if it needs to be. ``given``: the call's arguments.
         """
         slot_unit = self._slot_unit
         slot_unit.end_use()
-        if self._is_recomputation:
-            slot_unit.unit.refuse_overwritten(slot_unit.slot)
-            return output
-        self._position = self._root_call.end_unit(slot_unit)
-        has_backward = torch.is_grad_enabled() and bool(slot_unit.unit.trainable or self._input_hooks)
-        is_announced = False
-        if has_backward:
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    is_announced = True
-                    self._root_call.hooks_of(slot_unit.slot, tensor).call_at_begin(self._begin_backward)
-        slot_unit.note_module_end(number, has_backward, is_announced)
+        if not self._is_recomputation:
+            self._position = self._root_call.end_unit(slot_unit)
+        tensors = [*tensors_in(output), *(passed for _, passed in inputs.changed())]
+        needing = [tensor for tensor in tensors if tensor.requires_grad and torch.is_grad_enabled()]
+        for tensor in needing:
+            before_gradient(tensor, self._begin_backward)
+        if not self._is_recomputation:
+            # Gradients may also come to tensors that are hidden in the output, or in attributes of modules.
+            may_be_hidden = self._needs_gradients or (not tensors and self._root_call.is_trained)
+            has_backward = bool(needing) or (torch.is_grad_enabled() and may_be_hidden)
+            slot_unit.note_module_end(number, has_backward, is_announced=bool(needing))
         slot_unit.unit.refuse_overwritten(slot_unit.slot)  # freeing has compared the parameters' versions
-        gets_node = torch.is_grad_enabled() and self._root_call.gives_one_node(slot_unit)
-        return with_one_node(output, given) if gets_node else output
-
-    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.requires_grad:
-                hooks = self._root_call.hooks_of(self._slot_unit.slot, tensor)
-                hooks.call_at_end(self._note_input_gradient)
-                self._input_hooks.append(hooks)
+        output = inputs.hand_back(output, given)
+        gets_node = not self._is_recomputation and torch.is_grad_enabled()
+        if gets_node and self._root_call.gives_one_node(slot_unit):
+            return with_one_node(output, given)
+        return output
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
-    def _open_backward(self) -> None:
-        self._is_in_backward, self._number_awaited = True, len(self._input_hooks)
-        self._slot_unit.begin_backward(self if self._input_hooks else None)
-
     def _begin_backward(self) -> None:
         """Gathers the unit, whose nodes run next: an output has its gradient."""
-        with self._lock:
-            if self._is_in_backward and self._slot_unit.is_full:
-                return
-            self._open_backward()
-        slot_unit = self._slot_unit
-        running = self._root_call.join_pass()  # first: if this raises, the pass has failed, and frees all units
-        if slot_unit.unit.versions() != self._versions:
-            raise RuntimeError(
-                f"a parameter of the unit {slot_unit.unit.name!r} was changed in place between forward and backward, "
-                "which needs its former values. Step the optimizer after backward"
-            )
-        slot_unit.unit.refuse_overwritten(slot_unit.slot)
-        self._root_call.gather_for_backward(slot_unit, self._position, running)
+        slot_unit, unit = self._slot_unit, self._slot_unit.unit
+        ends_with_gradients = not self._has_input_nodes and len(unit.trainable) == len(unit.parameters)
+        if not slot_unit.begin_backward(self, ends_with_gradients):
+            return
+        if self._is_recomputation:
+            slot_unit.make_full(self._root_call.ready)
+        else:
+            running = self._root_call.join_pass()  # first: if this raises, the pass has failed, and frees all units
+            if unit.versions() != self._versions:
+                raise RuntimeError(
+                    f"a parameter of the unit {unit.name!r} was changed in place between forward and backward, "
+                    "which needs its former values. Step the optimizer after backward"
+                )
+            unit.refuse_overwritten(slot_unit.slot)
+            self._root_call.gather_for_backward(slot_unit, self._position, running)
         if slot_unit.is_full:
             slot_unit.show_in(self._runner)
 
-    def _note_input_gradient(self) -> None:
-        """Ends the backward of the call once all of its inputs have gradients."""
-        with self._lock:
-            if not self._is_in_backward:
-                return
-            self._number_awaited -= 1
-            if self._number_awaited > 0:
-                return
-            self._is_in_backward = False
+    def end_backward(self) -> None:
+        """Frees the unit, unless another call needs it: no node of this call is left to run."""
         self._slot_unit.end_backward(self)
 
 
@@ -245,15 +235,6 @@ class RootCall:
         # For each slot its units in the order in which their forwards began, and ended.
         self._begun: list[list[Unit]] = [[] for _ in slots]
         self._ended: list[list[Unit]] = [[] for _ in slots]
-        # Kept until the forward ends, so that a tensor between two units has one hook.
-        self._hooks: list[dict[int, TensorHooks]] = [{} for _ in slots]
-
-    def hooks_of(self, slot: int, tensor: Tensor) -> TensorHooks:
-        """Returns the hooks of ``tensor``, made now if it has none."""
-        hooks = self._hooks[slot].get(id(tensor))
-        if hooks is None or not hooks.is_of(tensor):
-            hooks = self._hooks[slot][id(tensor)] = TensorHooks(tensor)
-        return hooks
 
     def begin_unit(self, slot_unit: SlotUnit) -> list[int]:
         """Starts the gathers of the units that follow one whose forward begins. Returns the versions of this one."""
@@ -276,6 +257,11 @@ class RootCall:
         if unit is self._tree.units[0]:
             self._tree.gather_budget.end_forward(slot_unit.slot)
         return len(ended) - 1
+
+    @property
+    def is_trained(self) -> bool:
+        """True if a unit of the tree has parameters that need gradients."""
+        return any(unit.trainable for unit in self._tree.units)
 
     def gives_one_node(self, slot_unit: SlotUnit) -> bool:
         """True if all outputs of a call of the unit get one node, so that their gradients come together.
@@ -319,7 +305,6 @@ class RootCall:
 
     def end_forward(self, has_failed: bool) -> None:
         """Notes the order of the units for the next call, after the forward has ended on all slots."""
-        self._hooks = [{} for _ in self.slots]
         order = self._begun[0]
         if not has_failed:
             self._tree.next_unit = dict(reversed([*pairwise(order)]))

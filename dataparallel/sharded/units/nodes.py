@@ -1,10 +1,11 @@
-"""Puts nodes and hooks of a unit into autograd's graph: `make_outputs` for its parameters, `TensorHooks` for calls."""
+"""Puts nodes and hooks of a unit into autograd's graph: `make_outputs` for its parameters, the others for its calls."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,8 @@ from dataparallel import _torch
 from dataparallel.autograd.node import Node, OneNode, run_first
 from dataparallel.batches.batch_types import container_of
 from dataparallel.batches.structures import children_of
+from dataparallel.comm.buckets import alias
+from dataparallel.replica_parameter import ReplicaParameter
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.slot_unit import SlotUnit
@@ -120,65 +123,99 @@ def _replaced(obj: Any, new: Mapping[int, Tensor], kept: Mapping[int, Any]) -> A
     return container.rebuild(obj, values)
 
 
-class TensorHooks:
-    """A hook on the gradient of one tensor. It ends calls that took the tensor, then begins calls that made it.
+def before_gradient(tensor: Tensor, function: Callable[[], None]) -> None:
+    """Calls ``function`` in each backward when the gradient of ``tensor`` is there. The tensor's graph keeps it.
 
-    A leaf, or a parameter of another unit, outlives the graphs that use it as an input. So the tensor refers weakly to
-    this object, which removes the hook with itself, until a call has made the tensor. Calls that take it keep this.
+    Leaves, full parameters and their views are left alone: they outlive the graph, and no node that made them reads a
+    parameter.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._ends: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._begins: list[Callable[[], None]] = []
-        self._tensor = weakref.ref(tensor)
-        hook = _Hook(self)
-        self._hook = weakref.ref(hook)  # the tensor keeps the hook
-        self._handles: list[Any] = [tensor.register_hook(hook)]
-        base = _torch.base_of(tensor)
-        if base is not None and base.grad_fn is not None:
-            # If the view is changed in place, its gradient passes a hook of its base's node, not a hook of the tensor.
-            self._handles.append(base.grad_fn.register_prehook(hook))
-
-    def __del__(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def call_at_end(self, method: Callable[[], None]) -> None:
-        """Calls ``method``, of a call that takes the tensor, when the gradient is there. Refers to it weakly."""
-        self._ends.append(weakref.WeakMethod(method))
-
-    def call_at_begin(self, function: Callable[[], None]) -> None:
-        """Calls ``function``, for the call that has made the tensor, after these methods. The tensor keeps it alive."""
-        self._begins.append(function)
-        hook = self._hook()
-        assert hook is not None
-        hook.keeps = self
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """True if the hook is on ``tensor``, not on a former tensor with the same ``id``."""
-        return self._tensor() is tensor
-
-    def run(self) -> None:
-        """Ends the calls that take the tensor, then begins the calls that made it."""
-        for reference in self._ends:
-            if (end := reference()) is not None:
-                end()
-        for begin in self._begins:
-            begin()
-
-
-class _Hook:
-    """The function that torch calls with a tensor's gradient. Runs the tensor's `TensorHooks` while they live."""
-
-    def __init__(self, hooks: TensorHooks) -> None:
-        self._hooks = weakref.ref(hooks)
-        self.keeps: TensorHooks | None = None
-
     @_torch.not_traced
-    def __call__(self, grad: object) -> None:
-        hooks = self._hooks()
-        if hooks is not None:
-            hooks.run()
+    def hook(grad: object) -> None:
+        function()
+
+    base = _torch.base_of(tensor)
+    if tensor.is_leaf or isinstance(tensor if base is None else base, ReplicaParameter):
+        return
+    tensor.register_hook(hook)
+    if base is not None and base.grad_fn is not None:
+        # If the view is changed in place, its gradient passes a hook of its base's node, not a hook of the tensor.
+        base.grad_fn.register_prehook(hook)
+
+
+class InputNodes:
+    """The inputs of a call that need gradients. Inside of the call each is the output of a node, on the same memory.
+
+    A node's backward calls ``at_end``. The nodes are made before all other nodes of the call, and the engine's thread
+    of a device runs ready nodes from the last made to the first. So when one of them runs, no other node of the call is
+    left to run there, also where the same tensor goes to later calls, whose gradients are still missing.
+
+    A tensor stays as it is if it is in a list or a dict, which the call may change, is of another class than
+    ``Tensor``, sparse, or on another device.
+
+    Args:
+        device: the slot's.
+        at_end: called by each node.
+    """
+
+    def __init__(self, device: torch.device, at_end: Callable[[], None]) -> None:
+        self._device, self._at_end = device, at_end
+        self._by_id: dict[int, tuple[Tensor, Tensor, Any]] = {}  # the input, the node's output, the node
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no input needs a node."""
+        return not self._by_id
+
+    def pass_on(self, obj: Any) -> Any:
+        """Returns the nested arguments with the nodes' outputs."""
+        if isinstance(obj, tuple):
+            children = [self.pass_on(child) for _, child in children_of(obj, "") or ()]
+            if all(map(is_, children, obj)):
+                return obj
+            container = container_of(obj)
+            assert container is not None  # it has children
+            return container.rebuild(obj, children)
+        if type(obj) is not Tensor or not obj.requires_grad or obj.layout is not torch.strided:
+            return obj
+        if obj.device != self._device:
+            return obj
+        if id(obj) not in self._by_id:
+            passed = _InputNode.apply(self._at_end, obj)
+            self._by_id[id(obj)] = obj, passed, passed.grad_fn
+        return self._by_id[id(obj)][1]
+
+    def changed(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns the inputs that the call has changed in place, each with the node's output, whose graph has that."""
+        return [(tensor, passed) for tensor, passed, node in self._by_id.values() if passed.grad_fn is not node]
+
+    def hand_back(self, output: Any, given: Any) -> Any:
+        """Returns the call's output with inputs in place of the nodes' outputs, and makes changes those of the inputs.
+
+        ``given``: see `with_one_node`.
+        """
+        for tensor, passed in self.changed():
+            version = _torch.version_of(tensor)
+            tensor.copy_(passed)
+            if _torch.set_versions:  # the values are the same, and other nodes may have saved them
+                _torch.set_versions((tensor,), (version,))
+        if not self._by_id:
+            return output
+        originals = {id(passed): tensor for tensor, passed, _ in self._by_id.values()}
+        return _replaced(output, originals, {id(part): part for part in _parts(given)})
+
+
+class _InputNode(Node):
+    @staticmethod
+    def forward(ctx: Any, at_end: Callable[[], None], tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.at_end = at_end
+        return alias(tensor, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
+        ctx.at_end()
+        return None, grad
 
 
 class Receiver:

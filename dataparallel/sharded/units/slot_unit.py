@@ -74,7 +74,8 @@ class SlotUnit:
         # References are weak, because parameters may stay full over many forwards, each with runners of its own.
         self._showing_modules: WeakMembers[ModuleRunner] = WeakMembers()
         self._running_calls = 0  # how many calls of the unit's modules run
-        self._open_calls: set[object] = set()  # calls whose backward has begun and not ended
+        # Calls whose backward has begun and not ended. With a number it ends with the unit's gradients in this pass.
+        self._open_calls: dict[object, int | None] = {}
         self._has_all_gradients = False  # of the parameters, in this backward
         self.is_in_backward = False
         self._is_kept_for_graph = False  # a recorded backward has ended, whose graph reads the parameters
@@ -329,22 +330,36 @@ class SlotUnit:
                     unit.pieces.keep(self.slot, size, self.parameters, self._versions, stream)
         self.free()
 
-    def begin_backward(self, call: object | None) -> None:
-        """Notes that the backward of a call begins. ``call``: the call, if `end_backward` will follow."""
+    def note_recomputation(self) -> None:
+        """Notes that a call runs again in backward: its parameters stay, because its own backward follows."""
         with self._lock:
+            self.is_in_backward = True
+
+    def begin_backward(self, call: object, ends_with_gradients: bool) -> bool:
+        """Notes that the backward of a call begins. Returns false if it has begun before, and the unit is full.
+
+        It ends with `end_backward`, or if ``ends_with_gradients`` with the gradients of all parameters. Those that a
+        checkpoint inside of the call brings in a pass of its own are not all.
+        """
+        with self._lock:
+            if call in self._open_calls and self.is_full:
+                return False
             self._has_all_gradients, self.is_in_backward = False, True
-            if call is not None:
-                self._open_calls.add(call)
+            self._open_calls[call] = _torch.current_graph_task_id() if ends_with_gradients else None
+            return True
 
     def end_backward(self, call: object) -> None:
-        """Notes that all inputs of a call have their gradients, and frees the parameters if no node needs them."""
+        """Notes that no node of a call is left to run, and frees the parameters if no other call needs them."""
         with self._lock:
-            self._open_calls.discard(call)
-            self._free_after_backward()
+            if call in self._open_calls:
+                del self._open_calls[call]
+                self._free_after_backward()
 
     def note_gradients(self) -> None:
-        """Notes that all parameters have their gradients, and frees them if no node needs them."""
+        """Notes that all parameters have their gradients in this pass, and frees them if no node needs them."""
         with self._lock:
+            task = _torch.current_graph_task_id()
+            self._open_calls = {call: ends_in for call, ends_in in self._open_calls.items() if ends_in != task}
             self._has_all_gradients = True
             self._free_after_backward()
 

@@ -192,12 +192,14 @@ class Tree:
                     "which has failed. Zero the gradients, and run it again"
                 )
             is_new = False
+            # While another thread ends a pass it frees all units, also those that a new pass would gather.
+            wait_for_passes(self._changed, lambda: self._ending_thread in (None, threading.get_ident()))
             while self._pass is None or not self._pass.join(only_if_alone):
                 if self._pass is None:
                     self._pass, is_new = self._new_pass(call), True
-                else:  # another thread ends the pass
+                else:
                     ending = self._pass
-                    wait_for_passes(self._changed, lambda: self._pass is not ending)  # noqa: B023 - called at once
+                    wait_for_passes(self._changed, lambda: self._pass is not ending and self._ending_thread is None)  # noqa: B023 - called at once
             self._pass.include(call.slots)
             if is_new:  # after joining, so that the pass fails if this raises
                 self._refuse_lost()

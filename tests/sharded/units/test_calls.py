@@ -12,27 +12,22 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel.composable import fully_shard
 from dataparallel.sharded.units.bindings import Precision
-from dataparallel.sharded.units.calls import ModuleRunner, TensorHooks
+from dataparallel.sharded.units.calls import ModuleRunner
 
 
 class Told:
     """A tree that keeps what it and its units are told."""
 
     ready: dict[Any, Any] = {}  # noqa: RUF012
+    is_trained = True
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self._hooks: dict[int, tuple[Tensor, TensorHooks]] = {}
         self._positions = 0
 
     def take(self) -> list[str]:
         lines, self.lines = self.lines, []
         return lines
-
-    def hooks_of(self, slot: int, tensor: Tensor) -> TensorHooks:
-        if id(tensor) not in self._hooks:
-            self._hooks[id(tensor)] = tensor, TensorHooks(tensor)
-        return self._hooks[id(tensor)][1]
 
     def begin_unit(self, slot_unit: Any) -> Any:
         self.lines.append(f"{slot_unit.name} began")
@@ -58,6 +53,7 @@ class ToldUnit:
     """A unit that keeps what it is told."""
 
     slot = 0
+    device = torch.device("cpu")
 
     def __init__(self, name: str, tree: Told, precision: Precision) -> None:
         self.name, self._tree = name, tree
@@ -66,12 +62,13 @@ class ToldUnit:
             name=name,
             precision=precision,
             trainable=[0],
+            parameters=[None],
             versions=lambda: [self.version],
             refuse_overwritten=lambda slot: None,
         )
         self.is_full = False
         self.is_in_backward = False
-        self._calls: list[object] = []  # keeps them
+        self._open: set[object] = set()
 
     def use(self, ready: Any, registers: Any) -> None:
         self._tree.lines.append(f"{self.name} used")
@@ -85,14 +82,23 @@ class ToldUnit:
     def show_in(self, registers: Any) -> None:
         self._tree.lines.append(f"{self.name} shown")
 
-    def begin_backward(self, call: object | None) -> None:
-        self.is_in_backward = True
-        self._calls.append(call)
-        self._tree.lines.append(f"{self.name} opens, {call is not None}")
+    def make_full(self, ready: Any) -> None:
+        self.is_full = True
+
+    def note_recomputation(self) -> None:
+        self._tree.lines.append(f"{self.name} runs again")
+
+    def begin_backward(self, call: object, ends_with_gradients: bool) -> bool:
+        if call in self._open:
+            return False
+        self._open.add(call)
+        self._tree.lines.append(f"{self.name} opens" + ", ends with gradients" * ends_with_gradients)
+        return True
 
     def end_backward(self, call: object) -> None:
-        self.is_full = False
-        self._tree.lines.append(f"{self.name} closes")
+        if call in self._open:
+            self._open.remove(call)
+            self._tree.lines.append(f"{self.name} closes")
 
 
 @pytest.fixture
@@ -161,30 +167,58 @@ class TestBackward:
         output = make().run(lambda x: x * 2, leaf() * 1)
         told.take()
         output.sum().backward()
-        assert told.take() == ["a opens, True", *BEGINS, "a closes"]
+        assert told.take() == ["a opens", *BEGINS, "a closes"]
 
-    def test_waits_for_all_inputs(self, make, told):
-        x, y = leaf(), leaf()
-        for name, tensor in (("x", x), ("y", y)):
-            tensor.register_hook(lambda grad, name=name: told.lines.append(name))
-        output = make().run(lambda x, *, more: x * more[0], x, more=[y])
+    def test_closes_after_its_own_nodes_not_with_the_gradients_of_tensors(self, make, told):
+        """The same tensor may go to many calls, and has its gradient when the first one of them has run backward."""
+        shared = leaf() * 1
+        shared.register_hook(lambda grad: told.lines.append("shared"))
+        first = make("a").run(lambda x, y: x * y, leaf() * 1, shared)
+        second = make("b").run(lambda x, *, y: x * y, first, y=shared)
+        told.take()
+        second.sum().backward()
+        lines = [line for line in told.take() if line.split()[-1] in ("opens", "closes", "shared")]
+        assert lines == ["b opens", "b closes", "a opens", "a closes", "shared"]
+
+    def test_closes_after_branches_that_lead_to_no_input(self, make, told):
+        inner = leaf() * 1
+
+        def forward(x: Tensor) -> Tensor:
+            branch = inner * 3
+            branch.register_hook(lambda grad: told.lines.append("branch"))
+            return x + branch
+
+        output = make().run(forward, leaf() * 1)
         told.take()
         output.sum().backward()
-        assert told.take()[-1] == "a closes"
-        assert told.lines == []
+        assert told.take()[-2:] == ["branch", "a closes"]
+
+    def test_that_cannot_see_its_inputs_ends_with_gradients(self, make, told):
+        output = make().run(lambda batch: batch["x"] * 2, {"x": leaf()})
+        told.take()
+        output.sum().backward()
+        assert told.take() == ["a opens, ends with gradients", *BEGINS]
+
+    def test_with_frozen_parameters_does_not_end_with_gradients(self, make, told):
+        module, weight = make(), leaf()
+        module._slot_unit.unit.parameters.append(None)
+        output = module.run(lambda x: x * weight, torch.ones(2))
+        told.take()
+        output.sum().backward()
+        assert told.take() == ["a opens", *BEGINS]
 
     def test_opens_once_for_several_outputs(self, make, told):
         outputs = make().run(lambda x: {"one": x * 2, "more": (x * 3,)}, leaf())
         told.take()
         (outputs["one"] + outputs["more"][0]).sum().backward()
-        assert told.take() == ["a opens, True", *BEGINS, "a closes"]
+        assert told.take() == ["a opens", *BEGINS, "a closes"]
 
     def test_without_inputs_that_need_gradients_does_not_close_by_itself(self, make, told):
         weight = leaf()
         output = make().run(lambda x: x * weight, torch.ones(2))
         told.take()
         output.sum().backward()
-        assert told.take() == ["a opens, False", *BEGINS]
+        assert told.take() == ["a opens, ends with gradients", *BEGINS]
 
     def test_ends_the_later_unit_before_the_earlier_one_begins(self, make, told):
         """So the memory of the one is free for the other."""
@@ -193,8 +227,8 @@ class TestBackward:
         output.sum().backward()
         lines = [line for line in told.take() if line != "join"]
         assert lines == [
-            *["b opens, True", "b begins at 1", "b shown", "b closes"],
-            *["a opens, True", "a begins at 0", "a shown", "a closes"],
+            *["b opens", "b begins at 1", "b shown", "b closes"],
+            *["a opens", "a begins at 0", "a shown", "a closes"],
         ]
 
     def test_begins_if_a_view_that_is_the_output_is_changed_in_place(self, make, told):
@@ -203,7 +237,7 @@ class TestBackward:
         told.take()
         output.mul_(3)
         output.sum().backward()
-        assert told.take()[:2] == ["a opens, True", "join"]
+        assert told.take()[:2] == ["a opens", "join"]
 
     def test_of_parameters_that_have_changed_since_is_refused(self, make, told):
         module = make()
@@ -217,7 +251,7 @@ class TestBackward:
         told.take()
         for _ in range(2):
             output.sum().backward(retain_graph=True)
-            assert told.take() == ["a opens, True", *BEGINS, "a closes"]
+            assert told.take() == ["a opens", *BEGINS, "a closes"]
 
 
 @pytest.mark.devices("cpu")
@@ -227,25 +261,59 @@ class TestRecomputation:
         output = checkpoint(lambda x: module.run(lambda y: y.sin(), x), leaf(), use_reentrant=False)
         told.take()
         output.sum().backward()
-        assert told.take() == ["a opens, True", *BEGINS, "a used", "a not used", "a closes"]
+        assert told.take() == ["a opens", *BEGINS, "a used", "a runs again", "a not used", "a closes"]
 
-    def test_of_a_reentrant_checkpoint_opens_at_once(self, make, told):
+    def test_of_a_reentrant_checkpoint_opens_with_its_own_backward(self, make, told):
         """Its outputs belonged to no graph in forward."""
         module = make()
         output = checkpoint(lambda x: module.run(lambda y: y.sin(), x), leaf(), use_reentrant=True)
         assert told.take()[-1] == "a ran module 0, False"
         output.sum().backward()
-        assert told.take() == ["a used", "a opens, True", "a not used", "a closes"]
+        assert told.take() == ["a used", "a runs again", "a not used", "a opens", "a shown", "a closes"]
 
 
 @pytest.mark.devices("cpu")
-def test_hooks_tell_tensors_at_one_address_apart():
-    first = leaf()
-    hooks = TensorHooks(first)
-    assert hooks.is_of(first)
-    assert not hooks.is_of(leaf())
-    del first
-    assert not hooks.is_of(leaf())
+class TestChangesInPlace:
+    """A call may change its inputs, and the caller sees that as on one device, in values and gradients."""
+
+    @pytest.mark.parametrize("kind", ["tensor", "view", "view of the input"])
+    def test_reach_the_tensor_of_the_caller(self, make, kind):
+        def forward(x: Tensor) -> Tensor:
+            if kind == "view of the input":
+                x[:1].mul_(3)
+            else:
+                x.exp_()  # saves its result
+            return x * 2
+
+        def results(run: Callable[..., Tensor]) -> list[Tensor]:
+            given = leaf()
+            x = (given * 2)[:2] if kind == "view" else given * 2
+            y = run(forward, x)
+            (y + x.square()).sum().backward()
+            return [y.detach(), x.detach(), given.grad]
+
+        expected = results(lambda function, x: function(x))
+        for found, one in zip(results(make().run), expected, strict=True):
+            assert torch.equal(found, one)
+
+    def test_of_a_leaf_are_refused(self, make):
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad is being used in an in-place"):
+            make().run(lambda x: x.mul_(2), leaf())
+
+    def test_without_another_output_begin_the_backward(self, make, told):
+        x = leaf() * 1
+        make().run(lambda x: x.mul_(2)[:0].tolist(), x)
+        told.take()
+        x.sum().backward()
+        assert told.take()[0] == "a opens"
+
+    def test_an_input_that_is_returned_is_the_same_object(self, make):
+        x, skips = leaf() * 1, [leaf() * 1]
+        module = make()
+        found, same = module.run(lambda x, skips: (x, skips), x, skips)
+        assert found is x
+        assert same is skips
+        assert module.run(lambda x: x.mul_(2), x) is x
 
 
 @pytest.mark.devices("sim", "stand-in")

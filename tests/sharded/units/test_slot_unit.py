@@ -1,6 +1,7 @@
 """A unit on a slot: gathered once, full while it is used, freed by its events, and sharded whatever goes wrong."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -201,7 +202,7 @@ class TestAFree:
 
     def test_after_a_recomputation_is_left_to_the_backward(self, unit):
         slot_unit, call = unit.slot_units[0], object()
-        slot_unit.begin_backward(call)
+        slot_unit.begin_backward(call, ends_with_gradients=False)
         slot_unit.make_full(ready(unit))
         slot_unit.note_module_end(0, True)
         assert slot_unit.is_full
@@ -212,7 +213,7 @@ class TestAFree:
         slot_unit, calls = unit.slot_units[0], [object(), object()]
         slot_unit.make_full(ready(unit))
         for call in calls:
-            slot_unit.begin_backward(call)
+            slot_unit.begin_backward(call, ends_with_gradients=False)
         slot_unit.end_backward(calls[0])
         if first == "gradients":
             slot_unit.note_gradients()
@@ -229,17 +230,45 @@ class TestAFree:
         unit = unit_of(WHOLE, slots, requires_grad=False)
         slot_unit, call = unit.slot_units[0], object()
         slot_unit.make_full(ready(unit))
-        slot_unit.begin_backward(call)
+        slot_unit.begin_backward(call, ends_with_gradients=False)
         slot_unit.end_backward(call)
         assert is_freed(slot_unit)
+
+    def test_gradients_of_a_checkpoint_inside_of_a_call_are_not_all(self, unit, slot_unit):
+        """A reentrant checkpoint brings them in a pass of its own, while the pass around it still has nodes to run."""
+
+        class Within(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
+                ctx.function = function
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+                ctx.function()
+                return grad, None
+
+        def backward_with(function: Callable[[], None]) -> None:
+            Within.apply(torch.ones(1, requires_grad=True), function).backward()
+
+        def outer() -> None:
+            slot_unit.begin_backward("call", ends_with_gradients=True)
+            with torch.enable_grad():
+                backward_with(slot_unit.note_gradients)
+            assert slot_unit.is_full
+            slot_unit.note_gradients()
+            assert is_freed(slot_unit)
+
+        slot_unit.make_full(ready(unit))
+        backward_with(outer)
 
     @torch.no_grad()
     def test_gradients_of_an_earlier_backward_do_not_count(self, unit, slot_unit):
         slot_unit.make_full(ready(unit))
-        slot_unit.begin_backward(None)
+        slot_unit.begin_backward(object(), ends_with_gradients=True)
         slot_unit.note_gradients()
         call = object()
-        slot_unit.begin_backward(call)
+        slot_unit.begin_backward(call, ends_with_gradients=False)
         slot_unit.make_full(ready(unit))
         slot_unit.end_backward(call)
         assert slot_unit.is_full
@@ -250,7 +279,7 @@ class TestAFree:
         unit.reshard_after_backward = reshard
         slot_unit, call = unit.slot_units[0], object()
         slot_unit.make_full(ready(unit))
-        slot_unit.begin_backward(call)
+        slot_unit.begin_backward(call, ends_with_gradients=False)
         slot_unit.note_gradients()
         slot_unit.note_pass_end(has_failed, was_recorded=False)
         assert is_freed(slot_unit) is (reshard or has_failed)
@@ -259,7 +288,7 @@ class TestAFree:
     def test_a_recorded_pass_leaves_all_for_a_pass_through_its_graph(self, unit):
         slot_unit, call = unit.slot_units[0], object()
         slot_unit.make_full(ready(unit))
-        slot_unit.begin_backward(call)
+        slot_unit.begin_backward(call, ends_with_gradients=False)
         slot_unit.note_gradients()  # gradients are recorded here
         slot_unit.end_backward(call)
         slot_unit.note_pass_end(has_failed=False, was_recorded=True)

@@ -92,12 +92,6 @@ class TestForward:
         run(tree, [a], slots)
         assert not b.slot_units[0].is_started
 
-    def test_one_tensor_between_two_units_has_one_hook(self, tree):
-        x = torch.ones(2, requires_grad=True) * 1
-        with tree.calling(1) as call:
-            assert call.hooks_of(0, x) is call.hooks_of(0, x)
-            assert call.hooks_of(0, x) is not call.hooks_of(0, x * 1)
-
 
 class TestBackward:
     @pytest.fixture
@@ -166,6 +160,36 @@ class TestSettling:
 
     def test_does_nothing_inside_the_backward(self, tree, call, units):
         in_backward(lambda: tree.join_pass(call), tree.prepare, units[0].reshard)
+
+    def test_a_backward_waits_while_the_last_one_frees_the_units(self, tree, call, units, slots, monkeypatch):
+        """As with a backward in the forward of each replica: what it has gathered would be freed."""
+        is_ending, stays_full = threading.Event(), []
+        drop = units[0].pieces.drop
+
+        def drop_when_another_may_have_begun() -> None:
+            is_ending.set()
+            other.join(0.3)
+            drop()
+
+        def begin() -> None:
+            call.join_pass()
+            units[-1].slot_units[0].make_full(call.ready)
+            ending.join(60)
+            stays_full.append(units[-1].slot_units[0].is_full)
+
+        def begin_later() -> None:
+            assert is_ending.wait(60)
+            monkeypatch.undo()
+            in_backward(begin)
+
+        monkeypatch.setattr(units[0].pieces, "drop", drop_when_another_may_have_begun)
+        ending = threading.Thread(target=in_backward, args=[call.join_pass])
+        other = threading.Thread(target=begin_later)
+        for thread in (other, ending):
+            thread.start()
+        for thread in (other, ending):
+            thread.join(60)
+        assert stays_full == [True]
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
     def test_a_backward_whose_gradients_were_dropped_with_it_raises(self, tree, call):
