@@ -26,7 +26,8 @@ from memory import Growth, nbytes
 def begin(slots: Sequence[Any], count: int | None = None, units: Sequence[Unit] = ()) -> SumsOfPass:
     """A pass of the first ``count`` slots."""
     computing = current_streams([torch.device(slot) for slot in slots])
-    summed = PassGradients(parameter for unit in units for parameter in unit.parameters)
+    summed = PassGradients()
+    summed.begin_pass(parameter for unit in units for parameter in unit.parameters)
     return SumsOfPass(len(slots) if count is None else count, computing, summed)
 
 
