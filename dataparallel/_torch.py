@@ -102,7 +102,9 @@ def is_in_backward() -> bool:
 will_engine_execute_node: Callable[[Any], bool] = _private(
     "torch._C._will_engine_execute_node", "ask whether the running backward pass reaches a parameter"
 )
-current_node: Callable[[], Any] = _private("torch._C._current_autograd_node", "know whose gradient a hook is called with")
+current_node: Callable[[], Any] = _private(
+    "torch._C._current_autograd_node", "know whose gradient a hook is called with"
+)
 
 
 def is_returned(leaf_node: Any) -> bool:

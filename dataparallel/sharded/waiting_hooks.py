@@ -54,8 +54,8 @@ AFTER_ACCUMULATION = WaitingHooks("_hooks_after_accumulation", _torch.POST_ACCUM
 def hand_over(parameter: Any, find_taker: Callable[[], Taker | None]) -> None:
     """Hands over what the engine would accumulate in ``parameter.grad``, and lets the parameter's hooks wait.
 
-    ``find_taker`` is called in each backward. If it returns ``None``, and in a backward with ``create_graph=True`` or of
-    ``torch.autograd.grad``, the engine does what it does for any tensor.
+    ``find_taker`` is called in each backward. If it returns ``None``, and in a backward with ``create_graph=True`` or
+    of ``torch.autograd.grad``, the engine does what it does for any tensor.
     """
 
     def taker() -> Taker | None:

@@ -116,7 +116,7 @@ class UnitGradients:
         self._rounds: list[dict[int, Delivery]] = []  # deliveries by slot that wait for other slots
         self._number_delivered: dict[int, int] = {}  # by each slot in this pass
         self._held: dict[int, Delivery] = {}
-        self._held_direct: dict[int, ShardedTensor] = {}  # by the parameters' positions
+        self._held_direct: dict[int, Tensor] = {}  # by the parameters' positions
         self._newly_holding: set[int] = set()  # slots whose held gradients are of this pass alone
         self._former: dict[int, FormerGrad] = {}  # of the parameters that have held gradients
         self.partial: PartialSums | None = None
@@ -135,7 +135,7 @@ class UnitGradients:
         if not is_divided_alike(gradient, parameter):
             with torch.no_grad(), operators.ordered_in_backward({shard.device for shard in parameter._shards}):
                 gradient = divided_like(gradient, parameter)
-        running.sums.summed.add_direct(parameter, gradient)  # type: ignore[arg-type]
+        running.sums.summed.add_direct(parameter, gradient)
 
     def deliver(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
         """Takes the gradients of one slot, in the order of ``unit.trainable``, and sums if this slot is the last.
@@ -204,23 +204,22 @@ class UnitGradients:
             with streams_set(sums.computing):
                 self._note_held()
 
+    @torch.no_grad()
     def _hold_or_add_direct(self, sums: SumsOfPass) -> None:
         """Holds what the engine has brought to parameters directly if the sums wait, else adds what was held."""
         held, self._held_direct = self._held_direct, {}
-        if self._unit.requires_gradient_sync and not self._stays_partial:
-            sums.restorers[id(self), len(self._unit.slots)] = partial(self._held_direct.update, held)
+        unit = self._unit
+        has_replicas = unit.machines is not None and unit.machines.replicate is not None
+        if unit.requires_gradient_sync and (unit.requires_all_reduce or not has_replicas):
+            if held:
+                sums.restorers[id(self), len(unit.slots)] = partial(self._held_direct.update, held)
             for i, gradient in held.items():
-                sums.summed.add_direct(self._unit.parameters[i], gradient)
+                sums.summed.add_direct(unit.parameters[i], gradient)
             return
-        for parameter, gradient in sums.summed.take_direct(self._unit.parameters):
-            i = next(i for i in self._unit.trainable if self._unit.parameters[i] is parameter)
-            held[i] = held[i] + gradient if i in held else gradient.clone()
+        for parameter, gradient in sums.summed.take_direct(unit.parameters):
+            i = next(i for i in unit.trainable if unit.parameters[i] is parameter)
+            held[i] = held[i] + gradient if i in held else gradient.clone()  # other code may hold `gradient`
         self._held_direct = held
-
-    @property
-    def _stays_partial(self) -> bool:
-        machines = self._unit.machines
-        return machines is not None and machines.replicate is not None and not self._unit.requires_all_reduce
 
     def _add_up(self, deliveries: dict[int, Delivery], sums: SumsOfPass) -> None:
         """Sums one round. If this fails, held gradients that are part of it are put back on their slots."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class PassGradients:
     def __init__(self) -> None:
         self._parameters: dict[int, ShardedTensor] = {}
         self._new: dict[int, ShardedTensor] = {}  # that are not in `.grad` yet
-        self._direct: list[tuple[ShardedTensor, ShardedTensor]] = []  # parameters, and what the engine has brought
+        self._direct: list[tuple[ShardedTensor, Any]] = []  # parameters, and what the engine has brought
         self._found: list[tuple[ShardedTensor, int]] = []
         self._open_passes = 0
         self._has_failed = False
@@ -79,11 +79,11 @@ class PassGradients:
         grads = [grad for parameter in parameters if isinstance(grad := parameter.grad, ShardedTensor)]
         self._found += [(grad, grad._zeroed) for grad in grads]
 
-    def add_direct(self, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
+    def add_direct(self, parameter: ShardedTensor, gradient: Tensor) -> None:
         """Adds a part of a gradient at the end of the backward, when the streams have waited for all sums."""
         self._direct.append((parameter, gradient))
 
-    def take_direct(self, parameters: Collection[ShardedTensor]) -> list[tuple[ShardedTensor, ShardedTensor]]:
+    def take_direct(self, parameters: Collection[ShardedTensor]) -> list[tuple[ShardedTensor, Any]]:
         """Takes back what `add_direct` was given for these parameters."""
         keys = {*map(id, parameters)}
         taken = [pair for pair in self._direct if id(pair[0]) in keys]
