@@ -110,9 +110,10 @@ current_node: Callable[[], Any] = _private(
 def is_returned(leaf_node: Any) -> bool:
     """True if the running backward returns the leaf's gradient, as ``autograd.grad`` does, and accumulates nothing."""
     try:
-        return not will_engine_execute_node(leaf_node)
+        will_engine_execute_node(leaf_node)
     except RuntimeError:  # what torch answers for such leaves
         return True
+    return False
 
 
 _queue_callback: Callable[[Callable[[], object]], None] = _private(

@@ -132,7 +132,6 @@ class PassGradients:
         """
         self._open_passes -= 1
         self._has_failed = True
-        self._direct.clear()
         for grad, zeroed in self._found:
             if grad._zeroed != zeroed:
                 for shard in grad._shards:  # an operator on the sharded tensor would use other streams in a backward

@@ -281,6 +281,26 @@ class TestAFailedPass:
         assert all((parameter.grad.full_tensor() == 0).all() for parameter in unit.parameters)
 
 
+class TestGradientsOfABackward:
+    def test_what_other_code_puts_there_meanwhile_is_added_to(self, unit, slots):
+        sums = begin(slots)
+        for slot in range(len(slots)):
+            unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
+        for parameter in unit.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        unit.gradients.end_pass(sums)
+        sums.wait_for_sums()
+        assert_sums(unit, [112, 223])
+
+    def test_are_refused_if_a_pass_of_another_tree_has_failed(self):
+        shared = PassGradients()
+        shared.begin_pass([])
+        shared.begin_pass([])
+        shared.fail_pass()
+        with pytest.raises(RuntimeError, match="shares modules with another one"):
+            shared.end_pass()
+
+
 class TestDtypes:
     def test_sums_of_16_bits_are_made_in_32(self, slots):
         unit = unit_of([torch.zeros(3)], slots, Precision(parameters=torch.bfloat16))
