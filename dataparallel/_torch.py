@@ -102,6 +102,20 @@ def is_in_backward() -> bool:
 will_engine_execute_node: Callable[[Any], bool] = _private(
     "torch._C._will_engine_execute_node", "ask whether the running backward pass reaches a parameter"
 )
+current_node: Callable[[], Any] = _private(
+    "torch._C._current_autograd_node", "know whose gradient a hook is called with"
+)
+
+
+def is_returned(leaf_node: Any) -> bool:
+    """True if the running backward returns the leaf's gradient, as ``autograd.grad`` does, and accumulates nothing."""
+    try:
+        will_engine_execute_node(leaf_node)
+    except RuntimeError:  # what torch answers for such leaves
+        return True
+    return False
+
+
 _queue_callback: Callable[[Callable[[], object]], None] = _private(
     "torch.autograd.Variable._execution_engine.queue_callback", "run a function when a backward pass ends"
 )
@@ -248,6 +262,9 @@ hooks_of: Callable[[Tensor], Any] = _attribute("torch.Tensor._backward_hooks", "
 hooks_after_accumulation_of: Callable[[Tensor], Any] = _attribute(
     "torch.Tensor._post_accumulate_grad_hooks", "see hooks on a parameter"
 )
+# The descriptors of both, for a class that overrides them.
+BACKWARD_HOOKS: Any = getattr(torch.Tensor, "_backward_hooks", None)
+POST_ACCUMULATE_GRAD_HOOKS: Any = getattr(torch.Tensor, "_post_accumulate_grad_hooks", None)
 
 
 def share_hooks(new: Tensor, old: Tensor) -> None:

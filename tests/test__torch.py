@@ -241,6 +241,16 @@ def test_versions_hooks_and_storages_are_what_they_are_taken_for() -> None:
     assert _torch.storage_address(view.untyped_storage()) == _torch.storage_address(storage)
 
 
+def test_a_hook_knows_whether_the_engine_returns_or_accumulates_the_gradient_of_its_leaf() -> None:
+    leaf, found = torch.ones(2, requires_grad=True), []
+    leaf.register_hook(lambda gradient: found.append(_torch.is_returned(_torch.current_node())))
+    torch.autograd.grad(leaf.sum(), leaf)
+    leaf.sum().backward()
+    leaf.sum().backward(inputs=[leaf])
+    leaf.backward(torch.ones(2))
+    assert found == [True, False, False, False]
+
+
 def test_tensors_made_without_view_tracking_are_no_views() -> None:
     base = torch.zeros(4)
     with _torch.without_view_tracking():

@@ -176,6 +176,24 @@ class TestHooks:
         assert sorted(size for _, size in seen) == [1, 3, 3]
         assert len({id(module) for module, _ in seen}) == 3
 
+    def test_on_parameters_see_the_penalties_in_a_loss_and_the_outputs_together(self, form, slots, root, batch):
+        def two_steps(module, call):
+            seen = []
+            for parameter in (parameters := [*module.parameters()]):
+                parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))
+                parameter.register_post_accumulate_grad_hook(lambda p: seen.append(tuple(p.shape)))
+            for _ in range(2):
+                before = sum(p.square().sum() for p in parameters)
+                (call(batch).square().sum() + before + 3 * sum(p.sum() for p in parameters)).backward()
+            return [whole(p.grad) for p in parameters], sorted(seen)
+
+        module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double().to(root)
+        expected = two_steps(one := copy.deepcopy(module), one)
+        call = form(module, slots)
+        found = two_steps(module, call)
+        torch.testing.assert_close(found[0], expected[0])
+        assert found[1] == expected[1]
+
     def test_a_call_that_the_class_overrides_runs_once(self, form, slots, root, batch):
         class Doubles(Affine):
             def __call__(self, x):

@@ -21,11 +21,12 @@ from dataparallel.devices import DeviceLike, resolve
 from dataparallel.sharded import methods, operators
 from dataparallel.sharded.placements import Division, Rows, after_loading, over_of
 from dataparallel.sharded.shards import copy_into, copy_shards, empty_shards, gather_full, split_into
+from dataparallel.sharded.waiting_hooks import AFTER_ACCUMULATION, ON_GRADIENT
 
 if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
 
-_INTERNAL = {"_shards", "_placement", "_devices", "_zeroed"}
+_INTERNAL = {"_shards", "_placement", "_devices", "_zeroed", ON_GRADIENT.key, AFTER_ACCUMULATION.key}
 # torch's descriptors, which the class overrides. Type checkers take them for their values.
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
@@ -50,6 +51,9 @@ class ShardedTensor(Tensor):
     _devices: tuple[torch.device, ...]
     _zeroed = 0
     """How many times ``zero_`` was called, by ``zero_grad`` for example."""
+
+    _backward_hooks: Any = ON_GRADIENT
+    _post_accumulate_grad_hooks: Any = AFTER_ACCUMULATION
 
     __torch_function__: Any = _torch.disabled_torch_function
 

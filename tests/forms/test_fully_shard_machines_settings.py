@@ -228,6 +228,31 @@ def test_hooks_of_parameters_change_the_sum_over_machines(way):
     run(hooks_that_change_gradients, way)
 
 
+def penalties(rank: int, devices: list[Any], way: str) -> None:
+    """Each machine has the same penalty on the same parameters, and averages only what it has summed of its samples."""
+    net, one = made(devices, way), by_one(devices, [1])
+    found = {name: 0 if grad is None else grad for name, grad in gradients(one).items()}
+    expected = {n: 4 * (found[n] + 2 * p.detach().cpu()).clamp(-0.5, 0.5) for n, p in one.named_parameters()}
+    parameters = [*net.parameters()]
+    for parameter in parameters:
+        parameter.register_hook(lambda gradient: 4 * gradient.clamp(-0.5, 0.5))
+    penalty = sum((p * p).sum() for p in parameters)
+    (net(batch(rank, 1, devices[0])).square().sum() + penalty).backward()
+    assert_equal(gradients(net), expected, "gradients", atol=1e-9)
+    net.zero_grad()
+    net.set_requires_all_reduce(False)
+    (0.25 * sum((p * p).sum() for p in parameters)).backward()
+    net.set_requires_all_reduce(True)
+    (net(batch(rank, 1, devices[0])).square().sum() + 0.75 * sum((p * p).sum() for p in parameters)).backward()
+    if way != "1-D":  # without an all-reduce nothing waits for it
+        assert_equal(gradients(net), expected, "gradients that have waited", atol=1e-9)
+
+
+@EACH_SPREAD
+def test_penalties_are_not_averaged_and_reach_hooks_with_the_sums(way):
+    run(penalties, way)
+
+
 def backward_on_other_streams(rank: int, devices: list[Any], way: str) -> None:
     """The clocks see it if the optimizer, on those streams, does not wait for all sums."""
     net = made(devices, way)

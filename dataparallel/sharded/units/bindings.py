@@ -15,6 +15,7 @@ from dataparallel.sharded.units.joint_gathers import GatherBudget
 from dataparallel.sharded.units.shards import LastCopies, cut_of
 
 if TYPE_CHECKING:
+    from dataparallel.sharded.units.passes import BackwardPass
     from dataparallel.sharded.units.unit import Unit
 
 
@@ -78,6 +79,8 @@ class TreeBinding:
         settle: waits until no backward uses the unit.
         copies: notes the last copies of shards that slots have pulled from.
         gather_budget: limits how far joint gathers run ahead.
+        join_pass: joins the pass of backward that runs, for a parameter that a loss uses directly. ``None``: no tree
+            has called the unit.
     """
 
     number: int = 0
@@ -85,6 +88,7 @@ class TreeBinding:
     settle: Callable[[], None] = lambda: None
     copies: LastCopies = field(default_factory=LastCopies)
     gather_budget: GatherBudget = field(default_factory=GatherBudget)
+    join_pass: Callable[[], BackwardPass] | None = None
 
 
 class ModuleRegistries:
@@ -125,10 +129,9 @@ class ModuleRegistries:
             self._unit.parameters[position] = parameter
 
     def show_current(self) -> None:
-        """Registers what FSDP2 would: the full parameters of slot 0, else the pieces of its group, else the shards."""
+        """Registers the full parameters of slot 0, else the sharded ones."""
         is_full = bool(self._unit.slot_units) and self._unit.slot_units[0].is_full
-        self._pieces = None if is_full else self._unit.pieces.as_parameters()
-        self._register(self._unit.slot_units[0].parameters if is_full else self._pieces or self._unit.parameters)
+        self._register(self._unit.slot_units[0].parameters if is_full else self._unit.parameters)
 
     def drop_pieces(self) -> None:
         """Registers the sharded parameters in place of pieces, whose memory the modules would keep."""

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from dataparallel.comm.streams.current import Event, current_streams, streams_joined, streams_set
 from dataparallel.profiling import stage
-from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.sharded import operators
+from dataparallel.sharded.tensor import ShardedTensor, divided_like, is_divided_alike
 from dataparallel.sharded.units.buffers import Layout, naming_out_of_memory
 from dataparallel.sharded.units.sums import Delivery, DtypeGroup, PassGradients, UnitSums, added_in
+from dataparallel.sharded.waiting_hooks import Taker, hand_over
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.passes import SumsOfPass
@@ -86,7 +88,8 @@ class UnitGradients:
 
     A pass may reach a unit several times. The first deliveries of all slots are one round, their second deliveries the
     next, and so on. A delivery that a slot has not made by the end of the pass counts as zero. While gradients are not
-    synchronised, a slot's deliveries are added on the slot and held there (`_held`).
+    synchronised, a slot's deliveries are added on the slot and held there (`_held`). So is what the engine brings to
+    parameters that a loss uses directly (`_held_direct`), as their hooks have to see it together with the sums.
 
     Attributes:
         groups: for each dtype the parameters that need gradients, and their layout.
@@ -113,10 +116,26 @@ class UnitGradients:
         self._rounds: list[dict[int, Delivery]] = []  # deliveries by slot that wait for other slots
         self._number_delivered: dict[int, int] = {}  # by each slot in this pass
         self._held: dict[int, Delivery] = {}
+        self._held_direct: dict[int, Tensor] = {}  # by the parameters' positions
         self._newly_holding: set[int] = set()  # slots whose held gradients are of this pass alone
         self._former: dict[int, FormerGrad] = {}  # of the parameters that have held gradients
         self.partial: PartialSums | None = None
         self._lost: dict[int, FormerGrad] = {}  # parameters whose gradients are incomplete until they are zeroed
+        finder = weakref.WeakMethod(self._find_taker)
+        for i in unit.trainable:
+            hand_over(unit.parameters[i], lambda: find() if (find := finder()) is not None else None)
+
+    def _find_taker(self) -> Taker | None:
+        return None if self._unit.binding.join_pass is None else self._take_direct
+
+    def _take_direct(self, parameter: ShardedTensor, gradient: Tensor) -> None:
+        """Takes the gradient of a parameter that a loss uses directly, in the backward of its node."""
+        assert self._unit.binding.join_pass is not None
+        running = self._unit.binding.join_pass()
+        if not is_divided_alike(gradient, parameter):
+            with torch.no_grad(), operators.ordered_in_backward({shard.device for shard in parameter._shards}):
+                gradient = divided_like(gradient, parameter)
+        running.sums.summed.add_direct(parameter, gradient)
 
     def deliver(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
         """Takes the gradients of one slot, in the order of ``unit.trainable``, and sums if this slot is the last.
@@ -172,6 +191,7 @@ class UnitGradients:
                     self._held.pop(slot, None)
                 self._note_held()
                 return
+            self._hold_or_add_direct(sums)
             if self._unit.requires_gradient_sync and self._held:
                 held, self._held = self._held, {}
                 for slot, delivery in held.items():
@@ -183,6 +203,23 @@ class UnitGradients:
             self._former = {}
             with streams_set(sums.computing):
                 self._note_held()
+
+    @torch.no_grad()
+    def _hold_or_add_direct(self, sums: SumsOfPass) -> None:
+        """Holds what the engine has brought to parameters directly if the sums wait, else adds what was held."""
+        held, self._held_direct = self._held_direct, {}
+        unit = self._unit
+        has_replicas = unit.machines is not None and unit.machines.replicate is not None
+        if unit.requires_gradient_sync and (unit.requires_all_reduce or not has_replicas):
+            if held:
+                sums.restorers[id(self), len(unit.slots)] = partial(self._held_direct.update, held)
+            for i, gradient in held.items():
+                sums.summed.add_direct(unit.parameters[i], gradient)
+            return
+        for parameter, gradient in sums.summed.take_direct(unit.parameters):
+            i = next(i for i in unit.trainable if unit.parameters[i] is parameter)
+            held[i] = held[i] + gradient if i in held else gradient.clone()  # other code may hold `gradient`
+        self._held_direct = held
 
     def _add_up(self, deliveries: dict[int, Delivery], sums: SumsOfPass) -> None:
         """Sums one round. If this fails, held gradients that are part of it are put back on their slots."""
@@ -239,7 +276,7 @@ class UnitGradients:
     @property
     def are_held(self) -> bool:
         """True if gradients wait on slots for the next sum, or at owners for the next sum over machines."""
-        return bool(self._held) or self.partial is not None
+        return bool(self._held or self._held_direct) or self.partial is not None
 
     def drop_void(self) -> None:
         """Drops held gradients of parameters whose ``.grad`` the user has dropped or zeroed since.
@@ -249,6 +286,7 @@ class UnitGradients:
         with self._lock:
             for i in [i for i, former in self._former.items() if former.is_void(self._unit.parameters[i])]:
                 del self._former[i]
+                self._held_direct.pop(i, None)
                 for delivery in self._held.values():
                     delivery.present.discard(i)
                     for (kept, layout, _), matrix in zip(self.groups, delivery.matrices, strict=True):
@@ -266,7 +304,7 @@ class UnitGradients:
 
     def _note_held(self) -> None:
         """Notes to which ``.grad`` the held gradients belong. The computing streams are current."""
-        for i in sorted({i for held in self._held.values() for i in held.present}):
+        for i in sorted({i for held in self._held.values() for i in held.present} | {*self._held_direct}):
             self._former[i] = FormerGrad(self._unit.parameters[i])
 
     def _packed(self, slot: int, grads: Sequence[Tensor | None]) -> Delivery:

@@ -43,7 +43,7 @@ class SumsOfPass:
         slots: how many replicas take part.
         computing: the computing stream of each accelerator, as in forward.
         callers: the streams that were current where ``backward()`` was called. They may be others.
-        summed: the gradients that this pass has summed.
+        summed: the gradients of the backward that this pass is part of.
         in_flight: for each slot the deliveries whose sums have been launched, each with an event after its last read.
         last_sums: for each owner an event after its last sum.
         host_additions: functions that add sums to gradients on the host, once the events in ``last_sums`` have passed.
@@ -101,7 +101,7 @@ class SumsOfPass:
         self.in_flight.clear()
         self.host_additions.clear()
         self.added_to.clear()
-        self.summed.zero_again()
+        self.summed.fail_pass()
         while self.restorers:
             _, put_back = self.restorers.popitem()
             put_back()
@@ -139,7 +139,7 @@ class SumsOfPass:
                 add()
         self.restorers.clear()
         self.make_callers_wait()
-        self.summed.run_hooks()  # may use gradients on the current streams, which wait for the sums now
+        self.summed.end_pass()  # uses gradients on the current streams, which wait for the sums now
 
 
 class BackwardPass:
@@ -155,10 +155,12 @@ class BackwardPass:
         tree: the tree whose units the backward reaches.
         slots: the devices of the replicas that take part.
         computing: the computing stream of each accelerator.
+        summed: the gradients of the backward that the pass is part of.
         over_machines: sums over machines, if there are several.
 
     Attributes:
         sums: the state that the sums of all units share.
+        reaches_units: true if units take part, not only parameters that a loss uses directly.
         is_recorded: true if a graph of this backward is recorded (``create_graph=True``).
         has_finished: true once streams wait for all sums, or if the pass has failed.
     """
@@ -168,11 +170,12 @@ class BackwardPass:
         tree: Tree,
         slots: Sequence[torch.device],
         computing: Mapping[torch.device, torch.Stream],
+        summed: PassGradients,
         over_machines: SumsOverMachines | None = None,
     ) -> None:
         self._tree = tree
-        self._has_returned = self.has_finished = False
-        summed = PassGradients(parameter for unit in tree.units for parameter in unit.parameters)
+        self._has_returned = self.has_finished = self.reaches_units = False
+        summed.begin_pass(parameter for unit in tree.units for parameter in unit.parameters)
         self.sums = SumsOfPass(len(slots), computing, summed, over_machines=over_machines)
         self._have_own_threads, self._number_included = False, 0
         self.include(slots)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -56,21 +56,39 @@ def added_in(summed: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 
 
 class PassGradients:
-    """The gradients that one pass has summed for all units of a tree.
+    """The gradients of one backward: what units have summed, and what the engine has brought to parameters directly.
+
+    Passes of several trees in one backward share it, because these trees may share units, and hooks run once.
 
     Where a parameter has a ``.grad``, sums are added to it as they come. A new gradient goes to ``.grad`` when the pass
     has succeeded: threads of a failed pass may still sum when the caller has zeroed all gradients, and what they sum
     must not become part of the next step. A gradient that hooks have to see goes to ``.grad`` after them.
-
-    Args:
-        parameters: all that the pass may reach.
     """
 
-    def __init__(self, parameters: Iterable[ShardedTensor]) -> None:
+    def __init__(self) -> None:
         self._parameters: dict[int, ShardedTensor] = {}
         self._new: dict[int, ShardedTensor] = {}  # that are not in `.grad` yet
+        self._direct: list[tuple[ShardedTensor, Any]] = []  # parameters, and what the engine has brought
+        self._found: list[tuple[ShardedTensor, int]] = []
+        self._open_passes = 0
+        self._has_failed = False
+
+    def begin_pass(self, parameters: Iterable[ShardedTensor]) -> None:
+        """Begins a pass. ``parameters``: all that it may reach. `end_pass` or `fail_pass` follows."""
+        self._open_passes += 1
         grads = [grad for parameter in parameters if isinstance(grad := parameter.grad, ShardedTensor)]
-        self._found = [(grad, grad._zeroed) for grad in grads]
+        self._found += [(grad, grad._zeroed) for grad in grads]
+
+    def add_direct(self, parameter: ShardedTensor, gradient: Tensor) -> None:
+        """Adds a part of a gradient at the end of the backward, when the streams have waited for all sums."""
+        self._direct.append((parameter, gradient))
+
+    def take_direct(self, parameters: Collection[ShardedTensor]) -> list[tuple[ShardedTensor, Any]]:
+        """Takes back what `add_direct` was given for these parameters."""
+        keys = {*map(id, parameters)}
+        taken = [pair for pair in self._direct if id(pair[0]) in keys]
+        self._direct = [pair for pair in self._direct if id(pair[0]) not in keys]
+        return taken
 
     def note(self, parameters: Iterable[ShardedTensor]) -> None:
         """Notes that these parameters have got gradients."""
@@ -87,32 +105,58 @@ class PassGradients:
         self._new[id(parameter)] = gradient
 
     def publish(self) -> None:
-        """Makes new gradients the parameters' ``.grad``, except those that hooks have to see first."""
+        """Makes new gradients the parameters' ``.grad``, except those that hooks have to see first.
+
+        Those of parameters that other code has given a ``.grad`` meanwhile are added at the end of the backward.
+
+        Raises:
+            RuntimeError: a pass of another tree has failed.
+        """
+        if self._has_failed:
+            raise RuntimeError(
+                "this backward has lost gradients: it shares modules with another one, which has failed. Zero the "
+                "gradients, and run it again"
+            )
         for key in [*self._new]:
             parameter = self._parameters[key]
-            if not _torch.hooks_of(parameter):
+            if parameter.grad is None and not _torch.hooks_of(parameter):
                 # In this order: another thread may add a sum meanwhile, and has to find the gradient.
                 parameter.grad = self._new[key]
                 del self._new[key]
 
     @torch.no_grad()
-    def zero_again(self) -> None:
+    def fail_pass(self) -> None:
         """Zeroes what was zeroed in place while the pass ran, which has failed: sums may have been added after that.
 
         The computing streams are current, and wait for these sums.
         """
+        self._open_passes -= 1
+        self._has_failed = True
         for grad, zeroed in self._found:
             if grad._zeroed != zeroed:
                 for shard in grad._shards:  # an operator on the sharded tensor would use other streams in a backward
                     shard.zero_()
 
     @torch.no_grad()
-    def run_hooks(self) -> None:
-        """Runs the parameters' hooks on the current streams, which have waited for the sums.
+    def end_pass(self) -> None:
+        """Ends a pass. The last one completes the gradients and runs the parameters' hooks, on the current streams.
+
+        These have waited for the sums.
 
         Raises:
             TypeError, ValueError: a hook has returned what cannot replace the gradient.
         """
+        self._open_passes -= 1
+        if self._open_passes:
+            return
+        for parameter, direct in self._direct:
+            gradient = self.gradient_of(parameter)
+            self.note([parameter])
+            if gradient is None:
+                self.set_gradient(parameter, direct.clone())  # other code may hold `direct`
+            else:
+                gradient.add_(direct)
+        self._direct.clear()
         self.publish()
         for parameter in self._parameters.values():
             gradient = self._new.pop(id(parameter), None)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dataparallel import _torch
-from dataparallel.autograd.pass_of_backward import wait_for_passes
+from dataparallel.autograd.pass_of_backward import running_pass, wait_for_passes
 from dataparallel.comm.streams.current import GivenEvents, current_streams
 from dataparallel.optimizer_steps import before_each_step
 from dataparallel.sharded.operators import note_host_reads
@@ -25,6 +25,7 @@ from dataparallel.sharded.units.calls import RootCall
 from dataparallel.sharded.units.joint_gathers import GatherBudget
 from dataparallel.sharded.units.passes import BackwardPass, SumsOfPass
 from dataparallel.sharded.units.shards import LastCopies, wait_for
+from dataparallel.sharded.units.sums import PassGradients
 from dataparallel.sharded.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Tree:
         self._copies = LastCopies()
         self.gather_budget = GatherBudget()
         self.bindings = {
-            unit: TreeBinding(i, self.deliver, self.settle, self._copies, self.gather_budget)
+            unit: TreeBinding(i, self.deliver, self.settle, self._copies, self.gather_budget, self._join_directly)
             for i, unit in enumerate(self.units)
         }
         self._registering = threading.Lock()  # guards what a tree registers, and how many calls run
@@ -180,10 +181,10 @@ class Tree:
         self._finish_sums()
         self._make_owners_wait(computing)
 
-    def join_pass(self, call: RootCall, only_if_alone: bool = False) -> BackwardPass:
+    def join_pass(self, call: RootCall, only_if_alone: bool = False, reaches_units: bool = True) -> BackwardPass:
         """Returns the running pass of backward, begun now if there is none. It lasts until the engine's task has ended.
 
-        ``only_if_alone``: see `BackwardPass.join`.
+        ``only_if_alone``: see `BackwardPass.join`. ``reaches_units``: see `BackwardPass`.
         """
         with self._changed:
             if any(failed.has_current_task() for failed in self._failed):
@@ -201,6 +202,7 @@ class Tree:
                     ending = self._pass
                     wait_for_passes(self._changed, lambda: self._pass is not ending and self._ending_thread is None)  # noqa: B023 - called at once
             self._pass.include(call.slots)
+            self._pass.reaches_units |= reaches_units
             if is_new:  # after joining, so that the pass fails if this raises
                 self._refuse_lost()
             return self._pass
@@ -233,7 +235,8 @@ class Tree:
             unit.gradients.drop_void()
             # The user's modules have the sharded ones until the pass has ended. Replicas have the full ones.
             unit.registries.show_sharded()
-        return BackwardPass(self, call.slots, call.computing, self._sums_over_machines(call.computing))
+        summed = running_pass().get(PassGradients, lambda _: PassGradients())
+        return BackwardPass(self, call.slots, call.computing, summed, self._sums_over_machines(call.computing))
 
     def _sums_over_machines(self, computing: Mapping[torch.device, torch.Stream]) -> SumsOverMachines | None:
         """Returns the sums over machines of a new pass; ``None`` with one machine, or if no unit synchronises."""
@@ -257,6 +260,12 @@ class Tree:
         if unit.gradients.deliver(slot, grads, running.sums) is not None:
             running.note_delivery(slot, unit, unit.gradients.full_bytes)
 
+    def _join_directly(self) -> BackwardPass:
+        """Joins the pass in a backward that brings gradients to parameters which a loss uses directly."""
+        call = self.last_call
+        assert call is not None
+        return self.join_pass(call, reaches_units=False)
+
     def note_pass_end(self, ended: BackwardPass, has_failed: bool) -> None:
         """Frees the units after a pass, and lets threads go on that wait for its end."""
         with self._changed:
@@ -268,9 +277,10 @@ class Tree:
             self.machines.step_failed(RuntimeError("its backward has failed, with an error that is shown there"))
         try:
             for unit in self.units:
-                for slot_unit in unit.slot_units:
-                    slot_unit.note_pass_end(has_failed, ended.is_recorded)
-                unit.pieces.drop()
+                if ended.reaches_units:
+                    for slot_unit in unit.slot_units:
+                        slot_unit.note_pass_end(has_failed, ended.is_recorded)
+                    unit.pieces.drop()
                 unit.end_gathers()
             self.show_current()
             self._make_owners_wait(ended.sums.computing)

@@ -26,7 +26,8 @@ from memory import Growth, nbytes
 def begin(slots: Sequence[Any], count: int | None = None, units: Sequence[Unit] = ()) -> SumsOfPass:
     """A pass of the first ``count`` slots."""
     computing = current_streams([torch.device(slot) for slot in slots])
-    summed = PassGradients(parameter for unit in units for parameter in unit.parameters)
+    summed = PassGradients()
+    summed.begin_pass(parameter for unit in units for parameter in unit.parameters)
     return SumsOfPass(len(slots) if count is None else count, computing, summed)
 
 
@@ -278,6 +279,26 @@ class TestAFailedPass:
             unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
         fail_pass(unit, sums)
         assert all((parameter.grad.full_tensor() == 0).all() for parameter in unit.parameters)
+
+
+class TestGradientsOfABackward:
+    def test_what_other_code_puts_there_meanwhile_is_added_to(self, unit, slots):
+        sums = begin(slots)
+        for slot in range(len(slots)):
+            unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
+        for parameter in unit.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        unit.gradients.end_pass(sums)
+        sums.wait_for_sums()
+        assert_sums(unit, [112, 223])
+
+    def test_are_refused_if_a_pass_of_another_tree_has_failed(self):
+        shared = PassGradients()
+        shared.begin_pass([])
+        shared.begin_pass([])
+        shared.fail_pass()
+        with pytest.raises(RuntimeError, match="shares modules with another one"):
+            shared.end_pass()
 
 
 class TestDtypes:

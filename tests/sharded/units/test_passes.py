@@ -58,7 +58,7 @@ def ended() -> Ended:
 def running(ended: Ended, slots: list) -> BackwardPass:
     devices = [torch.device(slot) for slot in slots]
     ended.units = [ended.unit("a"), ended.unit("b")]
-    return BackwardPass(cast("Any", ended), devices, current_streams(devices))
+    return BackwardPass(cast("Any", ended), devices, current_streams(devices), PassGradients())
 
 
 DONE = [("a", "summed"), ("b", "summed"), "done"]
@@ -313,7 +313,7 @@ class TestASlotThatIsAhead:
     def test_does_not_wait_for_a_slot_on_its_own_device(self, ended, slots):
         """One thread of the engine runs the backward of both."""
         devices = [slots[0]] * 2
-        running = BackwardPass(cast("Any", ended), devices, current_streams(devices))
+        running = BackwardPass(cast("Any", ended), devices, current_streams(devices), PassGradients())
         begins(running, [UNITS] * 2)
         delivers(running, 0, "d")
         running.wait_for_others(0)
@@ -321,7 +321,7 @@ class TestASlotThatIsAhead:
 
 @pytest.mark.devices("cpu")
 def test_the_latest_sum_comes_after_all_sums_that_several_threads_have_launched() -> None:
-    sums, met = SumsOfPass(2, {}, PassGradients([])), []
+    sums, met = SumsOfPass(2, {}, PassGradients()), []
 
     def meet(events: Any) -> Any:
         met.append(object())
