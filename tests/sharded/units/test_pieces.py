@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
-from dataparallel.sharded import ShardedTensor
 from dataparallel.sharded.units.shards import PullSource
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
@@ -26,7 +25,6 @@ from sharded_steps import (
     gradients,
     on_device,
     sharded,
-    state,
     whole,
 )
 
@@ -259,22 +257,7 @@ class TestNothingIsKept:
         assert_all_sharded(model)
 
 
-class TestRegistered:
-    @pytest.mark.slots(4)
-    def test_after_forward_they_are_sharded_over_the_first_slots(self, slots):
-        model = make(slots)
-        before = state(model)
-        loss = mean_square_loss(model(rows(slots)))
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter, ShardedTensor), name
-            assert isinstance(parameter, nn.Parameter), name
-            assert [*parameter.devices] == [torch.device(slot) for slot in slots[:GROUP]], name
-        assert_equal(state(model), before, "values", atol=0)
-        loss.backward()
-        assert_all_sharded(model)
-        assert all(len(parameter.devices) == len(slots) for parameter in model.parameters())
-        assert all(parameter.grad is not None for parameter in model.parameters())
-
+class TestTheSetting:
     @pytest.mark.slots(4)
     def test_the_outermost_unit_decides_for_itself(self, slots):
         """By default its parameters stay full."""
@@ -283,9 +266,9 @@ class TestRegistered:
             fully_shard(layer, devices=slots, reshard_after_forward=GROUP)
         fully_shard(model, devices=slots)
         model(rows(slots))
-        assert not isinstance(model.last.weight, ShardedTensor)
-        assert isinstance(model.layers[0].weight, ShardedTensor)
-        assert len(model.layers[0].weight.devices) == GROUP
+        assert all(slot_unit.is_full for slot_unit in units(model)[-1].slot_units)
+        assert len(pieces(model)) == 4 * len(slots)
+        assert all(piece.group.stop - piece.group.start == GROUP for piece in pieces(model))
 
     @pytest.mark.slots(4)
     def test_another_number_holds_from_the_next_forward(self, slots):
