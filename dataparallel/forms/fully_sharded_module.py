@@ -119,7 +119,11 @@ class FullyShardedModule(ManagedModule):
         """Gathers the parameters of this module's unit on all slots, in ``param_dtype`` if its policy has one.
 
         The module has the full parameters of the first slot until `reshard`, or until its next forward or backward
-        frees them. Units of children stay as they are.
+        frees them; at all other times it has the sharded ones. Units of children stay as they are.
+
+        With ``set_reshard_after_forward(False)`` no forward frees them, so calls that only evaluate gather nothing
+        until `reshard`. Meanwhile a write to the sharded parameters is seen if torch counts it, as for
+        `set_reshard_after_backward`.
 
         Args:
             async_op: if true, the gather is launched and a handle is returned. Call its ``wait()`` before you use the
@@ -184,7 +188,8 @@ class FullyShardedModule(ManagedModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Changes what `fully_shard` was given: whether units free their full parameters after forward.
 
-        Use it to keep them while you evaluate, for example.
+        Full parameters that are kept serve a backward. Without one, the next call gathers them again, because the
+        sharded ones may have been written to: see `unshard` for evaluations that gather once.
 
         Args:
             reshard_after_forward: as for `fully_shard`, without ``None``.
@@ -201,7 +206,10 @@ class FullyShardedModule(ManagedModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
         """With ``False`` units keep their full parameters after backward, so that the next forward gathers nothing.
 
-        Use this between micro-batches: it takes the memory of all full parameters on each slot.
+        Use this between micro-batches: it takes the memory of all full parameters on each slot. What is written to
+        the sharded parameters meanwhile, also through their ``data`` or ``shards``, is gathered by the next forward.
+        Call `reshard` after writes that torch does not count: to the ``data`` of a shard, or to a view of the ``data``
+        of a parameter.
 
         Args:
             reshard_after_backward: free them or not.

@@ -88,8 +88,6 @@ class TestBackward:
             if change.startswith("step"):
                 optimizer.step()
             elif change == "one weight":
-                if model is pair[0]:
-                    model.layers[1].reshard()  # else the full weight may be there, which is a copy
                 with torch.no_grad():
                     model.layers[1].linear.weight.mul_(2)
             else:
@@ -106,6 +104,7 @@ class TestBackward:
         several = full_pair[0]
         other = mean_square_loss(several(x.cos())) if then == "backward of another call" else None
         loss = mean_square_loss(several(x))
+        several.layers[1].unshard()
         full = getattr(several.layers[1].linear, name)
         assert not isinstance(full, ShardedTensor)
         with torch.no_grad():
@@ -125,12 +124,14 @@ class TestBackward:
 
     @pytest.mark.parametrize("set_to_none", [True, False])
     def test_gradients_are_zeroed_between_forward_and_backward(self, set_to_none, full_pair, x):
-        """Full parameters are registered then, and the gradients are those of the sharded ones."""
+        """Also inside of ``unshard()``, where the module has full parameters: the gradients are the sharded ones'."""
 
         def use(model):
             forward_backward(model, x)
             loss = mean_square_loss(model(x.cos()))
-            assert model is not full_pair[0] or not isinstance(model.layers[0].linear.weight, ShardedTensor)
+            if model is full_pair[0]:
+                model.unshard()
+                assert not isinstance(model.layers[0].linear.weight, ShardedTensor)
             model.zero_grad(set_to_none=set_to_none)
             loss.backward()
 

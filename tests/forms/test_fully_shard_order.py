@@ -105,6 +105,15 @@ def run_steps(model: Any, slots: list[Any], record: Record, steps: int = 2) -> t
     return forward, [record.on(slot) for slot in range(len(slots))]
 
 
+def evaluated(model: Any, slots: list[Any], record: Record) -> list[list[str]]:
+    """For each slot the lines of a forward without a graph."""
+    record.clear()
+    (batch,), _ = tokens(LENGTH, VOCABULARY)(2 * len(slots), 0)
+    with torch.no_grad():
+        model(batch.to(slots[0]))
+    return [record.on(slot) for slot in range(len(slots))]
+
+
 def words(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.split(",")]
 
@@ -255,8 +264,20 @@ class TestReshard:
     def test_after_a_forward_without_a_graph_leaves_nothing(self, slots, record):
         model = build(slots)
         run_steps(model, slots, record)
-        record.clear()
-        (batch,), _ = tokens(LENGTH, VOCABULARY)(2 * len(slots), 0)
-        with torch.no_grad():
-            model(batch.to(slots[0]))
-        assert [record.on(slot) for slot in range(len(slots))] == [[*FORWARD, "free root"]] * len(slots)
+        assert evaluated(model, slots, record) == [[*FORWARD, "free root"]] * len(slots)
+
+    def test_not_after_forward_keeps_units_for_a_backward_and_not_for_the_next_call(self, slots, record):
+        """What was written to their parameters meanwhile may be seen nowhere."""
+        model = build(slots, reshard_after_forward=False)
+        run_steps(model, slots, record)
+        gathers = [line for line in FORWARD if "free" not in line]
+        assert evaluated(model, slots, record) == [gathers] * len(slots)
+        frees = words("free root, free 0, free 1, free 2, free 3")
+        assert evaluated(model, slots, record) == [frees + gathers] * len(slots)
+
+    def test_not_after_forward_keeps_units_that_the_user_has_gathered(self, slots, record):
+        model = build(slots, reshard_after_forward=False)
+        for unit in (*model.blocks, model):
+            unit.unshard()
+        for _ in range(2):
+            assert evaluated(model, slots, record) == [[line for line in FORWARD if "forward" in line]] * len(slots)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd.graph import increment_version
 
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
@@ -74,10 +76,17 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wait_for_host_reads()
     if _torch.is_in_backward():
         with ordered_in_backward(_devices_of_all([*args, *kwargs.values()])):
-            return _result(operator, func, args, kwargs)
-    if torch.is_grad_enabled() and func not in LAUNCH_NOTHING:
-        _remember_streams(_devices_of_all([*args, *kwargs.values()]))
-    return _result(operator, func, args, kwargs)
+            result = _result(operator, func, args, kwargs)
+    else:
+        if torch.is_grad_enabled() and func not in LAUNCH_NOTHING:
+            _remember_streams(_devices_of_all([*args, *kwargs.values()]))
+        result = _result(operator, func, args, kwargs)
+    if written_arguments(func) != WRITES_NOTHING:
+        # `parameter.data` shares the parameter's shards and not its version, and below autograd torch moves no version
+        # of a shard. Units look at the shards' versions: one is enough, because all shards of a tensor are written.
+        written = written_values(func, args, kwargs)
+        increment_version([tensor._shards[0] for tensor in written if hasattr(tensor, "_shards")])
+    return result
 
 
 def _result(operator: Operator, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,6 +95,31 @@ def _result(operator: Operator, func: OpOverload, args: tuple[Any, ...], kwargs:
     except NeedsWhole as needs:
         error = needs.error
     return _on_wholes[0](func, args, kwargs, error)
+
+
+WRITES_NOTHING: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
+"""What `written_arguments` returns for operators that write to no argument."""
+
+
+@cache
+def written_arguments(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Which arguments the operator writes to: their positions, and the names of keyword-only ones."""
+    written = [
+        (place, argument)
+        for place, argument in enumerate(_torch.schema_of(func).arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return (
+        tuple(place for place, argument in written if not argument.kwarg_only),
+        tuple(argument.name for _, argument in written if argument.kwarg_only),
+    )
+
+
+def written_values(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments that the operator writes to, also those in lists."""
+    positions, names = written_arguments(func)
+    for value in (*(args[i] for i in positions if i < len(args)), *(kwargs.get(name) for name in names)):
+        yield from value if isinstance(value, (list, tuple)) else [value]
 
 
 def _devices_of_all(values: Iterable[Any]) -> set[torch.device]:

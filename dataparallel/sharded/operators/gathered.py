@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -53,7 +52,7 @@ class GatheredView(ShardedTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(isinstance(value, GatheredView) for value in _written(func, args, kwargs or {})):
+        if any(isinstance(value, GatheredView) for value in operators.written_values(func, args, kwargs or {})):
             raise TypeError(
                 f"{func} would write to a view that was gathered, and not to the tensor that it is a view of: write to "
                 "the clone() of the view, or use full_tensor() and copy_"
@@ -79,7 +78,7 @@ def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], e
         return None if of_positions[0] is None else [result for results in of_positions for result in results]
     _warn(func)
     template = find_template(sharded_in([*args, *kwargs.values()]))
-    written = [value for value in _written(func, args, kwargs) if isinstance(value, Tensor)]
+    written = [value for value in operators.written_values(func, args, kwargs) if isinstance(value, Tensor)]
     plain = [value.device for value in written if not isinstance(value, ShardedTensor)]
     device = plain[0] if plain else template.device
     full_tensors: dict[int, tuple[ShardedTensor, Tensor]] = {}  # by the id of the sharded tensor
@@ -156,15 +155,6 @@ def _is_view(func: OpOverload) -> bool:
         argument.alias_info is not None and not argument.alias_info.is_write
         for argument in _torch.schema_of(func).arguments
     )
-
-
-def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments that the operator writes to, also those in lists."""
-    for i, argument in enumerate(_torch.schema_of(func).arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        yield from value if isinstance(value, (list, tuple)) else [value]
 
 
 def _warn(func: OpOverload) -> None:

@@ -8,16 +8,23 @@ plain tensor that broadcasts to this shape is sliced like the shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dataparallel import _torch
 from dataparallel._torch import OpOverload
-from dataparallel.sharded.operators import NeedsWhole, Operator, refusal, register, register_rule
+from dataparallel.sharded.operators import (
+    WRITES_NOTHING,
+    NeedsWhole,
+    Operator,
+    refusal,
+    register,
+    register_rule,
+    written_arguments,
+    written_values,
+)
 from dataparallel.sharded.operators.layout import find_template, make_sharded, shards_for
 from dataparallel.sharded.placements import Replicate
 from dataparallel.sharded.shards import all_gather_stacked
@@ -49,23 +56,8 @@ def _rule(func: OpOverload) -> Operator | None:
     return pointwise if is_pointwise and torch.Tag.nondeterministic_seeded not in func.tags else None
 
 
-@cache
-def _written_arguments(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Which arguments the operator writes to: their positions, and the names of keyword-only ones."""
-    written = [
-        (place, argument)
-        for place, argument in enumerate(_torch.schema_of(func).arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return (
-        tuple(place for place, argument in written if not argument.kwarg_only),
-        tuple(argument.name for _, argument in written if argument.kwarg_only),
-    )
-
-
-_WRITES_NOTHING: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
 _WRITES_FIRST: tuple[tuple[int, ...], tuple[str, ...]] = ((0,), ())
-"""What `_written_arguments` returns for most operators."""
+"""What `written_arguments` returns for most operators that write."""
 
 
 @register(aten.zero_.default)
@@ -134,8 +126,7 @@ def pointwise(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if result is not None:
         return result
     template = find_template([*args, *kwargs.values()])
-    positions, names = _written_arguments(func)
-    targets = [*(args[i] for i in positions), *(kwargs[name] for name in names)]
+    targets = [*written_values(func, args, kwargs)]
     for target in targets:
         if not isinstance(target, ShardedTensor):
             error = refusal(func, " if it writes to a plain tensor")
@@ -197,8 +188,8 @@ def _run_fast(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             return None
     if template is None or not shape or not PASSED_AS_IS.issuperset(map(type, kwargs.values())):
         return None
-    written = _written_arguments(func)
-    if written == _WRITES_NOTHING:
+    written = written_arguments(func)
+    if written == WRITES_NOTHING:
         return _make_results(func, [func(*row, **kwargs) for row in zip(*columns, strict=False)], template)
     if written != _WRITES_FIRST:
         return None

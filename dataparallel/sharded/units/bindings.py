@@ -92,18 +92,19 @@ class TreeBinding:
 
 
 class ModuleRegistries:
-    """Registers the parameters of one unit in the user's modules: the sharded ones, or full ones, or pieces."""
+    """Registers the parameters of one unit in the user's modules: the sharded ones, so that all code finds the same.
+
+    Only inside of the user's ``unshard()`` the modules have the full ones.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self.entries: list[RegistryEntry] = []
-        self._pieces: list[nn.Parameter] | None = None  # set while the modules have these
 
     def adopt(self) -> None:
         """Makes parameters the unit's own that other code has registered in the user's modules."""
         known: list[Sequence[Tensor]] = [self._unit.parameters]
         known += [slot_unit.parameters for slot_unit in self._unit.slot_units[:1]]
-        known += [] if self._pieces is None else [self._pieces]
         adopted: dict[int, ShardedTensor] = {}
         for registry, name, position in self.entries:
             found = registry.get(name)
@@ -129,15 +130,9 @@ class ModuleRegistries:
             self._unit.parameters[position] = parameter
 
     def show_current(self) -> None:
-        """Registers the full parameters of slot 0, else the sharded ones."""
-        is_full = bool(self._unit.slot_units) and self._unit.slot_units[0].is_full
-        self._register(self._unit.slot_units[0].parameters if is_full else self._unit.parameters)
-
-    def drop_pieces(self) -> None:
-        """Registers the sharded parameters in place of pieces, whose memory the modules would keep."""
-        if self._pieces is not None:
-            self._pieces = None
-            self.show_sharded()
+        """Registers the full parameters of slot 0 if the user has gathered them by ``unshard()``, else the sharded."""
+        shown = [slot for slot in self._unit.slot_units[:1] if slot.is_full and slot.is_unsharded]
+        self._register(shown[0].parameters if shown else self._unit.parameters)
 
     def show_sharded(self) -> None:
         """Registers the sharded parameters."""

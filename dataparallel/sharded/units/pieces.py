@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.sharded.placements import rows_of_shards
-from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.buffers import FullBuffer, Layout
 
 if TYPE_CHECKING:
@@ -137,34 +136,6 @@ class Pieces:
         """Drops all pieces."""
         self._drop(range(len(self._kept)))
 
-    def drop_if_changed(self) -> None:
-        """Drops all pieces if the parameters have changed since."""
-        versions = self._unit.versions()
-        with self._lock:
-            has_changed = any(piece is not None and piece.versions != versions for piece in self._kept)
-        if has_changed:
-            self.drop()
-
-    def as_parameters(self) -> list[nn.Parameter] | None:
-        """Returns parameters sharded over the first group, in the memory of its pieces; ``None`` if one is missing."""
-        with self._lock:
-            pieces = self._pieces_of_group(0)
-        if pieces is None:
-            return None
-        parameters: dict[int, nn.Parameter] = {}
-        for at, indices in enumerate(self._unit.indices):
-            by_slot = [piece.layouts[at].parts_of(piece.flats[at], member) for member, piece in enumerate(pieces)]
-            for number, i in enumerate(indices):
-                parameter = self._unit.parameters[i]
-                sharded = ShardedTensor(
-                    [parts[number] for parts in by_slot],
-                    self._unit.cuts[i],
-                    parameter.shape,
-                    devices=parameter.devices[: len(pieces)],
-                )
-                parameters[i] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-        return [parameters[i] for i in range(len(parameters))]
-
     def _layouts_for(self, size: int) -> list[Layout]:
         """Returns for each dtype the layout over ``size`` owners that fills the same full buffers as the unit's own."""
         unit = self._unit
@@ -182,15 +153,11 @@ class Pieces:
             return self._layouts[size]
 
     def _drop(self, slots: Sequence[int]) -> None:
-        may_be_registered = False
         with self._lock:
             for slot in slots:
                 piece, self._kept[slot] = self._kept[slot], None
                 if piece is not None:
-                    may_be_registered |= piece.group.start == 0
                     _free_if_unread(piece)
-        if may_be_registered:
-            self._unit.registries.drop_pieces()
 
 
 def _free_if_unread(piece: Piece) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from dataparallel import _torch
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
 from dataparallel.devices import CPU
@@ -114,6 +115,7 @@ class OwnedShards:
         self.flats: list[Tensor] = []
         self._packed: list[tuple[Tensor, ...]] = []  # each parameter's shards as `pack` has made them
         self._addresses: list[list[int]] = []  # of these
+        self._number_of_packs = 0
         self.pack()
 
     @property
@@ -133,13 +135,17 @@ class OwnedShards:
             for parameter, packed, addresses in zip(self.parameters, self._packed, self._addresses, strict=True)
         )
 
+    def versions(self) -> list[int]:
+        """Returns numbers that change with the values, also if these are written through ``data`` or ``shards``."""
+        return [self._number_of_packs, *map(_torch.version_of, self.flats)]
+
     @torch.no_grad()
     def pack(self) -> None:
         """Copies the shards into new flat ones, one for each owner, and makes them views of these.
 
         On the meta device there is nothing to pack.
         """
-        self.flats = []
+        self.flats, self._number_of_packs = [], self._number_of_packs + 1
         if not self.are_on_meta:
             with torch.inference_mode(False):  # the shards outlive the block that the call may be in
                 for owner in range(len(self.owners)):

@@ -40,6 +40,7 @@ class SlotUnit:
     Attributes:
         parameters: the full ones, in the unit's order. `nodes.make_outputs` gives them a node of the graph.
         is_full: true while the parameters have their values.
+        is_unsharded: the user has gathered the parameters by ``unshard()``, and they have not been freed since.
         is_in_backward: the backward of a call has begun and not ended.
         last_pull: an event after the last reads of shards.
         region: where the parameters are, if their addresses are fixed (``fixed_memory``).
@@ -59,7 +60,7 @@ class SlotUnit:
             for i, tensor in zip(indices, full.tensors, strict=True):
                 tensor.__class__ = ReplicaParameter
                 self.parameters[i] = tensor
-        self.is_full = False
+        self.is_full = self.is_unsharded = False
         self.region: Region | None = None
         self.home: Region | None = None
         self.is_captured = False
@@ -79,6 +80,7 @@ class SlotUnit:
         self._has_all_gradients = False  # of the parameters, in this backward
         self.is_in_backward = False
         self._is_kept_for_graph = False  # a recorded backward has ended, whose graph reads the parameters
+        self._is_as_after_backward = False  # no call has used the parameters since the last pass of backward
         self._modules_run: set[int] = set()  # numbers of the unit's modules that have run in this forward
 
     def take_last_pull(self) -> Event | None:
@@ -200,6 +202,7 @@ class SlotUnit:
             self.make_full(ready)
             self.show_in(module)
             self._running_calls += 1
+            self._is_as_after_backward = False
 
     def show_in(self, module: ModuleRunner) -> None:
         """Registers the parameters, which are full, in the replica of ``module`` until they are freed."""
@@ -226,7 +229,7 @@ class SlotUnit:
             if self.region is not None:
                 self.region.holder, self.region = None, None
             self._pull_event = self._sent_sources = None
-            self.is_full = False
+            self.is_full = self.is_unsharded = self._is_as_after_backward = False
             for module in self._showing_modules:
                 module.register(self.unit.parameters)
             self._showing_modules.clear()
@@ -266,11 +269,23 @@ class SlotUnit:
                     full.set_gathered(other_full.copy_to(self.device), is_matrix=False)
                 self._versions = other._versions
 
-    def free_if_changed(self) -> None:
-        """Frees the full parameters if the sharded ones have changed since."""
+    def drop_old_values(self) -> None:
+        """Frees the full parameters if the sharded ones may have changed since, of which counters do not tell always.
+
+        Where no counter tells, they stay only inside of the user's ``unshard()`` and, with
+        ``reshard_after_backward=False``, from a backward to the next call. A backward that runs needs its values.
+        """
         with self._lock:
-            if self.is_started and self._versions != self.unit.versions():
+            stays = self.is_unsharded or self._is_as_after_backward or self.is_in_backward or _torch.is_in_backward()
+            if self.is_started and not (stays and self._versions == self.unit.versions()):
                 self.free()
+
+    def unshard(self, ready: Mapping[torch.device, Event]) -> None:
+        """Starts a gather for the user, as `start` does."""
+        with self._lock:
+            self.drop_old_values()
+            self.start(ready)
+            self.is_unsharded = True
 
     def take_overwritten(self) -> int | None:
         """Returns once the position of a full parameter that other code wrote to. All are freed: slots would differ."""
@@ -376,7 +391,7 @@ class SlotUnit:
         """Frees the parameters after a pass of backward, unless a pass through its recorded graph may follow."""
         with self._lock:
             self._open_calls.clear()
-            self.is_in_backward = False
+            self.is_in_backward, self._is_as_after_backward = False, True
             self._is_kept_for_graph = was_recorded and not has_failed
             if self._is_kept_for_graph:
                 return

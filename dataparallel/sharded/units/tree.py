@@ -120,7 +120,7 @@ class Tree:
                 unit.registries.show_sharded()
 
     def show_current(self) -> None:
-        """Registers full parameters or pieces where there are some, unless a call runs, which other threads may make.
+        """Registers full parameters again that the user's ``unshard()`` keeps, unless a call of any thread runs.
 
         A call that begins reads the user's modules. Full parameters of another call would be freed under its hands.
         """
@@ -138,9 +138,7 @@ class Tree:
         for unit in self.units:
             unit.refresh(self._wait_for_optimizer)
             unit.gradients.drop_void()
-            for slot_unit in unit.slot_units:
-                slot_unit.free_if_changed()
-            unit.pieces.drop_if_changed()
+            unit.drop_old_values()
 
     def settle(self) -> None:
         """Waits until no pass of backward uses the units. Called inside a backward, it does nothing.

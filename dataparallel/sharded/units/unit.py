@@ -256,9 +256,17 @@ class Unit(Settings):
         self._renew_sources(len(self.slots))
 
     def versions(self) -> list[int]:
-        """Returns the versions of the parameters, which changes in place raise. A call or pass keeps its first ones."""
+        """Returns numbers that change with the values of the parameters. A call or pass keeps its first ones.
+
+        Writes that torch does not see, such as those of ``shard.data``, change none.
+        """
         noted = self._noted_versions  # read once: a call of another thread may end now
-        return [*map(_torch.version_of, self.parameters)] if noted is None else noted
+        if noted is not None:
+            return noted
+        versions = [*map(_torch.version_of, self.parameters)]  # not moved by writes through `data` or `shards`
+        for owned in self.owned:
+            versions += owned.versions()
+        return versions
 
     def has_group(self, slot: int, size: int) -> bool:
         """True if the slot may keep a piece. Over machines its whole group has to take part, as all gather alike."""
@@ -277,6 +285,13 @@ class Unit(Settings):
                 other.copy_from(first)
             elif not first.is_started and isinstance(self.reshard_after_forward, bool):
                 other.free()  # with a number, slot 0 may have a piece instead, for a backward that the other waits for
+
+    def drop_old_values(self) -> None:
+        """Frees full parameters and pieces before a call, where their values may be old: see `SlotUnit`."""
+        for slot_unit in self.slot_units:
+            slot_unit.drop_old_values()
+        if not _torch.is_in_backward():
+            self.pieces.drop()
 
     def free(self) -> None:
         """Frees the full parameters and the pieces of all slots."""
@@ -303,8 +318,7 @@ class Unit(Settings):
         self.refresh()
         ready = self.streams.now()
         for slot_unit in self.slot_units:
-            slot_unit.free_if_changed()
-            slot_unit.start(ready)
+            slot_unit.unshard(ready)
         handle = _UnshardHandle(self, ready)
         if not async_op:
             handle.wait()

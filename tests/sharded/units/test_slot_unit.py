@@ -119,14 +119,21 @@ class TestAGather:
         assert all(a is b for a, b in zip(before, slot_unit.parameters, strict=True))
         assert_full(slot_unit, WHOLE)
 
-    def test_of_former_values_is_dropped_and_of_current_ones_stays(self, unit, slot_unit):
+    @pytest.mark.parametrize("write", [lambda parameter: parameter.add_(1), lambda parameter: parameter.data.add_(1)])
+    @pytest.mark.parametrize("kept_by", ["unshard", "the end of a backward"])
+    def test_of_former_values_is_dropped_and_of_current_ones_stays(self, kept_by, write, unit, slot_unit):
+        unit.reshard_after_backward = False
         slot_unit.start(ready(unit))
-        slot_unit.free_if_changed()
+        if kept_by == "unshard":
+            slot_unit.unshard(ready(unit))
+        else:
+            slot_unit.note_pass_end(has_failed=False, was_recorded=False)
+        slot_unit.drop_old_values()
         assert slot_unit.is_started
         let_owners_write(unit)
         with torch.no_grad():
-            unit.parameters[0].add_(1)
-        slot_unit.free_if_changed()
+            write(unit.parameters[0])
+        slot_unit.drop_old_values()
         assert not slot_unit.is_started
         slot_unit.make_full(ready(unit))
         assert_full(slot_unit, [WHOLE[0] + 1, WHOLE[1]])
