@@ -36,8 +36,8 @@ def checked_pad(pad: Any, name: str = "pad") -> Pad:
         return {key: checked_pad(value, f"{name}[{key!r}]") for key, value in pad.items()}
     if pad is not None and not isinstance(pad, Number):
         raise TypeError(f"{name}={pad!r}: expected a number, a dict with a number for each key of the outputs, or None")
-    number: Any = getattr(pad, "item", lambda: pad)()  # numbers of NumPy become those of Python
-    return number  # type: ignore[no-any-return]
+    number: Any = pad
+    return number.item() if hasattr(number, "item") else number  # a number of NumPy becomes one of Python
 
 
 def pad_under(pad: Pad, path: str) -> Pad:
