@@ -10,6 +10,11 @@ import inspect
 import traceback
 import warnings
 
+from dataparallel.environment import says_no
+
+VARIABLE = "DATAPARALLEL_PERFORMANCE_WARNINGS"
+"""Environment variable: ``0`` switches performance warnings off."""
+
 
 class PerformanceWarning(UserWarning):
     """A call works, and costs more than it has to. The message names the line to change.
@@ -27,7 +32,7 @@ def warn_once(kind: str, message: str) -> None:
     """Gives the `PerformanceWarning` of a ``kind`` the first time in this process."""
     # setdefault is atomic: of several threads only one finds its own object. A lock could be held during a fork.
     this_call = object()
-    if _said.setdefault(kind, this_call) is this_call:
+    if not says_no(VARIABLE) and _said.setdefault(kind, this_call) is this_call:
         warn_user(message, PerformanceWarning)
 
 

@@ -24,7 +24,6 @@ import pytest
 import torch
 
 from dataparallel import DataParallel, PerformanceWarning, user_warnings
-from dataparallel.call.performance_warnings import VARIABLE
 from dataparallel.comm.streams import arrivals
 from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.cuda.possible import why_not_here
@@ -49,7 +48,7 @@ hypothesis.settings.load_profile("dataparallel")
 
 
 # Most tests call tiny models with small batches. Who wants the warnings all the same asks for `performance_warnings`.
-os.environ.setdefault(VARIABLE, "0")
+os.environ.setdefault(user_warnings.VARIABLE, "0")
 
 DEFAULT_SLOTS = 3
 SIMULATED = 8  # what tests of the simulated devices themselves rely on
@@ -241,7 +240,7 @@ def warnings_are_errors() -> Iterator[None]:
 @pytest.fixture
 def performance_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come, as in a process that has given none."""
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(user_warnings.VARIABLE, "1")
     monkeypatch.setattr(user_warnings, "_said", {})
 
 

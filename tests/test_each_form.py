@@ -6,6 +6,8 @@ What only one form promises is in the form's own files.
 import copy
 import gc
 import weakref
+from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from torch import nn
 
 import dataparallel as dp
 from affine import Affine, build_affine
-from each_form import replicating_forms, whole
+from dataparallel.composable import register_forward_method
+from each_form import composable_forms, replicating_forms, whole
 from nets import samples
 
 
@@ -80,6 +83,126 @@ class TestWhatReplicasGet:
         loss = form(module, slots, chunk_sizes=[1, 4, 2])(x, y).sum() / len(x)
         assert loss.dim() == 0
         torch.testing.assert_close(loss, expected)
+
+
+class Decoder(nn.Module):
+    """Computes as many steps as its longest sample needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 3, dtype=torch.float64))
+
+    def forward(self, x, lengths):
+        steps = [x @ self.weight * step for step in range(1, int(lengths.max()) + 1)]
+        ids = torch.ones(len(x), len(steps), dtype=torch.int64, device=x.device)
+        # A class of its own for each replica.
+        return namedtuple("Output", "ids scores steps")(ids, torch.stack(steps, dim=1), tuple(steps))
+
+    def generate(self, x, lengths):
+        return self.forward(x, lengths)._asdict()
+
+    def stream(self, x):
+        yield x
+
+    async def later(self, x):
+        return x
+
+
+class TestOutputsOfOtherLengths:
+    @pytest.fixture
+    def inputs(self, root, batch):
+        return batch[:, :3].contiguous(), torch.tensor([2, 1, 1, 1, 3, 1, 1], device=root)  # 2, 3, 1 in the chunks
+
+    @pytest.fixture
+    def decoder(self, root):
+        return Decoder().to(root)
+
+    @pytest.mark.parametrize("output_device", [None, "cpu"])
+    def test_are_filled(self, form, slots, inputs, decoder, output_device):
+        pad = {"ids": 9, "scores": 0.0, "steps": 0.0}
+        expected = decoder(*inputs)
+        found = form(copy.deepcopy(decoder), slots, pad=pad, output_device=output_device)(*inputs)
+        assert found.ids.tolist() == [[1, 1, 9]] * 3 + [[1, 1, 1]] * 3 + [[1, 9, 9]]
+        rows = [2] * 3 + [3] * 3 + [1]
+        for row, count in enumerate(rows):
+            for scores in (found.scores[row], torch.stack(found.steps, 1)[row]):
+                torch.testing.assert_close(scores[:count], expected.scores[row, :count], check_device=False)
+                assert scores[count:].tolist() == [0.0] * (3 - count)
+
+    def test_gradients_are_those_of_one_device(self, form, slots, inputs, decoder):
+        model = form(copy.deepcopy(decoder), slots, pad=-1)
+        found, mask = model(*inputs), torch.tensor([2, 2, 2, 3, 3, 3, 1], device=inputs[0].device)
+        (found.scores.square().sum() + found.steps[2].sum()).backward()
+        expected = decoder(*inputs)
+        is_there = torch.arange(3, device=mask.device) < mask[:, None]
+        (torch.where(is_there, expected.scores.square(), 0).sum() + expected.steps[2][mask == 3].sum()).backward()
+        (parameter,) = model.parameters()
+        torch.testing.assert_close(whole(parameter.grad), decoder.weight.grad)
+
+    def test_without_a_value_the_error_names_it(self, form, slots, inputs, decoder):
+        with pytest.raises(
+            ValueError, match=r"output\.ids: replica 0 has shape \(3, 2\).*; the argument pad=NUMBER of"
+        ):
+            form(decoder, slots)(*inputs)
+
+    def test_what_is_no_number_changes_nothing(self, form, slots, decoder):
+        with pytest.raises(TypeError, match=r"pad\['ids'\]='max': expected a number"):
+            form(decoder, slots, pad={"ids": "max"})
+        assert type(decoder) is Decoder
+
+    @composable_forms
+    def test_a_method_has_its_own_value(self, form, slots, inputs, decoder):
+        model = form(decoder, slots, pad=3)
+        register_forward_method(model, "generate")
+        assert model.generate(*inputs)["ids"][-1].tolist() == [1, 3, 3], "that of the form"
+        register_forward_method(model, "generate", pad={"ids": 5, "scores": 0, "steps": 0})
+        assert model.generate(*inputs)["ids"][-1].tolist() == [1, 5, 5]
+        assert model(*inputs).ids[-1].tolist() == [1, 3, 3]
+        with pytest.raises(TypeError, match="pad='max': expected a number"):
+            register_forward_method(model, "generate", pad="max")
+        assert model.generate(*inputs)["ids"][-1].tolist() == [1, 5, 5]
+
+
+class TestCodeThatRunsLater:
+    @composable_forms
+    @pytest.mark.parametrize("name", ["stream", "later"])
+    def test_is_no_forward_method(self, form, slots, root, name):
+        model = form(Decoder().to(root), slots)
+        with pytest.raises(
+            TypeError, match=f"'{name}' of this Decoder is a generator function or a coroutine function"
+        ):
+            register_forward_method(model, name)
+        assert next(iter(model.stream(3))) == 3, "it runs as before"
+
+    @pytest.mark.usefixtures("warnings_are_errors")
+    @pytest.mark.parametrize("name", ["stream", "later"])
+    def test_is_no_output(self, form, slots, root, batch, name):
+        class Later(Decoder):
+            forward = getattr(Decoder, name)
+
+        with pytest.raises(
+            TypeError, match=r"replica 0 returned (generator|coroutine): its code would run when the call"
+        ):
+            form(Later().to(root), slots)(batch)
+
+
+class TestWhatReplicasWouldShare:
+    """The stage ``scatter`` has the rest."""
+
+    def test_is_refused_before_they_run(self, form, slots, root, batch):
+        ran = []
+        model = form(Called(lambda *args: ran.append(args)).to(root), slots)
+        for shared in ((row for row in batch), SimpleNamespace(targets=batch)):
+            with pytest.raises(ValueError, match=rf"args\[1\] is one {type(shared).__name__} for 3 replicas"):
+                model(batch, shared)
+        assert ran == []
+
+    @pytest.mark.usefixtures("performance_warnings")
+    def test_is_said_if_it_may_be_a_batch(self, form, slots, root, batch):
+        model = form(Called(lambda x, names: x).to(root), slots)
+        with pytest.warns(dp.PerformanceWarning, match=r"args\[1\] is a list of length 7.*samples\(list\)") as caught:
+            model(batch, list("abcdefg"))
+        assert [each.filename for each in caught if each.category is dp.PerformanceWarning] == [__file__]
 
 
 class TestWhatComesBack:

@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from dataparallel import PerformanceWarning
-from dataparallel.user_warnings import warn_once, warn_user
+from dataparallel.user_warnings import VARIABLE, warn_once, warn_user
 from processes import environment
 
 pytestmark = pytest.mark.devices("cpu")
@@ -74,6 +74,6 @@ def test_the_command_line_makes_them_errors():
     program = "from dataparallel.user_warnings import warn_once; import sys; assert 'torch' not in sys.modules; "
     program += "warn_once('a', 'b')"
     command = [sys.executable, "-W", "error::dataparallel.PerformanceWarning", "-c", program]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment(**{VARIABLE: "1"}), capture_output=True, text=True, check=False)
     assert "PerformanceWarning: b" in done.stderr
     assert done.returncode == 1

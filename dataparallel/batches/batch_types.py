@@ -115,7 +115,7 @@ def batch_of(obj: Any) -> Batch | None:
 def container_of(obj: Any) -> Container | None:
     """How to walk ``obj``; ``None`` if it is a leaf."""
     cls = type(obj)
-    if cls in _LEAVES or issubclass(cls, PerReplica):
+    if cls in PLAIN_LEAVES or issubclass(cls, PerReplica):
         return None
     for base in cls.__mro__:
         if base in _containers:
@@ -135,10 +135,13 @@ def container_of(obj: Any) -> Container | None:
 def is_written_to(obj: Any) -> bool:
     """True if a model's forward writes to objects of this type, so that replicas cannot share them."""
     cls = type(obj)
-    return cls not in _LEAVES and any(f"{base.__module__}.{base.__qualname__}" in _WRITTEN_TO for base in cls.__mro__)
+    return cls not in PLAIN_LEAVES and any(
+        f"{base.__module__}.{base.__qualname__}" in _WRITTEN_TO for base in cls.__mro__
+    )
 
 
-def _key(key: object) -> str:
+def path_of_key(key: object) -> str:
+    """Returns the path element of a value in a mapping."""
     return f'["{key}"]' if isinstance(key, str) else f"[{key!r}]"
 
 
@@ -147,7 +150,7 @@ def _sequence_children(obj: Iterable[Any]) -> list[tuple[str, Any]]:
 
 
 def _mapping_children(obj: Any) -> list[tuple[str, Any]]:
-    return [(_key(key), value) for key, value in obj.items()]
+    return [(path_of_key(key), value) for key, value in obj.items()]
 
 
 def _rebuild_mapping(obj: Any, values: list[Any]) -> Any:
@@ -219,10 +222,10 @@ def _pytree_children(obj: Any) -> list[tuple[str, Any]]:
     node = pytree.SUPPORTED_NODES[type(obj)]
     if node.flatten_with_keys_fn is not None:
         pairs, _ = node.flatten_with_keys_fn(obj)
-        return [(_key(key.key) if isinstance(key, pytree.MappingKey) else str(key), value) for key, value in pairs]
+        return [(path_of_key(key.key) if isinstance(key, pytree.MappingKey) else str(key), x) for key, x in pairs]
     values, context = node.flatten_fn(obj)
     if isinstance(context, (list, tuple)) and len(context) == len(values):
-        return [(_key(key), value) for key, value in zip(context, values, strict=True)]
+        return [(path_of_key(key), value) for key, value in zip(context, values, strict=True)]
     return _sequence_children(values)
 
 
@@ -231,7 +234,7 @@ def _rebuild_pytree(obj: Any, values: list[Any]) -> Any:
     return node.unflatten_fn(values, node.flatten_fn(obj)[1])
 
 
-_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, torch.Size, str, bytes, int, float, bool, type(None)})
+PLAIN_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, torch.Size, str, bytes, int, float, bool, type(None)})
 # By name, because other libraries define them. Two replicas that append to one cache compute garbage; on one device
 # there is not even an error.
 _WRITTEN_TO = frozenset({"transformers.cache_utils.Cache"})

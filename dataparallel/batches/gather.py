@@ -6,7 +6,8 @@ It walks the containers that ``batch_types`` knows, and joins tensors with a fun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from dataparallel.autograd.functions import Gather
 from dataparallel.autograd.node import OneNode, groups_that_share
 from dataparallel.batches import ragged
 from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
+from dataparallel.batches.padding import PAD_HINT, Pad, checked_pad, filled, pad_under, with_all_entries
 from dataparallel.batches.samples import check_entries, joined_samples
 from dataparallel.batches.structures import leaves
 from dataparallel.comm.checks import why_not_gatherable, why_not_movable
@@ -24,10 +26,17 @@ from dataparallel.devices import CPU, DeviceLike, resolve
 from dataparallel.samples import Samples
 
 _HINT = "; if the list has one entry for each sample, return dataparallel.samples(list) from forward"
+_HOW_TO_JOIN = (
+    "; return one kind from all replicas, or say how they are joined: dataparallel.batch_types.register_batch"
+)
+
+
+RUN_LATER = (GeneratorType, CoroutineType, AsyncGeneratorType)
+"""Types of objects that run code of a function when somebody asks for it, and once."""
 
 
 @_torch.not_traced
-def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
+def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, *, pad: Pad = None) -> Any:
     """Joins one structure from each replica into one structure on ``target_device``.
 
     Tensors are concatenated along ``dim``; 0-dim tensors become a vector. Sparse CSR matrices and jagged nested tensors
@@ -39,22 +48,28 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         outputs: one structure for each replica, at least one.
         target_device: a device. -1 or ``"cpu"`` is the CPU; the values are there when the call returns.
         dim: the batch dimension.
+        pad: fills outputs up to one size, as for `dataparallel.DataParallel`.
 
     Raises:
+        TypeError: ``pad`` is something else; an output is a generator or a coroutine.
         ValueError: outputs cannot be joined, because types, keys, lengths, shapes or dtypes differ; the message names
             the place, such as ``output["logits"][2]``.
     """
-    return gather_outputs(outputs, target_device, dim)
+    return gather_outputs(outputs, target_device, dim, pad=checked_pad(pad))
 
 
 def gather_outputs(
-    outputs: Sequence[Any], target_device: DeviceLike, dim: int, combine: Callable[[Tensor], Tensor] | None = None
+    outputs: Sequence[Any],
+    target_device: DeviceLike,
+    dim: int,
+    combine: Callable[[Tensor], Tensor] | None = None,
+    pad: Pad = None,
 ) -> Any:
     """`gather` for the forms. The vector of 0-dim tensors, if there is one, goes through ``combine``."""
     if not outputs:
         raise ValueError("gather needs the output of at least one replica; got none")
     target = CPU if target_device == -1 else resolve(target_device)
-    return _joined(list(outputs), _Joins(target, dim, {}, _of_one_node(outputs), combine), "output", ())
+    return _joined(list(outputs), _Joins(target, dim, {}, _of_one_node(outputs), combine, pad), "output", ())
 
 
 def _of_one_node(outputs: Sequence[Any]) -> dict[int, Tensor]:
@@ -82,6 +97,7 @@ class _Joins(NamedTuple):
         offsets: the cache of `ragged.joined`.
         of_one_node: the result of `_of_one_node`.
         combine: makes one tensor of a vector of 0-dim tensors, if given.
+        pad: fills outputs up to one size, below the place that is joined.
     """
 
     target: torch.device
@@ -89,6 +105,11 @@ class _Joins(NamedTuple):
     offsets: dict[Any, Any]
     of_one_node: dict[int, Tensor]
     combine: Callable[[Tensor], Tensor] | None
+    pad: Pad
+
+    @property
+    def pad_value(self) -> complex | None:
+        return None if isinstance(self.pad, Mapping) else self.pad
 
 
 def _joined(outputs: list[Any], joins: _Joins, path: str, above: tuple[int, ...]) -> Any:
@@ -110,20 +131,23 @@ def _joined(outputs: list[Any], joins: _Joins, path: str, above: tuple[int, ...]
     if id(first) in above:
         raise ValueError(f"{path} contains itself; a structure to scatter or gather must be a tree")
     _check_same_type(outputs, path)
+    if type(first) is tuple and joins.pad_value is not None:
+        outputs = with_all_entries(outputs, joins.dim, joins.pad_value, path)
     rows = [container.children(output) for output in outputs]
     keys = [key for key, _ in rows[0]]
     for replica, row in enumerate(rows):
         keys_here = [key for key, _ in row]
         if sorted(keys_here) != sorted(keys):
+            hints: dict[type, str] = {list: _HINT, tuple: PAD_HINT, dict: ""}
             raise ValueError(
                 f"cannot gather {path}: replica 0 returned {len(keys)} elements {keys}, "
-                f"replica {replica} {len(row)} elements {keys_here}{_HINT if isinstance(first, list) else ''}"
+                f"replica {replica} {len(row)} elements {keys_here}{hints.get(type(first), _HOW_TO_JOIN)}"
             )
         if keys_here != keys:  # the same keys in another order
             rows[replica] = sorted(row, key=lambda pair: keys.index(pair[0]))
     above = (*above, id(first))
     values = [
-        _joined([value for _, value in column], joins, path + key, above)
+        _joined([value for _, value in column], joins._replace(pad=pad_under(joins.pad, key)), path + key, above)
         for key, column in zip(keys, zip(*rows, strict=True), strict=True)
     ]
     return container.rebuild(first, values)
@@ -149,14 +173,19 @@ def _joined_tensors(outputs: list[Any], joins: _Joins, path: str) -> Tensor:
                     f"cannot gather {path}: replica {replica} returned shape {tuple(output.shape)}, "
                     f"which has no dimension {dim}"
                 )
+    outputs = [joins.of_one_node.get(id(output), output) for output in outputs]
+    if joins.pad_value is not None:
+        outputs = filled(outputs, dim, joins.pad_value, path)
     jagged = outputs[0].layout is torch.jagged
     problem = ragged.why_not_joinable(outputs) if jagged else why_not_gatherable(outputs, dim)
     if problem:
-        raise ValueError(f"cannot gather {path}: {problem.replace('tensor', 'replica')}")
+        can_be_filled = outputs[0].layout is torch.strided and len({(o.dim(), o.dtype) for o in outputs}) == 1
+        hint = PAD_HINT if can_be_filled else ""
+        raise ValueError(f"cannot gather {path}: {problem.replace('tensor', 'replica')}{hint}")
     if ragged.is_ragged(outputs[0]):
         return ragged.joined(outputs, joins.target, joins.offsets)
     join = Gather.apply if torch.is_grad_enabled() else Gather.unrecorded
-    joined = join(joins.target, dim, *(joins.of_one_node.get(id(output), output) for output in outputs))
+    joined = join(joins.target, dim, *outputs)
     return joined if joins.combine is None or outputs[0].dim() > 0 else joins.combine(joined)
 
 
@@ -180,6 +209,15 @@ def _check_layouts(outputs: list[Tensor], dim: int, path: str) -> None:
 
 def _joined_leaves(outputs: list[Any], path: str) -> Any:
     first = outputs[0]
+    for replica, output in enumerate(outputs):
+        if isinstance(output, RUN_LATER):
+            for each in outputs:
+                if isinstance(each, CoroutineType):
+                    each.close()  # otherwise Python warns that nobody has awaited it
+            raise TypeError(
+                f"cannot gather {path}: replica {replica} returned {type(output).__name__}: its code would run when "
+                "the call has ended; let forward return the values"
+            )
     for replica, output in enumerate(outputs[1:], start=1):
         if container_of(output) is not None or batch_of(output) is not None:
             _check_same_type(outputs, path)
@@ -204,9 +242,16 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _check_same_type(outputs: list[Any], path: str) -> None:
+    """Checks that all are of one kind. A class that ``forward`` makes is another one in each replica."""
+    first = outputs[0]
     for replica, output in enumerate(outputs[1:], start=1):
-        if type(output) is not type(outputs[0]):
-            raise ValueError(
-                f"cannot gather {path}: replica 0 returned {type(outputs[0]).__name__}, "
-                f"replica {replica} returned {type(output).__name__}"
-            )
+        if type(output) is type(first):
+            continue
+        names = [type(each).__name__ for each in (first, output)]
+        if type(output).__qualname__ == type(first).__qualname__:
+            if batch_of(output) is batch_of(first) and container_of(output) is container_of(first):
+                continue  # the caller compares the fields
+            names = [f"{type(each).__name__}({type(each).__mro__[1].__name__})" for each in (first, output)]
+        raise ValueError(
+            f"cannot gather {path}: replica 0 returned {names[0]}, replica {replica} returned {names[1]}{_HOW_TO_JOIN}"
+        )

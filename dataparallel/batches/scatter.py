@@ -19,6 +19,7 @@ from dataparallel.batches import ragged
 from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
 from dataparallel.batches.chunk_sizes import FixedSplit, Split
 from dataparallel.batches.samples import SampleCopies, check_entries, joined_samples
+from dataparallel.batches.shared_arguments import check_shared
 from dataparallel.batches.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, with_leaves
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
@@ -57,7 +58,8 @@ def scatter(
     Raises:
         ValueError: batch sizes disagree (the message has both, with their paths); ``chunk_sizes`` do not fit; a tensor
             has no dimension ``dim``, or a layout that cannot be split; a container contains itself; a `PerReplica` has
-            another number of entries than there are replicas; several replicas would share a cache of ``transformers``.
+            another number of entries than there are replicas; several replicas would share a cache of ``transformers``,
+            an iterator, or an object with a tensor that is a batch.
     """
     with HostReads() as reads:
         return _scatter(inputs, target_gpus, dim, FixedSplit(chunk_sizes), "input", reads)
@@ -111,6 +113,8 @@ def _scatter(
     size = _batch_size(found, dim)
     sizes = None if size is None else split.sizes(size, len(slots))
     replicas = number_of_replicas(found, size, sizes, len(slots))
+    if replicas > 1:
+        check_shared(inputs, found, size, dim, replicas)
     marked = [leaf for _, leaf in found if isinstance(leaf, Samples)]
     splitter = _Splitter(slots[:replicas], sizes, dim, marked)
     tensors = {id(leaf): leaf for _, leaf in found if isinstance(leaf, Tensor)}.values()

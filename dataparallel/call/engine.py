@@ -20,6 +20,7 @@ from torch import nn
 from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import Split
 from dataparallel.batches.gather import gather_outputs
+from dataparallel.batches.padding import Pad
 from dataparallel.batches.scatter import moved, scatter_arguments
 from dataparallel.batches.structures import arguments_of_one, leaves
 from dataparallel.call.losses import CallLoss
@@ -42,10 +43,14 @@ R = TypeVar("R", bound=Sequence[nn.Module])
 
 
 class Method(NamedTuple):
-    """A method to run on the slots. Replicas run their method of this ``name``, a single slot runs ``of_module``."""
+    """A method to run on the slots. Replicas run their method of this ``name``, a single slot runs ``of_module``.
+
+    ``pad`` is the method's own; ``None`` is that of the form.
+    """
 
     name: str
     of_module: Callable[..., Any]
+    pad: Pad = None
 
 
 class ReplicaMaker(ABC):
@@ -163,6 +168,7 @@ class CallEngine:
             return run() if peers is None else Meeting(slots, peers).run_replica(0, run)
         slots, start = slots[: len(inputs)], time.perf_counter()
         call.combine_scalars = options.scalars.of_chunks(inputs, kwargs, options.dim)
+        call.pad = options.pad if method.pad is None else method.pad
         with maker.lends(slots) as lent:
             with stage("replicate", maker.form), call.replicates():
                 overridden = self._overridden("replicate", call)
@@ -189,7 +195,7 @@ class CallEngine:
                     outputs = overridden(replicas, inputs, kwargs)
         with stage("gather"):
             own = partial(gather_outputs, target_device=output_device, dim=options.dim)
-            join = self._overridden("gather", call) or partial(own, combine=call.combine_scalars)
+            join = self._overridden("gather", call) or partial(own, combine=call.combine_scalars, pad=call.pad)
             output = join(outputs) if loss is None else loss.loss_of_batch(outputs, own, join)
         call.seconds = time.perf_counter() - start
         call.returns(output)
@@ -250,6 +256,7 @@ class Call:
     Attributes:
         balanced: the split of this call, if it is balanced.
         combine_scalars: combines scalars that replicas return, from the stage ``replicate`` on.
+        pad: fills outputs up to one size.
         reads: the copies that read pinned memory of the caller. The stage ``scatter`` notes them here.
         seconds: the host's time for the stages after ``scatter``; ``None`` until they have ended.
 
@@ -270,6 +277,7 @@ class Call:
         self.kept, self._form_split = kept, split
         self.balanced: BalancedCall | None = None
         self.combine_scalars: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.pad: Pad = None
         self._cycles: list[ReferenceCycles] = []
         self._holds: list[Hold] = []
         is_compiler_in_use = _torch.note_whether_compiler_is_in_use()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dataparallel.batches.chunk_sizes import BALANCED, ChunkSizes, FixedSplit
+from dataparallel.batches.padding import Pad, checked_pad
 from dataparallel.call.losses import Criterion, ReplicaLoss
 from dataparallel.call.parallel_apply import check_workers
 from dataparallel.call.performance_warnings import PerformanceChecks
@@ -84,6 +85,7 @@ class CallOptions:
         workers, serial: as for `parallel_apply`.
         loss: the loss that replicas compute from their outputs, if any.
         scalars: combines scalars that replicas return.
+        pad: fills outputs up to one size; a method may have its own.
         permits: chooses how many replicas run at a time, and learns from each call.
         checks: looks at the first calls, and warns of what makes them slow.
         overridden: by name the stages that a user's subclass overrides.
@@ -99,6 +101,7 @@ class CallOptions:
     serial: bool | None = None
     loss: ReplicaLoss | None = None
     scalars: Scalars = field(default_factory=Scalars)
+    pad: Pad = None
     permits: PermitChooser = field(default_factory=PermitChooser)
     checks: PerformanceChecks = field(default_factory=PerformanceChecks)
     overridden: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -118,11 +121,13 @@ class CallOptions:
         serial: bool | None,
         loss: Criterion | None,
         scalars: ScalarRule,
+        pad: Pad,
     ) -> CallOptions:
         """Checks a user's options for ``modules``, which are called as one form, and returns them.
 
         Raises:
-            TypeError: ``dim`` is no int; ``loss`` or ``scalars`` cannot be called; ``chunk_sizes`` are no numbers.
+            TypeError: ``dim`` is no int; ``loss`` or ``scalars`` cannot be called; ``chunk_sizes`` or ``pad`` are no
+                numbers.
             ValueError: ``output_device`` is no device; ``workers`` is below 1; ``bucket_cap_mb`` is not above 0;
                 ``chunk_sizes`` are not one positive number for each slot; ``forward`` has a parameter with a name that
                 ``loss`` needs; ``scalars`` is another string than ``"mean"`` and ``"sum"``.
@@ -134,7 +139,7 @@ class CallOptions:
         check_workers(workers)
         split, cap_bytes = BatchSplit(chunk_sizes, len(slots)), cap_in_bytes(bucket_cap_mb)
         options = cls(slots, output_device, operator.index(dim), split, cap_bytes, workers, serial)
-        options.scalars = Scalars(scalars)
+        options.scalars, options.pad = Scalars(scalars), checked_pad(pad)
         if loss is not None:
             options.loss, *_ = [ReplicaLoss(loss, module) for module in modules]
         return options

@@ -22,13 +22,10 @@ from dataparallel.comm.streams.current import run_apart
 from dataparallel.devices import CPU, resolve_output
 from dataparallel.environment import says_no
 from dataparallel.threads.permits import TimesInTurn
-from dataparallel.user_warnings import warn_once
+from dataparallel.user_warnings import VARIABLE, warn_once
 
 if TYPE_CHECKING:
     from dataparallel.call.options import CallOptions
-
-VARIABLE = "DATAPARALLEL_PERFORMANCE_WARNINGS"
-"""Environment variable: ``0`` switches the warnings off."""
 
 CALLS = 40  # on 8 slots the number of permits is chosen by then, and optimizers have made their state
 WARM_UP = 2  # the first calls allocate memory and choose kernels

@@ -16,6 +16,7 @@ from torch import nn
 from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import ChunkSizes
 from dataparallel.batches.gather import gather_outputs
+from dataparallel.batches.padding import Pad
 from dataparallel.batches.scatter import scatter_arguments
 from dataparallel.call.engine import CallEngine, Method, ReplicaMaker, call_of_this_thread
 from dataparallel.call.losses import Criterion
@@ -79,6 +80,10 @@ class DataParallel(nn.DataParallel[M]):
         scalars: how scalars that the module returns, such as a loss of its own, become one: ``"mean"``, in which each
             chunk counts by its samples, ``"sum"``, or a function of a vector of the values and a tuple with the number
             of samples of each chunk. Without it they become a vector, as in torch. A single replica's stay as they are.
+        pad: for outputs whose sizes differ between replicas in another dimension than ``dim``, such as generated
+            tokens: a number, which fills each of them at its end up to the largest one. In a tuple of tensors, entries
+            that a replica lacks are filled too. Or a dict of numbers for outputs by key or field, which may be nested:
+            ``{"ids": 0, "scores": -1.0}``. Other outputs may not differ then.
         sync_batch_norm: make each BatchNorm of ``module`` a `dataparallel.nn.SyncBatchNorm`, in place, so that its
             statistics are those of the whole batch. A ``torch.nn.SyncBatchNorm`` is refused otherwise.
 
@@ -119,6 +124,7 @@ class DataParallel(nn.DataParallel[M]):
         graphs: bool | Literal["auto"] | None = None,
         loss: Criterion | None = None,
         scalars: ScalarRule = None,
+        pad: Pad = None,
         sync_batch_norm: bool = False,
     ) -> None:
         _check_module(module)
@@ -134,6 +140,7 @@ class DataParallel(nn.DataParallel[M]):
             serial=serial,
             loss=loss,
             scalars=scalars,
+            pad=pad,
         )
         compiled = CompileArgument.checked(module, compile)
         has_graphs = check_graphs(graphs, [module], compiled, slots)
@@ -145,7 +152,7 @@ class DataParallel(nn.DataParallel[M]):
         self.src_device_obj = slots[0] if slots else None
         self.dim = options.dim
         self._split, self._permits, self._checks = options.split, options.permits, options.checks
-        self._loss, self._scalars = options.loss, options.scalars
+        self._loss, self._scalars, self._pad = options.loss, options.scalars, options.pad
         self.workers = workers
         self.serial = serial
         self.bucket_cap_mb = bucket_cap_mb
@@ -190,6 +197,7 @@ class DataParallel(nn.DataParallel[M]):
             serial=self.serial,
             loss=self._loss,
             scalars=self._scalars,
+            pad=self._pad,
             permits=self._permits,
             checks=self._checks,
             overridden=self._stages() if overridden else {},
@@ -280,7 +288,9 @@ class DataParallel(nn.DataParallel[M]):
         With a loss it joins the outputs, if the call wants them. The losses of chunks are no outputs.
         """
         call = call_of_this_thread(self._kept)
-        return gather_outputs(outputs, output_device, self.dim, None if call is None else call.combine_scalars)
+        if call is None:
+            return gather_outputs(outputs, output_device, self.dim, pad=self._pad)
+        return gather_outputs(outputs, output_device, self.dim, call.combine_scalars, call.pad)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from dataparallel.batches.chunk_sizes import ChunkSizes
+from dataparallel.batches.padding import Pad
 from dataparallel.call.losses import Criterion
 from dataparallel.call.options import CallOptions
 from dataparallel.call.scalars import ScalarRule
@@ -65,6 +66,7 @@ def _prepare(
     graphs: bool | Literal["auto"] | None = None,
     loss: Criterion | None = None,
     scalars: ScalarRule = None,
+    pad: Pad = None,
     sync_batch_norm: bool | Literal["across_machines"] = False,
     workers: int | None = None,
     serial: bool | None = None,
@@ -119,8 +121,8 @@ def _prepare(
             unless it has its own. A module that is compiled needs no argument.
         graphs: capture the units on CUDA devices as graphs: as for `dataparallel.DataParallel`. That of the outermost
             module counts. What was captured is in ``fully_shard.state(module).graphs``.
-        loss, scalars: the loss of the replicas, and scalars that they return: as for `dataparallel.DataParallel`. Those
-            of the outermost module count.
+        loss, scalars, pad: the loss of the replicas, scalars that they return, and a value that fills outputs: as for
+            `dataparallel.DataParallel`. Those of the outermost module count.
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
             ``"across_machines"``: with the batch of all machines. BatchNorms that have a unit of their own stay as they
             are.
@@ -162,6 +164,7 @@ def _prepare(
             serial=serial,
             loss=loss,
             scalars=scalars,
+            pad=pad,
         )
         check_policies(mp_policy, offload_policy)
         compiled = [CompileArgument.checked(each, compile) for each in module]

@@ -21,6 +21,7 @@ from torch import nn
 
 from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import ChunkSizes
+from dataparallel.batches.padding import Pad, checked_pad
 from dataparallel.call.engine import CallEngine, Method, ReplicaMaker
 from dataparallel.call.options import BatchSplit, CallOptions
 from dataparallel.devices import resolve_slots
@@ -201,7 +202,7 @@ class StateOnSlots(ReplicaMaker):
     Attributes:
         options: the options of the calls; they may be assigned between calls.
         slots: where replicas run; empty if there is no accelerator.
-        methods: names of methods that run on replicas.
+        methods: names of methods that run on replicas, each with its own ``pad``, if it has one.
         peers: makes the calls' collectives across machines, if there are several machines.
     """
 
@@ -210,7 +211,7 @@ class StateOnSlots(ReplicaMaker):
     def __init__(self, modules: Sequence[nn.Module], options: CallOptions) -> None:
         self.options = options
         self.slots = resolve_slots(options.slots) if options.slots else []
-        self.methods = {"forward"}
+        self.methods: dict[str, Pad] = {"forward": None}
         self._modules = [weakref.ref(module) for module in modules]
 
     def modules(self) -> list[nn.Module]:
@@ -320,17 +321,24 @@ class OnSlots:
             return original(*args, **kwargs)
         if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
             return original(*args, **kwargs)
-        return module._dataparallel_run(Method(self._name, original), args, kwargs)
+        return module._dataparallel_run(Method(self._name, original, state.methods[self._name]), args, kwargs)
 
 
-def register_forward_method(module: nn.Module, name: str) -> None:
+def register_forward_method(module: nn.Module, name: str, *, pad: Pad = None) -> None:
     """Makes the method ``name`` run as ``forward`` does: scatters its arguments, gathers the outputs of replicas.
 
     The module may be replicated or fully sharded. In a replica of a fully sharded tree the method gathers the
     parameters of the module's unit first.
 
+    Args:
+        module: the module that has a form.
+        name: the name of one of its methods.
+        pad: fills outputs of the method that differ between replicas, as for `dataparallel.DataParallel`; default: that
+            of the form. Registering a method again replaces it.
+
     Raises:
-        TypeError: ``module`` has no form, or its attribute of this name cannot be called.
+        TypeError: ``module`` has no form, or its attribute of this name cannot be called, or is a generator function or
+            a coroutine function; ``pad`` is no number and no dict of numbers.
         AttributeError: ``module`` has no attribute of this name.
     """
     if not isinstance(module, ManagedModule):
@@ -344,7 +352,14 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         raise AttributeError(f"a {class_name} has no method {name!r}") from None
     if not callable(original):
         raise TypeError(f"{name!r} of this {class_name} is no method")
+    tests = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if any(is_one(original) for is_one in tests):
+        raise TypeError(
+            f"{name!r} of this {class_name} is a generator function or a coroutine function: its code would run when "
+            "the call of the replicas has ended. Register a method that returns the values"
+        )
+    pad = checked_pad(pad)
     cls = type(module)
     if name != "forward" and name not in vars(cls):
         setattr(cls, name, OnSlots(name))
-    state_of(module).methods.add(name)
+    state_of(module).methods[name] = pad

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import ChunkSizes
+from dataparallel.batches.padding import Pad
 from dataparallel.call.losses import Criterion
 from dataparallel.call.options import CallOptions
 from dataparallel.call.scalars import ScalarRule
@@ -148,6 +149,7 @@ def _prepare(
     graphs: bool | Literal["auto"] | None = None,
     loss: Criterion | None = None,
     scalars: ScalarRule = None,
+    pad: Pad = None,
     sync_batch_norm: bool | Literal["across_machines"] = False,
     workers: int | None = None,
     serial: bool | None = None,
@@ -196,7 +198,8 @@ def _prepare(
             by ``module.compile()``, needs no argument: its replicas are compiled, and its own call is not.
         graphs: capture the replicas as CUDA graphs: as for `dataparallel.DataParallel`. What was captured is in
             ``replicate.state(module).graphs``.
-        loss, scalars: the loss of the replicas, and scalars that they return: as for `dataparallel.DataParallel`.
+        loss, scalars, pad: the loss of the replicas, scalars that they return, and a value that fills outputs: as for
+            `dataparallel.DataParallel`.
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
             ``"across_machines"``: with the batch of all machines.
         workers, serial: how replicas run: as for `dataparallel.DataParallel`.
@@ -241,6 +244,7 @@ def _prepare(
             serial=serial,
             loss=loss,
             scalars=scalars,
+            pad=pad,
         )
         compiled = CompileArgument.checked(module, compile)
         has_graphs = check_graphs(graphs, [module], compiled, slots)

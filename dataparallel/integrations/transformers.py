@@ -5,17 +5,14 @@ The trainer's own code sees one device, which gets the whole batch. `LossByItems
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from dataparallel import peers
 from dataparallel.batches.batch_types import register_batch
 from dataparallel.call.scalars import Scalars
 from dataparallel.devices import DeviceLike, resolve_slots
@@ -42,7 +39,7 @@ class OnSlots(_Trainer):
 
     Args:
         model: as for the trainer, or a model with any of the three forms. The trainer sets ``scalars`` and
-            ``output_device`` of that form.
+            ``output_device`` of that form, and ``pad`` of ``generate``.
         devices: the slots, as for `DataParallel`. Default: all accelerators; without any, the trainer is what it is
             without this class.
         form: ``"replicate"``, which is the default, ``"DataParallel"`` or ``"fully_shard"``. The last one makes a unit
@@ -103,7 +100,7 @@ class OnSlots(_Trainer):
             options = state_of(model).options
             options.scalars, options.output_device = scalars, device
             if hasattr(model, "generate"):
-                _generate_on_slots(model)
+                register_forward_method(model, "generate", pad=_padding_token(model, {}))
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the trainer's, with an accelerator that knows the forms."""
@@ -157,15 +154,20 @@ class OnSlots(_Trainer):
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's on one device. What the model generates is generated on the slots."""
-        with self._as_one_device(), self._generating():
+        with self._as_one_device(), self._generating({**getattr(self, "_gen_kwargs", {}), **kwargs}):
             return super().prediction_step(*args, **kwargs)
 
     @contextmanager
-    def _generating(self) -> Iterator[None]:
-        if self._wrapper is None or not hasattr(self.model, "generate"):
+    def _generating(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        if not self._slots or not hasattr(self.model, "generate"):
             yield
             return
-        on_slots = DataParallel(_Generate(self.model), self._slots, self.args.device)
+        token = _padding_token(self.model, settings)
+        if self._wrapper is None:
+            register_forward_method(self.model, "generate", pad=token)
+            yield
+            return
+        on_slots = DataParallel(_Generate(self.model), self._slots, self.args.device, pad=token)
         self.model.generate = lambda *args, **kwargs: on_slots(*args, **kwargs)
         try:
             yield
@@ -275,13 +277,6 @@ def _shard_blocks(model: nn.Module, slots: Sequence[torch.device]) -> None:
 # ---- generate --------------------------------------------------------------------------------------------------------
 
 
-def _generate_on_slots(model: Any) -> None:
-    """Makes ``generate`` of a model with a form run on the slots."""
-    if "generate" not in state_of(model).methods:
-        model.generate = MethodType(_padded(type(model).generate), model)
-        register_forward_method(model, "generate")
-
-
 class _Generate(nn.Module):
     """Its ``forward`` is ``generate`` of a model, for a `DataParallel`."""
 
@@ -292,22 +287,13 @@ class _Generate(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the replica of the model generates."""
         model: Any = self.model
-        return _padded(type(model).generate)(model, *args, **kwargs)
+        return type(model).generate(model, *args, **kwargs)
 
 
-def _padded(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Pads sequences of a replica to the length of the longest of all replicas, as one device pads them."""
-
-    @functools.wraps(generate)
-    def padded(model: Any, *args: Any, **kwargs: Any) -> Any:
-        output = generate(model, *args, **kwargs)
-        if not isinstance(output, Tensor):
-            return output
-        length = peers.all_reduce(torch.tensor(output.shape[1], device=output.device), "max")
-        config = kwargs.get("generation_config") or model.generation_config
-        ends = [kwargs.get("pad_token_id"), config.pad_token_id, kwargs.get("eos_token_id"), config.eos_token_id]
-        token = next((end for end in ends if end is not None), 0)
-        token = token[0] if isinstance(token, (list, tuple)) else token
-        return nn.functional.pad(output, (0, int(length) - output.shape[1]), value=token)
-
-    return padded
+def _padding_token(model: Any, settings: Mapping[str, Any]) -> int:
+    """Returns the token with which one device fills sequences that end early, with these arguments of ``generate``."""
+    config = settings.get("generation_config") or getattr(model, "generation_config", None)
+    names = ("pad_token_id", "eos_token_id")
+    ends = [token for name in names for token in (settings.get(name), getattr(config, name, None))]
+    token: Any = next((end for end in ends if end is not None), 0)
+    return token[0] if isinstance(token, (list, tuple)) else token

@@ -142,6 +142,75 @@ def test_outputs_that_cannot_be_joined_are_named(outputs: list, path: str, messa
     assert f"cannot gather {path}:" in str(caught.value)
 
 
+def made_here(kind: str, fields: str) -> Any:
+    """Each call makes another class, as a ``forward`` does that defines what it returns."""
+    if kind == "namedtuple":
+        return collections.namedtuple("Out", fields)
+    if kind == "make_dataclass":
+        return dataclasses.make_dataclass("Out", fields.split())
+    if kind == "dataclass":
+
+        @dataclasses.dataclass
+        class Out:
+            logits: Any
+            mask: Any = None
+
+        return Out
+
+    class Mapping(dict):
+        pass
+
+    return Mapping
+
+
+@pytest.mark.parametrize("kind", ["namedtuple", "make_dataclass", "dataclass", "mapping"])
+def test_classes_that_replicas_make_are_one_if_name_and_fields_are(kind: str, root: torch.device) -> None:
+    parts = [made_here(kind, "logits mask")(logits=ones(n, device=root), mask=zeros(n, 1, device=root)) for n in (2, 1)]
+    joined = gather([[part] for part in parts], root)[0]
+    assert type(joined) is type(parts[0])
+    logits, mask = joined.values() if kind == "mapping" else (joined.logits, joined.mask)
+    assert (logits.tolist(), mask.tolist()) == ([1, 1, 1], [[0], [0], [0]])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("namedtuple", "make_dataclass", r"0 returned Out\(tuple\), replica 1 returned Out\(object\)"),
+        ("namedtuple", "mapping", "0 returned Out, replica 1 returned Mapping"),
+    ],
+)
+def test_classes_of_two_kinds_are_refused(first: str, second: str, message: str) -> None:
+    parts = [made_here(kind, "logits mask")(logits=ones(1), mask=ones(1)) for kind in (first, second)]
+    with pytest.raises(ValueError, match=f"cannot gather output: replica {message}.*register_batch"):
+        gather(parts, "cpu")
+
+
+@pytest.mark.parametrize("kind", ["namedtuple", "make_dataclass"])
+def test_classes_of_one_name_with_other_fields_are_refused(kind: str) -> None:
+    parts = [made_here(kind, fields)(ones(1), ones(1)) for fields in ("logits mask", "logits loss")]
+    with pytest.raises(ValueError, match=r"0 returned .*'\.mask'.*, replica 1 .*'\.loss'.*register_batch"):
+        gather(parts, "cpu")
+
+
+def lazily(x: Tensor) -> Any:
+    yield x
+
+
+async def later(x: Tensor) -> Tensor:
+    return x
+
+
+async def lazily_later(x: Tensor) -> Any:
+    yield x
+
+
+@pytest.mark.usefixtures("warnings_are_errors")
+@pytest.mark.parametrize("function", [lazily, later, lazily_later], ids=lambda each: each.__name__)
+def test_code_that_has_not_run_is_refused(function: Any) -> None:
+    with pytest.raises(TypeError, match=r'output\["x"\]: replica 0 returned \w+: its code would run when the call'):
+        gather([{"x": function(ones(1))} for _ in range(2)], "cpu")
+
+
 def test_no_output_at_all_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one replica; got none"):
         gather([], "cpu")

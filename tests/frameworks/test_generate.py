@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from dataparallel import PerReplica
 from dataparallel.composable import register_forward_method, replicate
+from each_form import composable_forms
 
 NEW_TOKENS = 6
 
@@ -98,6 +99,30 @@ class TestGenerate:
         replicate(model, devices=slots)
         register_forward_method(model, "generate")
         assert model.generate(ids, use_cache=use_cache, **self.settings).tolist() == expected.tolist()
+
+    @composable_forms
+    @pytest.mark.parametrize("as_dict", [False, True])
+    def test_sequences_that_end_early_are_filled(self, form, model, ids, slots, as_dict):
+        """A replica stops when all of its sequences have ended, and one device fills those that have."""
+        settings = {**self.settings, "pad_token_id": 0, "output_scores": as_dict, "return_dict_in_generate": as_dict}
+        written = model.generate(ids, **self.settings)[:, ids.shape[1] :]
+        # The token that ends the sequences of the last chunk at once.
+        settings["eos_token_id"] = int(written[-1, 0])
+        expected = model.generate(ids, **settings)
+        assert (len(expected.scores) if as_dict else expected.shape[1] - ids.shape[1]) > 1
+        form(model, slots)
+        register_forward_method(model, "generate")
+        with pytest.raises(ValueError, match=r"cannot gather output.*pad=NUMBER of the form, or of register_forward_m"):
+            model.generate(ids, **settings)
+        register_forward_method(model, "generate", pad={"sequences": 0, "scores": 0.0} if as_dict else 0)
+        found = model.generate(ids, **settings)
+        if not as_dict:
+            assert found.tolist() == expected.tolist()
+            return
+        assert found.sequences.tolist() == expected.sequences.tolist()
+        assert len(found.scores) == len(expected.scores)
+        torch.testing.assert_close(found.scores[0], expected.scores[0])
+        assert found.scores[-1][-1].tolist() == [0.0] * model.config.vocab_size
 
     def test_its_cache_goes_back_into_it(self, model, ids, slots):
         settings = {**self.settings, "return_dict_in_generate": True}
