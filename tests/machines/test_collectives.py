@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from dataparallel.machines.collectives import all_gather, all_reduce, broadcast, reduce_scatter, stage
+from dataparallel.machines.peer_rounds import Message, PeerRounds
 from machine_ranks import all_machines, on_machines, summed
 
 
@@ -159,3 +160,17 @@ def gathers(rank: int, devices: list[torch.device]) -> None:
 
 def test_every_dtype() -> None:
     on_machines(gathers)
+
+
+def conjugates(rank: int, devices: list[torch.device]) -> None:
+    rounds = PeerRounds(all_machines().another())
+    numbers = given(torch.tensor([1.0, 2.0], device=devices[0]) + 10 * rank, torch.complex64)
+    assert numbers.is_conj()
+    for count in (1, 2):
+        for received in rounds.exchange("some", str(count), [Message(numbers, [1, 1], [1, 1])] * count):
+            assert received.tolist() == [(1 + rank) * 1j, (11 + rank) * 1j]
+
+
+def test_numbers_that_torch_has_yet_to_conjugate() -> None:
+    """Gradients of complex numbers are often such views."""
+    on_machines(conjugates)

@@ -39,7 +39,7 @@ if rank < 2:
     assert dist.group.WORLD.bound_device_id == (device if EAGER else None)
     for place in (device, torch.device("cuda", rank + 4), torch.device("cpu")):
         numbers = (torch.arange(4.0) + rank) * 1j
-        staged = [stage(machines, numbers.to(place)), stage(machines, numbers.to(place), 2)]
+        staged = [stage(machines, numbers.to(place, copy=True), receives) for receives in (None, 2)]
         round = machines.queue.begin_round("backward", str(place.type))
         results = [
             round.launch("a sum", partial(all_reduce, machines, staged[0])),
