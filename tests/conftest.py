@@ -30,7 +30,7 @@ from dataparallel.testing.cuda.possible import why_not_here
 from dataparallel.testing.pytest import settle
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
 from each_form import FORMS, Form
-from processes import Ahead
+from processes import Ahead, run_script
 from spare_streams import make_library_streams
 from stand_in import STAND_IN, fits
 
@@ -306,3 +306,9 @@ def stream() -> torch.Stream:
     side = torch.Stream(torch.device(1))
     side.wait_stream(torch.accelerator.current_stream(1))
     return side
+
+
+@pytest.fixture(scope="session")
+def compiled_libraries() -> None:
+    """The libraries in place of CUDA's and the watcher of the tests, which may take longer than a script has."""
+    run_script("import cudart; cudart.Log()", timeout=900)

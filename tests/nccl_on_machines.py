@@ -1,8 +1,9 @@
 """NCCL between machines, for simulated devices: groups that have nothing else, and collectives that run on streams.
 
-A group takes tensors of devices only. Each device of a group has a communicator and a stream. A collective is put on
-that stream behind the launching thread's current stream; `wait` makes the current stream wait for it. As with NCCL, the
-host may block in a launch until all ranks have come to it: here it always does.
+A group of the user takes tensors of devices only, and one of the library has gloo for host memory. Each device of a
+group has a communicator and a stream. A collective is put on that stream behind the launching thread's current stream;
+`wait` makes the current stream wait for it. As with NCCL, the host may block in a launch until all ranks have come to
+it: here it always does.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataparallel.comm.streams.current import Event
 from dataparallel.devices import CPU
 from dataparallel.machines import group as groups
 
+_new_group = distributed.new_group
 _NAMES = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
 
@@ -47,11 +49,23 @@ class NcclOnMachines:
     def __init__(self) -> None:
         self.communicators: dict[tuple[tuple[int, ...], torch.device], torch.Stream] = {}
         self.issued: list[tuple[tuple[int, ...], torch.device, str]] = []
+        self.with_gloo: set[Any] = set()  # the groups that were made with gloo for host memory
         self._real = {name: getattr(distributed, name) for name in _NAMES}
+
+    def new_group(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
+        group = _new_group(*args, backend="gloo", **kwargs)
+        if backend.startswith("cpu:gloo,"):
+            self.with_gloo.add(group)
+        return group
+
+    def backends(self, group: Any) -> dict[str, str]:
+        return {"sim": "nccl"} | ({"cpu": "gloo"} if group in self.with_gloo else {})
 
     def call(self, name: str, tensors: list[Tensor], *args: Any, group: Any, async_op: bool, **kwargs: Any) -> Any:
         device = tensors[0].device
-        assert device != CPU, "the group has NCCL only"
+        if device == CPU:
+            assert group in self.with_gloo, "the group has NCCL only"
+            return self._real[name](*tensors, *args, group=group, async_op=async_op, **kwargs)
         assert nccl.launching().locked(), "another thread may launch, too"
         ranks = tuple(distributed.get_process_group_ranks(group))
         current = torch.accelerator.current_stream(device)
@@ -71,7 +85,8 @@ def nccl_on_machines() -> Iterator[NcclOnMachines]:
     found = NcclOnMachines()
     timeout = _torch.group_timeout
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "_backends", lambda group: {"sim": "nccl"})
+        patch.setattr(groups, "_backends", found.backends)
+        patch.setattr(distributed, "new_group", found.new_group)
         patch.setattr(_torch, "group_timeout", lambda group, device: timeout(group, CPU))
         for name in _NAMES:
             patch.setattr(distributed, name, _stand_in(found, name))

@@ -183,6 +183,7 @@ def _prepare(
         "placements": placements,
         "mp_policy": mp_policy,
         "offload_policy": type(offload_policy).__name__,
+        "sync_batch_norm": sync_batch_norm,
     }
     if machines is not None:
         _compare_start(machines, module, named, slots, settings)
@@ -249,6 +250,7 @@ def _compare_start(
     from dataparallel.machines.start import compare, describe
 
     names = " and ".join(type(module).__name__ for module in modules)
+    settings = {"machines": machines.describe(slots), **settings}
     description = describe(dict(parameters), _buffers(modules), slots, settings)
     compare(machines.all, f"fully_shard of {names}", description)
     machines.make_communicators(slots)

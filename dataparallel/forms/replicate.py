@@ -261,6 +261,7 @@ def _prepare(
             ignored_parameters=parameters,
             machines=machines,
             average=average,
+            sync_batch_norm=sync_batch_norm,
             compile=compiled,
             graphs=has_graphs,
         )

@@ -35,6 +35,7 @@ class ReplicateState(StateOnSlots):
         first_bytes: size of the bucket whose gradients come first.
         machines: the machines over which gradients are summed too; ``None`` for this machine alone.
         average: if true, the sums of all machines are divided by their number.
+        sync_batch_norm: the argument of `replicate`, which machines compare.
 
     Attributes:
         tensors: the tensors of the replicas.
@@ -55,6 +56,7 @@ class ReplicateState(StateOnSlots):
         ignored_parameters: Sequence[Tensor],
         machines: Machines | None,
         average: bool,
+        sync_batch_norm: bool | str,
         compile: CompileArgument | None,
         graphs: bool,
     ) -> None:
@@ -70,6 +72,7 @@ class ReplicateState(StateOnSlots):
             "cap_bytes": options.cap_bytes,
             "broadcast_buffers": broadcast_buffers,
             "average": average,
+            "sync_batch_norm": sync_batch_norm,
         }
         self._agreement: Agreement | None = None
         self._hook: CommHook | None = None
@@ -150,7 +153,8 @@ class ReplicateState(StateOnSlots):
         parameters = {name: each for name, each in source.named_parameters() if self.manages(each)}
         buffers = {name: each for name, each in source.named_buffers() if id(each) not in ignored}
         what = f"`replicate` of a {type(self._twin.module).__name__}"
-        compare(self.machines, what, describe(parameters, buffers, self.slots, self._settings))
+        sent_from = {"device of the first slot": self.machines.names_of(self.slots[:1])[0]}
+        compare(self.machines, what, describe(parameters, buffers, self.slots, sent_from | self._settings))
         # Rounds of one group come one after the other. With groups of their own, the module's rounds and the rounds of
         # its replicas' collectives do not wait for each other, nor for other modules.
         self.machines = self.machines.another()

@@ -11,7 +11,6 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dataparallel.comm import nccl
@@ -63,22 +62,10 @@ class _MachinePass:
         flat = bucket_sum.flat
         if self._average:
             flat.div_(self._machines.size)
-        sent = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         # `stage` is called here, because the current stream has made the sum.
-        issue = partial(all_reduce, self._machines, stage(self._machines, sent))
+        issue = partial(all_reduce, self._machines, stage(self._machines, flat))
         what = f"bucket {bucket_sum.index} of {bucket_sum.count}, with {bucket_sum.names[0]!r}"
-        launched = self._round.launch(what, issue)
-        return _ComplexResult(launched) if flat.is_complex() else launched
-
-
-class _ComplexResult:
-    """The result of a sum of complex numbers, which travels as pairs of real ones."""
-
-    def __init__(self, launched: AsyncResult) -> None:
-        self._launched = launched
-
-    def wait(self) -> Tensor:
-        return torch.view_as_complex(self._launched.wait().view(-1, 2))
+        return self._round.launch(what, issue)
 
 
 class HookedMachineSums(_ReducerOverMachines):

@@ -6,9 +6,12 @@ ranks compare a checksum of its text, and send nothing else before all checksums
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
 import zlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,6 +36,24 @@ MOST = 20
 """How many differences a message lists."""
 
 
+@contextmanager
+def connecting() -> Iterator[None]:
+    """Where gloo cannot connect the ranks, the error says so if other hosts cannot reach the name of this one."""
+    try:
+        yield
+    except RuntimeError as error:
+        host, address = socket.gethostname(), ""
+        with suppress(OSError):
+            address = socket.gethostbyname(host)
+        if os.environ.get("GLOO_SOCKET_IFNAME") or (address and not address.startswith("127.")):
+            raise
+        raise RuntimeError(
+            f"{error}. gloo offers the others the address of this host's name, and {host!r} is "
+            f"{address or 'unknown'}, which no other host can reach: if the machines are several hosts, set the "
+            "environment variable GLOO_SOCKET_IFNAME to the network interface that connects them, on each"
+        ) from error
+
+
 class ControlChannel:
     """The gloo connections of one queue. All ranks call its methods in the same order. The constructor waits for them.
 
@@ -44,7 +65,8 @@ class ControlChannel:
         self.size = group.size
         store = distributed.distributed_c10d.PrefixStore(f"dataparallel/{name}", group.store)
         timeout = timedelta(seconds=group.timeout)
-        self._gloo: Any = distributed.ProcessGroupGloo(store, group.rank, group.size, timeout)
+        with connecting():
+            self._gloo: Any = distributed.ProcessGroupGloo(store, group.rank, group.size, timeout)
 
     def all_reduce_max(self, values: Tensor) -> Steps:
         """All-reduces a CPU tensor by its maximum, in place. It has one size on all ranks."""

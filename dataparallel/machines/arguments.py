@@ -6,13 +6,13 @@ All of them are checked before anything is sent. Each error says what was passed
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from dataparallel.devices import CPU, DeviceLike
+from dataparallel.devices import DeviceLike
 from dataparallel.machines.group import Machines
 
 if TYPE_CHECKING:
@@ -30,20 +30,20 @@ def machines_of(
     Raises:
         TypeError: another type than a ``ProcessGroup`` or a ``DeviceMesh``.
         ValueError: both are given; the mesh has several dimensions or another type of device; this process is no
-            member; the group can send neither from the slots nor from host memory.
+            member.
         RuntimeError: torch.distributed is not there or not initialised, the group is destroyed, or the mesh has none.
     """
     if not _is_given(process_group, mesh):
         return None
     if mesh is None:
-        return _of_group(process_group, slots)
+        return _of_group(process_group)
     _check_mesh(mesh, slots)
     if mesh.ndim != 1:
         raise ValueError(
             f"{_shown(mesh)} has {mesh.ndim} dimensions, and a module is replicated over one dimension of processes: "
             f"{_one_dimension(mesh)}"
         )
-    return _of_mesh(mesh, 0, slots)
+    return _of_mesh(mesh, 0)
 
 
 def shard_and_replicate_groups(
@@ -61,7 +61,7 @@ def shard_and_replicate_groups(
     if not _is_given(process_group, mesh):
         return None, None
     if mesh is None:
-        return None, _of_group(process_group, slots)
+        return None, _of_group(process_group)
     _check_mesh(mesh, slots)
     if mesh.ndim not in (1, 2):
         raise ValueError(
@@ -69,8 +69,8 @@ def shard_and_replicate_groups(
             f"over, the second to shard over. {_one_dimension(mesh, 'one or two dimensions')}"
         )
     if mesh.ndim == 1:
-        return _of_mesh(mesh, 0, slots), None
-    return _of_mesh(mesh, 1, slots), _of_mesh(mesh, 0, slots)
+        return _of_mesh(mesh, 0), None
+    return _of_mesh(mesh, 1), _of_mesh(mesh, 0)
 
 
 def one_device(devices: Sequence[DeviceLike] | None, device_id: DeviceLike | None) -> Sequence[DeviceLike] | None:
@@ -85,32 +85,6 @@ def one_device(devices: Sequence[DeviceLike] | None, device_id: DeviceLike | Non
             f"devices={devices!r} was passed too"
         )
     return [device_id]
-
-
-def check_sendable(machines: Machines, devices: Iterable[torch.device]) -> Machines:
-    """Returns ``machines`` if they can send tensors on all of the devices, directly or through host memory.
-
-    Raises:
-        ValueError: the group's backend takes neither, or torch lets the group send from another device only.
-    """
-    bound, devices = machines.bound_device, [*devices]
-    for device in devices:
-        if bound is not None and machines.is_nccl(device) and device != bound:
-            raise ValueError(
-                f"the group is bound to {bound} and cannot send tensors on {device}, because init_process_group was "
-                f"called with device_id={str(bound)!r}. Here one process has several devices, so leave device_id out"
-            )
-    if machines.can_send(CPU):
-        return machines
-    for device in devices:
-        if not machines.can_send(device):
-            backend = torch.distributed.get_backend_config(machines.group)
-            raise ValueError(
-                f"the group's backend, {backend}, can send neither tensors on {device} nor tensors in host memory. "
-                "Make the group with one backend for each type of device, such as 'cpu:gloo,cuda:nccl', or have the "
-                "tensors on devices that it sends"
-            )
-    return machines
 
 
 def refuse_tensor_parallel(module: nn.Module) -> None:
@@ -152,7 +126,7 @@ def _is_given(process_group: object, mesh: object) -> bool:
     return True
 
 
-def _of_group(group: Any, slots: Sequence[torch.device]) -> Machines:
+def _of_group(group: Any) -> Machines:
     distributed = torch.distributed
     if group == distributed.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
@@ -171,7 +145,7 @@ def _of_group(group: Any, slots: Sequence[torch.device]) -> Machines:
             "process_group has been destroyed, or belongs to a torch.distributed that has been; pass a group that was "
             "made since the last init_process_group()"
         ) from None
-    return check_sendable(Machines.of(group), slots)
+    return Machines.of(group)
 
 
 def _check_mesh(mesh: Any, slots: Sequence[torch.device]) -> None:
@@ -197,7 +171,7 @@ def _check_mesh(mesh: Any, slots: Sequence[torch.device]) -> None:
         )
 
 
-def _of_mesh(mesh: DeviceMesh, dim: int, slots: Sequence[torch.device]) -> Machines:
+def _of_mesh(mesh: DeviceMesh, dim: int) -> Machines:
     try:
         group = mesh.get_group(dim)
     except RuntimeError as error:
@@ -205,7 +179,7 @@ def _of_mesh(mesh: DeviceMesh, dim: int, slots: Sequence[torch.device]) -> Machi
             f"{_shown(mesh)} has no process group for dimension {dim}: {error}. Pass a mesh that init_device_mesh or "
             "DeviceMesh(...) has made with its groups"
         ) from error
-    return check_sendable(Machines.of(group), slots)
+    return Machines.of(group)
 
 
 def _one_dimension(mesh: DeviceMesh, wanted: str = "one dimension") -> str:

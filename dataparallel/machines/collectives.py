@@ -87,7 +87,7 @@ def stage(
     Raises:
         ValueError: the tensor is not dense, or not contiguous.
     """
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()  # a conjugate that is not computed has no bytes of its own
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise ValueError(
             f"a collective takes dense contiguous tensors; got layout {tensor.layout} and strides "
@@ -174,24 +174,25 @@ class Transfer:
 def all_reduce(group: Group, staged: Staged) -> Transfer:
     """The sum over ranks, in place if the tensor can be sent directly.
 
-    With gloo, floating-point numbers are added in rank order, so equal inputs give equal bits in every run.
+    With gloo, floating-point and complex numbers are added in rank order, so equal inputs give equal bits in every run.
     """
-    is_exact = group.size <= 2 or not staged.payload.is_floating_point()
-    if not is_exact and group.backends.get(staged.payload.device.type) == "gloo":
-        return _sum_in_rank_order(group, staged)
+    flat = _real(staged.payload)
+    is_exact = group.size <= 2 or not flat.is_floating_point()
+    if not is_exact and group.backends.get(flat.device.type) == "gloo":
+        return _sum_in_rank_order(group, staged, flat)
     with _launching(staged):
-        work = distributed.all_reduce(staged.payload, group=group.group, async_op=True)
+        work = distributed.all_reduce(flat, group=group.group, async_op=True)
     return Transfer(group, work, staged, staged.payload)
 
 
-def _sum_in_rank_order(group: Group, staged: Staged) -> Transfer:
+def _sum_in_rank_order(group: Group, staged: Staged, flat: Tensor) -> Transfer:
     """The sum over three ranks or more, added in rank order. Returns when the first of two exchanges is done.
 
     gloo's own sum begins at a rank that depends on the position in the tensor. After a restart gradients travel in
     other buckets, so their last bits would differ. Here each rank adds up one slice and sends the result to all others.
     The two exchanges send as many bytes as gloo's own sum.
     """
-    flat, size = staged.payload.view(-1), group.size
+    size = group.size
     sizes = tensor_split_sizes(flat.numel(), size)
     own_sizes = [sizes[group.rank]] * size
     rows = flat.new_empty(size, sizes[group.rank])
@@ -226,7 +227,7 @@ def reduce_scatter(group: Group, staged: Staged) -> Transfer:
     """This rank's slice of the sum over ranks: from 1-D tensors of ``size * n`` elements to ``n`` elements."""
     with _launching(staged):
         work = distributed.reduce_scatter_tensor(
-            _receive_buffer(staged), staged.payload, group=group.group, async_op=True
+            _real(_receive_buffer(staged)), _real(staged.payload), group=group.group, async_op=True
         )
     return Transfer(group, work, staged, _receive_buffer(staged))
 
@@ -256,6 +257,11 @@ def _receive_buffer(staged: Staged) -> Tensor:
 
 def _bytes(flat: Tensor) -> Tensor:
     return flat.view(-1).view(torch.uint8)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A flat view. Complex numbers are pairs of real ones, because backends add real numbers only."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
 
 
 def _launching(staged: Staged) -> AbstractContextManager[object]:

@@ -1,13 +1,14 @@
 """`Machines`: the ranks of a process group, for one purpose, with a queue of rounds.
 
 Nothing is sent over the user's group. Beside it the library makes one group that sends tensors for all purposes, so
-that with NCCL there is one communicator for each device, made at the start.
+that with NCCL there is one communicator for each device, made at the start. It always has gloo for host memory.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, distributed
 from dataparallel import _torch
 from dataparallel.devices import CPU
 from dataparallel.forks import in_forked_child
-from dataparallel.machines.agreement import of_ranks
+from dataparallel.machines.agreement import connecting, of_ranks
 from dataparallel.machines.collectives import all_gather, all_reduce, stage
 from dataparallel.machines.health import Health
 from dataparallel.machines.launcher import launcher
@@ -67,12 +68,6 @@ class Group:
         """True if tensors on some type of device go through NCCL."""
         return "nccl" in self.backends.values()
 
-    @property
-    def bound_device(self) -> torch.device | None:
-        """The only CUDA device that torch lets the group send from, if ``device_id`` was given to it."""
-        bound: torch.device | None = self.group.bound_device_id
-        return bound
-
     @cached_property
     def store(self) -> Any:
         """The store of all ranks of the job."""
@@ -95,7 +90,7 @@ class Machines(Group):
         self._health.include(self.queue, plain, self)
         self._sender: Machines | None = None  # the first `Machines` of the group that sends
         self._purposes = 1  # of a sender: how many `Machines` share its group
-        self._has_communicators: set[torch.device] = set()
+        self._names: dict[torch.device, str] = {}  # of a sender: the devices that have a communicator of NCCL
         self._by_purpose: dict[str, Machines] = {}
 
     @staticmethod
@@ -160,12 +155,9 @@ class Machines(Group):
 
         All ranks of the group call it, in one order, with as many devices. It does nothing for other backends.
         """
-        sender = self._sender
-        if sender is None:
-            return
-        known = sender._has_communicators
-        new = [each for each in dict.fromkeys(devices) if sender.is_nccl(each) and each not in known]
-        if not new:
+        sender, devices = self._sender, [*devices]
+        new = [] if sender is None else [each for each in dict.fromkeys(devices) if sender._is_new(each)]
+        if sender is None or not new:
             return
         this_round = sender.queue.begin_round("communicators", f"for {len(new)} devices")
         staged = [stage(sender, torch.zeros(1, device=device)) for device in new]
@@ -175,7 +167,29 @@ class Machines(Group):
         this_round.end([]).wait()
         for result in results:
             result.wait().item()
-        known.update(new)
+        self.note_communicators(devices)
+
+    def names_of(self, devices: Iterable[torch.device]) -> list[str]:
+        """For each device a name such as ``cuda 0``. Ranks that send from devices of one name have one communicator.
+
+        Names follow from the order in which devices come, and indices need not agree on the ranks. With NCCL, ranks
+        that send from devices of different names would wait for each other for ever.
+        """
+        names = {} if self._sender is None else {**self._sender._names}
+        for device in devices:
+            if device not in names:
+                names[device] = f"{device.type} {sum(known.type == device.type for known in names)}"
+        return [names[device] for device in devices]
+
+    def note_communicators(self, devices: Sequence[torch.device]) -> None:
+        """Notes the communicators that NCCL has for these devices, whose names all ranks have compared."""
+        sender = self._sender
+        if sender is not None:
+            named = zip(devices, self.names_of(devices), strict=True)
+            sender._names |= {device: name for device, name in named if sender._is_new(device)}
+
+    def _is_new(self, device: torch.device) -> bool:
+        return self.is_nccl(device) and device not in self._names
 
     @staticmethod
     def _sending(group: distributed.ProcessGroup, health: Health | None = None) -> Machines:
@@ -197,13 +211,15 @@ class Machines(Group):
                     "names for it on these ranks, because they are in different numbers of groups: make process groups "
                     "so that every rank is in as many, as init_device_mesh does"
                 )
+        backend = distributed.get_backend_config(self.group)
         try:
-            group: distributed.ProcessGroup = distributed.new_group(
-                ranks,
-                timeout=timedelta(seconds=self.timeout),
-                backend=distributed.get_backend_config(self.group),
-                use_local_synchronization=not is_whole,
-            )
+            with connecting(), _bound_to_no_device():
+                group: distributed.ProcessGroup = distributed.new_group(
+                    ranks,
+                    timeout=timedelta(seconds=self.timeout),
+                    backend=backend if CPU.type in self.backends else f"cpu:gloo,{backend}",
+                    use_local_synchronization=not is_whole,
+                )
         except RuntimeError as error:  # the store's, after the group's timeout
             raise self._health.break_for_lost_peer(error, "the beginning of 'another group'") from error
         return group
@@ -218,16 +234,32 @@ class Machines(Group):
         """``[size, *shape]``: the tensors of all machines, which have one shape and dtype. All ranks call it."""
         flat = tensor.detach().contiguous().view(-1)
         staged = stage(self, flat, self.size * flat.numel())  # here, where the current stream has computed it
-        contents = f"all_gather: {flat.numel()} x {flat.dtype}"
+        contents = f"all_gather: {flat.numel()} x {flat.dtype} on {self.names_of([flat.device])[0]}"
         this_round = self.queue.begin_round("an operator on sharded tensors", contents)
         result = this_round.launch("all_gather", lambda: all_gather(self, staged))
         this_round.close()
         gathered: Tensor = result.wait()
+        self.note_communicators([flat.device])
         return gathered.view(self.size, *tensor.shape)
 
     def describe(self) -> str:
         """The number of this machine, for messages."""
         return f"machine {self.rank} of {self.size}"
+
+
+@contextmanager
+def _bound_to_no_device() -> Iterator[None]:
+    """Inside, torch makes groups as if ``init_process_group`` had got no ``device_id``.
+
+    With one, torch at once splits NCCL's communicator of all ranks. That waits for all ranks of the job, and only the
+    ranks of the new group come. The group could send from this device only, and here a process may have several.
+    """
+    world: Any = distributed.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _backends(group: distributed.ProcessGroup) -> dict[str, str]:

@@ -299,5 +299,5 @@ def _receive_bytes(message: Message) -> list[int]:
 
 
 def _padded_bytes(piece: Tensor) -> Tensor:
-    data = piece.contiguous().view(torch.uint8)
+    data = piece.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
     return pad(data, (0, -data.numel() % ALIGNED))

@@ -20,7 +20,6 @@ from dataparallel import _torch
 from dataparallel.comm.buckets import has_strides, layout_of
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.machines.agreement import as_text
-from dataparallel.machines.arguments import check_sendable
 from dataparallel.machines.collectives import ALIGNED, broadcast, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
@@ -97,7 +96,7 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
 
     Raises:
         MachinesDiffer: on every rank: names, shapes, dtypes or types of device differ.
-        ValueError: a tensor cannot take values, or the group cannot send from its device.
+        ValueError: a tensor cannot take values.
         TypeError: a tensor is not a plain strided one.
         MachinesError: a rank has failed, or is gone. If it is gone, some tensors may have the values of rank 0 already.
             Otherwise nothing is changed.
@@ -107,9 +106,10 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
         first = {id(tensor): name for name, tensor in reversed([*named.items()])}
         named = {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
         _check_values(named)
-        check_sendable(machines, [tensor.device for tensor in named.values()])
         buckets = _plan_buckets(named, cap_bytes)
-    this_round = machines.queue.begin_round("values of rank 0", as_text(_describe_values(named, cap_bytes)))
+    devices = [tensor.device for tensor in named.values()]
+    description = _describe_values(named, machines.names_of(devices), cap_bytes)
+    this_round = machines.queue.begin_round("values of rank 0", as_text(description))
     sent_buckets: deque[tuple[_Bucket, PendingResult]] = deque()
     try:
         for bucket in buckets:
@@ -135,6 +135,7 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
     while sent_buckets:
         _receive(machines, *sent_buckets.popleft())
     end.wait()
+    machines.note_communicators(devices)
 
 
 class _Entry(NamedTuple):
@@ -172,16 +173,11 @@ def _check_values(named: Mapping[str, Tensor]) -> None:
             )
 
 
-def _describe_values(named: Mapping[str, Tensor], cap_bytes: int) -> dict[str, Any]:
-    """Describes what decides how values travel. Devices of a type have numbers, in the order of their first tensors."""
-    seen: dict[torch.device, int] = {}
+def _describe_values(named: Mapping[str, Tensor], devices: Sequence[str], cap_bytes: int) -> dict[str, Any]:
+    """Describes what decides how values travel. ``devices``: the names that all ranks have for the tensors' devices."""
     return {"bytes in a buffer": cap_bytes} | {
-        name: {
-            "shape": tuple(tensor.shape),
-            "dtype": tensor.dtype,
-            "device": f"{tensor.device.type}, number {seen.setdefault(tensor.device, len(seen))}",
-        }
-        for name, tensor in named.items()
+        name: {"shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": device}
+        for (name, tensor), device in zip(named.items(), devices, strict=True)
     }
 
 

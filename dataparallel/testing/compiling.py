@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from dataparallel.progress import progress
 
@@ -84,9 +84,14 @@ class Library:
     link_flags: tuple[str, ...] = ()
     include_paths: tuple[Path, ...] = ()
 
+    takes: ClassVar[str] = "less than a minute"
+    """How long one is compiled, for messages."""
+
 
 class Extension(Library):
     """A module for Python that uses torch: the same attributes, but ``name`` is the module's."""
+
+    takes = "some minutes"
 
 
 def load_extension(extension: Extension) -> ModuleType:
@@ -181,19 +186,33 @@ def _only_one(path: Path, what: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            with progress(f"waiting for another process to compile the {what}"):
+            with _announced(f"waiting for another process to compile the {what}"):
                 fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file releases the lock
 
 
 @contextmanager
 def _scratch(library: Library, path: Path) -> Iterator[str]:
-    """A folder to compile in, while a terminal shows that something is compiled."""
+    """A folder to compile in, with a line that says so."""
     for left_behind in path.parent.glob("tmp*"):  # by a process that was killed while it had the lock
         shutil.rmtree(left_behind, ignore_errors=True)
     scratch = tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True)
-    with scratch as folder, progress(f"compiling the {library.what}, once"):
+    more = f", which takes {library.takes}; they are kept in {path.parent}"
+    with scratch as folder, _announced(f"compiling the {library.what}, once", more):
         yield folder
+
+
+@contextmanager
+def _announced(text: str, more: str = "") -> Iterator[None]:
+    """Writes a line to stderr before the block. While the block runs a terminal shows for how long."""
+    _say(text + more)
+    with progress(text):
+        yield
+
+
+def _say(text: str) -> None:
+    if sys.stderr is not None:
+        print(f"dataparallel: {text}", file=sys.stderr, flush=True)
 
 
 def _compile_by_torch(extension: Extension, path: Path) -> ModuleType:
@@ -217,7 +236,7 @@ def _compile_by_torch(extension: Extension, path: Path) -> ModuleType:
         try:
             os.replace(Path(folder, f"{extension.name}.so"), path)  # atomic: no process loads half a file
         except OSError as error:  # this process has loaded the library already
-            print(f"dataparallel: what is compiled cannot be kept for the next process: {error}", file=sys.stderr)
+            _say(f"what is compiled cannot be kept for the next process: {error}")
     return module
 
 

@@ -86,14 +86,6 @@ def for_cuda(mesh):
     return mesh
 
 
-def that_sends_nothing():
-    """A group, whose backend knows no device of this process from now on."""
-    from dataparallel.machines.group import Machines
-
-    Machines.can_send = lambda self, device: False
-    return torch.distributed.group.WORLD
-
-
 def refusals(rank, devices):
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -109,7 +101,6 @@ def refusals(rank, devices):
         "numbers": said(machines_of, [0, 1], None),
         "devices": said(machines_of, None, devices),
         "type": said(machines_of, None, for_cuda(line), [CPU]),
-        "stuck": said(machines_of, that_sends_nothing(), None, [CPU]),
     }
     if rank == 1:
         found["no member"] = said(machines_of, alone, None)
@@ -130,7 +121,6 @@ def test_what_is_refused():
         "numbers": "TypeError: process_group=[0, 1]: expected a torch.distributed.ProcessGroup",
         "devices": "TypeError: mesh=[device(type=",
         "type": "ValueError: the mesh (2) is for devices of type cuda, and the slots of this process are of type cpu",
-        "stuck": "ValueError: the group's backend, cpu:gloo,cuda:gloo, can send neither tensors on cpu nor",
     }
     for found in (first, second):
         for name, words in expected.items():

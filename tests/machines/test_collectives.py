@@ -10,15 +10,21 @@ import torch
 from torch import distributed
 
 from dataparallel.machines.collectives import all_gather, all_reduce, broadcast, reduce_scatter, stage
+from dataparallel.machines.peer_rounds import Message, PeerRounds
 from machine_ranks import all_machines, on_machines, summed
 
 
-def every_collective(rank: int, devices: list[torch.device]) -> None:
+def given(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers, or imaginary ones, which torch conjugates when they are read."""
+    return (numbers * -1j).conj() if dtype.is_complex else numbers.clone()
+
+
+def every_collective(rank: int, devices: list[torch.device], dtype: torch.dtype) -> None:
     machines = all_machines()
     device = devices[-1]
     round = machines.queue.begin_round("backward", "one of each")
     x = torch.arange(4.0, device=device) + rank
-    staged = [stage(machines, x.clone(), receives) for receives in (None, None, 8, 2)]
+    staged = [stage(machines, given(x, dtype), receives) for receives in (None, None, 8, 2)]
     launched = [
         round.launch("a sum", lambda: all_reduce(machines, staged[0])),
         round.launch("a broadcast", lambda: broadcast(machines, staged[1])),
@@ -28,7 +34,8 @@ def every_collective(rank: int, devices: list[torch.device]) -> None:
     end = round.end([rank == 0, False, rank == 1])
     results = [each.wait() for each in launched]
     assert {result.device for result in results} == {device}
-    assert [result.tolist() for result in results] == [
+    assert {result.dtype for result in results} == {dtype}
+    assert [(result.imag if dtype.is_complex else result).tolist() for result in results] == [
         [1, 3, 5, 7],
         [0, 1, 2, 3],
         [0, 1, 2, 3, 1, 2, 3, 4],
@@ -37,8 +44,9 @@ def every_collective(rank: int, devices: list[torch.device]) -> None:
     assert end.wait() == [True, False, True]
 
 
-def test_every_collective() -> None:
-    on_machines(every_collective)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_every_collective(dtype: torch.dtype) -> None:
+    on_machines(every_collective, dtype)
 
 
 def other_streams(rank: int, devices: list[torch.device]) -> None:
@@ -90,7 +98,7 @@ def numbers_of(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 def add(rank: int, devices: list[torch.device]) -> None:
     machines = all_machines()
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64):
         for count in (0, 1, 2, 3, 1000, 4097):
             expected = numbers_of(0, count, dtype)
             for other in range(1, RANKS):
@@ -152,3 +160,17 @@ def gathers(rank: int, devices: list[torch.device]) -> None:
 
 def test_every_dtype() -> None:
     on_machines(gathers)
+
+
+def conjugates(rank: int, devices: list[torch.device]) -> None:
+    rounds = PeerRounds(all_machines().another())
+    numbers = given(torch.tensor([1.0, 2.0], device=devices[0]) + 10 * rank, torch.complex64)
+    assert numbers.is_conj()
+    for count in (1, 2):
+        for received in rounds.exchange("some", str(count), [Message(numbers, [1, 1], [1, 1])] * count):
+            assert received.tolist() == [(1 + rank) * 1j, (11 + rank) * 1j]
+
+
+def test_numbers_that_torch_has_yet_to_conjugate() -> None:
+    """Gradients of complex numbers are often such views."""
+    on_machines(conjugates)

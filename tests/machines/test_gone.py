@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from torch.futures import Future
 
 from dataparallel.machines.collectives import Transfer
 from dataparallel.machines.errors import PeerGone
-from machine_ranks import Ended, all_machines, hooked, on_mortal_machines, summed
+from machine_ranks import Ended, all_machines, hooked, on_mortal_machines, said, summed
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
 
@@ -153,3 +156,31 @@ def test_a_future_that_nobody_sets() -> None:
     for ended in on_mortal_machines(never_done, group_timeout=1):
         assert ended.error is None
         assert ended.seconds < 1 + 5
+
+
+def stays_alone(rank: int, devices: list[torch.device], address: str, interface: str, call: str) -> str:
+    """What this rank says if the other one does not connect, and the host's name has this address."""
+    os.environ.update({"GLOO_SOCKET_IFNAME": interface} if interface else {})
+    if not interface:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    socket.gethostbyname = lambda name: address
+    machines = all_machines()
+    calls: dict[str, Callable[[], Any]] = {
+        "a word": partial(machines.all_gather_object, 1),
+        "a group": machines.another,
+    }
+    return said(calls[call]) if rank == 0 else ""
+
+
+@pytest.mark.parametrize("call", ["a word", "a group"])
+@pytest.mark.parametrize(
+    ("address", "interface", "is_named"), [("127.0.1.1", "", True), ("127.0.1.1", "lo", False), ("10.0.0.7", "", False)]
+)
+def test_a_host_whose_name_leads_to_itself_is_told_the_remedy(
+    address: str, interface: str, is_named: bool, call: str
+) -> None:
+    """gloo offers others the address of the host's name, and an error of the timeout alone would not show it."""
+    alone, _ = on_mortal_machines(stays_alone, address, interface, call)
+    assert alone.result.startswith("PeerGone: rank 0 has waited for the beginning of ")
+    assert ("is 127.0.1.1, which no other host can reach" in alone.result) == is_named
+    assert ("set the environment variable GLOO_SOCKET_IFNAME" in alone.result) == is_named

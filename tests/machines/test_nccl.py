@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 import time
-from types import SimpleNamespace
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +16,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dataparallel.composable import MixedPrecisionPolicy, fully_shard, replicate
-from dataparallel.machines.arguments import check_sendable
+from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
+from dataparallel.machines import start
 from dataparallel.machines.collectives import all_gather, stage
-from dataparallel.machines.group import Group
-from machine_ranks import all_machines, on_machines
+from machine_ranks import all_machines, on_machines, said
 from nccl_on_machines import has_circle, nccl_on_machines
 
 pytestmark = pytest.mark.devices("sim")
@@ -213,10 +213,93 @@ def test_small_values_use_no_device() -> None:
     on_machines(says)
 
 
-def test_a_group_that_is_bound_to_a_device_is_refused_by_name() -> None:
-    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    group: Any = SimpleNamespace(bound_device=devices[0], can_send=lambda device: device.type == "cuda")
-    group.is_nccl = lambda device: Group.is_nccl(SimpleNamespace(backends={"cuda": "nccl"}), device)  # type: ignore
-    assert check_sendable(group, devices[:1]) is group
-    with pytest.raises(ValueError, match=r"bound to cuda:0 and cannot send tensors on cuda:1.*device_id='cuda:0'"):
-        check_sendable(group, devices)
+# ---- host values go by gloo ------------------------------------------------------------------------------------------
+
+
+def clips(rank: int, devices: list[torch.device], start: str) -> Tensor:
+    torch.manual_seed(rank)
+    net: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).double().to(start)
+    with nccl_on_machines():
+        for unit in (net[0], net):
+            fully_shard(unit, devices=devices, mesh=mesh_of(2), offload_policy=CPUOffloadPolicy())
+        net(torch.ones(4, 8, dtype=torch.float64, device=devices[0])).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        after = nn.utils.get_total_norm([parameter.grad for parameter in net.parameters()])
+        assert after.item() == pytest.approx(1e-3)
+        assert {shard.device.type for shard in net[0].weight.shards} == {"cpu"}
+        return torch.stack([norm, net[0].weight.full_tensor().sum()])
+
+
+@pytest.mark.parametrize("start", ["cpu", "sim:0"])
+def test_shards_in_host_memory_go_by_gloo_where_the_group_has_nccl_alone(start: str) -> None:
+    one, other = on_machines(clips, start)
+    assert torch.equal(one, other)
+
+
+# ---- ranks send from the same communicators --------------------------------------------------------------------------
+
+
+def applies(rank: int, lists: list[list[torch.device]], has_nccl: bool, form: str) -> list[str]:
+    """What each list of slots leads to, one after the other."""
+    found = []
+    with nccl_on_machines() if has_nccl else nullcontext():
+        for devices in lists:
+            net: Any = nn.Linear(8, 8).to(devices[0])
+            if form == "replicate":
+                found.append(said(partial(replicate, net, devices=devices, mesh=mesh_of(2))))
+            else:
+                found.append(said(partial(fully_shard, net, devices=devices, mesh=mesh_of(2))))
+            is_unchanged = type(net) is nn.Linear
+            assert is_unchanged == found[-1].startswith("MachinesDiffer")
+            if not is_unchanged:
+                net(torch.ones(6, 8, device=devices[0])).sum().backward()
+    return found
+
+
+def patterns(rank: int, devices: list[torch.device], has_nccl: bool, form: str) -> list[str]:
+    a, b = devices
+    lists = [[a, a, b], [b, a, a]] if rank == 0 else [[a, b, b], [a, b, b]]
+    return applies(rank, lists, has_nccl, form)
+
+
+@pytest.mark.parametrize("has_nccl", [True, False])
+def test_slots_that_repeat_devices_in_another_pattern_are_refused_on_all_machines(has_nccl: bool) -> None:
+    for differ, agree in on_machines(patterns, has_nccl, "fully_shard"):
+        assert "from sim 0, sim 0, sim 1 on rank 0, 2, from sim 0, sim 1, sim 1 on rank 1" in differ
+        assert agree == "nothing was raised"  # the indices need not agree
+
+
+def test_replicas_may_share_devices_in_any_pattern() -> None:
+    """Their gradients go to other machines from the first slot's device."""
+    for same, _ in on_machines(patterns, True, "replicate"):
+        assert same == "nothing was raised"
+
+
+def orders(rank: int, devices: list[torch.device], form: str) -> list[str]:
+    return applies(rank, [devices, devices if rank == 0 else devices[::-1], devices[::-1]], True, form)
+
+
+@pytest.mark.parametrize("form", ["replicate", "fully_shard"])
+def test_devices_that_other_ranks_have_no_communicator_with_are_refused_on_all_machines(form: str) -> None:
+    for first, crossed, swapped in on_machines(orders, form):
+        assert (first, swapped) == ("nothing was raised", "nothing was raised")
+        assert "sim 0" in crossed
+        assert "sim 1" in crossed
+        assert "on rank 1" in crossed
+
+
+def sends(rank: int, devices: list[torch.device]) -> list[str]:
+    with nccl_on_machines():
+        machines = all_machines().another()
+        machines.make_communicators(devices[:1])
+        there = torch.ones(2, device=devices[rank])
+        found = [said(start.send_values, machines, {"w": there}), said(machines.all_gather, there)]
+        for device in (devices[1], devices[0]):  # a communicator that is made by the way, and an old one
+            start.send_values(machines, {"w": torch.ones(2, device=device)})
+    return found
+
+
+def test_values_and_parts_are_sent_from_the_same_communicators() -> None:
+    for values, parts in on_machines(sends):
+        assert "w: device sim 0 on rank 0, sim 1 on rank 1" in values
+        assert "all_gather: 2 x torch.float32 on sim" in parts

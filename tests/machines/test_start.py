@@ -224,9 +224,6 @@ def refused(rank, devices):
     found = {name: said(send_values, machines, {"good": good, name: each}) for name, each in tensors.items()}
     lopsided = torch.empty(2, device="meta" if rank else "cpu")
     found["meta on one rank"] = said(send_values, machines, {"good": good, "w": lopsided})
-    machines.can_send = lambda device: device.type == "cuda"
-    found["device"] = said(send_values, machines, {"good": good})
-    del machines.can_send
     found["shapes"] = said(send_values, machines, {"good": good, "w": torch.empty(2 + rank)})
     return found, good.tolist()
 
@@ -238,7 +235,6 @@ def test_what_cannot_be_sent():
         "meta": "ValueError: cannot send the values of rank 0: 'meta' of shape (2,) is on the meta device",
         "lazy": "ValueError: cannot send the values of rank 0: 'lazy' is an uninitialised lazy parameter",
         "inference": "ValueError: cannot send the values of rank 0: 'inference' was made under torch.inference_mode()",
-        "device": "ValueError: the group's backend, ",
         "sparse": "TypeError: cannot send the values of rank 0: 'sparse' is a tensor of layout torch.sparse_coo",
         "quantised": "TypeError: cannot send the values of rank 0: 'quantised' is a ",
     }.items():

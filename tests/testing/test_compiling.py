@@ -93,8 +93,15 @@ def left_behind(cache: Path) -> set[str]:
     return {path.name for path in cache.rglob("*") if path.is_file()} - {"lock"}
 
 
+def said_by(library: Library, takes: str) -> tuple[str, str]:
+    """What is written while it is compiled."""
+    kept = compiling.path_of(library).parent
+    return "", f"dataparallel: compiling the {library.what}, once, which takes {takes}; they are kept in {kept}\n"
+
+
 def test_compiled_once_and_found_afterwards(cache, extension, compiler, capfd):
     assert load_extension(extension).ANSWER == 42
+    assert capfd.readouterr() == said_by(extension, "some minutes")
     assert left_behind(cache) == {f"{extension.name}{sysconfig.get_config_var('EXT_SUFFIX')}"}
     compiling._loaded.clear()  # as in another process
     assert load_extension(extension).ANSWER == 42
@@ -287,6 +294,7 @@ def library(tmp_path) -> Library:
 
 def test_a_library_needs_neither_ninja_nor_headers_of_python(cache, library, no_scripts, compiler, capfd):
     path = build_library(library)
+    assert capfd.readouterr() == said_by(library, "less than a minute")
     assert ctypes.CDLL(str(path)).answer() == 42
     assert b"\0answers\0" in path.read_bytes()
     assert left_behind(cache) == {"libanswer.so.1"}

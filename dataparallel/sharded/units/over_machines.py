@@ -73,6 +73,17 @@ class MachinesOfTree:
                 machines.make_communicators(slots)
         self.all.make_communicators(slots[:1])
 
+    def describe(self, slots: Sequence[torch.device]) -> dict[str, str]:
+        """Describes, for `machines.start.compare`, the groups and from which devices of each the slots send."""
+        groups = {"to shard over": self.shard, "to replicate over": self.replicate}
+        if all(groups.values()):
+            groups["in all"] = self.all
+        return {
+            name: f"{machines.size}, from {', '.join(machines.names_of(slots))}"
+            for name, machines in groups.items()
+            if machines is not None
+        }
+
     def owners(self, slots: Sequence[torch.device]) -> Sequence[torch.device]:
         """Returns the owners of parameters that are sharded over these slots."""
         return slots if self.shard is None else Owners(slots, self.shard.own("tensors"))

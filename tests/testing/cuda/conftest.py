@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import environment, run_script
+from processes import environment
 
 TORCH = """
 import os
@@ -100,9 +100,3 @@ def lines(python) -> Callable[..., list[str]]:
         return done.stdout.splitlines()
 
     return run
-
-
-@pytest.fixture(scope="session")
-def compiled_libraries() -> None:
-    """The libraries in place of CUDA's and the watcher of the tests, which may take longer than a script has."""
-    run_script("import cudart; cudart.Log()", timeout=900)

@@ -244,6 +244,21 @@ assert "operation not permitted when stream is capturing" in message(captured, l
 graph, result = captured(lambda: x * 2)  # the next capture is good
 graph.replay()
 assert result.sum() == 2000
+#: operators and copies after what has made a capture invalid
+said = []
+def goes_on():
+    for function in (lambda: x.sum().item(), lambda: x * 2, lambda: y.copy_(x), lambda: x.nonzero()):
+        try:
+            function()
+        except torch.AcceleratorError as error:
+            said.append((error.error_code, str(error).split("\\n")[0]))
+invalid = (901, "CUDA error: operation failed due to a previous error during capture")
+assert invalid[1] in message(captured, goes_on)
+assert said[0] == (900, "CUDA error: operation not permitted when stream is capturing")
+assert said[1:] == [invalid] * 3, said
+graph, result = captured(lambda: x * 2)
+graph.replay()
+assert result.sum() == 2000
 #: a shape depends on values
 assert "cannot capture aten::nonzero" in message(captured, lambda: x.nonzero())
 #: pageable memory

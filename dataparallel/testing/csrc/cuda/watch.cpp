@@ -1,5 +1,6 @@
 #include "watch.h"
 
+#include <c10/cuda/CUDAException.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
@@ -262,6 +263,9 @@ clocks::Ticket launch_on(standin::StreamName stream, const std::string& op, c10:
   const auto restore = c10::make_scope_exit([&] { on_the_way = before; });
   if (const auto problem = standin::announce(stream, op.c_str(), nullptr, 0, nullptr, turn); !problem.empty()) {
     standin::has_told(problem);
+    if (cudaPeekAtLastError() != cudaSuccess && problem == cudaGetErrorString(cudaPeekAtLastError())) {
+      C10_CUDA_CHECK(cudaGetLastError());
+    }
     TORCH_CHECK(false, problem);
   }
   return way.ticket;

@@ -178,7 +178,7 @@ std::string keep(Stream& stream, const char* name, const Part* parts, size_t num
   if (turn == Turn::kAtOnce) {
     const std::lock_guard<std::mutex> guard(lock);
     if (stream.capture) {
-      stream.capture->is_invalid = true;
+      valid(*stream.capture).is_invalid = true;
     }
     return std::string("the stand-in for CUDA cannot capture ") + name + ": it is done when it is called";
   }
@@ -193,10 +193,10 @@ std::string keep(Stream& stream, const char* name, const Part* parts, size_t num
 
 void keep_work(Stream& stream, std::function<void()> work) {
   const std::lock_guard<std::mutex> guard(lock);
-  if (!stream.capture) {
-    return;
+  if (!stream.capture || stream.capture->is_invalid) {
+    return; // there will be no graph that does the work
   }
-  auto& pieces = valid(*stream.capture).graph->pieces;
+  auto& pieces = stream.capture->graph->pieces;
   const auto lane = lane_of(*stream.capture, stream);
   const auto last = std::find_if(pieces.rbegin(), pieces.rend(), [&](const Piece& piece) { return piece.lane == lane; });
   last->work = std::move(work);

@@ -11,7 +11,8 @@ void begin_capture(Stream& stream, cudaStreamCaptureMode mode);
 std::shared_ptr<Graph> end_capture(Stream& stream); // throws Refused; an invalid capture has ended then
 std::shared_ptr<Graph> graph_in_capture(void* handle); // null if it is none
 
-// Work of a stream that captures, told by `announce` and then passed by `in_turn`. Returns what is wrong.
+// Work of a stream that captures, told by `announce` and then passed by `in_turn`. Returns what is wrong, and throws
+// Refused if the capture is invalid.
 std::string keep(Stream& stream, const char* name, const Part* parts, size_t count, const CopyInfo* copy, Turn turn);
 void keep_work(Stream& stream, std::function<void()> work);
 

@@ -144,7 +144,7 @@ cudaError_t copy(const char* call, Rows to_rows, Rows from_rows, Extent extent, 
     wait_for_stream(stream, call);
   }
   const CopyInfo info{from.device(), to.device(), extent.width * extent.height};
-  const auto wrong = announce(stream.name, call, parts.data(), parts.size(), &info, Turn::kLater);
+  const auto wrong = announce_or_refuse(stream.name, call, parts.data(), parts.size(), &info, Turn::kLater);
   if (!wrong.empty()) {
     return failed(wrong);
   }
@@ -174,7 +174,7 @@ cudaError_t fill(const char* call, Rows to_rows, Extent extent, uint32_t value, 
   }
   std::vector<Part> parts;
   add_parts(parts, to, extent, true, "destination");
-  const auto wrong = announce(stream.name, call, parts.data(), parts.size(), nullptr, Turn::kLater);
+  const auto wrong = announce_or_refuse(stream.name, call, parts.data(), parts.size(), nullptr, Turn::kLater);
   if (!wrong.empty()) {
     return failed(wrong);
   }

@@ -214,7 +214,8 @@ std::string launch_function(LoadedFunction& function, Stream& stream, const Shap
   name_parts(parts, function, arguments);
   const std::string unmapped = check_access(stream.name.device, function.name.c_str(), parts.data(), parts.size());
   if (!unmapped.empty()) return unmapped;
-  const std::string found = announce(stream.name, function.name.c_str(), parts.data(), parts.size());
+  const std::string found =
+      announce_or_refuse(stream.name, function.name.c_str(), parts.data(), parts.size(), nullptr, Turn::kAtOnce);
   return problem.empty() ? found : "the kernel " + function.name + " stopped: " + problem;
 }
 

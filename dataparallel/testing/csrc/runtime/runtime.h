@@ -47,7 +47,8 @@ Memory* memory_of(const void* address);
 Part part_of(const void* address, size_t bytes, bool writes, const char* argument);
 
 // Announces work on a stream, as every copy does: the implicit waits of the legacy default stream, then the watcher's
-// `launch`. Returns the message if something is wrong. The caller does the work at once, so all that the stream was given
+// `launch`. Returns the message if something is wrong. Where CUDA itself refuses the work, as in a capture that is
+// invalid, the message is CUDA's, and the error is the thread's last one, as after a kernel's launch. The caller does the work at once, so all that the stream was given
 // before has been done; or passes it to `in_turn`.
 enum class Turn { kAtOnce, kLater };
 std::string announce(StreamName stream, const char* name, const Part* parts, size_t count,

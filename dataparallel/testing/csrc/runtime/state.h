@@ -117,6 +117,9 @@ void* create_stream(unsigned flags, int priority);
 void destroy_stream(void* handle);
 // The implicit waits before an action on a stream: of the legacy default stream for blocking ones, and of them for it.
 void order(Stream& stream);
+// As `announce`, for functions of CUDA itself: throws Refused where CUDA refuses the work.
+std::string announce_or_refuse(StreamName name, const char* what, const Part* parts, size_t count,
+                               const CopyInfo* copy, Turn turn);
 bool stream_is_done(Stream& stream);
 void wait_for_stream(Stream& stream, const char* call); // the host
 void wait_for_device(int device, const char* call);

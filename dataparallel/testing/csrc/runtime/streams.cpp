@@ -199,6 +199,16 @@ void wait_for_device(int device, const char* call) {
 
 std::string announce(StreamName name, const char* what, const Part* parts, size_t count, const CopyInfo* copy,
                      Turn turn) {
+  try {
+    return announce_or_refuse(name, what, parts, count, copy, turn);
+  } catch (const Refused& refused) {
+    this_thread().last = refused.error;
+    return cudaGetErrorString(refused.error);
+  }
+}
+
+std::string announce_or_refuse(StreamName name, const char* what, const Part* parts, size_t count,
+                               const CopyInfo* copy, Turn turn) {
   auto& stream = stream_named(name);
   if (is_capturing(stream)) {
     auto wrong = keep(stream, what, parts, count, copy, turn);

@@ -1,0 +1,61 @@
+"""Machines over torch's own process groups of NCCL, which the stand-in answers.
+
+Tensors come and go by copies, which torch makes without kernels. So these tests need no operators.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from processes import run_ranks
+from stand_in import IN_OWN_PROCESSES
+
+pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
+
+SCRIPT = """
+import os
+from dataparallel.testing.cuda import libraries
+libraries.open_libraries()
+from datetime import timedelta
+from functools import partial
+import torch
+import torch.distributed as dist
+from dataparallel.machines.collectives import all_reduce, reduce_scatter, stage
+from dataparallel.machines.group import Machines
+
+rank, world = int(os.environ["TEST_RANK"]), int(os.environ["TEST_WORLD"])
+device = torch.device("cuda", rank)
+dist.init_process_group(
+    "nccl",
+    init_method="file://" + os.environ["TEST_FOLDER"] + "/store",
+    rank=rank,
+    world_size=world,
+    timeout=timedelta(seconds=20),
+    device_id=device if EAGER else None,
+)
+some = dist.new_group([0, 1])
+if rank < 2:
+    machines = Machines.of(some).another()
+    assert dist.group.WORLD.bound_device_id == (device if EAGER else None)
+    for place in (device, torch.device("cuda", rank + 4), torch.device("cpu")):
+        numbers = (torch.arange(4.0) + rank) * 1j
+        staged = [stage(machines, numbers.to(place, copy=True), receives) for receives in (None, 2)]
+        round = machines.queue.begin_round("backward", str(place.type))
+        results = [
+            round.launch("a sum", partial(all_reduce, machines, staged[0])),
+            round.launch("a part", partial(reduce_scatter, machines, staged[1])),
+        ]
+        round.close()
+        whole, part = (result.wait().cpu() for result in results)
+        assert whole.tolist() == [1j, 3j, 5j, 7j]
+        assert part.tolist() == whole.tolist()[2 * rank : 2 * rank + 2]
+        assert machines.all_gather(numbers.to(place)).cpu()[rank].tolist() == numbers.tolist()
+"""
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_some_ranks_send_complex_numbers_from_every_device_and_from_host_memory(tmp_path: Path, eager: bool) -> None:
+    """With ``"nccl"`` alone, and also if `init_process_group` was given a ``device_id``: not all ranks come."""
+    script = SCRIPT.replace("EAGER", str(eager))
+    for each in run_ranks(tmp_path, 3, script, TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore"):
+        assert each.returncode == 0, each.stdout
