@@ -180,7 +180,7 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
         if isinstance(parameter, ShardedTensor) or hasattr(parameter, "__tensor_flatten__"):
             raise TypeError(
                 f"{name!r} is a {type(parameter).__name__}, which stands for other tensors already; `fully_shard` "
-                "takes plain parameters"
+                "takes plain parameters. Replicate the module instead"
             )
         if attributes := attributes_with_tensors(parameter):
             raise TypeError(

@@ -114,7 +114,7 @@ def test_no_method_of_a_class_is_called_on_a_chunk(transport: str, slots: list, 
     with comm.using(transport=transport):
         chunks = comm.scatter(original, slots)
         copies = comm.broadcast(original, slots)
-        (_, own, *_) = (copy for (copy,) in comm.broadcast_coalesced([original], slots, own_storage=True))
+        _, (own,) = comm.broadcast_coalesced([original], [root, root], own_storage=True)
     for each in (*chunks, *copies, own):
         assert type(each) is Distribution
         assert each.kind == "normal"
