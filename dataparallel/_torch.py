@@ -250,6 +250,9 @@ else:
 version_of: Callable[[Tensor], int] = _attribute(
     "torch.Tensor._version", "see that a tensor was changed in place (tensors made in inference mode have no version)"
 )
+tensor_address: Callable[[Tensor], int] = _attribute(
+    "torch.Tensor._cdata", "see that torch has swapped a tensor with another one, whose place in a graph is its own"
+)
 use_count: Callable[[Tensor], int] = _private(
     "torch.Tensor._use_count", "count the holders of a tensor outside of Python"
 )

@@ -19,7 +19,8 @@ from dataparallel import _torch, comm
 from dataparallel.autograd.node import Node, forward_streams_set, note_forward_streams, run_first
 from dataparallel.autograd.pass_of_backward import running_pass
 from dataparallel.comm import settings
-from dataparallel.comm.buckets import Planned, alias
+from dataparallel.comm.buckets import Planned
+from dataparallel.comm.kinds import alias
 from dataparallel.comm.streams.current import run_apart, streams_set
 from dataparallel.comm.transport import Later
 from dataparallel.devices import DeviceLike, resolve_each
@@ -218,7 +219,7 @@ class Gather(Node):
     def unrecorded(destination: DeviceLike, dim: int, *tensors: Tensor) -> Tensor:
         """Returns what ``apply`` does, without a node: faster where no graph is recorded."""
         if all(tensor.dim() == 0 for tensor in tensors):
-            dim, tensors = 0, tuple(tensor.reshape(1) for tensor in tensors)
+            dim, tensors = 0, tuple(Tensor.reshape(tensor, 1) for tensor in tensors)
         gathered = comm.gather(tensors, dim, destination)
         return alias(gathered, 0) if len(tensors) == 1 else gathered
 

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
 from dataparallel import _torch
-from dataparallel.comm.buckets import alias
+from dataparallel.comm.kinds import alias
 from dataparallel.comm.streams.current import Event, current_streams, memory_of, streams_set
 from dataparallel.devices import CPU
 

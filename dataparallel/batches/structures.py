@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.batches.batch_types import PerReplica, batch_of, container_of, is_written_to
-from dataparallel.comm.buckets import alias
+from dataparallel.comm.kinds import alias, same_kind
 from dataparallel.samples import Samples
 
 _WHOLE = "_dataparallel_whole"
@@ -38,7 +38,7 @@ def whole(tensor: Tensor) -> Tensor:
     marked = alias(tensor, 0)
     if tensor.requires_grad and torch.is_grad_enabled():
         has_views = tensor.layout in (torch.strided, torch.jagged)  # a sparse tensor has no views
-        marked = tensor.view_as(tensor) if has_views else tensor.clone()
+        marked = same_kind(Tensor.view_as(tensor, tensor) if has_views else Tensor.clone(tensor), tensor)
     mark_whole(marked)
     return marked
 

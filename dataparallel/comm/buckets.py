@@ -265,22 +265,3 @@ def unflatten(bucket: Bucket, flat: Tensor) -> list[Tensor]:
             parts.extend(run if size == layout.shape else (part.expand(layout.shape) for part in run))
             offset += count * layout.numel
     return parts
-
-
-def same_kind(new: Tensor, original: Tensor) -> Tensor:
-    """Gives ``new``, a copy of the data of ``original``, the class and the Python attributes of ``original``."""
-    if type(new) is Tensor and type(original) not in PLAIN_TYPES:
-        new = new.as_subclass(type(original))
-    if original.__dict__:
-        new.__dict__.update(original.__dict__)
-    return new
-
-
-def alias(tensor: Tensor, slot: int) -> Tensor:
-    """A new tensor object on the same memory, without a graph, with the same class and Python attributes.
-
-    On slot 0 it shares the version counter of ``tensor``, so that autograd notices if the source changes before
-    backward. On other slots it has a version counter of its own: otherwise autograd would take an in-place change by
-    one replica for a change of all of them.
-    """
-    return same_kind(tensor.data if slot else tensor.detach(), tensor)

@@ -13,7 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dataparallel.comm.buckets import same_kind, travels_flat
+from dataparallel.comm.buckets import travels_flat
+from dataparallel.comm.kinds import same_kind
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.transport import Transport
@@ -28,7 +29,7 @@ def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
     """
     if tensor.device == device or "cpu" in (tensor.device.type, device.type):
         return STAR.to_device(tensor, device, own=own)
-    original, tensor = tensor, tensor.detach()
+    original, tensor = tensor, Tensor.detach(tensor)
     with _streams_ordered(tensor.device, [device]):
         note_copy("host", original, CPU)
         if travels_flat(original) and can_pin(tensor.device.type):
@@ -37,9 +38,9 @@ def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
             staging.copy_(tensor)
         else:
             # Sparse, quantised and lazily conjugated tensors and subclasses have their own way to the CPU.
-            staging = tensor.cpu()
+            staging = Tensor.cpu(tensor)
         note_copy("host", staging, device)
-        return same_kind(staging.to(device), original)
+        return same_kind(Tensor.to(staging, device), original, send)
 
 
 @contextmanager

@@ -24,10 +24,10 @@ from dataparallel.comm.buckets import (
     dense_stride,
     flatten,
     plan_buckets,
-    same_kind,
     travels_flat,
     unflatten,
 )
+from dataparallel.comm.kinds import same_kind, send_by_torch
 from dataparallel.profiling import note_copy
 
 Travelling: TypeAlias = "Callable[[Sequence[Tensor]], AbstractContextManager[None]]"
@@ -72,7 +72,7 @@ class Transport(ABC):
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A copy of the tensor's data on ``device``. By default torch copies it."""
         note_copy("direct", tensor, device)
-        return tensor.to(device, copy=True)
+        return send_by_torch(tensor, device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copies the data into ``target``, of the same shape, on any device. By default torch copies it."""
@@ -113,8 +113,8 @@ class Transport(ABC):
     def to_device(self, tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
         """``tensor`` on ``device``. If it is there already: the tensor itself, or a clone if ``own``."""
         if tensor.device == device:
-            return same_kind(tensor.detach().clone(), tensor) if own else tensor
-        return same_kind(self.send(tensor.detach(), device), tensor)
+            return same_kind(Tensor.clone(Tensor.detach(tensor)), tensor) if own else tensor
+        return same_kind(self.send(Tensor.detach(tensor), device), tensor, self.send)
 
     def broadcast(self, tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
         """One tensor for each slot. Slots on one device share one copy."""
@@ -157,15 +157,15 @@ class Transport(ABC):
         total = self.to_device(inputs[0], destination)
         if len(inputs) == 1:
             return total
-        total = total.to(summed_in(dtype))
+        total = Tensor.to(total, summed_in(dtype))
         for tensor in inputs[1:]:
-            term = self.to_device(tensor, destination).to(total.dtype)
+            term = Tensor.to(self.to_device(tensor, destination), total.dtype)
             if total.is_sparse and not term.is_sparse:
                 # torch adds sparse to dense, not dense to sparse. Two terms have the same sum in either order.
                 total, term = term, total
             # Repeated indices are summed first: added to dense memory, CUDA would take them in any order.
             total = total + (term.coalesce() if term.is_sparse and not total.is_sparse else term)
-        return total.to(dtype)
+        return Tensor.to(total, dtype)
 
     # ---- many tensors, in flat buckets -------------------------------------------------------------------------------
 
@@ -283,10 +283,14 @@ class Transport(ABC):
             return [self.to_device(tensor, devices[0])]
         if tensor.layout is torch.sparse_coo:
             starts = [sum(sizes[:k]) for k in range(len(sizes))]
-            chunks = [tensor.detach().narrow_copy(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+            whole = Tensor.detach(tensor)
+            chunks = [Tensor.narrow_copy(whole, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
         else:
-            chunks = list(torch.split(tensor.detach(), list(sizes), dim))
-        return [same_kind(self.to_device(chunk, device), tensor) for chunk, device in zip(chunks, devices, strict=True)]
+            chunks = list(Tensor.split(Tensor.detach(tensor), list(sizes), dim))
+        return [
+            same_kind(self.to_device(chunk, device), tensor, self.send)
+            for chunk, device in zip(chunks, devices, strict=True)
+        ]
 
     def gather(self, tensors: Sequence[Tensor], dim: int, destination: torch.device) -> Tensor:
         """The tensors one after the other along ``dim``. A single tensor on ``destination`` is returned as it is."""

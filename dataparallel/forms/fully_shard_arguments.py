@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
+from dataparallel.comm.kinds import attributes_with_tensors
 from dataparallel.forms.managed import FORM_ATTRIBUTE, has_forward, own_modules, own_parameters
 from dataparallel.sharded.placements import check_placement
 from dataparallel.sharded.tensor import ShardedTensor
@@ -167,7 +168,7 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Checks the unit's parameters.
 
     Raises:
-        TypeError: a parameter is sharded already, or a subclass that holds other tensors.
+        TypeError: a parameter is sharded already, consists of other tensors, or has attributes with tensors.
         ValueError: parameters are on two devices.
         RuntimeError: a parameter is not initialised.
     """
@@ -179,7 +180,12 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
         if isinstance(parameter, ShardedTensor) or hasattr(parameter, "__tensor_flatten__"):
             raise TypeError(
                 f"{name!r} is a {type(parameter).__name__}, which stands for other tensors already; `fully_shard` "
-                "takes plain parameters"
+                "takes plain parameters. Replicate the module instead"
+            )
+        if attributes := attributes_with_tensors(parameter):
+            raise TypeError(
+                f"{name!r} has the attribute {attributes[0]!r}, which holds tensors; `fully_shard` leaves attributes "
+                "behind. Replicate the module, or make buffers of these tensors"
             )
     first_names: dict[torch.device, str] = {}
     for name, parameter in named:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -18,10 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from dataparallel import _torch
 from dataparallel.autograd.bucket_gradients import GradientStreams
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.comm import settings
-from dataparallel.comm.buckets import fill_buckets, has_strides
+from dataparallel.comm.buckets import PLAIN_TYPES, fill_buckets, has_strides
+from dataparallel.comm.kinds import inner_tensors
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
@@ -162,10 +163,10 @@ class PersistentTensors(TensorStore):
 
 
 class BucketOrder:
-    """The order of a module's parameters in buckets: their gradients arrive in this order. It holds no tensors.
+    """The order of a module's parameters in buckets: their gradients arrive in this order.
 
     Until it is known, the reverse of the order of registration is used. All machines take rank 0's order, because they
-    launch buckets in one order.
+    launch buckets in one order. It holds the source's tensors strongly: torch swaps no tensor with weak references.
 
     Attributes:
         known: positions in the plan; ``None`` until the order is known.
@@ -177,7 +178,7 @@ class BucketOrder:
         self.known: list[int] | None = None
         self.arrived: list[int] = []
         self.is_due = False
-        self._tensors = [] if plan is None else [*map(weakref.ref, plan.tensors)]
+        self._tensors = [] if plan is None else plan.tensors
         self._parameters = None if plan is None else plan.parameters
         self._recorded = [] if plan is None else _positions_with_grad(plan)
 
@@ -185,7 +186,7 @@ class BucketOrder:
         """True if this is the order of a plan with the same tensors, of which the same ones need gradients."""
         return (
             len(plan.tensors) == len(self._tensors)
-            and all(reference() is tensor for reference, tensor in zip(self._tensors, plan.tensors, strict=True))
+            and all(map(is_, self._tensors, plan.tensors))
             and plan.parameters == self._parameters
             and _positions_with_grad(plan) == self._recorded
         )
@@ -234,6 +235,8 @@ class _PersistentCopies:
         self.order = order.known
         self.learns_order = record and order.known is None
         self._kinds = kinds_of(plan.tensors)
+        # A swap gives a parameter another node in the graph, also where it gives the same memory.
+        self._addresses = [*map(_torch.tensor_address, plan.tensors)]
         self._thread = threading.get_ident()
         self._streams = current_streams(slots)
         self._settings = settings.current()
@@ -252,6 +255,7 @@ class _PersistentCopies:
             and plan.parameters == self.plan.parameters
             and _positions_with_grad(plan) == self.recorded
             and kinds_of(plan.tensors) == self._kinds
+            and [*map(_torch.tensor_address, plan.tensors)] == self._addresses
             and plan.read_directly == self.plan.read_directly
             and current_streams(slots) == self._streams
             and settings.current() == self._settings
@@ -358,4 +362,5 @@ def kinds_of(tensors: Sequence[Tensor]) -> list[Any]:
         *map(_KIND, tensors),
         *map(Tensor.stride, dense),
         *map(Tensor.data_ptr, dense),
+        *[kinds_of([*inner_tensors(tensor).values()]) for tensor in tensors if type(tensor) not in PLAIN_TYPES],
     ]

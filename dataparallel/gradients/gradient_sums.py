@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
@@ -160,13 +159,13 @@ class GradSnapshot:
     def update(self) -> None:
         """Notes the ``.grad`` that the source has now: the waiting gradients belong to it."""
         grad = self.source.grad
-        self._grad = None if grad is None else weakref.ref(grad)
+        self._grad = grad  # strongly: torch swaps no tensor with weak references
         self._version = 0 if grad is None else _torch.version_of(grad)
 
     def is_void(self) -> bool:
         """True if ``.grad`` is another tensor or has been set to zero since. Passes may have added to it."""
         grad = self.source.grad
-        if grad is None or self._grad is None or self._grad() is not grad:
+        if grad is None or self._grad is not grad:
             return True
         return _torch.version_of(grad) != self._version and not bool(grad.any())
 

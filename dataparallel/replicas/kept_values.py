@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.comm.buckets import Bucket, flatten, plan_buckets, unflatten
+from dataparallel.comm.kinds import alias, copy_values, give_attributes
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.profiling import note_copy
@@ -92,6 +93,8 @@ class CurrentValues:
         self._buckets: list[tuple[Bucket, list[Tensor]]] = []  # buckets, each with the flat buffers of its copies
         self._singles: list[tuple[int, list[Tensor]]] = []  # single tensors, with their copies' memory
         self._sparse: list[tuple[int, bool]] = []  # sparse tensors, and if each slot has its own copy
+        # The attributes that copies have been given, by the tensor's position, if these have no tensors of their own.
+        self._given: dict[int, list[Any]] = {}
         self._versions: list[int] = []
         self._parameters = parameters
         self._backward = -1  # the number of the backward in which values were last sent; -1: in no backward
@@ -117,7 +120,7 @@ class CurrentValues:
                 self._buckets.append((bucket, flats))
             else:  # the transport that made the copies has ordered them in another way
                 single_indices += members
-        self._singles += [(i, [self._by_slot[slot][i].data for slot in slots]) for i in single_indices]
+        self._singles += [(i, [alias(self._by_slot[slot][i], slot) for slot in slots]) for i in single_indices]
 
     def note_versions(self) -> None:
         """Notes that the copies were just made from the current versions of the source's tensors."""
@@ -149,19 +152,31 @@ class CurrentValues:
         for i, copies in [each for each in self._singles if each[0] not in sent]:
             for copy in copies:
                 note_copy("direct", tensors[i], copy.device)
-                copy.copy_(tensors[i])
+                copy_values(copy, tensors[i])
         # Sparse tensors are sent to new memory, because the source may have new indices.
         for i, own in [each for each in self._sparse if each[0] not in sent]:
             on_slots = comm.broadcast_coalesced([tensors[i]], self._slots, own_storage=own)
             for on_slot, (values,) in zip(self._by_slot, on_slots, strict=True):
                 if on_slot[i] is not tensors[i]:
                     on_slot[i].data = values
+        self._give_attributes()
         if versions != self._versions:
             changed = [i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new]
             # Slot 0's copies share the source's versions.
             torch.autograd.graph.increment_version([on_slot[i] for on_slot in self._by_slot[1:] for i in changed])
             self._versions = versions
         self._backward = backward
+
+    def _give_attributes(self) -> None:
+        for i, attributes in enumerate(map(vars, self._tensors)):
+            if not attributes:
+                continue
+            values, given = [*attributes.values()], self._given.get(i)
+            if given is None or len(values) != len(given) or not all(map(is_, values, given)):
+                source = self._tensors[i]
+                copies = [on_slot[i] for on_slot in self._by_slot if on_slot[i] is not source]
+                if not any([give_attributes(copy, source) for copy in copies]):
+                    self._given[i] = values
 
     def launch(self, late: Sequence[FlatBroadcast], arrivals: Arrivals) -> None:
         """Launches the broadcasts of parameters in the order of use."""

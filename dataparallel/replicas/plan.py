@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.comm.buckets import PLAIN_TYPES, has_strides
+from dataparallel.comm.kinds import is_wrapper
 from dataparallel.devices import CPU
 from dataparallel.replicas.compiled.calls import Compiled, compiled_here
 from dataparallel.replicas.cycles import CYCLES, ReferenceCycles
@@ -301,8 +302,7 @@ class ModulePlan:
         first: dict[int, int] = {}
         parameters = set(self.parameters)
         for i, tensor in enumerate(self.tensors):
-            # Tensors with "__tensor_flatten__" wrap other tensors and have no memory of their own.
-            if not has_strides(tensor) or hasattr(tensor, "__tensor_flatten__"):
+            if not has_strides(tensor) or is_wrapper(tensor):  # wrappers have no memory of their own
                 continue
             address = tensor.untyped_storage().data_ptr()
             if address and (other := first.setdefault(address, i)) != i:

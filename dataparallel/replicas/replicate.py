@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from dataparallel import _torch, comm
 from dataparallel.autograd.bucket_gradients import GradientStreams
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
-from dataparallel.comm.buckets import alias, fill_buckets
+from dataparallel.comm.buckets import fill_buckets
+from dataparallel.comm.kinds import alias
 from dataparallel.comm.streams.arrivals import Arrivals, ExpectedArrivals, arrivals_for
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
@@ -117,7 +118,7 @@ def copy_tensors(
         arrivals.launch(sorted(late, key=lambda broadcast: min(broadcast.indices)), plan.read_directly.union(cloned))
     for on_slot in copies[1:]:
         for i in cloned:
-            on_slot[i] = on_slot[i].clone()
+            on_slot[i] = Tensor.clone(on_slot[i])
     return copies
 
 
@@ -216,4 +217,4 @@ def make_leaves(plan: ModulePlan, copies: list[list[Tensor]]) -> None:
     needed = [i for i in plan.parameters if plan.tensors[i].requires_grad and not plan.tensors[i].is_inference()]
     for tensors in copies:
         for i in needed:
-            tensors[i].requires_grad_()
+            Tensor.requires_grad_(tensors[i])

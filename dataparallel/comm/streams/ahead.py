@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from dataparallel import _torch
-from dataparallel.comm.buckets import PLAIN_TYPES, alias, is_dense, same_kind
+from dataparallel.comm.buckets import PLAIN_TYPES, is_dense
 from dataparallel.comm.host import can_pin
+from dataparallel.comm.kinds import alias, same_kind
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
 from dataparallel.devices import CPU
 from dataparallel.profiling import note_copy

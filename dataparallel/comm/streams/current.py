@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel._torch import current_stream_at, exchange_device, go_back_to_device
+from dataparallel.comm.kinds import inner_tensors, is_wrapper
 from dataparallel.devices import CPU, current_device_set
 
 _STREAMS: Mapping[str, tuple[int, ...]] = {
@@ -155,9 +156,8 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that holds other tensors
-        names, _ = tensor.__tensor_flatten__()
-        return [memory for name in names for memory in memory_of(getattr(tensor, name))]
+    if is_wrapper(tensor):
+        return [memory for inner in inner_tensors(tensor).values() for memory in memory_of(inner)]
     if tensor.is_conj() or tensor.is_neg():
         return [tensor.new_empty(0).set_(tensor.untyped_storage())]
     return [tensor]

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from dataparallel.comm.kinds import attributes_with_tensors
 from dataparallel.replicas.compiled.calls import compiled_calls
-from dataparallel.replicas.plan import UNIT_MODULE, ModulePlan
+from dataparallel.replicas.plan import UNIT_MODULE, ModulePlan, names_of
 
 _LARGE = 0.5
 """A part with more than this share of the parameters is taken apart, so that not all gradients come at the end."""
@@ -51,6 +52,9 @@ def why_none(plan: ModulePlan) -> str | None:
     shared = [child for item in plan.shared if isinstance(item, nn.Module) for child in item.modules()]
     if any(isinstance(child, torch.jit.ScriptModule) for child in shared):
         return "one of its ignored modules is a ScriptModule"
+    for i, tensor in enumerate(plan.tensors):
+        if attributes := attributes_with_tensors(tensor):
+            return f"the attribute {attributes[0]!r} of {names_of(plan)[i]} holds tensors"
     if plan.is_plain:
         return None
     for entry in plan.entries:

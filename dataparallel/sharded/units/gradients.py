@@ -8,7 +8,6 @@ computing stream. Before the slot's next delivery, of any unit, this stream wait
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -40,12 +39,13 @@ class FormerGrad:
             # An operator on sharded tensors would run on other streams in a backward.
             zeros = [torch.zeros_like(shard) for shard in parameter._shards]
             parameter.grad = ShardedTensor(zeros, parameter.placement, parameter.shape, devices=parameter.devices)
-        self._grad, self._zeroed = weakref.ref(parameter.grad), parameter.grad._zeroed
+        # Strongly: torch swaps no tensor with weak references.
+        self._grad, self._zeroed = parameter.grad, parameter.grad._zeroed
 
     def is_void(self, parameter: ShardedTensor) -> bool:
         """True if the parameter has another ``.grad`` now, or ``zero_`` was called on it."""
         grad = parameter.grad
-        return grad is None or self._grad() is not grad or grad._zeroed != self._zeroed
+        return grad is None or self._grad is not grad or grad._zeroed != self._zeroed
 
 
 class PartialSums:

@@ -1,0 +1,95 @@
+"""Every kind of peft's adapters is trained, saved, loaded, switched and merged as on one device."""
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+from either_form import both_forms, in_form
+from peft import (
+    IA3Config,
+    LNTuningConfig,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
+from tiny import gpt2, tokens
+
+LORA = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "init_lora_weights": False}
+IA3 = {"target_modules": ["c_attn", "c_fc"], "feedforward_modules": ["c_fc"], "fan_in_fan_out": True}
+TASK = {"task_type": "CAUSAL_LM"}
+CONFIGS = {
+    "LoRA": lambda: LoraConfig(**LORA, **TASK),
+    "LoRA and a trained norm": lambda: LoraConfig(**LORA, modules_to_save=["ln_f"], **TASK),
+    "DoRA": lambda: LoraConfig(**LORA, use_dora=True, **TASK),
+    "prefix": lambda: PrefixTuningConfig(num_virtual_tokens=3, **TASK),
+    "projected prefix": lambda: PrefixTuningConfig(
+        num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8, **TASK
+    ),
+    "prompt": lambda: PromptTuningConfig(num_virtual_tokens=3, **TASK),
+    "encoded prompt": lambda: PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, **TASK),
+    "IA3": lambda: IA3Config(**IA3, init_ia3_weights=False, **TASK),
+    "VeRA": lambda: VeraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_weights=False, **TASK),
+    "norms": lambda: LNTuningConfig(target_modules=["ln_1", "ln_2"], **TASK),
+}
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+@pytest.fixture(params=CONFIGS)
+def alone(request, root):
+    torch.manual_seed(1)
+    return get_peft_model(gpt2(), CONFIGS[request.param](), autocast_adapter_dtype=False).double().to(root)
+
+
+def source(model, form):
+    return model.module if form == "DataParallel" else model
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def train(model, ids):
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(input_ids=ids).logits.square().mean().backward()
+        optimizer.step()
+
+
+@both_forms
+def test_adapters_of_each_kind_live_as_on_one_device(form, alone, slots, root, tmp_path):
+    ids = tokens(2 * len(slots) + 1).to(root)
+    model = in_form(form, alone, slots)
+    ours = source(model, form)
+    train(model, ids)
+    train(alone, ids)
+    torch.testing.assert_close(ours.state_dict(), alone.state_dict(), **EXACT)
+
+    ours.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(gpt2().to(root), tmp_path, autocast_adapter_dtype=False).double()
+    # peft makes prompts in float32, and loads into those.
+    torch.testing.assert_close(logits(model, ids), logits(loaded, ids), rtol=1e-4, atol=1e-6)
+
+    for each in (ours, alone):
+        each.load_adapter(tmp_path, "second")
+        each.double().set_adapter("second")
+    train(model, ids)
+    train(alone, ids)
+    torch.testing.assert_close(logits(model, ids), logits(alone, ids), **EXACT)
+
+    with ours.disable_adapter():
+        torch.testing.assert_close(logits(model, ids), logits(gpt2().to(root), ids), **EXACT)
+    for each in (ours, alone):
+        each.delete_adapter("second")
+        each.set_adapter("default")
+    torch.testing.assert_close(logits(model, ids), logits(alone, ids), **EXACT)
+    if hasattr(ours.base_model, "merge_adapter"):
+        ours.merge_adapter()
+        torch.testing.assert_close(logits(model, ids), logits(alone, ids), **EXACT)
