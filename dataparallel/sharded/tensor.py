@@ -26,7 +26,7 @@ from dataparallel.sharded.waiting_hooks import AFTER_ACCUMULATION, ON_GRADIENT
 if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
 
-_INTERNAL = {"_shards", "_placement", "_devices", "_zeroed", ON_GRADIENT.key, AFTER_ACCUMULATION.key}
+_INTERNAL = {"_shards", "_placement", "_devices", "_zeroed"}
 # torch's descriptors, which the class overrides. Type checkers take them for their values.
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data

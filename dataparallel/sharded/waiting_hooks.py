@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeAlias
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -19,47 +20,57 @@ Taker: TypeAlias = Callable[[Any, Tensor], object]
 """Takes a parameter and a part of its gradient, in a backward."""
 
 
+class _Replacement(OrderedDict[int, Callable[[Any], Any]]):
+    """What the engine runs in place of ``waiting``, the hooks of users. It is where torch keeps hooks.
+
+    Attributes of a tensor would not do: ``Module.to_empty`` exchanges them, but leaves the hooks.
+    """
+
+    waiting: Any = None
+
+
 class WaitingHooks:
     """A descriptor for the hooks of one kind on a tensor. The engine runs them until `replace` is called.
 
     Args:
-        key: where they are in the tensor's ``__dict__`` after that.
         of_torch: torch's descriptor.
     """
 
-    def __init__(self, key: str, of_torch: Any) -> None:
-        self.key, self._of_torch = key, of_torch
+    def __init__(self, of_torch: Any) -> None:
+        self._of_torch = of_torch
 
     def __get__(self, tensor: Any, owner: type) -> Any:
-        if tensor is None:
-            return self
-        return vars(tensor)[self.key] if self.key in vars(tensor) else self._of_torch.__get__(tensor)
+        hooks = self if tensor is None else self._of_torch.__get__(tensor)
+        return hooks.waiting if isinstance(hooks, _Replacement) else hooks
 
     def __set__(self, tensor: Any, hooks: Any) -> None:
-        if self.key in vars(tensor):
-            vars(tensor)[self.key] = hooks
+        present = self._of_torch.__get__(tensor)
+        if isinstance(present, _Replacement):
+            present.waiting = hooks
         else:
             self._of_torch.__set__(tensor, hooks)
 
     def replace(self, tensor: Any, hook: Callable[[Any], Any]) -> None:
         """Has the engine run ``hook`` in place of the tensor's hooks, whose handles work as before."""
-        vars(tensor)[self.key] = self.__get__(tensor, type(tensor))
-        self._of_torch.__set__(tensor, OrderedDict({0: hook}))
+        replacement = _Replacement({0: hook})
+        replacement.waiting = self.__get__(tensor, type(tensor))
+        self._of_torch.__set__(tensor, replacement)
 
 
-ON_GRADIENT = WaitingHooks("_hooks_on_gradient", _torch.BACKWARD_HOOKS)
-AFTER_ACCUMULATION = WaitingHooks("_hooks_after_accumulation", _torch.POST_ACCUMULATE_GRAD_HOOKS)
+ON_GRADIENT = WaitingHooks(_torch.BACKWARD_HOOKS)
+AFTER_ACCUMULATION = WaitingHooks(_torch.POST_ACCUMULATE_GRAD_HOOKS)
 
 
-def hand_over(parameter: Any, find_taker: Callable[[], Taker | None]) -> None:
+def hand_over(parameter: Any, find_taker: WeakMethod[Callable[[], Taker | None]]) -> None:
     """Hands over what the engine would accumulate in ``parameter.grad``, and lets the parameter's hooks wait.
 
-    ``find_taker`` is called in each backward. If it returns ``None``, and in a backward with ``create_graph=True`` or
-    of ``torch.autograd.grad``, the engine does what it does for any tensor.
+    ``find_taker`` is called in each backward. If it returns ``None`` or is gone, and in a backward with
+    ``create_graph=True`` or of ``torch.autograd.grad``, the engine does what it does for any tensor.
     """
 
     def taker() -> Taker | None:
-        return None if torch.is_grad_enabled() else find_taker()
+        find = find_taker()
+        return None if find is None or torch.is_grad_enabled() else find()
 
     @_torch.not_traced
     def on_gradient(gradient: Tensor) -> Tensor | None:

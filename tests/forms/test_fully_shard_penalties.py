@@ -320,6 +320,17 @@ def test_gradients_that_the_engine_returns_or_records_pass_the_hooks_at_once(slo
     weight.grad = None  # it refers to its own graph
 
 
+def test_hooks_stay_when_the_module_gets_other_memory(slots, root, ones) -> None:
+    model, weight, calls = linear(root, slots)
+    model(ones)
+    model.to_empty(device=root)
+    nn.init.ones_(weight)
+    after = Calls()
+    weight.register_post_accumulate_grad_hook(lambda p: after(p.grad))
+    (model(ones).sum() + 100 * weight.sum()).backward()
+    assert calls == after == [[103, 103]]
+
+
 def test_handles_remove_hooks_that_wait(slots, root, ones) -> None:
     model, weight, calls = linear(root, slots)
     model(ones)

@@ -121,9 +121,12 @@ class UnitGradients:
         self._former: dict[int, FormerGrad] = {}  # of the parameters that have held gradients
         self.partial: PartialSums | None = None
         self._lost: dict[int, FormerGrad] = {}  # parameters whose gradients are incomplete until they are zeroed
-        finder = weakref.WeakMethod(self._find_taker)
-        for i in unit.trainable:
-            hand_over(unit.parameters[i], lambda: find() if (find := finder()) is not None else None)
+        self.receive_direct()
+
+    def receive_direct(self) -> None:
+        """Has torch's engine hand over what it brings to parameters directly. ``Module.to_empty`` ends that."""
+        for i in self._unit.trainable:
+            hand_over(self._unit.parameters[i], weakref.WeakMethod(self._find_taker))
 
     def _find_taker(self) -> Taker | None:
         return None if self._unit.binding.join_pass is None else self._take_direct

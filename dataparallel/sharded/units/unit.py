@@ -169,6 +169,7 @@ class Unit(Settings):
             if owned.is_stale():
                 before_packing()
                 owned.pack()
+                self.gradients.receive_direct()
         if self._had_no_values and self.machines is not None:
             self.machines.send_first_values(self.name, [flat for owned in self.owned for flat in owned.flats])
         self._had_no_values = False
