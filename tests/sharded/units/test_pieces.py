@@ -256,6 +256,25 @@ class TestNothingIsKept:
         assert pieces(model) == []
         assert_all_sharded(model)
 
+    @pytest.mark.slots(4)
+    def test_of_an_earlier_call_with_more_slots(self, slots):
+        """The last slot has a piece of that call, and nothing shows that its values were written to since."""
+        model, twin = make(slots), on_device(seeded(Layers), slots[0])
+        earlier = model(rows(slots))
+        for unit in units(model):
+            for parameter in unit.parameters:
+                for shard in parameter.shards:
+                    shard.data.mul_(0.5)
+        for parameter in twin.parameters():
+            parameter.data.mul_(0.5)
+        for each in (model, twin):
+            leaf = rows(slots)[:3].requires_grad_()
+            mean_square_loss(each(leaf)).backward()
+            each.of_leaf = leaf.grad
+        assert_equal(whole(model.of_leaf), whole(twin.of_leaf), "gradient of the input", atol=1e-9)
+        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
+        del earlier
+
 
 class TestTheSetting:
     @pytest.mark.slots(4)
