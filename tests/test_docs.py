@@ -55,9 +55,9 @@ def test_settings_that_reach_replicas_are_in_the_reference():
 
 
 @pytest.mark.parametrize(("directive", "suffix"), [("include", "rst"), ("image", "png")])
-def test_the_committed_results_are_on_the_page_of_benchmarks(directive, suffix):
-    page = (DOCS / "benchmarks.rst").read_text(encoding="utf-8")
-    shown = re.findall(rf"^\.\. {directive}:: \.\./bench/results/(.+)$", page, re.M)
+def test_the_committed_results_are_in_the_manual(directive, suffix):
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.rst"))
+    shown = re.findall(rf"^\.\. {directive}:: (?:\.\./)+bench/results/(.+)$", pages, re.M)
     assert sorted(shown) == sorted(path.name for path in (ROOT / "bench" / "results").glob(f"*.{suffix}"))
 
 

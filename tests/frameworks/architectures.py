@@ -116,8 +116,7 @@ ARCHITECTURES = {
             hf.T5ForConditionalGeneration,
             hf.T5Config,
             **{"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
-            # The simulated devices' attention, on one of them too, takes no mask that records gradients.
-            **{"dropout_rate": 0.0, "decoder_start_token_id": 0, "attn_implementation": "eager"},
+            **{"dropout_rate": 0.0, "decoder_start_token_id": 0},
         ),
         labelled,
     ),

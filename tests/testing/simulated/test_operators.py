@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -65,6 +66,23 @@ def test_scaled_dot_product_attention(mask: str | None, dtype: torch.dtype) -> N
         return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=mask == "causal")
 
     assert_as_on_the_cpu(attention, q, k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(5, 5), (1, 4, 5, 5), (2, 1, 1, 5)], ids=str)
+def test_a_mask_of_attention_gets_its_gradient(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    q, k, v = (numbers(2, heads, 5, 4, dtype=dtype, seed=heads).requires_grad_() for heads in (4, 2, 2))
+    bias = numbers(*shape, dtype=dtype).requires_grad_()
+    attention = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
+    assert_as_on_the_cpu(attention, q, k, v, bias)
+    if dtype is torch.float64:
+        leaves = [value.detach().to(DEVICE).requires_grad_() for value in (q, k, v, bias)]
+        assert torch.autograd.gradgradcheck(attention, leaves, fast_mode=True)
+
+
+def test_only_the_mask_of_attention_gets_a_gradient() -> None:
+    q, k, v = (numbers(2, 3, 5, 4, seed=seed) for seed in range(3))
+    assert_as_on_the_cpu(F.scaled_dot_product_attention, q, k, v, numbers(5, 5).requires_grad_())
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -114,6 +114,19 @@ def test_csr_tensors_are_made_from_their_parts() -> None:
     torch.testing.assert_close(tensor.mul_(2).to_dense().cpu(), F.pad(numbers(2).diag() * 2, (0, 1)))
 
 
+@pytest.mark.parametrize("needs_gradient", ["matrix", "dense", "both"])
+@pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
+def test_products_that_reduce_have_gradients(reduce: str, needs_gradient: str) -> None:
+    def product(values: Tensor, dense: Tensor) -> Tensor:
+        rows, columns = (torch.tensor(part, device=values.device) for part in ([0, 2, 3, 4], [0, 2, 1, 0]))
+        matrix = torch.sparse_csr_tensor(rows, columns, values, (3, 3))
+        return torch.sparse.mm(matrix, dense, reduce)
+
+    values = numbers(4).requires_grad_(needs_gradient != "dense")
+    dense = numbers(3, 2, seed=1).requires_grad_(needs_gradient != "matrix")
+    assert_as_on_the_cpu(product, values, dense)
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_embeddings_and_their_gradients(sparse: bool) -> None:
     def look_up(weight: Tensor) -> tuple[Tensor, ...]:

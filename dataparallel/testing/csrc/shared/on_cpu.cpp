@@ -200,6 +200,10 @@ at::Tensor Call::argument_to_kernel(const at::Tensor& tensor, const Use& use) {
     has_mask_ = true;
   }
   auto result = to_kernel(tensor);
+  // Some kernels ask: attention takes another one for a mask that needs a gradient, and a sparse maximum keeps indices.
+  if (tensor.requires_grad()) {
+    result.set_requires_grad(true);
+  }
   if (use.writes) {
     written_.push_back({tensor, result});
   }
