@@ -15,7 +15,7 @@ from dataparallel import _torch
 from dataparallel.autograd.node import Node, OneNode, run_first
 from dataparallel.batches.batch_types import container_of
 from dataparallel.batches.structures import children_of
-from dataparallel.comm.buckets import alias
+from dataparallel.comm.kinds import alias
 from dataparallel.replica_parameter import ReplicaParameter
 
 if TYPE_CHECKING:
