@@ -8,6 +8,7 @@ computing stream. Before the slot's next delivery, of any unit, this stream wait
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
