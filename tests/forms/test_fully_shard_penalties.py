@@ -180,7 +180,7 @@ def test_random_losses_give_the_gradients_of_one_device_and_run_hooks_once(make_
 @pytest.mark.long
 @pytest.mark.watchdog(3600)
 @given(cases)
-@settings(max_examples=1000, phases=PHASES, suppress_health_check=[*HealthCheck])
+@settings(max_examples=300, phases=PHASES, suppress_health_check=[*HealthCheck])
 def test_many_random_losses(make_slots, case) -> None:
     slots = make_slots(SLOTS)
     check(case, slots, torch.device(slots[0]))
