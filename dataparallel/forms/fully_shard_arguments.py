@@ -167,7 +167,7 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Checks the unit's parameters.
 
     Raises:
-        TypeError: a parameter is sharded already, or a subclass that holds other tensors.
+        TypeError: a parameter is sharded already, or of a class of its own.
         ValueError: parameters are on two devices.
         RuntimeError: a parameter is not initialised.
     """
@@ -180,6 +180,11 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
             raise TypeError(
                 f"{name!r} is a {type(parameter).__name__}, which stands for other tensors already; `fully_shard` "
                 "takes plain parameters"
+            )
+        if type(parameter) not in (nn.Parameter, nn.Buffer, Tensor):
+            raise TypeError(
+                f"{name!r} is a {type(parameter).__name__}, a class of its own, which `fully_shard` would drop: shards "
+                "are plain tensors. Make it a plain torch.nn.Parameter, or leave it whole with ignored_params"
             )
     first_names: dict[torch.device, str] = {}
     for name, parameter in named:
