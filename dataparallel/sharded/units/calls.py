@@ -20,7 +20,7 @@ from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.replicas.plan import UNIT_MODULE
 from dataparallel.sharded.units.fixed_memory import FixedAddresses
-from dataparallel.sharded.units.nodes import TensorHooks, with_one_node
+from dataparallel.sharded.units.nodes import TensorHooks, with_one_node, with_own_memory
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ class ModuleCall:
         Returns the output, in whose graph the call is one node if it needs to be. ``given``: the call's arguments.
         """
         slot_unit = self._slot_unit
+        output = with_own_memory(output, slot_unit.flats)
         slot_unit.end_use()
         if self._is_recomputation:
             slot_unit.unit.refuse_overwritten(slot_unit.slot)
