@@ -133,6 +133,18 @@ def queue_callback(function: Callable[[], object]) -> None:
     _queue_callback(leave_alone(run))
 
 
+def wrap_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Has ``torch.autograd.backward`` and ``torch.autograd.grad`` start the engine by what this makes of it, once."""
+    if getattr(torch.autograd, "_engine_run_backward", None) is _run_engine:
+        vars(torch.autograd)["_engine_run_backward"] = wrap(_run_engine)
+
+
+_run_engine: Callable[..., Any] = _private(
+    "torch.autograd._engine_run_backward",
+    "have backward(inputs=...) reach the parameters of fully_shard",
+    lambda *args, **kwargs: None,
+    "backward(inputs=...) gives the parameters of fully_shard no gradients",
+)
 rebuild_engine: Callable[[], object] = _private(
     "torch.autograd.Variable._execution_engine.is_checkpoint_valid",
     "have a forked child rebuild torch's autograd engine before several threads ask for it at once",

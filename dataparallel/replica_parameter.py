@@ -32,8 +32,9 @@ class ReplicaParameter(torch.Tensor):
     def requires_grad(self, requires_grad: bool) -> None:
         if requires_grad != self.requires_grad:
             raise RuntimeError(
-                f"cannot set requires_grad={requires_grad} on a parameter of a replica: it is a copy made by the "
-                "broadcast, not a leaf. Set it on the source module before its forward"
+                f"cannot set requires_grad={requires_grad} on a parameter of a replica: it is a copy, not a leaf. Set "
+                "it on the source module before its forward. While a module with fully_shard is full, it has such "
+                "copies: set it before the forward, after backward() or after reshard()"
             )
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]

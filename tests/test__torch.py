@@ -99,6 +99,10 @@ def test_without_it_another_way_is_taken(name: _torch.PrivateName, monkeypatch: 
         assert node._sequence_nr() == before  # type: ignore[union-attr]
     elif name.path == "torch.autograd.Variable._execution_engine.is_checkpoint_valid":
         assert room.rebuild_engine() is None
+    elif name.path == "torch.autograd._engine_run_backward":
+        monkeypatch.delattr(torch.autograd, "_engine_run_backward")
+        room.wrap_engine(lambda run: run)
+        assert not hasattr(torch.autograd, "_engine_run_backward")
     elif name.path == "torch._C.ScriptMethod":
         assert not isinstance(torch.jit.script(nn.Linear(1, 1)).forward, room.ScriptMethod)
         assert isinstance(torch.jit.script(nn.Linear(1, 1)).forward, _torch.ScriptMethod)

@@ -41,6 +41,55 @@ class Called(nn.Module):
         return self.function(*args)
 
 
+def gradients_of(module):
+    return {name: None if p.grad is None else whole(p.grad) for name, p in module.named_parameters()}
+
+
+class TestInputsOfBackward:
+    """``backward(inputs=...)`` gives these a gradient and no others."""
+
+    def both(self, form, slots, root):
+        nets = [nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double().to(root) for _ in range(2)]
+        nets[1].load_state_dict(nets[0].state_dict())
+        return form(nets[0], slots), nets[0], nets[1]
+
+    @pytest.mark.parametrize("names", [["0.weight", "2.bias"], ["0.bias"], ["2.weight", "x"], ["x"]])
+    def test_gradients_are_those_of_one_device(self, names, form, slots, root):
+        called, module, one = self.both(form, slots, root)
+        found = []
+        for call, net in ((called, module), (one, one)):
+            x = torch.linspace(-1, 1, 28, dtype=torch.float64, device=root).view(7, 4).requires_grad_()
+            named = {**dict(net.named_parameters()), "x": x}
+            for _ in range(2):
+                call(x).square().sum().backward(inputs=[named[name] for name in names])
+            call(x).sum().backward()
+            found.append({**gradients_of(net), "x": x.grad})
+        for name, expected in found[1].items():
+            torch.testing.assert_close(found[0][name], expected, rtol=0, atol=1e-9, check_device=False)
+
+    def test_the_next_backward_gives_all_gradients(self, form, slots, root):
+        called, module, _ = self.both(form, slots, root)
+        x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
+        called(x).sum().backward(inputs=[module[0].bias])
+        assert module[2].weight.grad is None
+        called(x).sum().backward()
+        assert all(gradient is not None for gradient in gradients_of(module).values())
+
+    @pytest.mark.parametrize("options", [{}, {"allow_unused": True}], ids=str)
+    def test_autograd_grad_returns_them_or_says_what_to_do(self, options, form, slots, root):
+        called, module, one = self.both(form, slots, root)
+        x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
+        expected = torch.autograd.grad(one(x).sum(), [*one.parameters()])
+        try:
+            found = torch.autograd.grad(called(x).sum(), [*module.parameters()], **options)
+        except RuntimeError as error:
+            assert hasattr(module, "reshard")
+            assert "loss.backward(inputs=[...])" in str(error)  # noqa: PT017
+        else:
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9, check_device=False)
+
+
 class TestWhatReplicasGet:
     def test_chunks_keyword_arguments_and_whole_tensors(self, affine, form, slots, batch):
         offset = torch.randn(1, 3, dtype=torch.float64, device=batch.device)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from dataparallel import DataParallel
-from dataparallel.composable import replicate
+from dataparallel.composable import fully_shard, replicate
 from dataparallel.nn import SyncBatchNorm
 
 FORMS = ["DataParallel", "replicate"]
@@ -115,8 +115,26 @@ def test_without_synchronised_batch_norm_statistics_are_those_of_slot_0(slots):
     same(model.module, first)
 
 
-def test_a_replicated_module_is_not_copied(slots):
+@pytest.mark.parametrize("form", [replicate, fully_shard])
+def test_a_module_with_a_form_is_not_copied(form, slots):
     """So the average is made before the form."""
-    model = replicate(net().to(slots[0]), devices=slots)
+    model = form(net().to(slots[0]), devices=slots)
     with pytest.raises(TypeError, match="copy"):
         AveragedModel(model)
+
+
+@pytest.mark.parametrize("sharded_too", [False, True], ids=["whole", "sharded too"])
+@pytest.mark.parametrize("multi", [None, get_ema_multi_avg_fn(0.9)], ids=["mean", "exponential"])
+def test_averages_of_a_sharded_model_are_those_of_one_device(multi, sharded_too, slots):
+    averages = []
+    for devices in (slots, None):
+        module = nn.Sequential(*[*net()][3:]).to(slots[0])
+        averaged = AveragedModel(module, multi_avg_fn=multi)
+        if devices is not None:
+            fully_shard(module, devices=devices)
+            if sharded_too:
+                fully_shard(averaged.module, devices=devices)
+        data = [batch.repeat(1, 2, 1, 1)[:, :, :4, :4].to(slots[0]) for batch in batches("cpu")]
+        trained(module, module, averaged, data)
+        averages.append(averaged(data[0]))
+    torch.testing.assert_close(averages[0], averages[1], rtol=1e-9, atol=1e-9, check_device=False)

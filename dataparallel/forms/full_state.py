@@ -6,8 +6,9 @@ library.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, overload
 
@@ -209,14 +210,15 @@ def _shard_optimizer_state(optimizer: Optimizer, optimizer_state: Mapping[str, A
 
     def shard(name: str, value: Any, parameter: Tensor) -> Any:
         sharded = value if name in plain_names else sharded_value(value, parameter)
-        return _torch.pytree.tree_map(_copy_of, value) if sharded is value else sharded
+        return value.detach().clone() if sharded is value and isinstance(value, Tensor) else sharded
 
-    by_key = {key: {name: shard(name, value, parameters[key]) for name, value in saved[key].items()} for key in saved}
-    return {**optimizer_state, "state": by_key}
+    def shard_all(values: Mapping[str, Any], parameter: Tensor) -> StateDict:
+        return {
+            name: _torch.pytree.tree_map(partial(shard, name, parameter=parameter), value)
+            for name, value in values.items()
+        }
 
-
-def _copy_of(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+    return {**optimizer_state, "state": {key: shard_all(values, parameters[key]) for key, values in saved.items()}}
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -302,20 +304,24 @@ def _check_optimizer_groups(optimizer: Optimizer, optimizer_state: Mapping[str, 
 
 
 def _check_optimizer_state(optimizer: Optimizer, optimizer_state: Mapping[str, Any]) -> None:
-    """Checks that each tensor of the state can be sharded as its parameter."""
+    """Checks that each state has a parameter, and that the optimizer does not have its parameters in another order."""
     parameters = parameters_by_key(optimizer, optimizer_state)
+    shapes: defaultdict[str, dict[Any, tuple[int, ...]]] = defaultdict(dict)  # by the name of the entry
     for key, state in optimizer_state["state"].items():
-        parameter = parameters.get(key)
-        if parameter is None:
+        if key not in parameters:
             raise ValueError(f"the saved state of the {type(optimizer).__name__} has a parameter {key!r} in no group")
         for name, value in state.items():
-            is_sharded = isinstance(parameter, ShardedTensor) and isinstance(value, Tensor) and value.dim() > 0
-            if is_sharded and value.shape != parameter.shape:
-                raise ValueError(
-                    f"{name!r} of parameter {key!r} has the shape {tuple(value.shape)} in the saved state of the "
-                    f"{type(optimizer).__name__}; the parameter has {tuple(parameter.shape)}, and its state is sharded "
-                    "as it is"
-                )
+            if isinstance(value, Tensor):
+                shapes[name][key] = tuple(value.shape)
+    for name, saved in shapes.items():
+        present = {key: tuple(parameters[key].shape) for key in saved}
+        if saved != present and sorted(saved.values()) == sorted(present.values()):
+            key = next(key for key in saved if saved[key] != present[key])
+            raise ValueError(
+                f"{name!r} of parameter {key!r} has the shape {saved[key]} in the saved state of the "
+                f"{type(optimizer).__name__}; the parameter has {present[key]}. Make the optimizer with its parameters "
+                "in the same order"
+            )
 
 
 def _listed(names: Iterable[str]) -> str:

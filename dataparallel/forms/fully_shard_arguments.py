@@ -168,7 +168,8 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Checks the unit's parameters.
 
     Raises:
-        TypeError: a parameter is sharded already, consists of other tensors, or has attributes with tensors.
+        TypeError: a parameter is sharded already, consists of other tensors, has attributes with tensors, or is of a
+            class of its own.
         ValueError: parameters are on two devices.
         RuntimeError: a parameter is not initialised.
     """
@@ -186,6 +187,11 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
             raise TypeError(
                 f"{name!r} has the attribute {attributes[0]!r}, which holds tensors; `fully_shard` leaves attributes "
                 "behind. Replicate the module, or make buffers of these tensors"
+            )
+        if type(parameter) not in (nn.Parameter, nn.Buffer, Tensor):
+            raise TypeError(
+                f"{name!r} is a {type(parameter).__name__}, a class of its own, which `fully_shard` would drop: shards "
+                "are plain tensors. Make it a plain torch.nn.Parameter, or leave it whole with ignored_params"
             )
     first_names: dict[torch.device, str] = {}
     for name, parameter in named:

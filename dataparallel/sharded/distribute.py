@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,9 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dataparallel import _torch
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.progress import progress
-from dataparallel.sharded.placements import Owners, Placement, Shard, check_placement, over_of
+from dataparallel.sharded.placements import Owners, Placement, Replicate, Shard, check_placement, over_of
 from dataparallel.sharded.shards import empty_shards
-from dataparallel.sharded.tensor import ShardedTensor, divided_like, divided_on_owners_of, fill_shards, is_divided_alike
+from dataparallel.sharded.tensor import ShardedTensor, divided_on_owners_of, fill_shards
 
 _ON_META = torch.device("meta")
 
@@ -144,12 +145,21 @@ def counters(states: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> Collection[s
 
 
 def sharded_value(value: Any, parameter: Tensor) -> Any:
-    """A value of a parameter's state. If the parameter is sharded and the value has its shape, it is divided alike."""
+    """A tensor of a parameter's state, divided on the owners of the parameter if that is sharded.
+
+    A tensor of the parameter's shape is divided alike, and another that is not smaller along dimension 0, such as a
+    history of all parameters. Smaller ones stay plain, as optimizers make them by ``new_zeros`` of another shape.
+    """
     if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor) or parameter.is_meta:
         return value
-    if value.shape != parameter.shape or is_divided_alike(value, parameter):
+    placement = parameter._placement
+    if value.shape != parameter.shape:
+        if not value.dim() or (value.numel() < parameter.numel() and not isinstance(value, ShardedTensor)):
+            return value
+        placement = placement if isinstance(placement, Replicate) else Shard(0)
+    if isinstance(value, ShardedTensor) and (value._devices, value._placement) == (parameter._devices, placement):
         return value
-    return divided_like(value, parameter)
+    return divided_on_owners_of(value, parameter, placement)
 
 
 def _shard_state(optimizer: Optimizer) -> None:
@@ -163,7 +173,7 @@ def _shard_state(optimizer: Optimizer) -> None:
     plain = counters(states)
     for parameter, state in states:
         for name in state.keys() - plain:
-            state[name] = sharded_value(state[name], parameter)
+            state[name] = _torch.pytree.tree_map(partial(sharded_value, parameter=parameter), state[name])
 
 
 @_torch.not_traced

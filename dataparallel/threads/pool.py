@@ -7,11 +7,14 @@ only if the system has no more threads.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import sysconfig
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -119,7 +122,43 @@ def _start_afresh_after_fork() -> None:
         # torch's intra-op threads do not survive a fork either, and waiting for them would hang.
         torch.set_num_threads(1)
     _idle.clear()
+    _calling.clear()
     _used, _engine_is_stale = False, True
+
+
+# ---- the end of the interpreter --------------------------------------------------------------------------------------
+
+# Python ends a daemon thread when it next runs Python code. In an operator of torch that aborts the process.
+
+_EXIT_SECONDS = 10.0
+_calling: set[int] = set()  # threads that are in an outermost call
+_is_exiting = False
+
+
+@contextmanager
+def until_exit() -> Iterator[None]:
+    """Wraps a call of replicas. When the interpreter exits it waits for such calls, and daemon threads make no more."""
+    thread = threading.current_thread()
+    if not thread.daemon or isinstance(thread, Worker) or thread.ident in _calling or thread.ident is None:
+        yield
+        return
+    _calling.add(thread.ident)
+    try:
+        if not _is_exiting:
+            yield
+    finally:
+        _calling.discard(thread.ident)
+        while _is_exiting:
+            time.sleep(_EXIT_SECONDS)
+
+
+@atexit.register
+def _wait_for_calls() -> None:
+    global _is_exiting
+    _is_exiting = True
+    until = time.monotonic() + _EXIT_SECONDS
+    while _calling and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 class Skipped(Exception):

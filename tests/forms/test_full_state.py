@@ -189,6 +189,85 @@ class TestTrainingGoesOn:
         assert_same(*(train(m, batches_of(MODEL, slots), o, 2) for m, o in ((several, optimizer), (one, of_one))))
 
 
+WITH_OTHER_SHAPES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+    "Adafactor, foreach": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01, foreach=True),
+    "Muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.01),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, history_size=3),
+}
+
+
+class Scaled(nn.Module):
+    """Its first parameter is a number, which has the shape of LBFGS's plain numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.first, self.second = nn.Linear(6, 7), nn.Linear(7, 1)
+
+    def units(self) -> list[Any]:
+        return [self.first]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))) * self.scale
+
+
+class TestStateOfOtherShapes:
+    """Means of rows, or of columns, and a history of all parameters in one tensor."""
+
+    def made(self, name: str, slots: list | None, root: torch.device) -> tuple[Any, torch.optim.Optimizer]:
+        model = on_device(seeded(Scaled), root)
+        if slots is not None:
+            sharded(model, slots)
+        return model, WITH_OTHER_SHAPES[name]([*model.parameters()])
+
+    def steps(self, model: Any, optimizer: Any, root: torch.device, which: range) -> None:
+        for number in which:
+            x = torch.randn(9, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(number)).to(root)
+
+            def loss(x: Tensor = x) -> Tensor:
+                optimizer.zero_grad()
+                value = (model(x) - x.sum(1, keepdim=True)).square().mean()
+                value.backward()
+                return value
+
+            optimizer.step(loss)
+
+    @pytest.mark.filterwarnings("ignore:.*needs several parts")
+    @pytest.mark.parametrize("by_optimizer", [False, True], ids=["full state", "load_state_dict"])
+    @pytest.mark.parametrize("name", WITH_OTHER_SHAPES)
+    def test_training_goes_on_with_other_numbers_of_devices(
+        self, name: str, by_optimizer: bool, make_slots: Callable[[int], list]
+    ) -> None:
+        slots = make_slots(4)
+        root = torch.device(slots[0])
+        one = self.made(name, None, root)
+        self.steps(*one, root, range(5))
+        several = self.made(name, slots[:3], root)
+        self.steps(*several, root, range(2))
+        for at, where in enumerate((slots[:2], None, slots)):
+            saved = through_a_file(fully_shard.full_state_dict(*several))
+            several = self.made(name, where, root)
+            if by_optimizer:
+                fully_shard.load_full_state_dict(several[0], saved[0])
+                several[1].load_state_dict(saved[1])
+            else:
+                fully_shard.load_full_state_dict(other_values(several[0]), saved, several[1])
+            self.steps(*several, root, range(2 + at, 3 + at))
+        assert_equal(state(several[0]), state(one[0]), "state", atol=1e-7)
+
+    @pytest.mark.filterwarnings("ignore:.*needs several parts")
+    def test_a_history_lies_on_all_owners(self, slots: list, root: torch.device) -> None:
+        model, optimizer = self.made("LBFGS", slots, root)
+        self.steps(model, optimizer, root, range(2))
+        saved = fully_shard.full_state_dict(model, optimizer)
+        model, optimizer = self.made("LBFGS", slots, root)
+        fully_shard.load_full_state_dict(model, saved, optimizer)
+        history = optimizer.state[model.scale]["old_dirs"]
+        assert history
+        assert all(isinstance(direction, ShardedTensor) for direction in history)
+
+
 class TestWhatIsSaved:
     def test_is_what_one_device_saves(self, slots: list, root: torch.device) -> None:
         several, one = kept(root), kept(root)
@@ -418,8 +497,10 @@ def with_value(name: str, value: Any) -> Callable[[Any, Any], Any]:
     return change
 
 
-def with_moment(of_model: Any, of_optimizer: Any) -> Any:
-    of_optimizer["state"][1]["exp_avg"] = torch.ones(3)
+def in_another_order(of_model: Any, of_optimizer: Any) -> Any:
+    states = of_optimizer["state"]
+    other = next(key for key in states if states[key]["exp_avg"].shape != states[1]["exp_avg"].shape)
+    states[1], states[other] = states[other], states[1]
     return of_model, of_optimizer
 
 
@@ -454,10 +535,10 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], type[Exception], str]] = {
         r"groups have \[\d+\] parameters; the groups of this AdamW have \[\d+\]",
     ),
     "a parameter in no group": (with_stranger, ValueError, "the saved state of the AdamW has a parameter 99 in no gro"),
-    "state of another shape": (
-        with_moment,
+    "state of parameters in another order": (
+        in_another_order,
         ValueError,
-        r"'exp_avg' of parameter 1 has the shape \(3,\).*AdamW; the parameter has \(",
+        r"of parameter \d+ has the shape \(.*AdamW; the parameter has \(.*in the same order",
     ),
 }
 

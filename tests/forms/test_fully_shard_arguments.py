@@ -267,6 +267,27 @@ class TestRefused:
         with pytest.raises(TypeError, match=r"'0\.weight' is a TwoTensor, which stands for other tensors already"):
             fully_shard(net, devices=slots)
 
+    @pytest.mark.parametrize(
+        "made",
+        [lambda w: Named(w), lambda w: nn.Parameter(w.as_subclass(Marked))],
+        ids=["of a class", "that holds one"],
+    )
+    def test_a_class_of_its_own(self, net, slots, made):
+        """It would be dropped with its methods and attributes."""
+        net[0].weight = made(net[0].weight.detach())
+        with pytest.raises(TypeError, match=r"'0\.weight' is a (Named|Marked), a class of its own.*ignored_params"):
+            fully_shard(net, devices=slots)
+        assert FORM_ATTRIBUTE not in vars(net)
+        fully_shard(net, devices=slots, ignored_params={net[0].weight})
+
+
+class Named(nn.Parameter):
+    """A parameter of another class."""
+
+
+class Marked(torch.Tensor):
+    """A tensor of another class."""
+
 
 class TestOptimizers:
     def test_one_made_before_raises_at_its_first_step(self, net, slots):

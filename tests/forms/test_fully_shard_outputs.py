@@ -140,6 +140,64 @@ class TestResultsAreThoseOfOneDevice:
         assert_same_results(pair(slots, 2, compile={"backend": "aot_eager"}), use)
 
 
+class Gives(nn.Module):
+    """Returns what a function makes of its parameters."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function, self.weight, self.linear = function, nn.Parameter(torch.randn(4, WIDTH)), nn.Linear(WIDTH, 1)
+
+    def units(self) -> list[Any]:
+        return [self.linear]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self)
+
+
+OF_PARAMETERS = {
+    "one": lambda m: m.weight,
+    "a view": lambda m: m.weight[1:],
+    "a transpose": lambda m: m.weight.t(),
+    "without a graph": lambda m: m.weight.detach(),
+    "data": lambda m: {"data": m.weight.data},
+    "several": lambda m: (m.weight, m.weight, m.weight.sum(1)),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("below", [False, True], ids=["the root", "a unit below"])
+@pytest.mark.parametrize("kind", OF_PARAMETERS)
+def test_parameters_that_are_outputs_keep_their_values(kind, below, mode, slots):
+    """The memory of the full ones is freed."""
+
+    def build() -> Any:
+        return Gives(OF_PARAMETERS[kind])
+
+    several, one = (on_device(seeded(lambda: Around(build()) if below else build()), slots[0]) for _ in range(2))
+    sharded(several, slots)
+    x = torch.ones(1, WIDTH, dtype=torch.float64, device=slots[0])  # for one replica
+    with mode():
+        found, expected = several(x), one(x)
+        several.reshard()
+        several(x)
+        assert_equal(found, expected, "output", atol=0)
+
+
+class Around(nn.Module):
+    """Holds a unit."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.linear = inner, nn.Linear(WIDTH, 1)
+
+    def units(self) -> list[Any]:
+        return [self.inner]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
 class Counted:
     """How many units a slot has full at a time."""
 

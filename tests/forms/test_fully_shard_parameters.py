@@ -195,6 +195,32 @@ class TestChangesOfTheModel:
         with torch.no_grad():
             assert_equal(whole(several(x)), whole(one(x)), "output", atol=1e-9)
 
+    @pytest.mark.parametrize("child", [True, False])
+    def test_frozen_between_forward_and_backward(self, child, pair, x):
+        """A parameter gets no gradient then. One that is full says what to do."""
+        several, one = pair
+        for model in pair:
+            loss = mean_square_loss(model(x))
+            weight = model.layers[1].linear.weight if child else next(model.parameters())
+            try:
+                weight.requires_grad_(False)
+            except RuntimeError as error:
+                assert model is several
+                assert "after backward() or after reshard()" in str(error)  # noqa: PT017
+                several.reshard()
+                next(several.parameters()).requires_grad_(False)
+            loss.backward()
+        assert_equal(gradients(several), gradients(one), "gradients", atol=1e-9)
+
+    def test_frozen_before_a_second_call(self, pair, x):
+        """Its graph has other parameters, so a backward through the first one says what to do."""
+        several, _ = pair
+        loss = mean_square_loss(several(x))
+        several.layers[1].linear.weight.requires_grad_(False)
+        mean_square_loss(several(x)).backward()
+        with pytest.raises(RuntimeError, match=r"requires_grad or dtype was changed. Call backward\(\) before that"):
+            loss.backward()
+
     def test_frozen_while_gradients_wait(self, slots, pair, x):
         several, one = pair
         with several.no_sync():

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
+from dataparallel.sharded import operators
 from dataparallel.sharded.operators import NeedsWhole, refusal, register
 from dataparallel.sharded.placements import (
     Division,
@@ -164,6 +165,8 @@ def _unsqueeze(func: OpOverload, tensor: ShardedTensor, dim: int) -> ShardedTens
 def _reshape(func: OpOverload, tensor: ShardedTensor, size: Sequence[int]) -> ShardedTensor:
     like = func(_on_meta(tensor), size)
     placement = tensor._placement
+    if like.shape == tensor.shape:
+        return _view(tensor, tensor._shards, placement, like)
     if isinstance(placement, Replicate):
         return _view(tensor, [func(shard, like.shape) for shard in tensor._shards], placement, like)
     change = f" from {tuple(tensor.shape)} to {tuple(like.shape)}"
@@ -180,3 +183,21 @@ def _reshape(func: OpOverload, tensor: ShardedTensor, size: Sequence[int]) -> Sh
     ]
     is_even = rows == rows_of_shards(like.shape[0], len(rows))
     return _view(tensor, shards, Shard(0) if is_even else Rows(0, tuple(rows)), like)
+
+
+IN_PLACE = {
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+}
+
+
+@register(*IN_PLACE)
+def _in_place(func: OpOverload, tensor: ShardedTensor, *dims: int) -> ShardedTensor:
+    """Makes the tensor a view of itself. The parameters of a module are laid out by their shapes, and keep them."""
+    if isinstance(tensor, torch.nn.Parameter):
+        raise refusal(func, " that are parameters")
+    view = operators.run(IN_PLACE[func], (tensor, *dims), {})
+    torch.Tensor.data.__set__(tensor, view)  # type: ignore[attr-defined]  # takes the shape and strides
+    tensor._shards, tensor._placement = view._shards, view._placement
+    return tensor

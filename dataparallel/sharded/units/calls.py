@@ -19,7 +19,7 @@ from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.replicas.plan import UNIT_MODULE
 from dataparallel.sharded.units.fixed_memory import FixedAddresses
-from dataparallel.sharded.units.nodes import InputNodes, before_gradient, with_one_node
+from dataparallel.sharded.units.nodes import InputNodes, before_gradient, with_one_node, with_own_memory
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
@@ -162,7 +162,10 @@ class ModuleCall:
         Returns the output, in whose graph the call is one node if it needs to be. ``given``: the call's arguments.
         """
         slot_unit = self._slot_unit
-        slot_unit.end_use()
+        try:
+            output = with_own_memory(output, slot_unit.flats)
+        finally:
+            slot_unit.end_use()
         if not self._is_recomputation:
             self._position = self._root_call.end_unit(slot_unit)
         tensors = [*tensors_in(output), *(passed for _, passed in inputs.changed())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.autograd.node import Node, OneNode, run_first
+from dataparallel.autograd.pass_of_backward import running_pass
 from dataparallel.batches.batch_types import container_of
 from dataparallel.batches.structures import children_of
 from dataparallel.comm.kinds import alias
+from dataparallel.comm.streams.current import memory_of
 from dataparallel.replica_parameter import ReplicaParameter
 
 if TYPE_CHECKING:
@@ -34,12 +36,15 @@ def make_outputs(
     """
     with torch.inference_mode(False), torch.enable_grad():
         handle = torch.empty(0, device=device, requires_grad=True)
-        _ToOwners.apply(handle, list(tensors), weakref.WeakMethod(receive))
+        ToOwners.apply(handle, list(tensors), weakref.WeakMethod(receive))
 
 
-class _ToOwners(Node):
+class ToOwners(Node):
+    """The node of `make_outputs`."""
+
     @staticmethod
     def forward(ctx: Any, handle: Tensor, tensors: list[Tensor], receive: weakref.WeakMethod[Any]) -> Any:
+        """Makes the tensors outputs."""
         ctx.set_materialize_grads(False)
         ctx.receive = receive
         run_first(ctx)
@@ -47,9 +52,14 @@ class _ToOwners(Node):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        """Passes their gradients on."""
         receive = ctx.receive()
         if receive is None:
-            raise RuntimeError("the module whose parameters this graph uses is gone: keep it until backward has ended")
+            raise RuntimeError(
+                "the parameters that this graph uses are gone: their module is, or before its next call one of them "
+                "was replaced, or its requires_grad or dtype was changed. Call backward() before that, or call the "
+                "module again"
+            )
         if any(grad is not None for grad in grads):
             receive(grads)
         return None, None, None
@@ -81,6 +91,21 @@ def with_one_node(output: Any, given: Any) -> Any:
         return output
     joined = {key: tensor for key, tensor in joined.items() if tensor.grad_fn is not None}
     return _replaced(output, dict(zip(joined, OneNode.apply(*joined.values()), strict=True)), kept)
+
+
+def with_own_memory(output: Any, full: Sequence[Tensor]) -> Any:
+    """Replaces tensors of a call's output in the memory of a unit's ``full`` parameters, which is freed, by copies."""
+    addresses = {flat.untyped_storage().data_ptr() for flat in full} - {0}
+    copies = {
+        id(part): part.clone()
+        for part in _parts(output)
+        if isinstance(part, Tensor) and not addresses.isdisjoint(_addresses_of(part))
+    }
+    return _replaced(output, copies, {}) if copies else output
+
+
+def _addresses_of(tensor: Tensor) -> Iterator[int]:
+    return (each.untyped_storage().data_ptr() for each in memory_of(tensor) if each.layout is torch.strided)
 
 
 def _makers(tensors: Mapping[int, Tensor]) -> set[Any]:
@@ -218,6 +243,10 @@ class _InputNode(Node):
         return None, grad
 
 
+CHOSEN = object()
+"""The key in a pass's ``contents`` under which are the ids of the parameters that ``backward(inputs=...)`` names."""
+
+
 class Receiver:
     """Passes gradients from the node of one slot to the tree."""
 
@@ -235,5 +264,17 @@ class Receiver:
                 "create_graph=True reaches sharded parameters: a graph of their gradients would need them full. Take "
                 "gradients of inputs only: torch.autograd.grad(loss, inputs, create_graph=True)"
             )
+        chosen: Any = running_pass().contents.get(CHOSEN)
+        grads = [g if self._takes(i, chosen) else None for i, g in zip(self._unit.trainable, grads, strict=True)]
         self._unit.binding.deliver(self._unit, self._slot_unit.slot, grads)
         self._slot_unit.note_gradients()
+
+    def takes_any(self, chosen: Collection[int]) -> bool:
+        """True if the unit has a parameter that needs a gradient with one of these ids, or slot 0's copy of it."""
+        return any(self._takes(i, chosen) for i in self._unit.trainable)
+
+    def _takes(self, i: int, chosen: Collection[int] | None) -> bool:
+        parameter = self._unit.parameters[i]
+        if not parameter.requires_grad:  # any more
+            return False
+        return chosen is None or id(parameter) in chosen or id(self._unit.slot_units[0].parameters[i]) in chosen

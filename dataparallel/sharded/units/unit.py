@@ -18,6 +18,7 @@ from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.bindings import ModuleRegistries, Precision, Settings, TreeBinding
 from dataparallel.sharded.units.buffers import naming_out_of_memory
+from dataparallel.sharded.units.chosen_inputs import reach_parameters
 from dataparallel.sharded.units.gradients import UnitGradients
 from dataparallel.sharded.units.joint_gathers import JointGathers
 from dataparallel.sharded.units.nodes import Receiver, make_outputs
@@ -176,6 +177,7 @@ class Unit(Settings):
         with self._making:
             if self.slot_units:
                 return
+            reach_parameters()
             slot_units, receivers = [], []
             for slot, device in enumerate(self.slots):
                 with naming_out_of_memory("parameters", self.name, device, self.full_bytes):

@@ -120,7 +120,8 @@ def test_a_gathered_view_is_not_written_to(slots: list) -> None:
 
 @pytest.mark.usefixtures("gathers")
 @pytest.mark.parametrize(
-    "operator", [lambda x: torch.native_dropout(x, 0.5, True), lambda x: x.t_(), lambda x: x.as_strided((2,), (1,))]
+    "operator",
+    [lambda x: torch.native_dropout(x, 0.5, True), lambda x: x.squeeze_(), lambda x: x.as_strided((2,), (1,))],
 )
 def test_some_are_refused_all_the_same(slots: list, operator: Callable[[Tensor], Any]) -> None:
     with pytest.raises(TypeError, match=r"full_tensor\(\)"):
@@ -174,3 +175,45 @@ def test_an_orthogonal_initialisation_is_that_of_one_device(slots: list) -> None
         torch.manual_seed(0)
         nn.init.orthogonal_(x)
     torch.testing.assert_close(full(divided), whole)
+
+
+INITIALISERS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]] = {
+    "eye_": ((3, 7), nn.init.eye_),
+    "dirac_": ((6, 3, 3, 3), lambda x: nn.init.dirac_(x, 2)),
+    "sparse_": ((6, 4), lambda x: nn.init.sparse_(x, 0.3)),
+    "orthogonal_, fewer rows": ((3, 7), nn.init.orthogonal_),
+    "orthogonal_, fewer columns": ((7, 3), lambda x: nn.init.orthogonal_(x, 2.0)),
+    "orthogonal_ of more dimensions": ((4, 3, 3, 3), nn.init.orthogonal_),
+}
+
+
+@pytest.mark.usefixtures("gathers")
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("name", INITIALISERS)
+def test_initialisers_that_need_the_whole_equal_one_device(
+    slots: list, root: torch.device, name: str, placement: Any
+) -> None:
+    shape, initialise = INITIALISERS[name]
+    if len(shape) > 2 and placement == Shard(1) and "orthogonal_" in name:
+        pytest.skip("it writes to a view as a matrix, whose rows lie on several devices")
+    found = []
+    for x in (torch.zeros(shape, device=root), sharded(torch.zeros(shape), slots, placement)):
+        torch.manual_seed(3)
+        if root.type != "cpu":
+            torch.get_device_module(root).manual_seed_all(3)
+        initialise(nn.Parameter(x))
+        found.append(full(x).cpu())
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_view_in_place_turns_the_tensor(slots: list) -> None:
+    """A module's parameter keeps its shape: the parts of a unit have places of their own."""
+    turned = sharded(values(), slots, Shard(0))
+    assert turned.t_().transpose_(0, 1).t_().unsqueeze_(1) is turned
+    assert torch.equal(full(turned), values().t().unsqueeze(1))
+    turned[0].zero_()
+    assert not full(turned)[0].any()
+    parameter = nn.Parameter(sharded(values(), slots, Shard(0)))
+    with torch.no_grad(), pytest.raises(TypeError, match=r"t_.default does not work on sharded tensors that are param"):
+        parameter.t_()
+    assert torch.equal(full(parameter), values())
