@@ -105,6 +105,33 @@ def test_a_parameter_has_a_gradient_if_any_machine_uses_it(way):
     run(unused_on_one, way)
 
 
+class Turned(Net):
+    """With a complex parameter, whose gradients come as conjugates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.view_as_real(x * self.turn.conj()).sum(-1))
+
+
+def turns(rank: int, devices: list[Any], way: str) -> None:
+    net, one = over(way, Turned().to(devices[0]), devices), Turned().to(devices[0])
+    ranks = distributed.get_world_size()
+    backward(net, rank, 1, devices[0])
+    for each in range(ranks):
+        backward(one, each, 1, devices[0], 1 / ranks)
+    assert_as_by_one(net, one)
+    norm = nn.utils.clip_grad_norm_(one.parameters(), 1e-3, foreach=False)  # else torch refuses conjugates
+    assert nn.utils.clip_grad_norm_(net.parameters(), 1e-3).item() == pytest.approx(norm.item())
+
+
+@EACH_SPREAD
+def test_complex_parameters(way):
+    run(turns, way)
+
+
 # ---- gradients that wait --------------------------------------------------------------------------------------------
 
 
