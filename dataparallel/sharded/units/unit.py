@@ -251,7 +251,7 @@ class Unit(Settings):
         self._noted_versions = None
         self._noted_versions = self.versions()
         self._renew_sources(slots)
-        self._make_slots_alike(slots)
+        self._make_slots_alike()
 
     def end_gathers(self) -> None:
         """Ends a call or a pass: the parameters may change. Copies for slots that have not pulled are dropped."""
@@ -275,14 +275,15 @@ class Unit(Settings):
         """True if the slot may keep a piece. Over machines its whole group has to take part, as all gather alike."""
         return self.sharded_over[0] == 1 or slot - slot % size + size <= self._pulls
 
-    def _make_slots_alike(self, slots: int) -> None:
-        """Over machines, makes the first ``slots`` slots full if slot 0 is, so that all machines gather alike.
+    def _make_slots_alike(self) -> None:
+        """Over machines, makes all slots full if slot 0 is, so that all machines gather alike.
 
-        Slots may differ after calls in which other machines used more or fewer slots.
+        Slots may differ after calls in which other machines used more or fewer slots. In a pass of backward more slots
+        may take part than at its beginning, with another call.
         """
         if not self.is_sharded_over_machines:
             return
-        first, *others = self.slot_units[:slots]
+        first, *others = self.slot_units
         for other in others:
             if first.is_full:
                 other.copy_from(first)
@@ -293,7 +294,8 @@ class Unit(Settings):
         """Frees full parameters and pieces before a call, where their values may be old: see `SlotUnit`."""
         for slot_unit in self.slot_units:
             slot_unit.drop_old_values()
-        if not _torch.is_in_backward():
+        # Over machines they stay for a backward that is still to come, because all machines have to gather alike.
+        if not (_torch.is_in_backward() or self.is_sharded_over_machines):
             self.pieces.drop()
 
     def free(self) -> None:
