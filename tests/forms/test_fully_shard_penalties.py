@@ -103,7 +103,7 @@ cases = st.builds(
     reshard=st.sampled_from([True, True, False, 2]),
     is_offloaded=st.booleans(),
     is_recomputed=st.booleans(),
-    frozen=st.sampled_from([0, 0, 1, 5, 10]),
+    frozen=st.sampled_from([0, 0, 1, 5, 7, 10, 24]),
     clamped=st.integers(0, 127),
 )
 
