@@ -58,6 +58,7 @@ class ToldUnit:
     """A unit that keeps what it is told."""
 
     slot = 0
+    flats = ()
 
     def __init__(self, name: str, tree: Told, precision: Precision) -> None:
         self.name, self._tree = name, tree
