@@ -181,10 +181,10 @@ class TestBackward:
 
         assert_same_results(pair, use)
 
-    def test_a_sharded_parameter_is_not_in_the_graph(self, slots, pair, x):
-        """Gradients of parameters come from ``backward()``."""
+    def test_gradients_of_sharded_parameters_are_not_returned(self, slots, pair, x):
+        """Gradients of parameters come from ``backward()``, perhaps with ``inputs=``."""
         several, _ = pair
-        with pytest.raises(RuntimeError, match="cannot return gradients of sharded parameters"):
+        with pytest.raises(RuntimeError, match=r"loss.backward\(inputs=\[...\]\)"):
             torch.autograd.grad(mean_square_loss(several(x)), [*several.parameters()])
         assert_same_results(pair, lambda model: forward_backward(model, x))
 

@@ -54,6 +54,7 @@ class ToldUnit:
 
     slot = 0
     device = torch.device("cpu")
+    flats = ()
 
     def __init__(self, name: str, tree: Told, precision: Precision) -> None:
         self.name, self._tree = name, tree
