@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from dataparallel.replicas.graphs.segments import Segments, why_none
@@ -38,3 +39,9 @@ def test_a_tree_with_hooks_has_none_and_the_reason_names_the_module() -> None:
     net.blocks[1].register_forward_hook(lambda *_: None)
     assert why_none(ModulePlan.of(net)) == "blocks.1 has hooks"
     assert why_none(ModulePlan.of(nn.Sequential(nn.GRU(2, 2)))) == ("0 is a GRU, whose class makes its replicas itself")
+
+
+def test_a_tree_has_none_if_an_attribute_of_a_parameter_holds_tensors() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    net[0].weight.scale = torch.ones(2)  # it is sent to new memory at each call
+    assert why_none(ModulePlan.of(net)) == "the attribute 'scale' of 0.weight holds tensors"
