@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dataparallel.comm.kinds import attributes_with_tensors
 from dataparallel.replicas.compiled.calls import compiled_calls
@@ -53,7 +53,9 @@ def why_none(plan: ModulePlan) -> str | None:
     if any(isinstance(child, torch.jit.ScriptModule) for child in shared):
         return "one of its ignored modules is a ScriptModule"
     for i, tensor in enumerate(plan.tensors):
-        if attributes := attributes_with_tensors(tensor):
+        # What a class with operators of its own keeps in attributes, such as shards, is what its tensors consist of.
+        has_own_operators = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        if not has_own_operators and (attributes := attributes_with_tensors(tensor)):
             return f"the attribute {attributes[0]!r} of {names_of(plan)[i]} holds tensors"
     if plan.is_plain:
         return None
