@@ -148,6 +148,7 @@ class ModuleCall:
             if self._is_recomputation:
                 slot_unit.note_recomputation()
             needing = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+            inputs.note(needing)
             self._needs_gradients = bool(slot_unit.unit.trainable or needing)
             args, kwargs = inputs.pass_on(args), {name: inputs.pass_on(value) for name, value in kwargs.items()}
             self._has_input_nodes = not inputs.is_empty
@@ -168,17 +169,18 @@ class ModuleCall:
             slot_unit.end_use()
         if not self._is_recomputation:
             self._position = self._root_call.end_unit(slot_unit)
-        tensors = [*tensors_in(output), *(passed for _, passed in inputs.changed())]
+        output = inputs.hand_back(output, given)
+        tensors = [*tensors_in(output), *(tensor for tensor, _ in inputs.changed())]
         needing = [tensor for tensor in tensors if tensor.requires_grad and torch.is_grad_enabled()]
         for tensor in needing:
-            before_gradient(tensor, self._begin_backward)
+            if not inputs.has_unchanged(tensor):  # an input's gradient says nothing of this call's nodes
+                before_gradient(tensor, self._begin_backward)
         if not self._is_recomputation:
             # Gradients may also come to tensors that are hidden in the output, or in attributes of modules.
             may_be_hidden = self._needs_gradients or (not tensors and self._root_call.is_trained)
             has_backward = bool(needing) or (torch.is_grad_enabled() and may_be_hidden)
             slot_unit.note_module_end(number, has_backward, is_announced=bool(needing))
         slot_unit.unit.refuse_overwritten(slot_unit.slot)  # freeing has compared the parameters' versions
-        output = inputs.hand_back(output, given)
         gets_node = not self._is_recomputation and torch.is_grad_enabled()
         if gets_node and self._root_call.gives_one_node(slot_unit):
             return with_one_node(output, given)

@@ -186,11 +186,20 @@ class InputNodes:
     def __init__(self, device: torch.device, at_end: Callable[[], None]) -> None:
         self._device, self._at_end = device, at_end
         self._by_id: dict[int, tuple[Tensor, Tensor, Any]] = {}  # the input, the node's output, the node
+        self._makers: dict[int, tuple[Tensor, Any]] = {}  # of all inputs that need gradients
 
     @property
     def is_empty(self) -> bool:
         """True if no input needs a node."""
         return not self._by_id
+
+    def note(self, tensors: Sequence[Tensor]) -> None:
+        """Notes which nodes have made the inputs that need gradients."""
+        self._makers = {id(tensor): (tensor, tensor.grad_fn) for tensor in tensors}
+
+    def has_unchanged(self, tensor: Tensor) -> bool:
+        """True for an input that the call has not changed in place."""
+        return id(tensor) in self._makers and self._makers[id(tensor)][1] is tensor.grad_fn
 
     def pass_on(self, obj: Any) -> Any:
         """Returns the nested arguments with the nodes' outputs."""

@@ -194,6 +194,22 @@ class TestBackward:
         output.sum().backward()
         assert told.take()[-2:] == ["branch", "a closes"]
 
+    @pytest.mark.parametrize("is_in_dict", [False, True])
+    def test_does_not_begin_again_for_an_input_that_is_an_output_too(self, make, told, is_in_dict):
+        """A bias that all blocks pass on has its gradient when no node of a block is left to run."""
+        bias = leaf() * 1
+        shared = {"bias": bias} if is_in_dict else bias
+
+        def forward(x: Tensor, shared: Any) -> Any:
+            return x * (shared["bias"] if is_in_dict else shared), shared
+
+        first, _ = make("a").run(forward, leaf() * 1, shared)
+        second, _ = make("b").run(forward, first, shared)
+        told.take()
+        (second + bias).sum().backward()
+        lines = [line for line in told.take() if line.split()[-1] in ("opens", "closes")]
+        assert lines == ["b opens", "b closes", "a opens", "a closes"]
+
     def test_that_cannot_see_its_inputs_ends_with_gradients(self, make, told):
         output = make().run(lambda batch: batch["x"] * 2, {"x": leaf()})
         told.take()
