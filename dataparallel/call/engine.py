@@ -34,7 +34,7 @@ from dataparallel.replicas.cycles import Hold, ReferenceCycles, cycles_of, hold_
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.meetings import Meeting
-from dataparallel.threads.pool import until_exit
+from dataparallel.threads.pool import UntilExit
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class CallEngine:
     ) -> Any:
         """Makes the checks before the four stages, enters the contexts around the stages, and runs the stages."""
         options, maker = self._options, self._maker
-        with until_exit(), maker.spans_machines(method) as peers:
+        with UntilExit(), maker.spans_machines(method) as peers:
             slots = [resolve(device) for device in options.slots]
             output_device = resolve_output(options.output_device, slots)
             maker.check(slots)

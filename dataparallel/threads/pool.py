@@ -13,8 +13,7 @@ import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -135,20 +134,28 @@ _calling: set[int] = set()  # threads that are in an outermost call
 _is_exiting = False
 
 
-@contextmanager
-def until_exit() -> Iterator[None]:
-    """Wraps a call of replicas. When the interpreter exits it waits for such calls, and daemon threads make no more."""
-    thread = threading.current_thread()
-    if not thread.daemon or isinstance(thread, Worker) or thread.ident in _calling or thread.ident is None:
-        yield
-        return
-    _calling.add(thread.ident)
-    try:
-        if not _is_exiting:
-            yield
-    finally:
-        _calling.discard(thread.ident)
+class UntilExit:
+    """A context around a call of replicas. When the interpreter exits it waits for such calls of daemon threads.
+
+    These threads make no more calls then.
+    """
+
+    def __enter__(self) -> None:
+        thread = threading.current_thread()
+        is_inner = not thread.daemon or isinstance(thread, Worker) or thread.ident in _calling
+        self._thread = None if is_inner else thread.ident
+        if self._thread is not None:
+            _calling.add(self._thread)
+            self._stop_if_exiting()
+
+    def __exit__(self, *error: object) -> None:
+        if self._thread is not None:
+            self._stop_if_exiting()
+            _calling.discard(self._thread)
+
+    def _stop_if_exiting(self) -> None:
         while _is_exiting:
+            _calling.discard(self._thread or 0)
             time.sleep(_EXIT_SECONDS)
 
 

@@ -24,6 +24,7 @@ def reach_parameters() -> None:
     _torch.wrap_engine(lambda run_engine: partial(_run_engine, run_engine))
 
 
+@_torch.not_traced
 def _run_engine(
     run_engine: Callable[..., Any],
     outputs: Sequence[Any],
