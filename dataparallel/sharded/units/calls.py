@@ -153,7 +153,7 @@ class ModuleCall:
             args, kwargs = inputs.pass_on(args), {name: inputs.pass_on(value) for name, value in kwargs.items()}
             self._has_input_nodes = not inputs.is_empty
             return args, kwargs
-        except BaseException:  # a device has no memory for a gather ahead
+        except BaseException:  # for example, a device has no memory for a gather ahead
             slot_unit.end_use()
             raise
 

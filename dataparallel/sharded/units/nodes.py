@@ -94,7 +94,7 @@ def with_one_node(output: Any, given: Any) -> Any:
 
 
 def with_own_memory(output: Any, full: Sequence[Tensor]) -> Any:
-    """Replaces tensors of a call's output in the memory of a unit's ``full`` parameters, which is freed, by copies."""
+    """Copies the tensors of a call's output that lie in the memory of the ``full`` parameters, which will be freed."""
     addresses = {flat.untyped_storage().data_ptr() for flat in full} - {0}
     copies = {
         id(part): part.clone()
@@ -210,9 +210,8 @@ class InputNodes:
             container = container_of(obj)
             assert container is not None  # it has children
             return container.rebuild(obj, children)
-        if type(obj) is not Tensor or not obj.requires_grad or obj.layout is not torch.strided:
-            return obj
-        if obj.device != self._device:
+        is_plain = type(obj) is Tensor and obj.layout is torch.strided and obj.device == self._device
+        if not is_plain or not obj.requires_grad:
             return obj
         if id(obj) not in self._by_id:
             passed = _InputNode.apply(self._at_end, obj)

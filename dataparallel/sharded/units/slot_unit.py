@@ -270,10 +270,10 @@ class SlotUnit:
                 self._versions = other._versions
 
     def drop_old_values(self) -> None:
-        """Frees the full parameters if the sharded ones may have changed since, of which counters do not tell always.
+        """Frees the full parameters if the sharded ones may have changed since. Counters miss some changes.
 
-        Where no counter tells, they stay only inside of the user's ``unshard()`` and, with
-        ``reshard_after_backward=False``, from a backward to the next call. A backward that runs needs its values.
+        So unchanged counters are trusted only inside the user's ``unshard()`` and, with
+        ``reshard_after_backward=False``, from a backward to the next call. A running backward needs its values.
         """
         with self._lock:
             stays = self.is_unsharded or self._is_as_after_backward or self.is_in_backward or _torch.is_in_backward()
