@@ -114,7 +114,7 @@ class TestTraining:
         module_of(model).load_state_dict(one_device.model.state_dict())
         # A trainer asks the model's configuration what is no prediction, and the wrapper has none.
         found, expected = (
-            trainer.predict(examples(6), ignore_keys=["past_key_values"]).predictions
+            trainer.predict(examples(6), ignore_keys=["past_key_values", "cache"]).predictions
             for trainer in (trainer_for(model, tmp_path), one_device)
         )
         assert found.shape == (6, 6, VOCABULARY)
