@@ -19,6 +19,9 @@ from peft import (
     get_peft_model,
 )
 from tiny import gpt2, tokens
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from dataparallel.composable import fully_shard
 
 LORA = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "init_lora_weights": False}
 IA3 = {"target_modules": ["c_attn", "c_fc"], "feedforward_modules": ["c_fc"], "fan_in_fan_out": True}
@@ -40,10 +43,14 @@ CONFIGS = {
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
+def adapted(kind, root):
+    torch.manual_seed(1)
+    return get_peft_model(gpt2(), CONFIGS[kind](), autocast_adapter_dtype=False).double().to(root)
+
+
 @pytest.fixture(params=CONFIGS)
 def alone(request, root):
-    torch.manual_seed(1)
-    return get_peft_model(gpt2(), CONFIGS[request.param](), autocast_adapter_dtype=False).double().to(root)
+    return adapted(request.param, root)
 
 
 def source(model, form):
@@ -93,3 +100,38 @@ def test_adapters_of_each_kind_live_as_on_one_device(form, alone, slots, root, t
     if hasattr(ours.base_model, "merge_adapter"):
         ours.merge_adapter()
         torch.testing.assert_close(logits(model, ids), logits(alone, ids), **EXACT)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_sharded_they_are_trained_and_a_whole_model_saves_and_merges_them(kind, slots, root, tmp_path):
+    ids = tokens(2 * len(slots) + 1).to(root)
+    alone, model, whole = (adapted(kind, root) for _ in range(3))
+    for block in (each for each in model.modules() if isinstance(each, GPT2Block)):
+        fully_shard(block, devices=slots)
+    fully_shard(model, devices=slots)
+    train(model, ids)
+    train(alone, ids)
+    state = {name: each.to(root) for name, each in fully_shard.full_state_dict(model).items()}
+    torch.testing.assert_close(state, dict(alone.state_dict()), **EXACT)
+    torch.testing.assert_close(logits(model, ids), logits(alone, ids), **EXACT)
+    with model.disable_adapter():
+        torch.testing.assert_close(logits(model, ids), logits(gpt2().to(root), ids), **EXACT)
+
+    with pytest.raises((TypeError, NotImplementedError), match=r"does not work on sharded tensors.*full_tensor\(\)"):
+        model.save_pretrained(tmp_path)
+    whole.load_state_dict(state)
+    whole.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(gpt2().to(root), tmp_path, autocast_adapter_dtype=False).double()
+    torch.testing.assert_close(logits(model, ids), logits(loaded, ids), rtol=1e-4, atol=1e-6)
+    if hasattr(whole.base_model, "merge_adapter"):
+        whole.merge_adapter()
+        torch.testing.assert_close(logits(model, ids), logits(whole, ids), **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "IA3", "VeRA", "norms"])
+def test_an_adapter_that_comes_after_fully_shard_is_refused(kind, slots, root):
+    model = fully_shard(adapted(kind, root), devices=slots)
+    model.add_adapter("second", CONFIGS[kind]())
+    model.double().to(root).set_adapter("second")
+    with pytest.raises(RuntimeError, match=r"second.*came into the model after fully_shard. Change the model first"):
+        train(model, tokens(7).to(root))
