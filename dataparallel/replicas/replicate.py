@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -196,13 +197,23 @@ def _broadcast_in_buckets(
     Experiences on Accelerating Data Parallel Training", VLDB 2020). Here buckets grow step by step and shrink again at
     the end, because no computation is left to overlap with the sum of the last one, and a forward waits for the
     parameters in it.
+
+    A tensor with hooks has a bucket of its own. Autograd runs the hooks of all tensors that a node leads to, and this
+    node is reached only if a replica has used the tensor.
     """
     is_at_root = all(tensors[i].device == slots[0] for i in recorded)
     gradient_streams = GradientStreams.for_forward(slots, current_streams(slots)) if is_at_root else None
-    for number, indices in enumerate(fill_buckets(tensors, recorded[::-1], FIRST_BUCKET_BYTES, cap_bytes)):
+    filled = fill_buckets(tensors, recorded[::-1], FIRST_BUCKET_BYTES, cap_bytes)
+    for number, indices in enumerate(chain.from_iterable([_with_hooks_alone(tensors, each) for each in filled])):
         streams = None if gradient_streams is None else gradient_streams.for_bucket(number)
         bucket = [tensors[i] for i in indices]
         put(copies, indices, broadcast_bucket(slots, bucket, streams, later=at_positions(indices, later), held=held))
+
+
+def _with_hooks_alone(tensors: Sequence[Tensor], indices: list[int]) -> list[list[int]]:
+    alone = [i for i in indices if _torch.hooks_of(tensors[i]) or _torch.hooks_after_accumulation_of(tensors[i])]
+    together = [i for i in indices if i not in alone] if alone else indices
+    return [*([together] if together else []), *([i] for i in alone)]
 
 
 def at_positions(positions: Sequence[int], later: Later | None) -> Later | None:

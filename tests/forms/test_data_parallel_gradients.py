@@ -143,6 +143,17 @@ def test_a_hook_on_a_parameter_fires_once_with_the_sum(model, form, slots, x):
     torch.testing.assert_close(accumulated[0], seen[0])
 
 
+def test_hooks_on_a_parameter_that_no_replica_has_used_stay_silent(model, form, slots, x):
+    """Optimizers in hooks and hooks that read ``grad`` would act on nothing. Parameters beside it have gradients."""
+    called = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: called.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+    form(model, slots)(x).sum().backward()
+    used = [name for name, _ in model.named_parameters() if name not in ("sometimes", "never")]
+    assert sorted(called) == sorted([*used, *used])
+
+
 def test_gradients_accumulate_over_calls_and_graphs_can_be_kept(model, form, slots, x):
     wrapped = form(model, slots)
     first, second = wrapped(x).sum(), wrapped(x).sum()
