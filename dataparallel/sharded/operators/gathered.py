@@ -70,14 +70,17 @@ def _cannot_be_written(view: ShardedTensor) -> GatheredView:
 @operators.register_on_wholes
 def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
     """Runs the operator on gathered arguments. Raises ``error`` if operators may not gather or this one cannot."""
-    if not _may_gather([*args, *kwargs.values()]) or not _can_gather(func):
+    arguments = [*args, *kwargs.values()]
+    if not _can_gather(func) or not _may_gather(arguments):
+        if _can_gather(func) and _is_recorded(arguments) and here() is None and _allowed is None:
+            error = type(error)(f"{error}, or for its gradient call dataparallel.sharded.allow_gathers(True) first")
         raise error
     # An operator on lists runs for one position after the other, so that few full tensors are in memory.
     if _is_on_lists(func) and (count := max(len(value) for value in args if isinstance(value, (list, tuple)))) > 1:
         of_positions = [operators.run(func, _at(args, i, count), kwargs) for i in range(count)]
         return None if of_positions[0] is None else [result for results in of_positions for result in results]
     _warn(func)
-    template = find_template(sharded_in([*args, *kwargs.values()]))
+    template = find_template(sharded_in(arguments))
     written = [value for value in operators.written_values(func, args, kwargs) if isinstance(value, Tensor)]
     plain = [value.device for value in written if not isinstance(value, ShardedTensor)]
     device = plain[0] if plain else template.device
@@ -101,8 +104,11 @@ def _may_gather(arguments: list[Any]) -> bool:
     """True if the user lets operators gather these arguments."""
     if here() is not None or _allowed is False:
         return False
-    is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sharded_in(arguments))
-    return bool(_allowed) or not (is_recorded or says_no("DATAPARALLEL_GATHERS"))
+    return bool(_allowed) or not (_is_recorded(arguments) or says_no("DATAPARALLEL_GATHERS"))
+
+
+def _is_recorded(arguments: list[Any]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sharded_in(arguments))
 
 
 def _divided(

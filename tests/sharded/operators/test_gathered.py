@@ -149,8 +149,12 @@ def test_one_warning_names_each_operator(slots: list, monkeypatch: pytest.Monkey
 def test_by_default_they_gather_where_no_graph_is_recorded(slots: list) -> None:
     allow_gathers(None)
     x = sharded(values(), slots).requires_grad_()
-    with pytest.raises(TypeError, match=r"aten\.mm.*full_tensor\(\)"):
+    with pytest.raises(TypeError, match=r"aten\.mm.*full_tensor\(\).*for its gradient call .*allow_gathers\(True\)"):
         x @ values().T
+    allow_gathers(True)
+    (x @ values().T.to(slots[0])).sum().backward()
+    assert_alike(x.grad, values().sum(0).expand(len(values()), -1))
+    allow_gathers(None)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert_alike(x @ x.T, values() @ values().T)
