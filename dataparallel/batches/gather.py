@@ -16,12 +16,11 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.functions import Gather
 from dataparallel.autograd.node import OneNode, groups_that_share
-from dataparallel.batches import ragged
 from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
 from dataparallel.batches.padding import PAD_HINT, Pad, checked_pad, filled, pad_under, with_all_entries
 from dataparallel.batches.samples import check_entries, joined_samples
 from dataparallel.batches.structures import leaves
-from dataparallel.comm.checks import why_not_gatherable, why_not_movable
+from dataparallel.comm.checks import why_no_batch, why_not_gatherable, why_not_movable
 from dataparallel.devices import CPU, DeviceLike, resolve
 from dataparallel.samples import Samples
 
@@ -39,10 +38,10 @@ RUN_LATER = (GeneratorType, CoroutineType, AsyncGeneratorType)
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, *, pad: Pad = None) -> Any:
     """Joins one structure from each replica into one structure on ``target_device``.
 
-    Tensors are concatenated along ``dim``; 0-dim tensors become a vector. Sparse CSR matrices and jagged nested tensors
-    are joined along dimension 0. Lists marked with `dataparallel.samples` become one list with all entries. For leaves
-    that are no tensors the result has the first replica's if all are equal, else a `PerReplica` with one entry for each
-    replica. Containers have the type and the further attributes of the first replica's container.
+    Tensors are concatenated along ``dim``; 0-dim tensors become a vector. Lists marked with `dataparallel.samples`
+    become one list with all entries. For leaves that are no tensors the result has the first replica's if all are
+    equal, else a `PerReplica` with one entry for each replica. Containers have the type and the further attributes of
+    the first replica's container.
 
     Args:
         outputs: one structure for each replica, at least one.
@@ -69,7 +68,7 @@ def gather_outputs(
     if not outputs:
         raise ValueError("gather needs the output of at least one replica; got none")
     target = CPU if target_device == -1 else resolve(target_device)
-    return _joined(list(outputs), _Joins(target, dim, {}, _of_one_node(outputs), combine, pad), "output", ())
+    return _joined(list(outputs), _Joins(target, dim, _of_one_node(outputs), combine, pad), "output", ())
 
 
 def _of_one_node(outputs: Sequence[Any]) -> dict[int, Tensor]:
@@ -94,7 +93,6 @@ class _Joins(NamedTuple):
     """The arguments of one gather.
 
     Attributes:
-        offsets: the cache of `ragged.joined`.
         of_one_node: the result of `_of_one_node`.
         combine: makes one tensor of a vector of 0-dim tensors, if given.
         pad: fills outputs up to one size, below the place that is joined.
@@ -102,7 +100,6 @@ class _Joins(NamedTuple):
 
     target: torch.device
     dim: int
-    offsets: dict[Any, Any]
     of_one_node: dict[int, Tensor]
     combine: Callable[[Tensor], Tensor] | None
     pad: Pad
@@ -176,14 +173,11 @@ def _joined_tensors(outputs: list[Any], joins: _Joins, path: str) -> Tensor:
     outputs = [joins.of_one_node.get(id(output), output) for output in outputs]
     if joins.pad_value is not None:
         outputs = filled(outputs, dim, joins.pad_value, path)
-    jagged = outputs[0].layout is torch.jagged
-    problem = ragged.why_not_joinable(outputs) if jagged else why_not_gatherable(outputs, dim)
+    problem = why_not_gatherable(outputs, dim)
     if problem:
         can_be_filled = outputs[0].layout is torch.strided and len({(o.dim(), o.dtype) for o in outputs}) == 1
         hint = PAD_HINT if can_be_filled else ""
         raise ValueError(f"cannot gather {path}: {problem.replace('tensor', 'replica')}{hint}")
-    if ragged.is_ragged(outputs[0]):
-        return ragged.joined(outputs, joins.target, joins.offsets)
     join = Gather.apply if torch.is_grad_enabled() else Gather.unrecorded
     joined = join(joins.target, dim, *outputs)
     return joined if joins.combine is None or outputs[0].dim() > 0 else joins.combine(joined)
@@ -197,14 +191,12 @@ def _check_layouts(outputs: list[Tensor], dim: int, path: str) -> None:
                 f"cannot gather {path}: replica 0 returned a tensor of layout {first.layout}, "
                 f"replica {replica} one of layout {output.layout}"
             )
-    if ragged.is_ragged(first) or len(outputs) > 1:
-        problem = ragged.why_not_split(first, dim)
-        if problem:
-            what, _, _ = problem.partition(";")
-            raise ValueError(
-                f"cannot gather {path}: {what}; return a strided tensor, a sparse COO or CSR matrix, or a nested "
-                "tensor of layout torch.jagged"
-            )
+    problem = why_no_batch(first)
+    if problem:
+        raise ValueError(
+            f"cannot gather {path}: {problem}; return a strided or a sparse COO tensor, dataparallel.samples(list) of "
+            "its entries, or a class of your own for which dataparallel.batch_types.register_batch says how"
+        )
 
 
 def _joined_leaves(outputs: list[Any], path: str) -> Any:

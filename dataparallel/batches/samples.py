@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dataparallel.autograd.functions import Broadcast, Collect
 from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
-from dataparallel.batches.ragged import RaggedCopies, is_ragged
 from dataparallel.batches.structures import leaves, tensors_in
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.comm.streams.ahead import take_sent_chunks
@@ -75,12 +74,8 @@ def slots_of_tensors(found: Iterable[Samples[Any]], sizes: Sequence[int]) -> lis
 def joined_samples(parts: Sequence[Samples[Any]], device: torch.device) -> Samples[Any]:
     """Joins the entries of all lists in order, with tensors on ``device``. One node of the graph has all tensors."""
     tensors = {id(tensor): tensor for part in parts for tensor in tensors_in(part)}
-    plain = {name: tensor for name, tensor in tensors.items() if not is_ragged(tensor)}
-    if len(parts) > 1 or any(tensor.device != device for tensor in plain.values()):
-        tensors.update(zip(plain, Collect.apply([device], *plain.values()) if plain else (), strict=True))
-    of_ragged = RaggedCopies([device])
-    for name in [name for name in tensors if name not in plain]:
-        (tensors[name],) = of_ragged.copies(tensors[name])
+    if len(parts) > 1 or any(tensor.device != device for tensor in tensors.values()):
+        tensors.update(zip(tensors, Collect.apply([device], *tensors.values()) if tensors else (), strict=True))
     return Samples(entry for part in parts for entry in _rebuilt(part, tensors, device))
 
 
@@ -104,12 +99,9 @@ def _on_slots(tensors: list[Tensor], slots: Sequence[torch.device]) -> Iterator[
     """Yields the tensors of each slot. With a single slot, tensors that are there already are not copied."""
     copies: dict[int, Sequence[Tensor]] = {}
     moving = [i for i, tensor in enumerate(tensors) if len(slots) > 1 or tensor.device != slots[0]]
-    of_ragged = RaggedCopies(slots)
     for i in moving:
         tensor = tensors[i]
-        if is_ragged(tensor):
-            copies[i] = of_ragged.copies(tensor)
-        elif not (tensor.requires_grad and torch.is_grad_enabled()):  # what was sent ahead is in no graph
+        if not (tensor.requires_grad and torch.is_grad_enabled()):  # what was sent ahead is in no graph
             sent = take_sent_chunks(tensor, slots, None, 0)
             if sent is not None:
                 copies[i] = sent

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.autograd.functions import Broadcast, Scatter
-from dataparallel.batches import ragged
 from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
 from dataparallel.batches.chunk_sizes import FixedSplit, Split
 from dataparallel.batches.samples import SampleCopies, check_entries, joined_samples
 from dataparallel.batches.shared_arguments import check_shared
 from dataparallel.batches.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, with_leaves
-from dataparallel.comm.checks import why_not_movable
+from dataparallel.comm.checks import why_no_batch, why_not_movable
 from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.samples import Samples
@@ -39,11 +38,10 @@ def scatter(
 
     Chunks are near-equal, as ``torch.chunk`` makes them, or have ``chunk_sizes``. A batch with fewer samples than slots
     gives fewer structures. Tensors of 0 dimensions and tensors marked `whole` go to every slot. A list marked with
-    `dataparallel.samples` is split itself, and the tensors in it are moved whole. Sparse CSR matrices and jagged nested
-    tensors are split along dimension 0. Each slot gets its own entry of a `PerReplica`. Other objects are handed to all
-    slots by reference; each slot has its own containers. If no tensor is to be split, the structure is repeated for
-    each slot, or for each entry of a `PerReplica` in it. All tensors arrive on their slot's device. Host memory is the
-    caller's again when this returns, also if it is pinned.
+    `dataparallel.samples` is split itself, and the tensors in it are moved whole. Each slot gets its own entry of a
+    `PerReplica`. Other objects are handed to all slots by reference; each slot has its own containers. If no tensor is
+    to be split, the structure is repeated for each slot, or for each entry of a `PerReplica` in it. All tensors arrive
+    on their slot's device. Host memory is the caller's again when this returns, also if it is pinned.
 
     Args:
         inputs: tensors, containers and batches (see ``batch_types``), nested to any depth.
@@ -132,9 +130,13 @@ def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
                 raise ValueError(f"{path} {problem}")
             if is_whole(leaf):
                 continue
-            problem = ragged.why_not_split(leaf, dim)
+            problem = why_no_batch(leaf)
             if problem:
-                raise ValueError(f"{path} cannot be split: {problem}")
+                raise ValueError(
+                    f"{path} cannot be split: {problem}; pass a strided or a sparse COO tensor, mark it "
+                    "dataparallel.whole(...), or wrap it in a class of your own and say how it is split, "
+                    "dataparallel.batch_types.register_batch"
+                )
             if not -leaf.dim() <= dim < leaf.dim():
                 raise ValueError(
                     f"{path} of shape {tuple(leaf.shape)} has no dimension {dim} to split; "
@@ -170,7 +172,6 @@ class _Splitter:
     ) -> None:
         self.slots, self.sizes, self.dim, self.marked = slots, sizes, dim, marked
         self.samples: SampleCopies | None = None
-        self.ragged = ragged.RaggedCopies(slots)
         # A tensor in two places becomes one chunk in two places: attention tests whether query is key.
         # The key is the id of a tensor. The entry holds this tensor, so that no other tensor gets the id.
         self.chunks: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
@@ -213,14 +214,11 @@ class _Splitter:
             copied = take_sent_chunks(tensor, self.slots, self.sizes_of(tensor), self.dim)
             if copied is not None:
                 return copied
-        is_ragged = ragged.is_ragged(tensor)
         if not is_whole(tensor):
             assert self.sizes is not None
-            if is_ragged:
-                return self.ragged.chunks(tensor, self.sizes)
             split = Scatter.apply if torch.is_grad_enabled() else Scatter.unrecorded
             return split(self.slots, self.sizes, self.dim, tensor)
-        copies = self.ragged.copies(tensor) if is_ragged else Broadcast.apply(self.slots, tensor)
+        copies = Broadcast.apply(self.slots, tensor)
         for copy in copies:
             if tensor.dim() > 0:
                 mark_whole(copy)
@@ -234,10 +232,7 @@ def moved(obj: Any, device: torch.device) -> Any:
 
 def _moved_leaf(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, Tensor):
-        if leaf.device == device:
-            return leaf
-        is_ragged = ragged.is_ragged(leaf)
-        return (ragged.RaggedCopies([device]).copies(leaf) if is_ragged else Broadcast.apply([device], leaf))[0]
+        return leaf if leaf.device == device else Broadcast.apply([device], leaf)[0]
     if isinstance(leaf, Samples):
         return joined_samples([leaf], device)
     batch = batch_of(leaf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -53,6 +54,13 @@ def why_not_movable(tensor: Tensor) -> str | None:
     if tensor.is_meta:
         return f"of shape {tuple(tensor.shape)} is on the meta device and has no data to move"
     return None
+
+
+def why_no_batch(tensor: Tensor) -> str | None:
+    """Why the tensor can be neither split nor joined along a dimension, in words; ``None`` if it can."""
+    if tensor.is_nested:
+        return f"it is a nested tensor of layout {tensor.layout}"
+    return None if tensor.layout in (torch.strided, torch.sparse_coo) else f"its layout is {tensor.layout}"
 
 
 def why_not_gatherable(tensors: Sequence[Tensor], dim: int) -> str | None:
