@@ -23,7 +23,7 @@ from dataparallel.testing.simulated.timeline.presets import A100
 from fused import as_python, fused, without_lock
 from real_shapes import GPT_768, RealShape
 from sharded_blocks import blocks_of
-from timelines import ALONE, DEVICES, REPLICATE, WARM_UP, Recorded, Steps, linked, record, second_step
+from timelines import ALONE, DEVICES, REPLICATE, WARM_UP, Recorded, Steps, record, second_step
 
 BACKEND = "aot_eager"
 
@@ -98,15 +98,14 @@ def main() -> None:
     rows: list[PredictedRow] = []
     alone = timelines.recorded(ALONE, GPT_768, devices[:1])
     factor = alone.cost_of_launches(A100) / alone.python_seconds()
-    with linked(all_to_all=True):
-        for way, compile in WAYS.items():
-            found = recorded(compile, GPT_768, devices)
-            if compile is as_it_is:
-                rows.append(row(way, found, factor))
-                continue
-            merged = changed(found, fused)
-            rows.append(row(way, changed(merged, as_python), factor))
-            rows.append(row(f"{way}, cpp_wrapper", changed(merged, without_lock), factor))
+    for way, compile in WAYS.items():
+        found = recorded(compile, GPT_768, devices)
+        if compile is as_it_is:
+            rows.append(row(way, found, factor))
+            continue
+        merged = changed(found, fused)
+        rows.append(row(way, changed(merged, as_python), factor))
+        rows.append(row(f"{way}, cpp_wrapper", changed(merged, without_lock), factor))
     print(json.dumps({"predictions": [asdict(found) for found in rows]}))
 
 

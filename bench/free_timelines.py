@@ -135,9 +135,8 @@ def main(layers: str, models: str = "") -> None:
     except SimulationUnavailable as error:
         print(json.dumps({"why_not": str(error)}))
         return
-    with timelines.linked(all_to_all=True):
-        rows = [row for number in layers.split(",") for row in launch_bound_rows(int(number), devices)]
-        rows += [row for name in filter(None, models.split(";")) for row in rows_of_steps(name, devices)]
+    rows = [row for number in layers.split(",") for row in launch_bound_rows(int(number), devices)]
+    rows += [row for name in filter(None, models.split(";")) for row in rows_of_steps(name, devices)]
     print(json.dumps({"predictions": [asdict(row) for row in rows]}))
 
 

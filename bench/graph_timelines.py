@@ -1,7 +1,7 @@
 """What captured graphs would bring on 8 x A100: predictions by timelines, from recordings on a stand-in for CUDA.
 
 The devices skip kernels (``cuda.skipped_work``), so that models of real size can be recorded. All replicas run at a
-time, and the library takes the devices for such that are linked all-to-all, as in `timelines`.
+time, as in `timelines`.
 
 The references have a process, and so a host, for each device. `process_timelines` makes them of one recording, that of
 the module alone as it is.
@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from dataparallel import DataParallel
-from dataparallel.comm import links, select
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.testing import cuda
 from dataparallel.testing.simulated.timeline.presets import A100
@@ -140,19 +139,6 @@ def without_nccl() -> Iterator[None]:
         torch.cuda.nccl.is_available = before
 
 
-@contextmanager
-def linked_all_to_all() -> Iterator[None]:
-    """Inside, the library takes CUDA devices for such that are linked all-to-all, whatever NVML says."""
-    before = links._are_all_to_all
-    links._are_all_to_all = cache(lambda device_type: True)
-    select.forget()
-    try:
-        yield
-    finally:
-        links._are_all_to_all = before
-        select.forget()
-
-
 def check_copies(devices: Sequence[torch.device]) -> None:
     """A small step on all devices, with kernels: the library checks once that copies between devices arrive."""
     module = nn.Linear(4, 4).to(devices[0])
@@ -220,20 +206,19 @@ def predicted(
     check_copies(devices)
     count, task = len(devices), (shape, work)
     rows = []
-    with linked_all_to_all():
-        alone, arrivals = recorded_alone(shape, work, devices[0])
-        factor = alone.cost_of_launches(A100) / alone.python_seconds()
+    alone, arrivals = recorded_alone(shape, work, devices[0])
+    factor = alone.cost_of_launches(A100) / alone.python_seconds()
+    rows += [
+        step_of(task, ALONE, False, 1, alone, factor),
+        step_of(task, ALONE, True, 1, changed(alone, one_graph), factor),
+    ]
+    if work == TRAINING:
+        adds = partial(ddp, arrivals=arrivals, devices=count, stream=len(alone.two.streams))
+        summed = changed(alone, adds, streams=1)
         rows += [
-            step_of(task, ALONE, False, 1, alone, factor),
-            step_of(task, ALONE, True, 1, changed(alone, one_graph), factor),
+            step_of(task, ALL_REDUCED, False, count, summed, factor),
+            step_of(task, ALL_REDUCED, True, count, changed(summed, one_graph), factor),
         ]
-        if work == TRAINING:
-            adds = partial(ddp, arrivals=arrivals, devices=count, stream=len(alone.two.streams))
-            summed = changed(alone, adds, streams=1)
-            rows += [
-                step_of(task, ALL_REDUCED, False, count, summed, factor),
-                step_of(task, ALL_REDUCED, True, count, changed(summed, one_graph), factor),
-            ]
-        for way, graphs in cases:
-            rows.append(step_of(task, way, graphs, count, recorded(way, graphs, shape, work, devices), factor))
+    for way, graphs in cases:
+        rows.append(step_of(task, way, graphs, count, recorded(way, graphs, shape, work, devices), factor))
     return rows

@@ -17,7 +17,7 @@ from dataparallel.testing.simulated.timeline import HOST, Launch, Schedule, sche
 from dataparallel.testing.simulated.timeline.presets import A100
 from plots import figure_for
 from real_shapes import GPT2_SMALL
-from timelines import DEVICES, TORCH, WRAPPER, Recorded, linked, recorded
+from timelines import DEVICES, TORCH, WRAPPER, Recorded, recorded
 
 PICTURE = Path(__file__).parent / "results" / "step.png"
 
@@ -117,8 +117,7 @@ def draw_band(axes: Any, way: str, length: float, bars: Bars, longest: float) ->
 
 def main(path: Path) -> None:
     devices = simulate(DEVICES, compute=False)
-    with linked(all_to_all=True):
-        steps = {way: bars_of(recorded(way, GPT2_SMALL, devices)) for way in BANDS}
+    steps = {way: bars_of(recorded(way, GPT2_SMALL, devices)) for way in BANDS}
     draw(steps, path)
 
 

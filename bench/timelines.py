@@ -7,9 +7,6 @@ predicts as JSON. A picture of one step goes to FOLDER. A step is forward, backw
 targets come from pinned memory of the host. Nothing here measures how long anything takes, except for Python between
 two launches.
 
-The library chooses routes by the links between devices. So what it does with more than two devices is recorded twice:
-as if they were linked all-to-all, and as if they shared links. Each machine gets the recording of its own kind.
-
 What is recorded is what the library does after its beginning. The first steps are left out, because the first backward
 learns the order of buckets. All replicas run at a time, because otherwise the library would measure how many should,
 and kernels that are skipped take no time.
@@ -22,7 +19,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -31,11 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch
-from dataparallel.comm import links, select
 from dataparallel.composable import replicate
 from dataparallel.testing import SimulationUnavailable, simulate
 from dataparallel.testing.simulated.timeline import HOST, Machine, Recording, Schedule, schedule
-from dataparallel.testing.simulated.timeline.presets import A100, H100, LINKED_ALL_TO_ALL, PRESETS, RTX_3090, V100
+from dataparallel.testing.simulated.timeline.presets import A100, H100, PRESETS, RTX_3090, V100
 from published import DDP, DP, ONE, PUBLISHED, PUBLISHED_SHAPES
 from real_shapes import GPT_768, REAL_SHAPES, RealShape
 from sharded_blocks import sharded
@@ -244,34 +240,14 @@ def predictions(
     ]
 
 
-@contextmanager
-def linked(all_to_all: bool) -> Iterator[None]:
-    """Inside, the library takes the simulated devices for such that are linked all-to-all, or for such that are not."""
-    before = torch.sim.links_are_all_to_all
-    torch.sim.links_are_all_to_all = all_to_all
-    try:
-        _forget_links()
-        yield
-    finally:
-        torch.sim.links_are_all_to_all = before
-        _forget_links()
-
-
-def _forget_links() -> None:
-    links.forget()
-    select.forget()
-
-
-def asked(shape: RealShape, counts: Sequence[int], ways: Sequence[str], all_to_all: bool) -> list[tuple[str, int]]:
+def asked(shape: RealShape, counts: Sequence[int], ways: Sequence[str]) -> list[tuple[str, int]]:
     """The ways with their numbers of devices that are recorded for a model.
 
-    Recordings take long, so prefetching and sharding are there for the largest number of devices only, and machines
-    that share links have torch and `REPLICATE` only.
+    Recordings take long, so prefetching and sharding are there for the largest number of devices only.
     """
     if shape in REAL_SHAPES:
-        others = [way for way in ways if all_to_all or way in (TORCH, REPLICATE)]
         rare = (PREFETCH, SHARDED, NOT_RESHARDED)
-        return [(way, count) for count in counts for way in others if way not in rare or count == max(counts)]
+        return [(way, count) for count in counts for way in ways if way not in rare or count == max(counts)]
     figures = [figure for figure in PUBLISHED if figure.shape == shape and figure.way != ONE]
     return sorted({(PREDICTED_BY[figure.way], figure.devices) for figure in figures})
 
@@ -303,27 +279,19 @@ def main(model: str, counts: str, folder: str, *ways: str) -> None:
     shape = SHAPES[model]
     alone = recorded(ALONE, shape, devices[:1])
     found: list[Prediction] = []
-    by_way: dict[tuple[str, int], Recorded] = {}
     numbers = [int(count) for count in counts.split(",")]
-    for all_to_all in (True, False):
-        own = [machine for machine in machines_of(shape) if (machine in LINKED_ALL_TO_ALL) == all_to_all]
-        cases = [
-            (way, count)
-            for way, count in asked(shape, numbers, ways or WAYS, all_to_all)
-            if any(is_shown(shape, machine, count, numbers) for machine in own)
-        ]
-        with linked(all_to_all):
-            # torch has no routes, and on two devices all routes are the same.
-            by_way |= {
-                (way, count): recorded(way, shape, devices[:count])
-                for way, count in cases
-                if not ((way, count) in by_way and (way == TORCH or count <= 2))
-            }
-        for machine in own:
-            shown = {case: by_way[case] for case in cases if is_shown(shape, machine, case[1], numbers)}
-            found += predictions(model, alone, shown, [machine])
-        if model == PICTURE[0] and all_to_all and PICTURE[1:] in by_way:
-            schedule(by_way[PICTURE[1:]].one, A100).plot(Path(folder) / "step.png")
+    machines = machines_of(shape)
+    cases = [
+        (way, count)
+        for way, count in asked(shape, numbers, ways or WAYS)
+        if any(is_shown(shape, machine, count, numbers) for machine in machines)
+    ]
+    by_way = {(way, count): recorded(way, shape, devices[:count]) for way, count in cases}
+    for machine in machines:
+        shown = {case: by_way[case] for case in cases if is_shown(shape, machine, case[1], numbers)}
+        found += predictions(model, alone, shown, [machine])
+    if model == PICTURE[0] and PICTURE[1:] in by_way:
+        schedule(by_way[PICTURE[1:]].one, A100).plot(Path(folder) / "step.png")
     print(json.dumps({"predictions": [asdict(prediction) for prediction in found]}))
 
 

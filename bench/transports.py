@@ -18,9 +18,7 @@ from pairs import Call
 BROADCAST, SUM = "broadcast", "sum"
 WAYS: dict[str, dict[str, str]] = {
     "star": {"transport": "copy", "route": "star"},
-    "tree": {"transport": "copy", "route": "tree"},
     "chain": {"transport": "copy", "route": "chain"},
-    "shards": {"transport": "copy", "route": "shards"},
     "host": {"transport": "host"},
     "nccl": {"transport": "nccl"},
     "cupy": {"transport": "cupy"},
@@ -82,7 +80,7 @@ class Traffic:
             self.run(way)
         except ValueError:
             return False
-        # Work that a transport or route does not support takes another one: a sum along a tree is one along a star.
+        # Work that a transport or route does not support takes another one.
         return {"transport": choice.transport, "route": choice.route}.items() >= WAYS[way].items()
 
 

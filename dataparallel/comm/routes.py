@@ -8,34 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from dataparallel.comm.duplex import (
-    RECEIVING,
-    SENDING,
-    are_pieces_under_way,
-    piece_streams,
-    shared_piece_streams,
-    wavefront,
-)
+from dataparallel.comm.duplex import are_pieces_under_way, piece_streams, shared_piece_streams, wavefront
 from dataparallel.comm.transport import Transport, summed_in
 from dataparallel.profiling import note_copy
-
-P = TypeVar("P")
 
 _ALIGNED = 128
 """Pieces begin at multiples of this number of elements, where a load or store of any width may begin."""
 
+_PIECE_BYTES = 4 * 2**20
+"""The size of a piece. With few pieces the last device waits long for the first one; with many each launch counts."""
+
+_MOST_PIECES = 16
+"""More would save less than a tenth of the time, and each piece is a launch on every device."""
+
 
 @dataclass(frozen=True)
 class TorchCopies(Transport):
-    """torch's copies along ``route``. Along a chain each buffer is cut into ``pieces``."""
+    """torch's copies along ``route``. Along a chain each buffer is cut into ``pieces``, by default by its size."""
 
     route: str
-    pieces: int = 4
+    pieces: int | None = None
 
     @property
     def flattens_single_tensors(self) -> bool:
@@ -43,39 +39,33 @@ class TorchCopies(Transport):
         return self.route != "star"
 
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Copies the source into each buffer: along a star or a tree at once, along a chain piece by piece.
+        """Copies the source into each buffer: along a star at once, along a chain piece by piece.
 
         A small buffer that follows others along a chain takes the chain too: otherwise it would wait for all their
-        pieces, and later buffers would wait for it. Only sums go by shards (see `choice`): a broadcast takes a chain.
+        pieces, and later buffers would wait for it.
         """
-        devices = [flat.device for flat in (source, *buffers)]
-        is_behind_pieces = self.route in ("star", "tree") and are_pieces_under_way(devices)
-        if self.route in ("chain", "shards") or is_behind_pieces:
-            _broadcast_along_chain(source, buffers, 1 if is_behind_pieces else self.pieces)
+        if self.route == "chain":
+            _broadcast_along_chain(source, buffers, self.pieces or _number_of_pieces(source))
+        elif are_pieces_under_way([flat.device for flat in (source, *buffers)]):
+            _broadcast_along_chain(source, buffers, 1)
         else:
-            for sender, receiver in hops(self.route, [source, *buffers]):
-                note_copy(self.route, sender, receiver.device)
-                receiver.copy_(sender)
+            for buffer in buffers:
+                note_copy(self.route, source, buffer.device)
+                buffer.copy_(source)
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        """The sum along a chain or by shards; on another route the destination adds one buffer after the other."""
+        """The sum along a chain; along a star the destination adds one buffer after the other."""
         if self.route == "chain":
-            return _sum_along_chain([*flats], destination, self.pieces)
-        if self.route == "shards":
-            return _sum_by_shards([*flats], destination)
+            flats = [*flats]
+            return _sum_along_chain(flats, destination, self.pieces or _number_of_pieces(flats[0]))
         return super().add_up(flats, destination)
 
 
 STAR = TorchCopies("star")
 
 
-def hops(route: str, places: Sequence[P]) -> list[tuple[P, P]]:
-    """Pairs of sender and receiver, in order, along which a buffer gets from the first of ``places`` to all others.
-
-    In a tree, place k receives from the place whose number is k without its highest bit.
-    """
-    senders = {"star": lambda k: 0, "tree": lambda k: k - (1 << (k.bit_length() - 1))}[route]
-    return [(places[senders(k)], places[k]) for k in range(1, len(places))]
+def _number_of_pieces(flat: Tensor) -> int:
+    return min(_MOST_PIECES, max(1, flat.numel() * flat.itemsize // _PIECE_BYTES))
 
 
 def _split(flat: Tensor, count: int) -> Sequence[Tensor]:
@@ -155,50 +145,3 @@ def _stations(flats: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             station = []
         station.append(flat)
     yield station
-
-
-# ---- by shards: slot j adds the j-th shard of the buffers of all slots -----------------------------------------------
-
-# In round r slot i sends to slot i + r, modulo the number of slots. Each device sends one copy in a round and receives
-# another. Neither may wait for the other, so the device sends from its second stream and receives on the caller's.
-
-
-def _sum_by_shards(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
-    """The sum of ``flats`` in the order given, on ``destination``. It overwrites the buffers.
-
-    The sum goes into the first buffer that lies on the destination: its shards have been sent and added when the sums
-    of other devices arrive. Each slot needs memory for the shards that it receives, less than one buffer.
-    """
-    devices = [flat.device for flat in flats]
-    shards = [_split(flat, len(flats)) for flat in flats]
-    owners = range(len(shards[0]))
-    # terms[j][i]: shard j of slot i, on the device of slot j.
-    terms = [[shards[slot][owner] for slot in range(len(flats))] for owner in owners]
-    travelling = [(i, j) for i, j in _rounds(len(flats)) if j in owners and devices[i] != devices[j]]
-    for owner in owners:
-        senders = [i for i, j in travelling if j == owner]
-        if senders:
-            received = flats[0].new_empty((len(senders), shards[0][owner].numel()), device=devices[owner])
-            for sender, term in zip(senders, received.unbind(), strict=True):
-                terms[owner][sender] = term
-    with piece_streams(devices, min(2, len(owners))) as streams:
-        for sender, owner in travelling:
-            streams.use(devices[sender], SENDING)
-            streams.use(devices[owner], RECEIVING)
-            note_copy("shards", shards[sender][owner], devices[owner])
-            terms[owner][sender].copy_(shards[sender][owner])
-    sums = [STAR.add_up(shard_terms, shard_terms[0].device) for shard_terms in terms]
-    on_destination = [flat for flat in flats if flat.device == destination]
-    total = on_destination[0] if on_destination else torch.empty_like(flats[0], device=destination)
-    for target, shard in zip(_split(total, len(flats)), sums, strict=True):
-        if target.data_ptr() != shard.data_ptr():
-            note_copy("shards", shard, destination)
-            target.copy_(shard)
-    return total
-
-
-def _rounds(slots: int) -> Iterator[tuple[int, int]]:
-    """Pairs of sender and receiver, round after round."""
-    for distance in range(1, slots):
-        for slot in range(slots):
-            yield slot, (slot + distance) % slots

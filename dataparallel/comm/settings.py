@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TRANSPORTS = ("copy", "nccl", "cupy", "host")
-ROUTES = ("star", "tree", "chain", "shards")
+ROUTES = ("star", "chain")
 
 TRANSPORT_VARIABLE = "DATAPARALLEL_TRANSPORT"
 ROUTE_VARIABLE = "DATAPARALLEL_ROUTE"

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from dataparallel.batches.scatter import scatter
 from dataparallel.testing.compiling import SimulationUnavailable
 from dataparallel.testing.planned import ALONE, WAYS, Make, Planned, made, pinned, planned
-from dataparallel.testing.simulated import device_module as sim
 from dataparallel.testing.simulated import simulate
 from dataparallel.testing.simulated.timeline import HOST, Machine, Schedule, presets
 from dataparallel.tracing.report import bucket_tables
@@ -43,7 +42,6 @@ def plan(make: Make, called: str, machine: str = "A100") -> list[Section]:
     except SimulationUnavailable as error:
         why = f"No step is predicted, because there are no simulated devices here: {error}"
         return [Section(title, [Facts(about), why])]
-    sim.links_are_all_to_all = known[machine] in presets.LINKED_ALL_TO_ALL
     return sections(make, title, about, devices, known[machine])
 
 

@@ -9,7 +9,7 @@ import torch
 from kernel_launches import Launches
 from kernel_runner import Kernels
 
-from dataparallel.comm import compare, cupy, select
+from dataparallel.comm import cupy, select
 from dataparallel.comm import kernels as launching
 from dataparallel.comm.kernels import Kernel, pack
 
@@ -18,10 +18,8 @@ from dataparallel.comm.kernels import Kernel, pack
 def forgetful() -> Iterator[None]:
     """Other tests know nothing of what this test has made transports available for."""
     select.forget()
-    compare.forget()
     yield
     select.forget()
-    compare.forget()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from nccl_stand_in import Library
 from torch import nn
 
 from dataparallel import DataParallel, comm
-from dataparallel.comm import compare, kernels, nccl, select
+from dataparallel.comm import kernels, nccl, select
 from dataparallel.comm.choice import Choice, Collective, choose
 from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.routes import STAR
@@ -35,26 +35,15 @@ pytestmark = pytest.mark.usefixtures("forgetful")
 
 
 class Machine:
-    """Eight CUDA devices, where NCCL and CuPy are installed.
-
-    Only their names exist, so nothing is copied between them: the comparison of copies is a note here.
-    """
+    """Eight CUDA devices, where NCCL and CuPy are installed. Only their names exist."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.devices = [torch.device("cuda", index) for index in range(8)]
-        self.problem: str | None = None
-        self.compared: list[tuple[torch.device, ...]] = []
         self.asked: list[str] = []
         monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", "0")
-        monkeypatch.setattr(compare, "how_copies_differ", self.compare)
-        monkeypatch.setattr(compare, "how_sums_differ", lambda add_up, devices: None)
         monkeypatch.setattr(nccl, "why_not", lambda: self.asked.append("nccl"))
         monkeypatch.setattr(kernels, "why_not", lambda devices: self.asked.append("cupy"))
         monkeypatch.setattr(kernels, "why_not_installed", lambda: self.asked.append("cupy's files"))
-
-    def compare(self, transport: object, devices: tuple[torch.device, ...]) -> str | None:
-        self.compared.append(devices)
-        return self.problem
 
 
 @pytest.fixture
@@ -64,18 +53,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pure
 @pytest.mark.parametrize("name", NAMES)
-def test_a_transport_that_is_asked_for_is_compared_once_where_it_serves(name: str, machine: Machine) -> None:
+def test_a_transport_that_is_asked_for_serves_what_it_supports(name: str, machine: Machine) -> None:
     with comm.using(transport=name, deterministic=False):
         for tensors in (LARGE, SMALL):
             assert isinstance(transport_for("broadcast", machine.devices, tensors), NAMES[name])
             assert isinstance(transport_for("reduce_add", machine.devices, tensors), NAMES[name])
-    assert machine.compared == [tuple(machine.devices)]
     assert machine.asked == [name]
 
 
 @pure
 @pytest.mark.parametrize("name", NAMES)
-def test_where_it_serves_nothing_it_is_not_tried(name: str, machine: Machine) -> None:
+def test_what_it_does_not_support_goes_by_plain_copies(name: str, machine: Machine) -> None:
     with_cpu = [CPU, *machine.devices]
     with comm.using(transport=name):
         assert transport_for("gather", machine.devices, LARGE) == STAR
@@ -84,21 +72,6 @@ def test_where_it_serves_nothing_it_is_not_tried(name: str, machine: Machine) ->
         assert transport_for("reduce_add", with_cpu, LARGE) == STAR
         assert transport_for("broadcast", with_cpu, LARGE) == STAR
         assert transport_for("broadcast", with_cpu[:2], LARGE) == STAR
-    assert machine.compared == []
-
-
-@pure
-@pytest.mark.parametrize("name", NAMES)
-def test_one_that_brings_other_data_is_refused(name: str, machine: Machine) -> None:
-    machine.problem = "it brought other data to cuda:1 than plain copies do"
-    with comm.using(transport=name):
-        with (
-            pytest.warns(RuntimeWarning, match=f"'{name}' is not used"),
-            pytest.raises(ValueError, match=f"'{name}' was asked for .* other data to cuda:1"),
-        ):
-            transport_for("broadcast", machine.devices, LARGE)
-        assert transport_for("gather", machine.devices, LARGE) == STAR
-    assert len(machine.compared) == 1
 
 
 @pure
@@ -119,16 +92,16 @@ def test_of_one_that_nobody_has_asked_for_nothing_is_asked(asked: dict, machine:
         for work in ("broadcast", "reduce_add", "gather", "scatter"):
             transport_for(work, machine.devices, LARGE)
             comm.choose_transport(machine.devices, work=work)
-    assert (machine.asked, machine.compared) == ([], [])
+    assert machine.asked == []
 
 
 @pure
 @pytest.mark.parametrize(("name", "asked"), [("nccl", "nccl"), ("cupy", "cupy's files")])
-def test_the_report_compares_nothing(name: str, asked: str, machine: Machine) -> None:
+def test_the_report_asks_for_files_only(name: str, asked: str, machine: Machine) -> None:
     with comm.using(transport=name):
         assert comm.choose_transport(machine.devices).transport == name
         assert comm.choose_transport(machine.devices, work="gather").transport == "copy"
-    assert (machine.asked, machine.compared) == ([asked], [])
+    assert machine.asked == [asked]
 
 
 @pytest.fixture
@@ -142,8 +115,6 @@ def taken_for_cuda(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Libra
     library = Library()
     monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", "0")
     monkeypatch.setattr(select, "choose", choose_for_cuda)
-    monkeypatch.setattr(compare, "how_copies_differ", lambda transport, devices: None)
-    monkeypatch.setattr(compare, "how_sums_differ", lambda add_up, devices: None)
     monkeypatch.setattr(nccl, "why_not", lambda: None)
     monkeypatch.setattr(nccl, "nccl", library)
     monkeypatch.setattr(kernels, "why_not", lambda devices: None)

@@ -57,20 +57,10 @@ def test_steps_of_a_chain(pieces: int, everyone: list, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slots(2, 3, 4, 5, 8)
-def test_steps_of_shards(everyone: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    n = len(everyone)
+def test_steps_of_a_star(everyone: list, monkeypatch: pytest.MonkeyPatch) -> None:
     with Ports(monkeypatch) as ports:
-        add_up("shards", 1, everyone)
-    assert ports.steps == 2 * (n - 1)
-
-
-@pytest.mark.slots(2, 3, 4, 5, 8)
-def test_steps_of_a_star_and_a_tree(everyone: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    n = len(everyone)
-    for route, steps in (("star", n - 1), ("tree", (n - 1).bit_length())):
-        with Ports(monkeypatch) as ports:
-            broadcast(route, 1, everyone)
-        assert ports.steps == steps
+        broadcast("star", 1, everyone)
+    assert ports.steps == len(everyone) - 1
 
 
 @pytest.mark.slots(3, 4, 8)
@@ -91,11 +81,10 @@ def test_buckets_in_one_block_follow_each_other_without_a_gap(
 
 
 @pytest.mark.slots(4, 8)
-@pytest.mark.parametrize("route", ["star", "tree"])
 def test_a_small_buffer_that_follows_along_a_chain_takes_one_step(
-    route: str, everyone: list, monkeypatch: pytest.MonkeyPatch
+    everyone: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tree would begin when the pieces have reached the last device, and the next bucket when the tree is done."""
+    """A star would begin when the pieces have reached the last device, and the next bucket when the star is done."""
     sizes = [SIZE, 1, SIZE]
     buckets = [
         [torch.full((size,), number + i, device=device) for i, device in enumerate(everyone)]
@@ -103,7 +92,7 @@ def test_a_small_buffer_that_follows_along_a_chain_takes_one_step(
     ]
     with Ports(monkeypatch) as ports, shared_piece_streams(everyone, 3):
         for (source, *buffers), size in zip(buckets, sizes, strict=True):
-            TorchCopies("chain" if size == SIZE else route, 2).broadcast_flat(source, buffers)
+            TorchCopies("chain" if size == SIZE else "star", 2).broadcast_flat(source, buffers)
     assert ports.steps == (len(everyone) - 2 + 2) + 1 + 2
     for source, *buffers in buckets:
         assert all(torch.equal(buffer.cpu(), source.cpu()) for buffer in buffers)

@@ -1,8 +1,8 @@
-"""The transport of a call, the source of its settings, and what becomes of a transport that brings other data."""
+"""The transport of a call, and the source of its settings."""
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,19 +11,15 @@ from tensor_kinds import devices_of
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
-from dataparallel.comm import compare, kernels, peers, select
-from dataparallel.comm.cupy import Cupy
+from dataparallel.comm import peers, select
 from dataparallel.comm.host import ThroughHost
-from dataparallel.comm.kernels import SUM_KERNELS
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.select import transport_for
 from dataparallel.comm.settings import ROUTE_VARIABLE
-from dataparallel.comm.transport import Transport
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "forgetful")
 LARGE, SMALL = [torch.empty(2**27, device="meta")], [torch.empty(10)]
 BUCKET = [torch.empty(10 * 2**18)]
-EMBEDDING = [torch.empty(60 * 2**18, device="meta")]
 
 
 def test_within_one_device_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,10 +34,9 @@ def test_the_librarys_choice(slots: list) -> None:
     if len({*devices}) < len(devices):
         pytest.skip("slots share devices")
     assert transport_for("broadcast", devices, LARGE).route == "chain"
-    assert transport_for("broadcast", devices, SMALL) == TorchCopies("tree")
+    assert transport_for("broadcast", devices, SMALL) == STAR
     assert transport_for("reduce_add", devices, BUCKET).route == "chain"
-    assert transport_for("reduce_add", devices, EMBEDDING) == TorchCopies("shards")
-    assert transport_for("reduce_add", devices, SMALL) == TorchCopies("chain", pieces=1)
+    assert transport_for("reduce_add", devices, SMALL) == STAR
     assert transport_for("gather", devices, LARGE) == transport_for("scatter", devices, LARGE) == TorchCopies("star")
     assert transport_for("broadcast", devices[:2], LARGE) == TorchCopies("star")
 
@@ -96,72 +91,6 @@ def test_a_whole_step_takes_the_route_of_its_forward(by: str, slots: list, monke
     loss.backward()
     assert taken
     assert {*taken} == {("chain", False)}
-
-
-class Faulty(Transport):
-    """Copies with a fault, and adds with one."""
-
-    def __init__(self, fault: str = "", add_up: Callable = STAR.add_up) -> None:
-        self.fault = fault
-        self.used = 0
-        self._add_up = add_up
-
-    def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        return self._add_up(flats, destination)
-
-    def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
-        self.used += 1
-        if self.fault == "raises":
-            raise RuntimeError("no link")
-        for buffer in buffers:
-            buffer.copy_(source)
-            if self.fault == "garbage":
-                buffer[-1] += 1
-
-
-@pytest.mark.parametrize(("fault", "why"), [("garbage", "other data"), ("raises", "it has failed: no link")])
-@pytest.mark.devices("sim", "cuda")
-@pytest.mark.slots(3)
-def test_a_transport_that_fails_its_first_comparison_is_dropped(fault: str, why: str, slots: list) -> None:
-    theirs = Faulty(fault)
-    devices = tuple(devices_of(slots))
-    with pytest.warns(RuntimeWarning, match=rf"'theirs' is not used between .*{why}"):
-        assert why in str(compare.why_unusable("theirs", theirs, devices))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert why in str(compare.why_unusable("theirs", theirs, devices))
-    assert theirs.used == 1
-
-
-@pytest.mark.devices("sim", "cuda")
-@pytest.mark.slots(3)
-def test_one_that_does_not_stays(slots: list) -> None:
-    state = torch.get_rng_state()
-    assert compare.why_unusable("theirs", Faulty(), tuple(devices_of(slots))) is None
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.devices("sim", "cuda")
-@pytest.mark.slots(3)
-def test_kernels_whose_copies_are_right_and_whose_sums_are_not_are_dropped(slots: list) -> None:
-    def flushing(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
-        small = [flat.abs() < torch.finfo(flat.dtype).smallest_normal for flat in flats]
-        return STAR.add_up([flat.masked_fill(where, 0) for flat, where in zip(flats, small, strict=True)], destination)
-
-    devices = tuple(devices_of(slots))
-    with pytest.warns(RuntimeWarning, match=r"'cupy' is not used between .*: in torch.float32 it has made 0.0 of"):
-        assert compare.why_unusable("cupy", Faulty(add_up=flushing), devices) is not None
-    compare.forget()
-    assert compare.why_unusable("cupy", Faulty(), devices) is None
-
-
-def test_the_sums_that_are_compared_are_launches_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[tuple] = []
-    monkeypatch.setattr(kernels, "launch", lambda *arguments: launched.append(arguments))
-    flats = [torch.ones(5, dtype=torch.bfloat16) for _ in range(3)]
-    total = Cupy().add_up(flats, torch.device("cpu"))
-    rows = [[tensor.data_ptr()] for tensor in (total, *flats)]
-    assert launched == [(SUM_KERNELS[torch.bfloat16], rows, [5], torch.device("cpu"), [torch.device("cpu")] * 3)]
 
 
 def test_a_device_is_listed_as_often_as_it_is_a_slot(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,9 +54,9 @@ def test_the_environment_says_it_at_each_call(transport: str, route: str, monkey
 
 def test_a_block_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATAPARALLEL_TRANSPORT", "nccl")
-    monkeypatch.setenv("DATAPARALLEL_ROUTE", "tree")
+    monkeypatch.setenv("DATAPARALLEL_ROUTE", "star")
     with using(transport="copy"):
-        assert current() == Settings("copy", "tree")
+        assert current() == Settings("copy", "star")
 
 
 @pytest.mark.parametrize("variable", NAMES)

@@ -289,7 +289,7 @@ def step_of(
 )
 @pytest.mark.parametrize(
     "ways",
-    [{}, {"route": "star"}, {"route": "tree"}, {"route": "chain"}, {"route": "shards"}, {"transport": "host"}],
+    [{}, {"route": "star"}, {"route": "chain"}, {"transport": "host"}],
     ids=lambda ways: "-".join(ways.values()) or "default",
 )
 def test_of_a_slot_are_almost_as_few_with_eight_slots_as_with_two(width, policy, ways, slots, monkeypatch):

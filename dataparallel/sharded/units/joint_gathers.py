@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
-from dataparallel.comm import settings
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.replicas.compiled.gate import gate
 from dataparallel.sharded.units.buffers import out_of_memory_error
@@ -321,9 +320,8 @@ class JointGathers:
         return gathered
 
     def _is_exchange(self) -> bool:
-        """True if slots exchange their pieces, as they do on the route "shards"; else one slot collects all pieces."""
-        is_large = self._unit.full_bytes > _COLLECTED or settings.current().route == "shards"
-        return is_large and self._number_of_slots == len(self._unit.slots)
+        """True if slots exchange their pieces; else one slot collects all pieces."""
+        return self._unit.full_bytes > _COLLECTED and self._number_of_slots == len(self._unit.slots)
 
     def _empty(self, owned: OwnedShards, dtype: torch.dtype, devices: list[torch.device]) -> list[Tensor]:
         shape = owned.layout.owners, owned.layout.numel

@@ -23,7 +23,6 @@ Stream = torch.Stream
 Event = torch.Event
 
 copies_cannot_fail = True  # the check of copies between devices asks this, and leaves these devices out
-links_are_all_to_all = True  # the choice of routes asks this
 _initialized = True  # torch.utils.checkpoint asks this before it keeps the state of the generators
 
 

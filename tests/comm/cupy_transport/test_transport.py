@@ -14,7 +14,7 @@ from kernel_launches import Launches, assert_alike, made
 from tensor_kinds import tagged, with_attribute
 from torch import Tensor, nn
 
-from dataparallel.comm import compare, cupy
+from dataparallel.comm import cupy
 from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.routes import STAR
 
@@ -154,19 +154,6 @@ def test_kernels_write_into_tensors_that_all_lie_alike_and_plain_copies_into_oth
     assert sum(len(rows) - 1 for _, rows, _ in launches.noted) == count
     STAR.broadcast_into(expected, tensor)
     assert_alike(out, expected)
-
-
-def test_the_transport_is_tried_by_the_same_launch(
-    launch: Callable, monkeypatch: pytest.MonkeyPatch, slots: list
-) -> None:
-    launches = Launches(launch)
-    monkeypatch.setattr(cupy, "kernels", launches)
-    compare.forget()
-    assert compare.why_unusable("kernels, copies only", KERNELS, tuple(map(torch.device, slots))) is None
-    ((name, rows, counts),) = launches.noted
-    assert (name, [len(row) for row in rows]) == ("copy_many", [1] * len(slots))
-    assert len(counts) == 1
-    compare.forget()
 
 
 def test_each_tensor_of_the_caller_is_asked_once_and_no_result(

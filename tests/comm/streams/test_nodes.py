@@ -73,7 +73,7 @@ NODES = {
 
 @pytest.mark.parametrize(
     "way",
-    [{"route": "star"}, {"route": "chain"}, {"route": "shards"}, {"transport": "host"}],
+    [{"route": "star"}, {"route": "chain"}, {"transport": "host"}],
     ids=lambda way: "".join(way.values()),
 )
 @pytest.mark.parametrize("name", NODES)

@@ -28,7 +28,7 @@ from itertools import permutations
 from dataparallel.testing.simulated.timeline.machine import Host, Machine, Path, Wiring
 from dataparallel.testing.simulated.timeline.wiring import mesh, switch, through_host, tree
 
-__all__ = ["A100", "A100_80", "H100", "LINKED_ALL_TO_ALL", "PRESETS", "RTX_3090", "TITAN_RTX", "TITAN_RTX_PCIE", "V100"]
+__all__ = ["A100", "A100_80", "H100", "PRESETS", "RTX_3090", "TITAN_RTX", "TITAN_RTX_PCIE", "V100"]
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 
@@ -193,7 +193,3 @@ TITAN_RTX = TITAN_RTX_PCIE.with_(
 """Two cards with their bridge, which transformers' documentation compares ``DataParallel`` and DDP on."""
 
 PRESETS = (V100, A100, A100_80, H100, RTX_3090, TITAN_RTX, TITAN_RTX_PCIE)
-
-LINKED_ALL_TO_ALL = (A100, A100_80, H100, TITAN_RTX)
-"""Those whose devices all have NVLink to each other, which the library chooses routes by: ``comm.links`` asks NVML. A
-recording for the other machines is one with ``torch.sim.links_are_all_to_all = False``."""

@@ -11,7 +11,6 @@ from dataparallel.testing.simulated.timeline.presets import (
     A100,
     A100_80,
     H100,
-    LINKED_ALL_TO_ALL,
     PRESETS,
     RTX_3090,
     TITAN_RTX,
@@ -69,15 +68,6 @@ class TestEachMachine:
         assert all(1e-6 <= cost <= 20e-6 for cost in (machine.host.lock, machine.host.rest, machine.host.backward))
         assert machine.flops["float64"] < machine.flops["float32"] < machine.flops["float16"]
         assert all(path.bandwidth < machine.memory_bandwidth for path in paths)
-
-
-@each_machine
-def test_all_to_all_are_machines_whose_pairs_have_links_without_the_host(machine: Machine) -> None:
-    """Two devices send to two others at the same time, and no copy between devices uses a link of the host."""
-    paths = machine.wiring.paths
-    of_the_host = {link for ends, path in paths.items() if HOST in ends for link in path.links}
-    apart = all(not of_the_host & {*path.links} for path in between_devices(machine).values())
-    assert (machine in LINKED_ALL_TO_ALL) == apart
 
 
 class TestV100:
