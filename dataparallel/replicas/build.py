@@ -7,7 +7,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from dataparallel.comm.streams.arrivals import ExpectedArrivals
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.compiled.calls import CompiledCall
 from dataparallel.replicas.cycles import CYCLES
-from dataparallel.replicas.placement import patched_forward
 from dataparallel.replicas.plan import (
     HAS_COMPILED,
     NONE_POSITION,
@@ -72,7 +70,7 @@ def build_replica(
             _add_registries(entry, own, module_table, tensor_table, expected)
             give_attributes(module, own, entry.module, entry.slots)
     if plan.has_references:
-        _rebind_attributes(plan, modules, tensors, device)
+        _rebind_attributes(plan, modules, tensors)
     for call in call_compiled(plan, modules):
         call.device = device
     _give_units(plan, modules)
@@ -130,9 +128,7 @@ def make_parameters(plan: ModulePlan, tensors: list[Tensor], cls: type[Tensor]) 
             tensors[i].__class__ = cls
 
 
-def _rebind_attributes(
-    plan: ModulePlan, modules: list[nn.Module], tensors: list[Tensor], device: torch.device | None
-) -> None:
+def _rebind_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list[Tensor]) -> None:
     """Makes attributes outside of the registries refer to the replica instead of the source."""
     table: dict[int, Any] = {id(entry.module): module for entry, module in zip(plan.entries, modules, strict=True)}
     table[plan.source_id] = modules[0]
@@ -149,11 +145,8 @@ def _rebind_attributes(
                         f"cannot replicate {dotted(entry.name, key)!r}: it refers to modules of the tree, and another "
                         f"{type(attributes[key]).__name__} that refers to their replicas could not be built"
                     ) from error
-        if entry.fixed_to is not None and device not in (None, entry.fixed_to) and "forward" not in attributes:
-            code = patched_forward(original_class(entry.cls).forward, entry.fixed_to, device)
-            attributes["forward"] = MethodType(code, module)
-        if plan.cycles is not None and (entry.references or entry.fixed_to):
-            plan.cycles.add(module, [*entry.references, "forward"] if entry.fixed_to else entry.references)
+        if plan.cycles is not None and entry.references:
+            plan.cycles.add(module, entry.references)
     if plan.cycles is not None:
         vars(modules[0])[CYCLES] = plan.cycles
 

@@ -24,7 +24,7 @@ from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.persistent import Lease, PersistentReplicas
-from dataparallel.replicas.placement import placement_error, refuse_script_constants
+from dataparallel.replicas.placement import placement_error, refuse_constants
 from dataparallel.replicas.plan import ModulePlan, names_of
 from dataparallel.replicas.replicate import build_replicas
 from dataparallel.replicas.snapshot import TreeSnapshot
@@ -156,7 +156,7 @@ class KeptReplicas:
                 return kept.lease(len(slots))
         plan = self._make_plan(network)
         _check_placement(plan, slots[0])
-        refuse_script_constants(plan, slots)
+        refuse_constants(plan, slots)
         copies = constant_copies(plan, slots, cap_bytes)
         replicas = build_replicas(plan, copies, False, None)
         graphs = None if self.graphs is None else self.graphs.another()
@@ -178,7 +178,7 @@ class KeptReplicas:
             self._snapshot = TreeSnapshot(plan) if plan.is_plain else None
         if self._tensors.are_copies:
             _check_placement(plan, slots[0])
-        refuse_script_constants(plan, slots)
+        refuse_constants(plan, slots)
         arrivals = arrivals_for(slots, plan.tensors)
         copies = self._tensors.for_call(plan, slots, cap_bytes, record, arrivals)
         if record and plan.cycles is not None and not plan.cycles.are_held_by_graph:

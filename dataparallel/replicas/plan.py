@@ -20,10 +20,8 @@ from torch.nn.parameter import is_lazy
 from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.comm.buckets import PLAIN_TYPES, has_strides
 from dataparallel.comm.kinds import is_wrapper
-from dataparallel.devices import CPU
 from dataparallel.replicas.compiled.calls import Compiled, compiled_here
 from dataparallel.replicas.cycles import CYCLES, ReferenceCycles
-from dataparallel.replicas.placement import constant_devices, constant_tensors, is_graph
 from dataparallel.replicas.references import ATOMIC, behind_proxy, compiled_over, reached
 
 TABLES = frozenset({dict, OrderedDict, list, tuple, set})
@@ -80,8 +78,7 @@ class ModuleEntry:
 
     A name that is registered with ``None`` has the position `NONE_POSITION`, which is -1. See `ModulePlan.table` for
     this and lower positions. ``attributes`` is a copy of the module's ``__dict__``, with the registries. ``proxied``
-    names the children that are weak proxies of a module. ``constants`` names plain attributes whose tensors become
-    buffers in replicas. ``fixed_to`` is the root if the code of the module's graph names this device.
+    names the children that are weak proxies of a module.
     """
 
     module: nn.Module
@@ -98,8 +95,6 @@ class ModuleEntry:
     has_own_rule: bool = False
     is_script: bool = field(init=False)
     compiled: Compiled | None = None
-    constants: list[str] = field(default_factory=list)
-    fixed_to: torch.device | None = None
     _copied: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -121,7 +116,7 @@ class ModuleEntry:
     @property
     def left_out(self) -> tuple[str, ...]:
         """Names of attributes that replicas do not copy from the source."""
-        return (*self.constants, *(() if self.compiled is None else self.compiled.left_out))
+        return () if self.compiled is None else self.compiled.left_out
 
 
 @dataclass
@@ -187,7 +182,6 @@ class ModulePlan:
                     position = module_positions[id(behind_proxy(child))]
                     entry.proxied.append(key)
                 entry.children[key] = position
-        plan._find_graphs(module_positions, tensor_positions)
         modules = {id(entry.module) for entry in entries} | {plan.source_id}
         tensors = {i: p for i, p in tensor_positions.items() if i not in plan.ignored_parameters}
         plan._find_references(modules, tensors, () if hooks_follow else HOOK_TABLES)
@@ -241,23 +235,6 @@ class ModulePlan:
         """Adds a module or parameter to `shared` and returns its position."""
         self.shared.insert(0, item)
         return NONE_POSITION - len(self.shared)
-
-    def _find_graphs(self, module_positions: Mapping[int, int], tensor_positions: dict[int, int]) -> None:
-        """Adds the constant tensors of graphs as buffers, and notes graphs whose code names the root."""
-        root = self.tensors[0].device if self.tensors else CPU
-        for entry in self.entries if root != CPU else ():  # CPU slots share constants
-            if not is_graph(entry.module):
-                continue
-            for module, key, tensor in constant_tensors(entry.module, root):
-                position = module_positions.get(id(module), NONE_POSITION)
-                if position >= 0:
-                    holder = self.entries[position]
-                    holder.buffers[key] = self._add(tensor, False, tensor_positions, holder, key)
-                    holder.constants.append(key)
-            if root in constant_devices(entry.module):
-                entry.fixed_to = root
-                self.has_references = True
-                self.cycles = self.cycles or ReferenceCycles()  # `patched_forward` becomes a bound method
 
     def _find_references(self, modules: Set[int], tensors: Mapping[int, int], kept: Sequence[str]) -> None:
         tree_ids = modules | tensors.keys()

@@ -24,7 +24,7 @@ from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.replicas.build import build_replica, collector_paused
 from dataparallel.replicas.compiled.calls import Compiled
-from dataparallel.replicas.placement import refuse_script_constants
+from dataparallel.replicas.placement import refuse_constants
 from dataparallel.replicas.plan import ModulePlan
 
 M = TypeVar("M", bound=nn.Module)
@@ -69,7 +69,7 @@ def make_replicas(
     with collector_paused():
         plan = ModulePlan.of(network, root_call)
         plan.cycles = None  # only the caller knows how long the replicas are needed
-        refuse_script_constants(plan, slots)
+        refuse_constants(plan, slots)
         is_at_root = all(tensor.device == slots[0] for tensor in plan.tensors)
         arrivals = arrivals_for(slots, plan.tensors) if is_at_root else None
         copies = copy_tensors(plan, slots, record, cap_bytes, arrivals)
