@@ -459,6 +459,13 @@ _functorch_interpreter: Callable[[], Any] = _private(
     "torch._C._functorch.peek_interpreter_stack", "refuse to run replicas inside a torch.func transform"
 )
 
+_private(
+    "torch.nn.utils.parametrize._cache_enabled",
+    "refuse to run replicas inside parametrize.cached()",
+    0,
+    "replicas there use each other's weights",
+)
+
 
 def push_dispatch_modes(modes: Sequence[Any]) -> Callable[[], None]:
     """Enters dispatch modes, outermost first. Returns a function that leaves them."""
@@ -486,6 +493,11 @@ def default_device_context() -> Any:
 def forget_default_device_context() -> None:
     """Clears the context that ``torch.set_default_device`` keeps for this thread. Its mode has been left before."""
     _GLOBAL_DEVICE_CONTEXT.device_context = None
+
+
+def are_parametrizations_cached() -> bool:
+    """True inside ``torch.nn.utils.parametrize.cached()``, of any thread."""
+    return getattr(torch.nn.utils.parametrize, "_cache_enabled", 0) > 0
 
 
 def is_inside_functorch_transform() -> bool:

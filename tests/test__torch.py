@@ -151,6 +151,9 @@ def test_without_it_another_way_is_taken(name: _torch.PrivateName, monkeypatch: 
         assert not room.is_functional_tensor(torch.ones(1))
     elif name.path == "torch._C._functorch.is_functorch_wrapped_tensor":
         assert not room.is_functorch_tensor(torch.ones(1))
+    elif name.path == "torch.nn.utils.parametrize._cache_enabled":
+        monkeypatch.delattr(torch.nn.utils.parametrize, "_cache_enabled")
+        assert not room.are_parametrizations_cached()
     elif name.path == "torch.distributed.distributed_c10d._hash_ranks_to_str":
         assert room.name_of_group([0, 1]) == room.name_of_group([0, 1])
     else:

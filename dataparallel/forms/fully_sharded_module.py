@@ -118,8 +118,9 @@ class FullyShardedModule(ManagedModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this module's unit on all slots, in ``param_dtype`` if its policy has one.
 
-        The module has the full parameters of the first slot until `reshard`, or until its next forward or backward
-        frees them; at all other times it has the sharded ones. Units of children stay as they are.
+        The module has the full parameters of the first slot until `reshard`, until its next forward frees them, or
+        until its next backward ends; at all other times it has the sharded ones, which have the gradients. Units of
+        children stay as they are.
 
         With ``set_reshard_after_forward(False)`` no forward frees them, so calls that only evaluate gather nothing
         until `reshard`. Meanwhile a write to the sharded parameters is seen if torch counts it, as for

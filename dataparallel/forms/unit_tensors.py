@@ -151,10 +151,19 @@ class UnitTensors(TensorStore):
 
 
 def _not_sharded(plan: ModulePlan, position: int) -> RuntimeError:
-    """Makes the error for a parameter that came after `fully_shard`: nobody would sum its gradients."""
-    name = next(
-        dotted(entry.name, key) for entry in plan.entries for key, at in entry.parameters.items() if at == position
+    """Makes the error for a tensor that belongs to no unit: nobody would sum its gradients."""
+    name, is_buffer = next(
+        (dotted(entry.name, key), names is entry.buffers)
+        for entry in plan.entries
+        for names in (entry.parameters, entry.buffers)
+        for key, at in names.items()
+        if at == position
     )
+    if is_buffer:
+        return RuntimeError(
+            f"the buffer {name!r} needs a gradient, and fully_shard sums gradients of parameters only. Make it a "
+            "parameter before fully_shard, or let it need no gradient, requires_grad_(False)"
+        )
     return RuntimeError(
         f"{name!r} needs a gradient and is not sharded: it came into the model after fully_shard. Change the model "
         "first and apply fully_shard then; or let it need no gradient, requires_grad_(False)"

@@ -233,6 +233,12 @@ REFUSED: tuple[tuple[str, Callable[[], bool], str], ...] = (
         "only. Apply the transform inside the module's forward, or call the module that is not wrapped",
     ),
     (
+        "cached parametrizations",
+        _torch.are_parametrizations_cached,
+        "torch.nn.utils.parametrize.cached() is active, and its cache has one place for the weights of all replicas. "
+        "Call the module outside of it: a weight that forward uses several times may be kept in a variable there",
+    ),
+    (
         "CUDA graph capture",
         _capturing_cuda_graph,
         "a CUDA graph is being captured around the call, and one capture cannot follow several threads. Capture the "

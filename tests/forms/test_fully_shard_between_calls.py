@@ -266,6 +266,20 @@ class TestUnshard:
             loss.backward()
         assert_all_sharded(model)
 
+    def test_ends_with_a_backward_that_leaves_units_full(self, slots, x):
+        """So `clip_grad_norm_` sees the gradients, which are those of the sharded parameters."""
+        pair = pair_with(slots)
+        several, _ = pair
+        several.set_reshard_after_backward(False)
+        several.layers[1].unshard()
+        norms = []
+        for model in pair:
+            mean_square_loss(model(x)).backward()
+            norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 1e-3)))
+        assert_all_sharded(several)
+        assert_equal(*norms, "norms", atol=1e-9)
+        assert_equal(gradients(several), gradients(pair[1]), "gradients", atol=1e-9)
+
     @pytest.mark.parametrize("how", UNSEEN)
     def test_sees_what_was_written_since_the_last_call(self, how, slots, x):
         pair = pair_with(slots, reshard_after_forward=False)

@@ -195,6 +195,34 @@ class TestChangesOfTheModel:
         with torch.no_grad():
             assert_equal(whole(several(x)), whole(one(x)), "output", atol=1e-9)
 
+    def test_a_buffer_that_needs_a_gradient_is_refused_by_name(self, slots, root):
+        model = nn.Sequential(nn.BatchNorm1d(4)).to(root)
+        model[0].register_buffer("scale", torch.ones(4, device=root, requires_grad=True))
+        fully_shard(model, devices=slots)
+        with pytest.raises(RuntimeError, match=r"the buffer '0.scale' needs a gradient.*Make it a parameter"):
+            model(torch.ones(6, 4, device=root))
+
+    @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+    def test_a_transform_around_a_unit_is_refused_by_name(self, transform, slots, root):
+        class Transformed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.unit = nn.Linear(4, 4)
+
+            def forward(self, x):
+                run = {
+                    "vmap": lambda: torch.func.vmap(self.unit)(x),
+                    "grad": lambda: torch.func.grad(lambda t: self.unit(t).sum())(x),
+                    "jvp": lambda: torch.func.jvp(self.unit, (x,), (x,))[1],
+                }
+                return run[transform]()
+
+        model = Transformed().to(root)
+        fully_shard(model.unit, devices=slots)
+        fully_shard(model, devices=slots)
+        with pytest.raises(RuntimeError, match=r"transform .* runs around the unit 'unit'.*Make one unit"):
+            model(torch.ones(6, 4, device=root))
+
     @pytest.mark.parametrize("child", [True, False])
     def test_frozen_between_forward_and_backward(self, child, pair, x):
         """A parameter gets no gradient then. One that is full says what to do."""

@@ -59,6 +59,11 @@ def capture(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
         call(x)
 
 
+def cached(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    with torch.nn.utils.parametrize.cached():
+        call(x)
+
+
 class Calls(nn.Module):
     """What is exported is a module."""
 
@@ -77,6 +82,7 @@ REFUSALS: dict[str, dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any
         "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
         "functionalize": lambda call, x: torch.func.functionalize(call)(x),
     },
+    "cached parametrizations": {"cached": cached},
     "CUDA graph capture": {"graph": capture},
     "jit trace": {"trace": lambda call, x: torch.jit.trace(call, x)},
     "export": {"export": lambda call, x: torch.export.export(Calls(call), (x,), strict=False)},

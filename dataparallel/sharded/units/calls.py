@@ -44,6 +44,11 @@ class ModuleRunner:
         if self._is_running:  # the module's `forward` inside of its `__call__`, or a recursion
             return function(*args, **kwargs)
         slot_unit, unit = self._slot_unit, self._slot_unit.unit
+        if _torch.is_inside_functorch_transform():
+            raise RuntimeError(
+                f"a torch.func transform (vmap, grad, jvp) runs around the unit {unit.name!r}, whose parameters come "
+                "and go in its calls. Make one unit of all that the transform runs: the module whose forward applies it"
+            )
         if unit.precision.casts_inputs and unit.precision.parameters is not None:
             args, kwargs = _cast((args, kwargs), unit.precision.parameters)
         call = ModuleCall(slot_unit, self._root_call, self)

@@ -40,7 +40,8 @@ class SlotUnit:
     Attributes:
         parameters: the full ones, in the unit's order. `nodes.make_outputs` gives them a node of the graph.
         is_full: true while the parameters have their values.
-        is_unsharded: the user has gathered the parameters by ``unshard()``, and they have not been freed since.
+        is_unsharded: the user has gathered the parameters by ``unshard()``, and they have not been freed since, nor has
+            a backward ended.
         is_in_backward: the backward of a call has begun and not ended.
         last_pull: an event after the last reads of shards.
         region: where the parameters are, if their addresses are fixed (``fixed_memory``).
@@ -392,6 +393,7 @@ class SlotUnit:
         with self._lock:
             self._open_calls.clear()
             self.is_in_backward, self._is_as_after_backward = False, True
+            self.is_unsharded = False  # the gradients are those of the sharded parameters
             self._is_kept_for_graph = was_recorded and not has_failed
             if self._is_kept_for_graph:
                 return
