@@ -127,7 +127,8 @@ def known_items(model: Any, inputs: Mapping[str, Any]) -> Items:
     masked and sequence to sequence language models, classification, semantic segmentation, connectionist temporal
     classification, and questions whose answers are spans. It is unknown if a batch or a setting adds another term.
     """
-    if hasattr(model, "get_base_model") and not getattr(model.active_peft_config, "is_prompt_learning", False):
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is not None and not adapter.is_prompt_learning:  # prompts are more tokens with labels
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         return None
@@ -144,6 +145,8 @@ def known_items(model: Any, inputs: Mapping[str, Any]) -> Items:
     if head == "CTC":
         reduction: Any = getattr(model.config, "ctc_loss_reduction", None)
         return reduction if reduction in ("mean", "sum") else None  # the mean is one over samples
+    if not isinstance(labels, Tensor):
+        return None
     if head == "SemanticSegmentation":
         names = ("semantic_loss_ignore_index", "loss_ignore_index")
         ignored = next((getattr(model.config, name) for name in names if hasattr(model.config, name)), None)
@@ -159,8 +162,9 @@ def known_items(model: Any, inputs: Mapping[str, Any]) -> Items:
         return None
     if isinstance(inputs.get("shift_labels"), Tensor):
         labels = inputs["shift_labels"]
-    elif head == "CausalLM" and not in_forward and not getattr(model.config, "is_encoder_decoder", False):
-        labels = labels[..., 1:]
+    elif head == "CausalLM" and not in_forward:
+        is_shifted = not any(getattr(each, "is_encoder_decoder", False) for each in (model.config, config))
+        labels = labels[..., is_shifted:]
     return labels.ge(0).sum(1) if labels.dim() == 2 else None
 
 
