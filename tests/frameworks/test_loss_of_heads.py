@@ -79,10 +79,12 @@ def assert_same(found, expected):
 
 @all_forms
 @pytest.mark.parametrize("head", HEADS)
-def test_a_step_is_that_of_one_device_or_the_trainer_says_so_once(head, form, slots, tmp_path):
+def test_a_step_is_that_of_one_device_or_the_trainer_says_so_once(head, form, slots, root, tmp_path):
     build, batch, is_known, refusal = HEADS[head]
     if head == "object detection":
         pytest.importorskip("scipy")
+    if "experts" in head and root.type == "sim":
+        pytest.skip("the loss of experts counts integers, which simulated devices cannot")
     if refusal:
         with pytest.raises(ValueError, match=refusal):
             step(build(), batch, tmp_path, slots, form)
@@ -137,11 +139,11 @@ class TestOwnModels:
         assert_same(found, step(Net("sum"), batch_of_net, tmp_path, trainer=Trainer))
         assert not found[3]
 
-    def test_a_form_keeps_its_rule(self, slots, tmp_path):
-        net = Net("sum")
-        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    def test_a_form_keeps_its_rule(self, slots, root, tmp_path):
+        net = Net("sum").to(root)
+        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=root.type == "cpu", report_to=[])
         trainer = SlotsTrainer(DataParallel(net, slots, scalars="sum"), args)
-        x = batch_of_net(SAMPLES)
+        x = {name: value.to(root) for name, value in batch_of_net(SAMPLES).items()}
         torch.testing.assert_close(trainer.model_wrapped(**x)["loss"], net(**x)["loss"])
 
     @pytest.mark.parametrize("items", [torch.ones(3), "tokens"])
@@ -172,11 +174,11 @@ class TestOwnModels:
         assert len(said) == 1
 
 
-def test_blocks_that_share_parameters_belong_to_the_rest(slots, tmp_path):
+def test_blocks_that_share_parameters_belong_to_the_rest(slots, root, tmp_path):
     """The embeddings of BERT are a block, and its head has their weights."""
     model = BertForMaskedLM(bert_config())
     assert "BertEmbeddings" in model._no_split_modules
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=root.type == "cpu", report_to=[])
     model = SlotsTrainer(model, args, devices=slots, form="fully_shard").model
     units = [name for name, module in model.named_modules() if isinstance(module, FullyShardedModule)]
     assert units == ["", "bert.encoder.layer.0", "bert.encoder.layer.1"]
