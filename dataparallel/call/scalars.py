@@ -20,6 +20,9 @@ ScalarRule: TypeAlias = Literal["mean", "sum"] | Callable[[Tensor, tuple[int, ..
 class Scalars:
     """Combines the scalars of a call. Without a rule they become a vector.
 
+    Attributes:
+        rule: the function that combines them, or ``None``.
+
     Raises:
         TypeError, ValueError: ``rule`` is something else than a `ScalarRule`.
     """
@@ -29,15 +32,15 @@ class Scalars:
             raise ValueError(f"scalars={rule!r}: expected 'mean', 'sum', a function, or None for a vector")
         if rule is not None and not callable(rule) and not isinstance(rule, str):
             raise TypeError(f"scalars={rule!r}: expected 'mean', 'sum', a function, or None for a vector")
-        self._combine = _RULES[rule] if isinstance(rule, str) else rule
+        self.rule = _RULES[rule] if isinstance(rule, str) else rule
 
     def of_chunks(self, inputs: Sequence[Any], kwargs: Sequence[Any], dim: int) -> Callable[[Tensor], Tensor] | None:
         """Returns a function of a vector with one value for each replica, for chunks with these arguments."""
-        if self._combine is None:
+        if self.rule is None:
             return None
         samples = tuple(number_of_samples(chunk, dim) for chunk in zip(inputs, kwargs, strict=True))
-        combine = self._combine
-        return lambda values: combine(values, samples)
+        rule = self.rule
+        return lambda values: rule(values, samples)
 
 
 def _mean(values: Tensor, samples: tuple[int, ...]) -> Tensor:

@@ -145,7 +145,7 @@ class Form(Generic[P, S]):
             if subclass.__bases__ == bases:
                 return subclass
         name = f"{self.__name__.title().replace('_', '')}{cls.__name__}"
-        body = {"__module__": cls.__module__, "__doc__": cls.__doc__, ORIGINAL_CLASS: cls}
+        body = {"__module__": cls.__module__, "__doc__": cls.__doc__, ORIGINAL_CLASS: cls, "__init__": _init_of(cls)}
         made = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(body))
         # Programs look at the name of a class to choose how labels are shifted or what a saved configuration says. The
         # first name is what a class that registers its subclasses sees, and it stays in the new class's repr.
@@ -229,6 +229,18 @@ def _holds(root: nn.Module, module: Any) -> bool:
             seen.add(id(each))
             waiting += each._modules.values()
     return False
+
+
+def _init_of(cls: type[nn.Module]) -> Callable[..., None]:
+    """Returns the ``__init__`` of modules that a subclass of ``cls`` makes: they are of the class ``cls``."""
+
+    @functools.wraps(cls.__init__)
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if FORM_ATTRIBUTE not in vars(self):
+            _set_class(self, cls)
+        cls.__init__(self, *args, **kwargs)
+
+    return init
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -49,8 +49,13 @@ class ManagedModule:
     _instead_of_a_wrapper = "apply one form, once, to the outermost module only"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes an instance of the original class."""
-        return original_class(cls)(*args, **kwargs)
+        """Makes a module that ``__init__`` turns into one of the original class. Some programs call both themselves."""
+        original = original_class(cls)
+        made = original.__new__(original, *args, **kwargs)
+        if type(made) is not original:
+            return original(*args, **kwargs)
+        object.__setattr__(made, "__class__", cls)  # otherwise Python calls no ``__init__``
+        return made
 
     def __copy__(self) -> NoReturn:
         self._refuse("copy")

@@ -1,20 +1,19 @@
 """`OnSlots` has a ``Trainer`` of transformers, or any class derived from it, train on slots. It needs transformers.
 
-The trainer's own code sees one device, which gets the whole batch. `LossByItems` combines the losses of the chunks.
+The trainer's own code sees one device, which gets the whole batch.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.loss.loss_utils import ForCausalLMLoss
 
-from dataparallel.batches.batch_types import register_batch
-from dataparallel.call.scalars import Scalars
+from dataparallel.call.scalars import ScalarRule, Scalars
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.forms.data_parallel import DataParallel
 from dataparallel.forms.fully_shard import fully_shard
@@ -23,6 +22,7 @@ from dataparallel.forms.managed import ManagedModule, register_forward_method, s
 from dataparallel.forms.replicate import replicate
 from dataparallel.integrations.accelerate import Accelerator
 from dataparallel.integrations.form_names import Form, check_form
+from dataparallel.integrations.transformers_losses import Items, LossByItems, known_items
 
 _Trainer: Any = object  # what a subclass adds as its second base
 
@@ -37,19 +37,25 @@ class OnSlots(_Trainer):
     The trainer gives the model its form, or takes a model that has one. ``trainer.model`` is the model itself.
     Except with `DataParallel`, accumulated gradients wait on their slots.
 
+    A loss that the model returns has to be put together from those of the chunks. What it divides by is known for most
+    models of transformers. For others the method `loss_items` or ``scalars`` says it. A model for which nobody does so
+    gives one warning, and each chunk counts by its samples.
+
     Args:
-        model: as for the trainer, or a model with any of the three forms. The trainer sets ``scalars`` and
-            ``output_device`` of that form, and ``pad`` of ``generate``.
+        model: as for the trainer, or a model with any of the three forms. The trainer sets ``output_device`` of that
+            form, ``pad`` of ``generate``, and ``scalars`` unless the form was given some.
         devices: the slots, as for `DataParallel`. Default: all accelerators; without any, the trainer is what it is
             without this class.
         form: ``"replicate"``, which is the default, ``"DataParallel"`` or ``"fully_shard"``. The last one makes a unit
             of each block, which are the modules that the model's ``_no_split_modules`` names, and one of the rest. For
-            other units or options give the model its form yourself.
+            other units or options give the model its form yourself. Blocks that share parameters with the rest of the
+            model, such as embeddings, belong to the rest.
+        scalars: how the losses of the chunks become one, as for `DataParallel`; default: by `loss_items`.
         args, kwargs: those of the trainer.
 
     Raises:
-        ValueError: ``form`` is another string; ``devices`` or ``form`` is given for a model that has a form; devices
-            are wrong as for `DataParallel`.
+        ValueError: ``form`` is another string; ``devices``, ``form`` or ``scalars`` is given for a model that has a
+            form; devices or ``scalars`` are wrong as for `DataParallel`.
     """
 
     def __init__(
@@ -58,16 +64,18 @@ class OnSlots(_Trainer):
         *args: Any,
         devices: Sequence[DeviceLike] | None = None,
         form: Form | None = None,
+        scalars: ScalarRule = None,
         **kwargs: Any,
     ) -> None:
         if form is not None:
             check_form(form)
+        self._scalars = Scalars(scalars)
         self._form, self._wrapper = form or "replicate", None
         if isinstance(model, (DataParallel, ManagedModule)):
-            if devices is not None or form is not None:
+            if devices is not None or form is not None or scalars is not None:
                 raise ValueError(
-                    f"devices={devices}, form={form!r}: this {type(model).__name__} has a form and slots already; "
-                    "pass it without these arguments, or pass a plain model"
+                    f"devices={devices}, form={form!r}, scalars={scalars!r}: this {type(model).__name__} has a form "
+                    "and slots already; pass it without these arguments, or pass a plain model"
                 )
             devices = (model.device_ids if isinstance(model, DataParallel) else state_of(model).slots) or None
         if isinstance(model, DataParallel):
@@ -92,15 +100,28 @@ class OnSlots(_Trainer):
                 _shard_blocks(model, self._slots)
             else:
                 replicate(model, devices=self._slots)
-        scalars, device = Scalars(_loss_by_items(model, self._wrapper or model).combine), self.args.device
+        device = self.args.device
         if self._wrapper is not None:
-            self._wrapper._scalars, self._wrapper.output_device = scalars, device
+            self._wrapper._scalars = self._rule(self._wrapper._scalars, self._wrapper)
+            self._wrapper.output_device = device
             self._wrapper = self.accelerator.prepare(self._wrapper)  # for mixed precision; the trainer prepares others
         else:
             options = state_of(model).options
-            options.scalars, options.output_device = scalars, device
+            options.scalars, options.output_device = self._rule(options.scalars, model), device
             if hasattr(model, "generate"):
                 register_forward_method(model, "generate", pad=_padding_token(model, {}))
+
+    def _rule(self, given: Scalars, called: nn.Module) -> Scalars:
+        """Returns the rule for scalars that ``called`` will have, the model or the wrapper around it."""
+        loss = getattr(given.rule, "__self__", None)
+        if isinstance(loss, LossByItems):  # of a trainer that had the model before
+            loss.items_of = self.loss_items
+        elif given.rule is not None or self._scalars.rule is not None:
+            return self._scalars if given.rule is None else given
+        else:
+            loss = LossByItems(self.loss_items, type(getattr(called, "module", called)).__name__)
+            called.register_forward_pre_hook(loss.before_call, with_kwargs=True)
+        return Scalars(loss.combine)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the trainer's, with an accelerator that knows the forms."""
@@ -128,9 +149,21 @@ class OnSlots(_Trainer):
             return super()._wrap_model(model, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and isinstance(self.model, FullyShardedModule):
-            state_dict = fully_shard.full_state_dict(self.model)  # type: ignore[call-overload]
-        super()._save(output_dir, state_dict)
+        with _full_states(self.model) if isinstance(self.model, FullyShardedModule) else nullcontext():
+            super()._save(output_dir, state_dict)
+
+    def loss_items(self, inputs: Mapping[str, Any]) -> Items:
+        """Returns over which items the model's own loss of a batch is a mean. Override it for a loss of your own.
+
+        Args:
+            inputs: the keyword arguments of the model, with the whole batch.
+
+        Returns:
+            A tensor with the number of items of each sample, such as its tokens with a label; ``"mean"`` if each sample
+            is one item; ``"sum"`` if the loss is a sum; ``None`` if it is not known. The weights of the items of a
+            weighted mean may be added up instead.
+        """
+        return known_items(self.model, inputs)
 
     # ---- losses, which the trainer would divide by the number of GPUs ------------------------------------------------
 
@@ -175,103 +208,45 @@ class OnSlots(_Trainer):
             del self.model.generate
 
 
-# ---- the losses of the chunks ----------------------------------------------------------------------------------------
-
-
-class LossByItems:
-    """Combines the losses of the chunks of a batch as one device would, for models that return their own loss.
-
-    A chunk counts by its items, which are the labels that are not masked, and without labels by its samples. With the
-    argument ``num_items_in_batch`` most models return a sum divided by it, and some a mean over their own items all the
-    same. So each chunk gets another number: the one that the batch would have if all chunks were like this one. Then
-    both kinds of losses are means over the items of the chunk, up to a factor that all chunks share. The mean of the
-    chunks' losses, weighted by their items, is the loss of one device.
-
-    Args:
-        shifts: true if the loss compares with the labels that come one token later.
-
-    Attributes:
-        items: the number of items of each sample of the batch; ``None`` without labels.
-    """
-
-    def __init__(self, shifts: bool) -> None:
-        self._shifts = shifts
-        self.items: Tensor | None = None
-        register_batch(_ItemsInBatch, size=lambda batch: len(batch.items), split=_ItemsInBatch.split, merge=_no_merge)
-
-    def before_call(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """A forward pre-hook of a model that has a form: counts the items of the batch."""
-        self.items = None
-        labels = kwargs.get("labels")
-        if not isinstance(labels, Tensor) or labels.dim() == 0:
-            return args, kwargs
-        if isinstance(kwargs.get("shift_labels"), Tensor):
-            labels = kwargs["shift_labels"]
-        elif self._shifts and labels.dim() > 1 and labels.shape[-1] > 1:
-            labels = labels[..., 1:]
-        self.items = labels.ne(-100).unsqueeze(-1).flatten(1).sum(1)
-        number = kwargs.get("num_items_in_batch")
-        if number is None:
-            return args, kwargs
-        dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-        number = torch.as_tensor(number, dtype=dtype, device=self.items.device)
-        return args, {**kwargs, "num_items_in_batch": _ItemsInBatch(number, self.items)}
-
-    def combine(self, values: Tensor, samples: tuple[int, ...]) -> Tensor:
-        """What ``scalars=`` takes: the mean of ``values``, weighted by items, or by ``samples`` without labels."""
-        items = torch.tensor(samples) if self.items is None else _of_chunks(self.items, samples)
-        if not values.is_floating_point():
-            values = values.to(torch.get_default_dtype())
-        weights = items.to(values) / items.sum().clamp(min=1).to(values.device)
-        # A chunk without any item may have no loss (0 / 0), and counts nothing.
-        return torch.where(weights > 0, values * weights, 0).sum()
-
-
-class _ItemsInBatch:
-    """The argument ``num_items_in_batch`` of a call that will be split: each chunk gets a number of its own."""
-
-    def __init__(self, number: Tensor, items: Tensor) -> None:
-        self.number, self.items = number, items
-
-    def split(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Returns the number that the batch would have if all of its chunks were like this one, for each chunk."""
-        items = _of_chunks(self.items, sizes).clamp(min=1)
-        return [*(self.number * items / self.items.sum().clamp(min=1)).unbind()]
-
-    def to(self, device: torch.device) -> Tensor:
-        """Returns the number itself: the batch is one chunk."""
-        return self.number.to(device)
-
-
-def _no_merge(parts: Any) -> Any:
-    raise TypeError("a model returned num_items_in_batch, which is for its loss only")
-
-
-def _of_chunks(items: Tensor, sizes: Sequence[int]) -> Tensor:
-    return torch.stack([chunk.sum() for chunk in items.split([*sizes])])
-
-
-def _loss_by_items(model: nn.Module, called: nn.Module) -> LossByItems:
-    """Returns the `LossByItems` whose hook ``called`` has, the model or the wrapper around it. Adds one if need be."""
-    for hook in called._forward_pre_hooks.values():
-        if isinstance(owner := getattr(hook, "__self__", None), LossByItems):
-            return owner
-    is_decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    loss = LossByItems(shifts=is_decoder and getattr(model, "loss_function", None) is ForCausalLMLoss)
-    called.register_forward_pre_hook(loss.before_call, with_kwargs=True)
-    return loss
-
-
 # ---- forms -----------------------------------------------------------------------------------------------------------
 
 
 def _shard_blocks(model: nn.Module, slots: Sequence[torch.device]) -> None:
-    """Applies `fully_shard` to the blocks of a model of transformers, then to the model."""
+    """Applies `fully_shard` to the blocks of a model of transformers that share no parameter, then to the model."""
     names = {*(getattr(model, "_no_split_modules", None) or ())}
-    for module in reversed([*model.modules()]):  # children before their parents
-        if type(module).__name__ in names and module is not model:
-            fully_shard(module, devices=slots)
+    paths = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    uses = _uses(model)
+    blocks = [
+        module
+        for module in model.modules()
+        if type(module).__name__ in names
+        and module is not model
+        and all(uses[parameter] == number * paths[id(module)] for parameter, number in _uses(module).items())
+    ]
+    for block in reversed(blocks):  # children before their parents
+        fully_shard(block, devices=slots)
     fully_shard(model, devices=slots)
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """Returns how many names each parameter has, by ``id``."""
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+
+
+@contextmanager
+def _full_states(model: Any) -> Iterator[None]:
+    """Inside the block the ``state_dict()`` of the model, and of each of its modules, has full tensors."""
+    full = fully_shard.full_state_dict(model)
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+
+            def fill(module: nn.Module, state: Any, prefix: str, _: Any, path: str = path) -> None:
+                for name in (*module._parameters, *module._buffers):
+                    if prefix + name in state:
+                        state[prefix + name] = full[f"{path}.{name}" if path else name]
+
+            stack.callback(module.register_state_dict_post_hook(fill).remove)
+        yield
 
 
 # ---- generate --------------------------------------------------------------------------------------------------------

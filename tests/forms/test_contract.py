@@ -96,6 +96,16 @@ class TestTheModuleIsWhatItWas:
         assert type(net[1:]) is type(type(net)()) is nn.Sequential
         assert net[1:][1] is last
 
+    def test_new_and_init_may_be_called_one_by_one(self, form, slots, root):
+        """Some libraries set attributes in between, which ``__init__`` reads."""
+        cls = type(form(nn.Linear(4, 3).to(root), slots))
+        assert inspect.signature(cls.__init__) == inspect.signature(nn.Linear.__init__)
+        made = cls.__new__(cls)
+        vars(made)["label"] = "kept"
+        made.__init__(3, 2)
+        assert type(made) is nn.Linear
+        assert (made.label, made.weight.shape) == ("kept", (2, 3))
+
     def test_modes_and_signatures_stay(self, affine, form, slots, batch):
         before = inspect.signature(affine.forward)
         form(affine, slots)

@@ -20,7 +20,8 @@ from transformers import (
 
 from dataparallel import DataParallel
 from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_shard, replicate
-from dataparallel.integrations.transformers import LossByItems, OnSlots
+from dataparallel.integrations.transformers import OnSlots
+from dataparallel.integrations.transformers_losses import LossByItems
 
 STEPS = 6
 FORMS = ["DataParallel", "replicate", "fully_shard"]
@@ -285,7 +286,7 @@ class TestLossByItems:
             x = torch.randn(len(labels), 4, dtype=torch.float64, device=root)
             kwargs = {"labels": labels.to(root), "num_items_in_batch": number}
             expected = net(x, **kwargs)
-            by_items = LossByItems(shifts=False)
+            by_items = LossByItems(lambda inputs: inputs["labels"].ne(-100), "Net")
             model = DataParallel(net, slots, scalars=by_items.combine)
             model.register_forward_pre_hook(by_items.before_call, with_kwargs=True)
             gradients = [torch.autograd.grad(loss, net.weight)[0] for loss in (model(x, **kwargs), expected)]
@@ -304,8 +305,8 @@ class TestLossByItems:
         found, expected = found_and_expected(torch.tensor([-100, -100, -100, 0, 1, -100]), number)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
-    def test_other_scalars_and_calls_without_labels(self, slots, root):
-        by_items = LossByItems(shifts=False)
+    def test_without_items_each_sample_counts_once(self, slots, root):
+        by_items = LossByItems(lambda inputs: "mean", "Net")
         net = torch.nn.Identity()
         net.forward = lambda x: x.mean()
         model = DataParallel(net, slots, scalars=by_items.combine)

@@ -11,7 +11,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-__all__ = ["VOCABULARY", "bert", "examples", "gpt2", "t5", "tokens"]
+__all__ = ["VOCABULARY", "bert", "bert_config", "examples", "gpt2", "t5", "tokens"]
 
 VOCABULARY = 50
 
@@ -47,18 +47,22 @@ def examples(samples: int) -> list[dict]:
 def bert() -> BertForSequenceClassification:
     """Three classes. Its loss is the mean over the samples that it gets, whatever a trainer passes."""
     torch.manual_seed(0)
-    config = BertConfig(
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        hidden_size=16,
-        intermediate_size=32,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=3,
-    )
-    return BertForSequenceClassification(config).double()
+    return BertForSequenceClassification(bert_config()).double()
+
+
+def bert_config(**settings) -> BertConfig:
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 32,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "num_labels": 3,
+    }
+    return BertConfig(**{**sizes, **settings})
 
 
 def t5() -> T5ForConditionalGeneration:

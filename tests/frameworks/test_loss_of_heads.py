@@ -1,0 +1,185 @@
+"""A step of `OnSlots` with each head of transformers is that of one device, or the trainer says what is not known."""
+
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from heads import HEADS
+from tiny import bert_config
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import BertForMaskedLM, BertForSequenceClassification, Trainer, TrainingArguments
+
+from dataparallel import DataParallel, samples
+from dataparallel.composable import FullyShardedModule, fully_shard
+from dataparallel.integrations.transformers import OnSlots
+
+SAMPLES = 8
+all_forms = pytest.mark.parametrize("form", ["DataParallel", "replicate", "fully_shard"])
+
+
+class SlotsTrainer(OnSlots, Trainer):
+    pass
+
+
+def rows(batch):
+    return [
+        {name: value if isinstance(value, bool) else value[i] for name, value in batch.items()} for i in range(SAMPLES)
+    ]
+
+
+def together(rows):
+    """A batch of the samples. A column of dicts is marked as a list with one entry for each sample."""
+    found = {}
+    for name, first in rows[0].items():
+        column = [row[name] for row in rows]
+        found[name] = torch.stack(column) if isinstance(first, torch.Tensor) else first
+        if isinstance(first, dict):
+            found[name] = samples(column)
+    return found
+
+
+def step(model, batch, folder, slots=None, form=None, trainer=SlotsTrainer, **given):
+    """One step with the whole batch. Returns its loss, the loss of an evaluation after it, the state and warnings."""
+    number = 3 if slots else 1
+    args = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=not torch.cuda.is_available() or slots == ["cpu"] * 3,
+        per_device_train_batch_size=9 // number,
+        per_device_eval_batch_size=9 // number,
+        **{"max_steps": 1, "logging_steps": 1, "learning_rate": 0.05, "optim": "sgd", "max_grad_norm": 0.0},
+        **{"report_to": [], "disable_tqdm": True, "save_strategy": "no", "remove_unused_columns": False},
+        **{"prediction_loss_only": True},
+    )
+    if not slots:
+        args.n_gpu  # noqa: B018  sets the attribute, which is overwritten
+        args._n_gpu = 1
+    data = rows(batch(SAMPLES))
+    on_slots = {"devices": slots, "form": form, **given} if slots else {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trainer(
+            model=model, args=args, train_dataset=data, eval_dataset=data, data_collator=together, **on_slots
+        )
+        trainer.train()
+        evaluated = trainer.evaluate().get("eval_loss")
+    loss, *_ = (entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    state = {name: value.cpu() for name, value in fully_shard.full_state_dict(trainer.model).items()}
+    return loss, evaluated, state, [str(each.message) for each in caught if "what it divides by" in str(each.message)]
+
+
+def assert_same(found, expected):
+    assert found[:2] == pytest.approx(expected[:2], rel=1e-6)
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-6, atol=1e-6)
+
+
+@all_forms
+@pytest.mark.parametrize("head", HEADS)
+def test_a_step_is_that_of_one_device_or_the_trainer_says_so_once(head, form, slots, root, tmp_path):
+    build, batch, is_known, refusal = HEADS[head]
+    if head == "object detection":
+        pytest.importorskip("scipy")
+    if "experts" in head and root.type != "cpu":
+        pytest.skip("the loss of experts counts integers, which devices without hardware cannot")
+    if refusal:
+        with pytest.raises(ValueError, match=refusal):
+            step(build(), batch, tmp_path, slots, form)
+        return
+    found = step(build(), batch, tmp_path, slots, form)
+    assert len(found[3]) == (not is_known)
+    if is_known:
+        assert_same(found, step(build(), batch, tmp_path, trainer=Trainer))
+
+
+class Net(nn.Module):
+    """Its loss ignores the class 255."""
+
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.reduction = nn.Linear(4, 3).double(), reduction
+
+    def forward(self, x, labels):
+        logits = self.layer(x)
+        return {"loss": cross_entropy(logits.mT, labels, ignore_index=255, reduction=self.reduction), "logits": logits}
+
+
+def batch_of_net(number):
+    labels = torch.arange(number * 5).view(number, 5) % 3
+    labels[: number // 2, 1:] = 255
+    return {"x": torch.randn(number, 5, 4, generator=torch.Generator().manual_seed(2)).double(), "labels": labels}
+
+
+class TestOwnModels:
+    """What the loss of somebody else's model divides by can only be given."""
+
+    def test_nobody_knows_and_the_trainer_says_so_once(self, slots, tmp_path):
+        _, _, _, [said] = step(Net(), batch_of_net, tmp_path, slots)
+        assert "Net returns a loss" in said
+        assert "scalars='mean'" in said
+        assert "loss_items(inputs)" in said
+
+    @all_forms
+    def test_a_method_of_the_trainer_knows(self, form, slots, tmp_path):
+        class Knows(SlotsTrainer):
+            def loss_items(self, inputs):
+                return (inputs["labels"] != 255).sum(1)
+
+        found = step(Net(), batch_of_net, tmp_path, slots, form, trainer=Knows)
+        assert_same(found, step(Net(), batch_of_net, tmp_path, trainer=Trainer))
+        assert not found[3]
+
+    @all_forms
+    def test_sums(self, form, slots, tmp_path):
+        found = step(Net("sum"), batch_of_net, tmp_path, slots, form, scalars="sum")
+        assert_same(found, step(Net("sum"), batch_of_net, tmp_path, trainer=Trainer))
+        assert not found[3]
+
+    def test_a_form_keeps_its_rule(self, slots, root, tmp_path):
+        net = Net("sum").to(root)
+        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=root.type == "cpu", report_to=[])
+        trainer = SlotsTrainer(DataParallel(net, slots, scalars="sum"), args)
+        x = {name: value.to(root) for name, value in batch_of_net(SAMPLES).items()}
+        torch.testing.assert_close(trainer.model_wrapped(**x)["loss"], net(**x)["loss"])
+
+    @pytest.mark.parametrize("items", [torch.ones(3), "tokens"])
+    def test_items_that_are_none(self, items, slots, tmp_path):
+        class Knows(SlotsTrainer):
+            def loss_items(self, inputs):
+                return items
+
+        with pytest.raises((TypeError, ValueError), match="loss_items returned"):
+            step(Net(), batch_of_net, tmp_path, slots, trainer=Knows)
+
+    def test_a_subclass_with_another_loss_is_not_known_by_its_name(self, slots, tmp_path):
+        class OwnForSequenceClassification(BertForSequenceClassification):
+            def forward(self, labels=None, **inputs):
+                output = super().forward(**inputs)
+                output.loss = output.logits.square().sum()
+                return output
+
+        model = OwnForSequenceClassification(bert_config()).double()
+        *_, said = step(model, HEADS["sequence classification"].batch, tmp_path, slots)
+        assert len(said) == 1
+
+    def test_a_loss_function_that_is_given_is_not_known(self, slots, tmp_path):
+        head = HEADS["image classification"]
+        model = head.build()
+        model.loss_function = lambda labels, logits, config, **_: logits.square().sum()
+        *_, said = step(model, head.batch, tmp_path, slots)
+        assert len(said) == 1
+
+
+def test_blocks_that_share_parameters_belong_to_the_rest(slots, root, tmp_path):
+    """The embeddings of BERT are a block, and its head has their weights."""
+    model = BertForMaskedLM(bert_config())
+    assert "BertEmbeddings" in model._no_split_modules
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=root.type == "cpu", report_to=[])
+    model = SlotsTrainer(model, args, devices=slots, form="fully_shard").model
+    units = [name for name, module in model.named_modules() if isinstance(module, FullyShardedModule)]
+    assert units == ["", "bert.encoder.layer.0", "bert.encoder.layer.1"]
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
