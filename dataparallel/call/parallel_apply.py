@@ -159,7 +159,9 @@ def run_replicas(
 
 
 def check_workers(workers: int | None) -> None:
-    """Raises ``ValueError`` if ``workers`` is below 1."""
+    """Raises ``TypeError`` if ``workers`` is no int, and ``ValueError`` if it is below 1."""
+    if workers is not None and not hasattr(workers, "__index__"):
+        raise TypeError(f"workers={workers!r}: expected the number of replicas that run at a time, or None")
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers}: at least 1 replica has to run")
 

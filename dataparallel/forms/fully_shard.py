@@ -106,7 +106,7 @@ def _prepare(
         output_device: the device of the outputs; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
         chunk_sizes: how the slots share a batch, as for `dataparallel.DataParallel`. To change it, assign
-            ``fully_shard.state(module).chunk_sizes``. That of the outermost module counts.
+            ``fully_shard.state(module).options.chunk_sizes``. That of the outermost module counts.
         process_group: a ``torch.distributed`` group with one process for each machine. Parameters are sharded over the
             devices of each machine, and replicated over machines.
         mesh: the same as a mesh over processes, with the meaning that it has for ``torch.distributed.fsdp``. One
@@ -153,7 +153,7 @@ def _prepare(
         for each in module:
             check_kind(each)
             check_sync_batch_norm(each, sync_batch_norm, slots, machines is not None)
-        options = CallOptions.checked(
+        options = CallOptions(
             module,
             slots,
             output_device=output_device,

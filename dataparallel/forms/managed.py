@@ -20,10 +20,9 @@ import torch.fx
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.batches.chunk_sizes import ChunkSizes
 from dataparallel.batches.padding import Pad, checked_pad
 from dataparallel.call.engine import CallEngine, Method, ReplicaMaker
-from dataparallel.call.options import BatchSplit, CallOptions
+from dataparallel.call.options import CallOptions
 from dataparallel.devices import resolve_slots
 from dataparallel.forms.signatures import StandIns, left_alone
 from dataparallel.replicas.build import bare_module, give_attributes
@@ -200,7 +199,7 @@ class StateOnSlots(ReplicaMaker):
     """The state that a form keeps for modules whose methods run on slots. It refers to the modules weakly.
 
     Attributes:
-        options: the options of the calls; they may be assigned between calls.
+        options: the options of the calls, which may be assigned between calls.
         slots: where replicas run; empty if there is no accelerator.
         methods: names of methods that run on replicas, each with its own ``pad``, if it has one.
         peers: makes the calls' collectives across machines, if there are several machines.
@@ -221,15 +220,6 @@ class StateOnSlots(ReplicaMaker):
     def source(self) -> nn.Module:
         """Returns the first of the modules."""
         return _resolve(self._modules[0])
-
-    @property
-    def chunk_sizes(self) -> ChunkSizes:
-        """How the slots share a batch, as in `dataparallel.DataParallel`. It may be assigned between calls."""
-        return self.options.split.given
-
-    @chunk_sizes.setter
-    def chunk_sizes(self, given: ChunkSizes) -> None:
-        self.options.split = BatchSplit(given, len(self.slots))
 
     def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``method`` on the whole batch and returns its output: see `CallEngine.run`."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from dataparallel.batches.batch_types import register_batch
-from dataparallel.call.scalars import Scalars
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.forms.data_parallel import DataParallel
 from dataparallel.forms.fully_shard import fully_shard
@@ -92,9 +91,9 @@ class OnSlots(_Trainer):
                 _shard_blocks(model, self._slots)
             else:
                 replicate(model, devices=self._slots)
-        scalars, device = Scalars(_loss_by_items(model, self._wrapper or model).combine), self.args.device
+        scalars, device = _loss_by_items(model, self._wrapper or model).combine, self.args.device
         if self._wrapper is not None:
-            self._wrapper._scalars, self._wrapper.output_device = scalars, device
+            self._wrapper.options.scalars, self._wrapper.output_device = scalars, device
             self._wrapper = self.accelerator.prepare(self._wrapper)  # for mixed precision; the trainer prepares others
         else:
             options = state_of(model).options

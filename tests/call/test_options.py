@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, prefetch
 from dataparallel.batches import scatter
 from dataparallel.composable import fully_shard, register_forward_method, replicate
-from each_form import Form, replicating_forms, whole
+from each_form import Form, frozen, replicating_forms, whole
 
 TABLE = Path(__file__).parents[2] / "docs" / "api.rst"
 
@@ -156,14 +156,13 @@ def test_frozen_replicas_stay(form: Form, single: Net, slots: list, x: Tensor, r
     module = getattr(model, "module", model)
     with torch.no_grad():
         before = model(x)
-        with model.frozen() as inside:
-            assert inside is model
+        with frozen(model):
             close(model(x), before)
             module.layers[3].bias.data.add_(1)
             if root.type != "cpu":  # CPU slots share the memory of the source, and so does replica 0
                 close(model(x)[3:], before[3:])
         close(model(x), before + 1)
-    with model.frozen(), pytest.raises(RuntimeError, match=r"inside model\.frozen"):
+    with frozen(model), pytest.raises(RuntimeError, match=r"inside frozen\(\)"):
         model(x)
     model(x).sum().backward()
     single.layers[3].bias.data.add_(1)

@@ -179,7 +179,7 @@ def frozen(module, slots):
     wrapped = DataParallel(module, slots)
 
     def run(x):
-        with wrapped.frozen(), torch.no_grad():
+        with wrapped.options.frozen(), torch.no_grad():
             return wrapped(x)
 
     return run
