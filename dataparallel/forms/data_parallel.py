@@ -6,7 +6,7 @@ written for ``torch.nn.DataParallel`` reads. Users call it; in the library only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar, overload
 
@@ -27,6 +27,7 @@ from dataparallel.call.scalars import ScalarRule
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
 from dataparallel.forms.signatures import shows_forward_of_module
+from dataparallel.forms.state_dict_hints import names_explained
 from dataparallel.forms.staying_copies import StayingCopies
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CompileArgument
@@ -120,6 +121,7 @@ class DataParallel(nn.DataParallel[M]):
             the module.
         output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
+        devices: ``device_ids`` by the name that the composable forms have.
         chunk_sizes: how the slots share a batch, if not equally. Ints are the number of samples for each slot, which
             has to fit every batch. With a float among them they are shares of any batch: ``[0.5, 1, 1]``. With
             ``"balanced"`` the library times the replicas and chooses: see :ref:`uneven-devices`.
@@ -185,6 +187,7 @@ class DataParallel(nn.DataParallel[M]):
         output_device: DeviceLike | None = None,
         dim: int = 0,
         *,
+        devices: Sequence[DeviceLike] | None = None,
         chunk_sizes: ChunkSizes = None,
         workers: int | None = None,
         serial: bool | None = None,
@@ -197,7 +200,7 @@ class DataParallel(nn.DataParallel[M]):
         sync_batch_norm: bool = False,
     ) -> None:
         _check_module(module)
-        slots = resolve_slots(device_ids)
+        slots = resolve_slots(device_ids, devices)
         options = WrapperOptions(
             [module],
             slots,
@@ -302,12 +305,22 @@ class DataParallel(nn.DataParallel[M]):
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
+            hint = _INSTEAD.get(name)
             if module is not None and hasattr(module, name):
-                raise AttributeError(
-                    f"{type(self).__name__!r} object has no attribute {name!r}, but the module that it wraps has: "
-                    f"write .module.{name}"
-                ) from None
-            raise
+                hint = f"but the module that it wraps has: write .module.{name}"
+            if hint is None:
+                raise
+            error = AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, {hint}")
+            raise error from None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of every module. The names of a wrapper's state dict begin with ``module.``.
+
+        Raises:
+            RuntimeError: the state dict has other names or shapes. If it is that of the module, the error says so.
+        """
+        with names_explained(self, state_dict):
+            return super().load_state_dict(state_dict, strict, assign)
 
 
 def own_options(wrapper: DataParallel[Any]) -> WrapperOptions:
@@ -358,6 +371,14 @@ def _stages(wrapper: DataParallel[Any]) -> dict[str, Callable[..., Any]]:
     }
 
 
+_INSTEAD = {
+    name: "because a replica lives for one call, and so do its gradients: each backward sums them, without a network. "
+    f"Leave it out, or use composable.replicate(model), which has {name}"
+    for name in ("no_sync", "register_comm_hook")
+}
+"""What to do about methods of torch's DistributedDataParallel."""
+
+
 # The methods of the class: a stage that somebody assigns to the class later is another function.
 _OWN_STAGES = {name: vars(DataParallel)[name] for name in ("scatter", "replicate", "parallel_apply", "gather")}
 
@@ -398,19 +419,21 @@ def data_parallel(
     output_device: DeviceLike | None = None,
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
+    *,
+    devices: Sequence[DeviceLike] | None = None,
 ) -> Any:
     """Calls ``module`` once on all slots, as a `DataParallel` would.
 
     Args:
         module: a module whose parameters and buffers are on the first slot.
         inputs: a tuple of positional arguments, a single argument that is no tuple, or ``None`` for no argument.
-        device_ids, output_device, dim: as for `DataParallel`.
+        device_ids, output_device, dim, devices: as for `DataParallel`.
         module_kwargs: keyword arguments.
 
     Raises:
         As `DataParallel` and its ``forward``; ``RuntimeError`` if there is no accelerator and no ``device_ids``.
     """
-    slots = resolve_slots(device_ids)
+    slots = resolve_slots(device_ids, devices)
     if not slots:
         raise RuntimeError(
             "data_parallel found no accelerator; pass device_ids=['cpu', 'cpu'] for CPU slots, or call the module"
@@ -419,7 +442,7 @@ def data_parallel(
         inputs = () if inputs is None else (inputs,)
     _check_module(module)
     check_placement(module, slots[0])
-    model = DataParallel(module, device_ids, output_device, dim)
+    model = DataParallel(module, device_ids, output_device, dim, devices=devices)
     vars(own_options(model))["checks"] = _checks
     return model(*inputs, **(module_kwargs or {}))
 

@@ -52,6 +52,7 @@ def _prepare(
     module: list[nn.Module],
     *,
     devices: Sequence[DeviceLike] | None = None,
+    device_ids: Sequence[DeviceLike] | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
@@ -144,7 +145,7 @@ def _prepare(
         dataparallel.machines.errors.MachinesError: ranks differ in what they are about to do, or one has failed or is
             gone.
     """
-    slots = resolve_slots(devices)
+    slots = resolve_slots(device_ids, devices)
     if not slots and (process_group is not None or mesh is not None):
         slots = [CPU]
     machines, together = _machines_of(process_group, mesh, slots)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -25,6 +25,7 @@ from dataparallel.call.engine import CallEngine, Method, ReplicaMaker
 from dataparallel.call.options import CallOptions
 from dataparallel.devices import resolve_slots
 from dataparallel.forms.signatures import StandIns, left_alone
+from dataparallel.forms.state_dict_hints import names_explained
 from dataparallel.replicas.build import bare_module, give_attributes
 from dataparallel.replicas.plan import TWIN_INFO, UNIT_MODULE, TwinInfo, dotted, instance_slots
 
@@ -59,6 +60,11 @@ class ManagedModule:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._refuse("pickle")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As of every module."""
+        with names_explained(self, state_dict):
+            return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
 
     def _dataparallel_run(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a method (``call.engine.Method``) on the slots and returns its output."""

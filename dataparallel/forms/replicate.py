@@ -134,6 +134,7 @@ def _prepare(
     ignored_modules: Iterable[nn.Module] | None = None,
     *,
     devices: Sequence[DeviceLike] | None = None,
+    device_ids: Sequence[DeviceLike] | None = None,
     ignored_params: Iterable[Tensor] | None = None,
     output_device: DeviceLike | None = None,
     dim: int = 0,
@@ -178,6 +179,7 @@ def _prepare(
             on the device of each slot.
         devices: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
             ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module just runs.
+        device_ids: ``devices`` by the name that `dataparallel.DataParallel` has.
         ignored_params: single parameters that replicas share.
         output_device: the device of the outputs; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
@@ -231,7 +233,7 @@ def _prepare(
         together = failing_together(machines)
     with together:
         _check_kind(module)
-        slots = resolve_slots(devices) or ([] if machines is None else [CPU])
+        slots = resolve_slots(device_ids, devices) or ([] if machines is None else [CPU])
         first_bytes = cap_in_bytes(first_bucket_mb, "first_bucket_mb")
         options = CallOptions(
             [module],

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, prefetch
+from dataparallel import DataParallel, data_parallel, prefetch
 from dataparallel.batches import scatter
 from dataparallel.composable import fully_shard, register_forward_method, replicate
 from each_form import Form, frozen, replicating_forms, whole
@@ -65,6 +65,16 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 def close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, check_device=False)
+
+
+def test_both_names_of_the_slots_are_taken(form: Form, single: Net, slots: list, x: Tensor) -> None:
+    wraps = {"by_wrapper": DataParallel, "replicated": replicate, "sharded_whole": fully_shard}[form.__name__]
+    for name in ("devices", "device_ids"):
+        model = wraps(copy.deepcopy(single).eval(), **{name: slots})
+        close(model(x), single.eval()(x))
+    with pytest.raises(ValueError, match=r"device_ids=.* and devices=.*: these are two names of one argument"):
+        wraps(single, devices=slots, device_ids=slots)
+    close(data_parallel(single, x, devices=slots), single(x))
 
 
 def test_serial_runs_all_replicas_in_the_calling_thread(form: Form, single: Net, slots: list, x: Tensor) -> None:

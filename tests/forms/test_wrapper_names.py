@@ -20,7 +20,11 @@ from dataparallel.integrations import torch_names
 
 SET = {"module", "device_ids", "output_device", "src_device_obj", "dim"}
 TORCHS = {*dir(torch_names.TorchDataParallel), *vars(nn.Module()), *SET}
-OPTIONS = {name for name, each in inspect.signature(DataParallel).parameters.items() if each.kind is each.KEYWORD_ONLY}
+OPTIONS = {
+    name
+    for name, each in inspect.signature(DataParallel).parameters.items()
+    if each.kind is each.KEYWORD_ONLY and name != "devices"  # another name of device_ids
+}
 INSIDE = {*vars(DataParallel(nn.Identity(), ["cpu"] * 2).options), *dir(WrapperOptions)}
 FORMER = {"_loss", "_split", "_scalars", "_pad", "_permits", "_checks", "_kept", "_compile", "_stages", "_call_options"}
 NAMES = sorted(
