@@ -34,12 +34,12 @@ def hint_of(error: BaseException, module: Any, device: torch.device) -> str | No
     for path, name, where in _tensors_elsewhere(module, device):
         if str(where) in text:
             return (
-                f"this replica computes on {device}, and the attribute {f'{path}.{name}'.lstrip('.')!r} of the "
-                f"{type(module).__name__} is on {where}: a tensor in a plain attribute stays where it is. Make it a "
-                f"buffer, self.register_buffer({name!r}, tensor), which is copied to each device"
+                f"The attribute {f'{path}.{name}'.lstrip('.')!r} of the {type(module).__name__} is on {where}: a "
+                f"tensor in a plain attribute stays where it is. Make it a buffer, self.register_buffer({name!r}, tensor), "
+                "which is copied to each device"
             )
     return (
-        f"this replica computes on {device}, and a tensor that is no argument, parameter or buffer is elsewhere. Make "
+        "A tensor that is no argument, parameter or buffer of the module is on another device. Make "
         "tensors in forward with device=x.device, and keep others as buffers: self.register_buffer('name', tensor)"
     )
 
@@ -50,7 +50,8 @@ def _tensors_elsewhere(module: nn.Module, device: torch.device) -> Iterator[tupl
         for name, value in vars(child).items():
             if name in (*REGISTRIES, *HOOK_TABLES):
                 continue
-            held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            held = [*value.values()] if isinstance(value, dict) else value
+            held = held if isinstance(held, (list, tuple)) else [held]
             for each in held:
                 if isinstance(each, Tensor) and each.device != device:
                     yield path, name, each.device

@@ -452,7 +452,10 @@ _checks = PerformanceChecks()  # of all calls of `data_parallel`: each has a wra
 
 def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"DataParallel wraps a torch.nn.Module; got {type(module).__name__}")
+        raise TypeError(
+            f"DataParallel wraps a torch.nn.Module; got {type(module).__name__}. Wrap the model alone: optimizers, "
+            "schedulers and loaders stay as they are"
+        )
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise TypeError(
             f"the module is wrapped already, in a {type(module).__name__}; wrap its .module instead: "

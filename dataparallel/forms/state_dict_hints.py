@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-_STRIP = "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, {!r}) takes it off"
-
 
 @contextmanager
 def names_explained(model: Any, state_dict: Any) -> Iterator[None]:
@@ -38,7 +36,10 @@ def hint_for_names(model: nn.Module, state_dict: Any) -> str:
     for prefix in ("module.", "_orig_mod."):
         if own & {name.removeprefix(prefix) for name in names if name.startswith(prefix)}:
             of = "a DataParallel" if prefix == "module." else "torch.compile"
-            return f"The names begin with {prefix!r}, which comes from {of}. {_STRIP.format(prefix)}, in place"
+            return (
+                f"The names begin with {prefix!r}, which comes from {of}. To take it off in place: "
+                f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, {prefix!r})"
+            )
     bare = {name.removeprefix("module.") for name in own}
     for key, value in state_dict.items():
         if isinstance(value, Mapping) and bare & {str(name).removeprefix("module.") for name in value}:

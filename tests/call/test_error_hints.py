@@ -49,7 +49,7 @@ def test_a_tensor_in_an_attribute_is_named(kept_in: Any, form: Form, slots: list
     model = form(nn.Sequential(nn.Linear(4, 4), Masked(root, kept_in)).to(root), slots)
     with pytest.raises(RuntimeError) as error, torch.no_grad():
         model(torch.randn(6, 4, device=root))
-    assert f"the attribute '1.mask' of the Sequential is on {root}" in notes(error.value)
+    assert f"The attribute '1.mask' of the Sequential is on {root}" in notes(error.value)
     assert "self.register_buffer('mask', tensor)" in notes(error.value)
 
 
