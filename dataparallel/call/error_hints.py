@@ -35,8 +35,8 @@ def hint_of(error: BaseException, module: Any, device: torch.device) -> str | No
         if str(where) in text:
             return (
                 f"The attribute {f'{path}.{name}'.lstrip('.')!r} of the {type(module).__name__} is on {where}: a "
-                f"tensor in a plain attribute stays where it is. Make it a buffer, self.register_buffer({name!r}, tensor), "
-                "which is copied to each device"
+                "tensor in a plain attribute stays where it is. Make it a buffer, which is copied to each device: "
+                f"self.register_buffer({name!r}, tensor)"
             )
     return (
         "A tensor that is no argument, parameter or buffer of the module is on another device. Make "

@@ -121,7 +121,6 @@ class DataParallel(nn.DataParallel[M]):
             the module.
         output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
-        devices: ``device_ids`` by the name that the composable forms have.
         chunk_sizes: how the slots share a batch, if not equally. Ints are the number of samples for each slot, which
             has to fit every batch. With a float among them they are shares of any batch: ``[0.5, 1, 1]``. With
             ``"balanced"`` the library times the replicas and chooses: see :ref:`uneven-devices`.
@@ -153,6 +152,7 @@ class DataParallel(nn.DataParallel[M]):
             ``{"ids": 0, "scores": -1.0}``. Other outputs may not differ then.
         sync_batch_norm: make each BatchNorm of ``module`` a `dataparallel.nn.SyncBatchNorm`, in place, so that its
             statistics are those of the whole batch. A ``torch.nn.SyncBatchNorm`` is refused otherwise.
+        devices: ``device_ids`` by the name that the composable forms have.
 
     Attributes:
         module: the wrapped module.
@@ -187,7 +187,6 @@ class DataParallel(nn.DataParallel[M]):
         output_device: DeviceLike | None = None,
         dim: int = 0,
         *,
-        devices: Sequence[DeviceLike] | None = None,
         chunk_sizes: ChunkSizes = None,
         workers: int | None = None,
         serial: bool | None = None,
@@ -198,6 +197,7 @@ class DataParallel(nn.DataParallel[M]):
         scalars: ScalarRule = None,
         pad: Pad = None,
         sync_batch_norm: bool = False,
+        devices: Sequence[DeviceLike] | None = None,
     ) -> None:
         _check_module(module)
         slots = resolve_slots(device_ids, devices)

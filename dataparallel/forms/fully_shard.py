@@ -52,7 +52,6 @@ def _prepare(
     module: list[nn.Module],
     *,
     devices: Sequence[DeviceLike] | None = None,
-    device_ids: Sequence[DeviceLike] | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
@@ -71,6 +70,7 @@ def _prepare(
     sync_batch_norm: bool | Literal["across_machines"] = False,
     workers: int | None = None,
     serial: bool | None = None,
+    device_ids: Sequence[DeviceLike] | None = None,
 ) -> FullyShardState:
     """Shards the parameters of ``module`` over the devices, in place, and makes it run on all slots.
 
@@ -128,6 +128,7 @@ def _prepare(
             ``"across_machines"``: with the batch of all machines. BatchNorms that have a unit of their own stay as they
             are.
         workers, serial: how replicas run: as for `dataparallel.DataParallel`. Those of the outermost module count.
+        device_ids: ``devices`` by the name that `dataparallel.DataParallel` has.
 
     Returns:
         ``module``.

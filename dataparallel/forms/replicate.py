@@ -134,7 +134,6 @@ def _prepare(
     ignored_modules: Iterable[nn.Module] | None = None,
     *,
     devices: Sequence[DeviceLike] | None = None,
-    device_ids: Sequence[DeviceLike] | None = None,
     ignored_params: Iterable[Tensor] | None = None,
     output_device: DeviceLike | None = None,
     dim: int = 0,
@@ -154,6 +153,7 @@ def _prepare(
     sync_batch_norm: bool | Literal["across_machines"] = False,
     workers: int | None = None,
     serial: bool | None = None,
+    device_ids: Sequence[DeviceLike] | None = None,
 ) -> ReplicateState:
     """Makes ``module`` run on all devices, in place: splits the batch, runs a replica on each slot, joins the outputs.
 
@@ -179,7 +179,6 @@ def _prepare(
             on the device of each slot.
         devices: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
             ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module just runs.
-        device_ids: ``devices`` by the name that `dataparallel.DataParallel` has.
         ignored_params: single parameters that replicas share.
         output_device: the device of the outputs; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
@@ -205,6 +204,7 @@ def _prepare(
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
             ``"across_machines"``: with the batch of all machines.
         workers, serial: how replicas run: as for `dataparallel.DataParallel`.
+        device_ids: ``devices`` by the name that `dataparallel.DataParallel` has.
 
     Returns:
         ``module``.
