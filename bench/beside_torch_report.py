@@ -32,11 +32,11 @@ replicate, no_grad
 replicate + end, no_grad
     The same, and the replicas are dropped, as at the end of the call.
 replicate, frozen
-    The same inside ``with model.frozen():``, where the library may rely on unchanged values and sends none.
+    The same inside ``with model.options.frozen():``, where the library may rely on unchanged values and sends none.
 inference, training step
     ``model(batch)`` in evaluation mode without gradients; ``forward``, a loss, ``backward`` and ``zero_grad``.
 inference, frozen
-    Inference inside ``with model.frozen():``.
+    Inference inside ``with model.options.frozen():``.
 
 quotient:
 

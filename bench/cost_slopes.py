@@ -124,7 +124,9 @@ class Work:
         if self.way == SHARD:
             return fully_shard(self.module, devices=slots, workers=1)
         wrapper = DataParallel(self.module, slots, workers=1)
-        return stack.enter_context(wrapper.frozen()) if self.way == FROZEN else wrapper
+        if self.way == FROZEN:
+            stack.enter_context(wrapper.options.frozen())
+        return wrapper
 
     def call(self) -> Tensor:
         if self.work == INFERENCE:

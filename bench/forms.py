@@ -66,7 +66,7 @@ class ShardedForms(Forms):
         """Calls each form until it has chosen how many replicas run at a time, but no more often than other suites."""
         for call, chooser in (
             (self.train_replicated, replicate.state(self.replicated).options.permits),
-            (self.train, self.ours._permits),
+            (self.train, self.ours.options.permits),
             (self.train_sharded, state_of(self.sharded).options.permits),
             (self.train_not_resharded, state_of(self.not_resharded).options.permits),
         ):

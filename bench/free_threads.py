@@ -138,7 +138,7 @@ class Prepared:
             self.inputs = self.inputs.chunk(SLOTS)[0]
         self.model.train(task.work == TRAINING)
         if way == FROZEN:
-            self.close.enter_context(self.network.frozen())
+            self.close.enter_context(self.network.options.frozen())
 
     def call(self) -> Tensor:
         if self.task.work == INFERENCE:

@@ -72,7 +72,7 @@ def recorded(way: str, work: str, layers: int, devices: Sequence[torch.device]) 
     network = network_of(way, module, devices)
     call = call_of(network, batch(len(devices)).to(devices[0]), work)
     stand_ins: AbstractContextManager[None] = StandIns("sim").installed() if way == TORCH else nullcontext()
-    frozen = network.frozen() if way == FROZEN else nullcontext()
+    frozen = network.options.frozen() if way == FROZEN else nullcontext()
     with stand_ins, frozen:
         for _ in range(WARM_UP):
             call()

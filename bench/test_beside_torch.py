@@ -122,7 +122,7 @@ def test_replicate_and_end(beside: BesideTorch, measure: Measure) -> None:
 @torch.no_grad()
 def test_replicate_frozen(beside: BesideTorch, measure: Measure) -> None:
     """By the wrappers, where the library may rely on unchanged values."""
-    with beside.ours.frozen():
+    with beside.ours.options.frozen():
         measure(REPLICATE_FROZEN, beside.wrapper_replicate, beside.torch_wrapper_replicate, between=beside.end)
         beside.check_replicas(sent=False)
 
@@ -147,7 +147,7 @@ def test_inference(beside: BesideTorch, measure: Measure) -> None:
 def test_inference_frozen(beside: BesideTorch, measure: Measure) -> None:
     beside.module.eval()
     ready = {threads: replicas.infer for threads, replicas in ready_replicas(beside).items()}
-    with torch.no_grad(), beside.ours.frozen():
+    with torch.no_grad(), beside.ours.options.frozen():
         measure(INFERENCE_FROZEN, beside.infer, beside.torch_infer, ready=ready)
         beside.check_inference()
 

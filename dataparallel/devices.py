@@ -114,15 +114,23 @@ def resolve_each(devices: Sequence[DeviceLike]) -> list[torch.device]:
     return [resolve(device) for device in devices]
 
 
-def resolve_slots(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
+def resolve_slots(
+    device_ids: Sequence[DeviceLike] | None, devices: Sequence[DeviceLike] | None = None
+) -> list[torch.device]:
     """The slots that ``device_ids`` means. ``None`` means every accelerator: an empty list if there is none.
 
-    A device may be listed more than once: each entry is a slot.
+    A device may be listed more than once: each entry is a slot. ``devices`` is another name of the same argument.
 
     Raises:
         TypeError: ``device_ids`` is a single device or cannot be iterated over, or an entry is not a device.
-        ValueError: an empty sequence, devices of several types, or a device that the machine lacks.
+        ValueError: an empty sequence, devices of several types, or a device that the machine lacks; both names.
     """
+    if devices is not None:
+        if device_ids is not None:
+            raise ValueError(
+                f"device_ids={device_ids!r} and devices={devices!r}: these are two names of one argument; pass one"
+            )
+        device_ids = devices
     if device_ids is None:
         return all_devices()
     slots = resolve_each(device_ids)

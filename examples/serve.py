@@ -34,7 +34,7 @@ def ask(request):
 @torch.inference_mode()
 def serve(model):
     """Answers requests until ``None`` is in the queue."""
-    with model.frozen():
+    with model.options.frozen():
         for first in iter(waiting.get, None):
             batch = [first]
             while batch[-1] is not None and len(batch) < LARGEST_BATCH and not waiting.empty():

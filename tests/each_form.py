@@ -41,6 +41,11 @@ replicating_forms = pytest.mark.parametrize(
 )
 
 
+def frozen(model: Any) -> Any:
+    """A block in which the replicas of a wrapper or of a replicated module stay."""
+    return model.options.frozen() if isinstance(model, DataParallel) else model.frozen()
+
+
 def whole(tensor: Any) -> Tensor:
     """The tensor, or the whole of a sharded one."""
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

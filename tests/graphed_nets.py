@@ -92,7 +92,7 @@ def step(network: Any, x: Tensor) -> Tensor:
 def graphs_of(network: Any) -> Any:
     """The captured graphs of a module by one of the forms."""
     if isinstance(network, DataParallel):
-        return network.graphs
+        return network.options.graphs
     return (fully_shard if isinstance(network, FullyShardedModule) else replicate).state(network).graphs
 
 

@@ -128,7 +128,7 @@ def test_without_a_graph_and_frozen(slots, root, without_graph):
     with without_graph():
         for x in batches(root, [6, 5]):
             torch.testing.assert_close(model(x), reference(x))
-        with model.frozen():
+        with model.options.frozen():
             for x in batches(root, [6, 5]):
                 torch.testing.assert_close(model(x), reference(x))
 

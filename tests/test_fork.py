@@ -154,7 +154,7 @@ step()
 locked, forked = threading.Event(), threading.Event()
 
 def hold():  # a fork finds these locks held now and then; nothing public holds them for as long as a test needs
-    with model._kept.lock, model._permits._lock:
+    with model.options.kept.lock, model.options.permits._lock:
         locked.set()
         forked.wait(20)
 

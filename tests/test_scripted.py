@@ -159,7 +159,7 @@ class TestConstants:
 
 
 def _frozen(model, x):
-    with torch.no_grad(), model.frozen():
+    with torch.no_grad(), model.options.frozen():
         return model(x)
 
 

@@ -56,9 +56,10 @@ def wrapper() -> None:
     assert_type(model.dim, int)
     output: Tensor = model(x)
     output.sum().backward()
-    model.chunk_sizes = "balanced"
-    with torch.inference_mode(), model.frozen() as frozen:
-        assert_type(frozen, DataParallel[Net])
+    model.options.chunk_sizes = "balanced"
+    model.options.serial = True
+    with torch.inference_mode(), model.options.frozen():
+        model(x)
     with_loss = DataParallel(Net(), SLOTS, loss=nn.functional.mse_loss, scalars="mean")
     loss: Tensor = with_loss(x, target=targets)
     loss.backward()

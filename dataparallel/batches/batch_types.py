@@ -48,6 +48,19 @@ class PerReplica(list[T]):
     def __repr__(self) -> str:
         return f"PerReplica({super().__repr__()})"
 
+    def __getattr__(self, name: str) -> Any:
+        """Only for what a list lacks: a program reads an attribute of the value that one device returns."""
+        hint = ""
+        if self and not name.startswith("__"):
+            kind = type(self[0]).__name__
+            hint = (
+                f": it has the {len(self)} values that the replicas returned, one {kind} each, as nothing says how "
+                "they are joined. Return a dict or a dataclass. Or say how, in dataparallel.batch_types: "
+                f"register_container({kind}, ...) for objects that hold tensors, register_batch({kind}, ...) for "
+                f"batches. Or take the value of one replica: [0].{name}"
+            )
+        raise AttributeError(f"'PerReplica' object has no attribute {name!r}{hint}", name=name, obj=self)
+
 
 class Container(NamedTuple):
     """How to walk one type: see `register_container`."""

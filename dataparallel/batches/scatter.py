@@ -122,7 +122,7 @@ def _scatter(
 
 def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
     """Returns the batch size of all leaves that are to be split; ``None`` if there are none."""
-    first: tuple[str, int] | None = None
+    first: tuple[str, int, Any] | None = None
     for path, leaf in found:
         if isinstance(leaf, Tensor):
             problem = why_not_movable(leaf)
@@ -154,14 +154,25 @@ def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
             else:
                 continue
         if first is None:
-            first = (path, size)
+            first = (path, size, leaf)
         elif size != first[1]:
             raise ValueError(
                 f"batch sizes disagree along dimension {dim}: {first[0]} has {first[1]}, {path} has {size}; mark a "
                 "tensor that is no batch (a mask, a table) as dataparallel.whole(tensor), and a list that has one "
-                "entry for each sample as dataparallel.samples(list)"
+                f"entry for each sample as dataparallel.samples(list){_turned(first, (path, size, leaf), dim)}"
             )
     return None if first is None else first[1]
+
+
+def _turned(first: tuple[str, int, Any], second: tuple[str, int, Any], dim: int) -> str:
+    """Returns what to do if one of two leaves has its samples along another dimension, as the state of an LSTM has."""
+    for (path, _, leaf), (_, size, _) in ((second, first), (first, second)):
+        if isinstance(leaf, Tensor) and size in leaf.shape:
+            return (
+                f". If {path} has its samples along dimension {[*leaf.shape].index(size)}, pass it transposed, so that "
+                f"they are along dimension {dim}, and transpose it back in forward"
+            )
+    return ""
 
 
 class _Splitter:

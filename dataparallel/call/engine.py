@@ -117,8 +117,8 @@ class CallEngine:
             Exception: a replica raised it.
         """
         loss = None
-        if self._options.loss is not None:
-            kwargs, loss = self._options.loss.begin_call(kwargs)
+        if self._options.replica_loss is not None:
+            kwargs, loss = self._options.replica_loss.begin_call(kwargs)
         if not self._options.slots:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
             return self._alone(method, loss)(*inputs, **kwargs)
@@ -168,7 +168,7 @@ class CallEngine:
             run = partial(run_alone, self._alone(method, loss), inputs[0], kwargs[0], slots[0], output_device)
             return run() if peers is None else Meeting(slots, peers).run_replica(0, run)
         slots, start = slots[: len(inputs)], time.perf_counter()
-        call.combine_scalars = options.scalars.of_chunks(inputs, kwargs, options.dim)
+        call.combine_scalars = options.combines.of_chunks(inputs, kwargs, options.dim)
         call.pad = options.pad if method.pad is None else method.pad
         with maker.lends(slots) as lent:
             with stage("replicate", maker.form), call.replicates():

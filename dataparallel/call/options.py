@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from dataparallel.call.losses import Criterion, ReplicaLoss
 from dataparallel.call.parallel_apply import check_workers
 from dataparallel.call.performance_warnings import PerformanceChecks
 from dataparallel.call.scalars import ScalarRule, Scalars
-from dataparallel.devices import DeviceLike, resolve_output
+from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
 from dataparallel.replicas.replicate import cap_in_bytes
 from dataparallel.threads.balance import BalancedCall, Balancer
 from dataparallel.threads.permits import PermitChooser, kind_of_call, size_of
@@ -72,74 +71,103 @@ class BatchSplit:
             self._balancer.end_call(call, failed)
 
 
-@dataclass
 class CallOptions:
-    """The options of one form, which all its calls share.
+    """The options of a form, which all its calls share. The user reads them, and assigns some of them between calls.
+
+    An option is checked when it is assigned. If it is refused, nothing changes.
+
+    Args:
+        modules: they are called as one form.
+        slots: the slots. Without accelerator there are none, and the module runs without replicas.
+        loss: the criterion from which replicas compute a loss, if any.
+        others: as the arguments of `dataparallel.DataParallel`.
 
     Attributes:
-        slots: the slots. Without accelerator there are none, and the module runs without replicas.
+        slots, loss: as given.
         output_device: the device of the outputs; ``None`` is the first slot.
         dim: the batch dimension of inputs and outputs.
+        chunk_sizes, workers, serial, bucket_cap_mb, scalars, pad: as given; a sequence is a tuple here.
         split: splits a batch among the slots.
         cap_bytes: the size of the largest bucket.
-        workers, serial: as for `parallel_apply`.
-        loss: the loss that replicas compute from their outputs, if any.
-        scalars: combines scalars that replicas return.
-        pad: fills outputs up to one size; a method may have its own.
+        replica_loss: computes ``loss`` in the replicas.
+        combines: combines scalars that replicas return.
         permits: chooses how many replicas run at a time, and learns from each call.
         checks: looks at the first calls, and warns of what makes them slow.
         overridden: by name the stages that a user's subclass overrides.
         may_use_source: true if an overridden stage may write to parameters: see `call.engine.Call`.
+
+    Raises:
+        AttributeError: what is assigned is no option, or one that stays.
+        TypeError: ``dim`` is no int; ``loss`` or ``scalars`` cannot be called; ``chunk_sizes`` or ``pad`` are no
+            numbers; ``workers`` is no int; ``serial`` is no bool.
+        ValueError: ``output_device`` is no device; ``workers`` is below 1; ``bucket_cap_mb`` is not above 0;
+            ``chunk_sizes`` are not one positive number for each slot; ``forward`` has a parameter with a name that
+            ``loss`` needs; ``scalars`` is another string than ``"mean"`` and ``"sum"``.
     """
+
+    assignable: ClassVar[tuple[str, ...]] = (
+        "chunk_sizes", "workers", "serial", "scalars", "pad", "output_device", "dim"
+    )  # fmt: skip
 
     slots: Sequence[DeviceLike]
     output_device: DeviceLike | None
     dim: int
+    chunk_sizes: ChunkSizes
+    workers: int | None
+    serial: bool | None
+    bucket_cap_mb: float
+    scalars: ScalarRule
+    pad: Pad
+    loss: Criterion | None
     split: BatchSplit
     cap_bytes: int
-    workers: int | None = None
-    serial: bool | None = None
-    loss: ReplicaLoss | None = None
-    scalars: Scalars = field(default_factory=Scalars)
-    pad: Pad = None
-    permits: PermitChooser = field(default_factory=PermitChooser)
-    checks: PerformanceChecks = field(default_factory=PerformanceChecks)
-    overridden: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    may_use_source: bool = False
+    replica_loss: ReplicaLoss | None
+    combines: Scalars
+    permits: PermitChooser
+    checks: PerformanceChecks
+    overridden: Mapping[str, Callable[..., Any]]
+    may_use_source: bool
 
-    @classmethod
-    def checked(
-        cls,
-        modules: Sequence[nn.Module],
-        slots: Sequence[torch.device],
-        *,
-        output_device: DeviceLike | None,
-        dim: int,
-        chunk_sizes: ChunkSizes,
-        bucket_cap_mb: float,
-        workers: int | None,
-        serial: bool | None,
-        loss: Criterion | None,
-        scalars: ScalarRule,
-        pad: Pad,
-    ) -> CallOptions:
-        """Checks a user's options for ``modules``, which are called as one form, and returns them.
-
-        Raises:
-            TypeError: ``dim`` is no int; ``loss`` or ``scalars`` cannot be called; ``chunk_sizes`` or ``pad`` are no
-                numbers.
-            ValueError: ``output_device`` is no device; ``workers`` is below 1; ``bucket_cap_mb`` is not above 0;
-                ``chunk_sizes`` are not one positive number for each slot; ``forward`` has a parameter with a name that
-                ``loss`` needs; ``scalars`` is another string than ``"mean"`` and ``"sum"``.
-        """
-        if slots:
-            resolve_output(output_device, slots)
-        if isinstance(dim, bool) or not hasattr(dim, "__index__"):
-            raise TypeError(f"dim={dim!r}: the batch dimension is an int")
-        check_workers(workers)
-        split, cap_bytes = BatchSplit(chunk_sizes, len(slots)), cap_in_bytes(bucket_cap_mb)
-        options = cls(slots, output_device, operator.index(dim), split, cap_bytes, workers, serial)
-        options.scalars, options.pad = Scalars(scalars), checked_pad(pad)
+    def __init__(
+        self, modules: Sequence[nn.Module], slots: Sequence[DeviceLike], *, loss: Criterion | None = None, **others: Any
+    ) -> None:
+        vars(self).update(slots=slots, permits=PermitChooser(), checks=PerformanceChecks())
+        vars(self).update(overridden={}, may_use_source=False, loss=loss, replica_loss=None)
+        for name, value in others.items():
+            vars(self).update(self._checked(name, value))
         if loss is not None:
-            options.loss, *_ = [ReplicaLoss(loss, module) for module in modules]
-        return options
+            vars(self)["replica_loss"], *_ = [ReplicaLoss(loss, module) for module in modules]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.assignable:
+            raise AttributeError(
+                f"options.{name} cannot be assigned. Between calls one may assign {', '.join(self.assignable)}; pass "
+                "other options where you give the module its form"
+            )
+        vars(self).update(self._checked(name, value))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self.assignable)})"
+
+    def _checked(self, name: str, value: Any) -> dict[str, Any]:
+        """Returns the option, and what calls make of it."""
+        if name == "chunk_sizes":
+            split = BatchSplit(value, len(self.slots))
+            return {name: split.given, "split": split}
+        if name == "bucket_cap_mb":
+            return {name: value, "cap_bytes": cap_in_bytes(value)}
+        if name == "scalars":
+            return {name: value, "combines": Scalars(value)}
+        if name == "pad":
+            return {name: checked_pad(value)}
+        if name == "workers":
+            check_workers(value)
+        elif name == "output_device" and self.slots:
+            resolve_output(value, resolve_slots(self.slots))
+        elif name == "dim":
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise TypeError(f"dim={value!r}: the batch dimension is an int")
+            value = operator.index(value)
+        elif name == "serial" and not (value is None or isinstance(value, bool)):
+            raise TypeError(f"serial={value!r}: expected True, False, or None for what the environment says")
+        return {name: value}

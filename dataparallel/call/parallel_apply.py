@@ -17,6 +17,7 @@ from torch import nn
 
 from dataparallel import _torch
 from dataparallel.batches.structures import tensors_in
+from dataparallel.call.error_hints import hint_of
 from dataparallel.devices import CPU, DeviceLike, current_device, resolve, resolve_slots
 from dataparallel.environment import says_no
 from dataparallel.profiling import Replicas, replicas
@@ -152,14 +153,16 @@ def run_replicas(
         divisor = chooser.largest if has_compiled else call.permits
         outcomes = _run_with_permits(chooser, call, calls, permits, groups, state, divisor, recorder, meeting)
     if any(outcome.error is not None for outcome in outcomes):
-        raise _first_error(outcomes, slots)
+        raise _first_error(outcomes, slots, modules)
     if times is not None:
         times.end_call()
     return [outcome.value for outcome in outcomes]
 
 
 def check_workers(workers: int | None) -> None:
-    """Raises ``ValueError`` if ``workers`` is below 1."""
+    """Raises ``TypeError`` if ``workers`` is no int, and ``ValueError`` if it is below 1."""
+    if workers is not None and not hasattr(workers, "__index__"):
+        raise TypeError(f"workers={workers!r}: expected the number of replicas that run at a time, or None")
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers}: at least 1 replica has to run")
 
@@ -260,7 +263,7 @@ def _permits_and_groups(
     return len({*slots}), list(slots)  # a group for each random generator: every device has one
 
 
-def _first_error(outcomes: Sequence[Outcome], slots: Sequence[torch.device]) -> BaseException:
+def _first_error(outcomes: Sequence[Outcome], slots: Sequence[torch.device], modules: Sequence[Any]) -> BaseException:
     """Returns the first original error in slot order, with notes. Removes all errors from ``outcomes``.
 
     An error holds a traceback, and the traceback holds frames with activations. If these frames could reach the error,
@@ -271,7 +274,8 @@ def _first_error(outcomes: Sequence[Outcome], slots: Sequence[torch.device]) -> 
         outcome.clear()
     originals = [(slot, error) for slot, error in failed if not isinstance(error, Skipped) and not is_wake_up(error)]
     slot, first = (originals or failed)[0]
-    _note(first, f"raised in replica {slot} on device {slots[slot]}")
+    hint = hint_of(first, modules[slot], slots[slot])
+    _note(first, f"raised in replica {slot} on device {slots[slot]}{f'. {hint}' if hint else ''}")
     for other, error in originals[1:]:
         if error is not first:
             _note(first, f"replica {other} on device {slots[other]} raised {type(error).__name__} too{_message(error)}")

@@ -6,9 +6,9 @@ written for ``torch.nn.DataParallel`` reads. Users call it; in the library only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -20,13 +20,14 @@ from dataparallel.batches.padding import Pad
 from dataparallel.batches.scatter import scatter_arguments
 from dataparallel.call.engine import CallEngine, Method, ReplicaMaker, call_of_this_thread
 from dataparallel.call.losses import Criterion
-from dataparallel.call.options import BatchSplit, CallOptions
+from dataparallel.call.options import CallOptions
 from dataparallel.call.parallel_apply import CALL, run_replicas
 from dataparallel.call.performance_warnings import PerformanceChecks
 from dataparallel.call.scalars import ScalarRule
 from dataparallel.comm.streams.ahead import HostReads
-from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
+from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
 from dataparallel.forms.signatures import shows_forward_of_module
+from dataparallel.forms.state_dict_hints import names_explained
 from dataparallel.forms.staying_copies import StayingCopies
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CompileArgument
@@ -38,6 +39,72 @@ from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_re
 M = TypeVar("M", bound=nn.Module)
 
 _TorchDataParallel = nn.DataParallel  # `replace_torch` changes the name in torch.nn
+
+
+class WrapperOptions(CallOptions):
+    """What a `DataParallel` has beside torch's attributes: ``model.options``. See `CallOptions`.
+
+    ``chunk_sizes``, ``workers``, ``serial``, ``bucket_cap_mb``, ``scalars`` and ``pad`` may be assigned between calls:
+    ``model.options.chunk_sizes = [4, 8]``. The others can be read.
+
+    Attributes:
+        compile, sync_batch_norm: as given.
+        graphs: the captured graphs of the replicas; ``None`` if there are none.
+        compiled: how replicas are compiled, if the argument ``compile`` says so.
+        kept: makes the replicas, and keeps those that stay.
+    """
+
+    assignable = ("chunk_sizes", "workers", "serial", "bucket_cap_mb", "scalars", "pad")
+
+    compile: bool | dict[str, Any] | None
+    sync_batch_norm: bool
+    kept: KeptReplicas
+    compiled: CompileArgument | None
+
+    def keep_replicas(self, compiled: CompileArgument | None, hooks_follow: bool, has_graphs: bool = False) -> None:
+        """Sets ``compiled`` and ``kept``. ``hooks_follow``: as for `KeptReplicas`."""
+        slots = [resolve(slot) for slot in self.slots]
+        staying = StayingCopies(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else None
+        kept = KeptReplicas(staying, compiled, hooks_follow, GraphedReplicas() if has_graphs else None)
+        vars(self).update(compiled=compiled, kept=kept)
+
+    @property
+    def graphs(self) -> GraphedReplicas | None:
+        """The captured graphs; its ``segments`` say what was captured, and what was not and why."""
+        return self.kept.graphs
+
+    def frozen(self) -> AbstractContextManager[None]:
+        """For serving: inside the block replicas are made once and used again as they are, and nothing is sent.
+
+        You promise that the module does not change inside: no values, no attributes, no modules. If it does change,
+        replicas do not see it before the end, or only some of them do. Anything that ``forward`` writes to its replica
+        stays there until the end, as it does on one device. Calls that run at the same time have their own replicas:
+        `dataparallel.replicas.kept_replicas.MOST_FROZEN` sets are kept until the block ends, further ones for one call.
+
+        A call that records a graph raises ``RuntimeError``. Blocks may be nested.
+        """
+        return self.kept.frozen()
+
+
+class _OptionsOfWrapper:
+    """``model.options``: the instance's, unless the program uses the name itself.
+
+    It is no data descriptor, so an attribute of the instance comes first. So does a child of this name, and what the
+    module has under this name if the class hands names to the module by a ``__getattr__`` of its own.
+    """
+
+    @overload
+    def __get__(self, wrapper: None, cls: type) -> _OptionsOfWrapper: ...
+    @overload
+    def __get__(self, wrapper: DataParallel[Any], cls: type) -> WrapperOptions: ...
+    def __get__(self, wrapper: Any, cls: Any) -> Any:
+        if wrapper is None:
+            return self
+        children = vars(wrapper).get("_modules", {})
+        hands_on = cls.__getattr__ is not DataParallel.__getattr__ and hasattr(children.get("module"), "options")
+        if "options" in children or hands_on:
+            raise AttributeError("options")  # Python asks `__getattr__`
+        return own_options(wrapper)
 
 
 class DataParallel(nn.DataParallel[M]):
@@ -56,8 +123,7 @@ class DataParallel(nn.DataParallel[M]):
         dim: the batch dimension of inputs and outputs.
         chunk_sizes: how the slots share a batch, if not equally. Ints are the number of samples for each slot, which
             has to fit every batch. With a float among them they are shares of any batch: ``[0.5, 1, 1]``. With
-            ``"balanced"`` the library times the replicas and chooses: see :ref:`uneven-devices`. It may be assigned
-            between calls: ``model.chunk_sizes = [4, 8]``.
+            ``"balanced"`` the library times the replicas and chooses: see :ref:`uneven-devices`.
         workers: how many replicas may run Python at the same time; default: the library chooses. See `parallel_apply`.
         serial: run all replicas in the calling thread, so that ``breakpoint()`` works; default: the value of the
             environment variable ``DATAPARALLEL_SERIAL``.
@@ -69,7 +135,7 @@ class DataParallel(nn.DataParallel[M]):
             before it is wrapped, as a whole or in parts, needs no argument.
         graphs: capture the replicas on CUDA devices as graphs, so that one call of the host launches many operators:
             see :doc:`/guide/graphs`. What cannot be captured runs as it is, and the reason is logged. Between calls the
-            replicas keep copies of the parameters on their devices. Attribute ``graphs`` says what was captured.
+            replicas keep copies of the parameters on their devices. ``options.graphs`` says what was captured.
             ``"auto"``: only if all devices have graphs. By default it is ``"auto"`` for what is compiled with CUDA
             graphs, by ``mode="reduce-overhead"`` for example, and ``False`` for all else.
         loss: a criterion, ``loss(output, target)``. ``model(x, target=y)`` then splits the targets as it does the
@@ -86,12 +152,15 @@ class DataParallel(nn.DataParallel[M]):
             ``{"ids": 0, "scores": -1.0}``. Other outputs may not differ then.
         sync_batch_norm: make each BatchNorm of ``module`` a `dataparallel.nn.SyncBatchNorm`, in place, so that its
             statistics are those of the whole batch. A ``torch.nn.SyncBatchNorm`` is refused otherwise.
+        devices: ``device_ids`` by the name that the composable forms have.
 
     Attributes:
         module: the wrapped module.
         device_ids: the slots, accelerators as ints, CPU slots as ``torch.device``; empty if there are none.
         output_device: like one of ``device_ids``.
         src_device_obj: the first slot as a ``torch.device``.
+        options: the keyword arguments that torch's class does not have: see `WrapperOptions`. They are no attributes of
+            the wrapper, so a subclass may use their names for its own attributes and methods.
 
     Raises:
         TypeError: ``module`` is no module, or is already wrapped; ``dim`` is no int; ``loss`` cannot be called;
@@ -103,11 +172,13 @@ class DataParallel(nn.DataParallel[M]):
 
     module: M
     device_ids: list[int | torch.device]  # type: ignore[assignment]
-    output_device: int | torch.device | None  # type: ignore[assignment]
-    src_device_obj: torch.device | None  # type: ignore[assignment]
-    dim: int
+    output_device: int | torch.device | None = None  # type: ignore[assignment]
+    src_device_obj: torch.device | None = None  # type: ignore[assignment]
+    dim: int = 0
+    options = _OptionsOfWrapper()
 
-    _hooks_follow = True
+    _dataparallel: WrapperOptions | None = None  # until `own_options` makes them
+    _dataparallel_hooks_follow = True
 
     def __init__(
         self,
@@ -126,10 +197,11 @@ class DataParallel(nn.DataParallel[M]):
         scalars: ScalarRule = None,
         pad: Pad = None,
         sync_batch_norm: bool = False,
+        devices: Sequence[DeviceLike] | None = None,
     ) -> None:
         _check_module(module)
-        slots = resolve_slots(device_ids)
-        options = CallOptions.checked(
+        slots = resolve_slots(device_ids, devices)
+        options = WrapperOptions(
             [module],
             slots,
             output_device=output_device,
@@ -141,6 +213,8 @@ class DataParallel(nn.DataParallel[M]):
             loss=loss,
             scalars=scalars,
             pad=pad,
+            compile=compile,
+            sync_batch_norm=sync_batch_norm,
         )
         compiled = CompileArgument.checked(module, compile)
         has_graphs = check_graphs(graphs, [module], compiled, slots)
@@ -151,21 +225,10 @@ class DataParallel(nn.DataParallel[M]):
         self.output_device = device_id(resolve_output(output_device, slots)) if slots else None
         self.src_device_obj = slots[0] if slots else None
         self.dim = options.dim
-        self._split, self._permits, self._checks = options.split, options.permits, options.checks
-        self._loss, self._scalars, self._pad = options.loss, options.scalars, options.pad
-        self.workers = workers
-        self.serial = serial
-        self.bucket_cap_mb = bucket_cap_mb
-        self._compile = compiled
-        staying = StayingCopies(slots, cap_in_bytes(1), options.cap_bytes, True) if has_graphs else None
-        self._kept = KeptReplicas(staying, compiled, self._hooks_follow, GraphedReplicas() if has_graphs else None)
+        options.keep_replicas(compiled, self._dataparallel_hooks_follow, has_graphs)
+        vars(self)["_dataparallel"], vars(options)["slots"] = options, self.device_ids
         if len(slots) == 1:
             self.module.to(slots[0])
-
-    @property
-    def graphs(self) -> GraphedReplicas | None:
-        """The captured graphs of the replicas; ``None`` if there are none."""
-        return self._kept.graphs
 
     def extra_repr(self) -> str:
         """Returns the slots, for ``print(model)``."""
@@ -180,51 +243,7 @@ class DataParallel(nn.DataParallel[M]):
             ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
             Exception: a replica raised it.
         """
-        engine = CallEngine(self._call_options(), _Maker(self))
-        return engine.run(Method(CALL, self.module), inputs, kwargs)
-
-    def _call_options(self) -> CallOptions:
-        """Returns the options of a call that begins now. The user may assign all of them between calls."""
-        used = {name: getattr(getattr(self, name), "__func__", None) for name in _OWN_STAGES}
-        overridden = {name for name, own in _OWN_STAGES.items() if used[name] is not own}
-        return CallOptions(
-            slots=self.device_ids,
-            output_device=self.output_device,
-            dim=self.dim,
-            split=self._split,
-            cap_bytes=cap_in_bytes(self.bucket_cap_mb),
-            workers=self.workers,
-            serial=self.serial,
-            loss=self._loss,
-            scalars=self._scalars,
-            pad=self._pad,
-            permits=self._permits,
-            checks=self._checks,
-            overridden=self._stages() if overridden else {},
-            may_use_source=bool(overridden - {"scatter"}),
-        )
-
-    @property
-    def chunk_sizes(self) -> ChunkSizes:
-        """How the slots share a batch, as the user gave it; a sequence is a tuple here."""
-        return self._split.given
-
-    @chunk_sizes.setter
-    def chunk_sizes(self, given: ChunkSizes) -> None:
-        self._split = BatchSplit(given, len(self.device_ids))
-
-    def _stages(self) -> dict[str, Callable[..., Any]]:
-        """Returns all stages as methods with torch's arguments. An overridden one may assign options for the others."""
-
-        def gather_here(outputs: Any) -> Any:
-            return self.gather(outputs, self.device_ids[0] if self.output_device is None else self.output_device)
-
-        return {
-            "scatter": lambda inputs, kwargs: self.scatter(inputs, kwargs, self.device_ids),
-            "replicate": lambda slots: self.replicate(self.module, self.device_ids[: len(slots)]),
-            "parallel_apply": lambda *args: self.parallel_apply(*args),
-            "gather": gather_here,
-        }
+        return CallEngine(options_of_call(self), _Maker(self)).run(Method(CALL, self.module), inputs, kwargs)
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """The stage `dataparallel.replicate`; override it to make replicas in another way.
@@ -234,51 +253,39 @@ class DataParallel(nn.DataParallel[M]):
         Raises:
             RuntimeError: a graph is recorded inside `frozen`.
         """
+        own, slots = own_options(self), resolve_slots(device_ids)
         if "_is_replica" in vars(self):  # this wrapper is a part of a replica, which ends with the call
-            root_call = None if self._compile is None else self._compile.of(module)
-            slots, cap_bytes = resolve_slots(device_ids), cap_in_bytes(self.bucket_cap_mb)
-            return make_replicas(module, slots, cap_bytes, root_call=root_call)
-        return self._kept.replicas(module, resolve_slots(device_ids), cap_in_bytes(self.bucket_cap_mb))
-
-    @contextmanager
-    def frozen(self) -> Iterator[DataParallel[M]]:
-        """For serving: inside the block replicas are made once and used again as they are, and nothing is sent.
-
-        You promise that the module does not change inside: no values, no attributes, no modules. If it does change,
-        replicas do not see it before the end, or only some of them do. Anything that ``forward`` writes to its replica
-        stays there until the end, as it does on one device. Calls that run at the same time have their own replicas:
-        `dataparallel.replicas.kept_replicas.MOST_FROZEN` sets are kept until the block ends, further ones for one call.
-
-        A call that records a graph raises ``RuntimeError``. Blocks may be nested.
-        """
-        with self._kept.frozen():
-            yield self
+            root_call = None if own.compiled is None else own.compiled.of(module)
+            return make_replicas(module, slots, own.cap_bytes, root_call=root_call)
+        return own.kept.replicas(module, slots, own.cap_bytes)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """The stage `dataparallel.scatter_kwargs`; override it to split inputs in another way.
 
         As a stage of a call it does not wait for copies from pinned memory: the call does, before it returns.
         """
-        call = call_of_this_thread(self._kept)
+        own = own_options(self)
+        call = call_of_this_thread(own.kept)
         if call is not None:
             return scatter_arguments(inputs, kwargs, device_ids, self.dim, call.split, call.reads)
         with HostReads() as reads:
-            return scatter_arguments(inputs, kwargs, device_ids, self.dim, self._split, reads)
+            return scatter_arguments(inputs, kwargs, device_ids, self.dim, own.split, reads)
 
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """The stage `dataparallel.parallel_apply`; override it to run replicas in another way.
 
         With a loss it is not called: the loss is computed in the replicas' threads.
         """
-        call = call_of_this_thread(self._kept)
+        own = own_options(self)
+        call = call_of_this_thread(own.kept)
         return run_replicas(
             replicas,
             inputs,
             kwargs,
             self.device_ids[: len(replicas)],
-            workers=self.workers,
-            serial=self.serial,
-            chooser=self._permits,
+            workers=own.workers,
+            serial=own.serial,
+            chooser=own.permits,
             balanced=None if call is None else call.balanced,
         )
 
@@ -287,9 +294,10 @@ class DataParallel(nn.DataParallel[M]):
 
         With a loss it joins the outputs, if the call wants them. The losses of chunks are no outputs.
         """
-        call = call_of_this_thread(self._kept)
+        own = own_options(self)
+        call = call_of_this_thread(own.kept)
         if call is None:
-            return gather_outputs(outputs, output_device, self.dim, pad=self._pad)
+            return gather_outputs(outputs, output_device, self.dim, pad=own.pad)
         return gather_outputs(outputs, output_device, self.dim, call.combine_scalars, call.pad)
 
     def __getattr__(self, name: str) -> Any:
@@ -297,15 +305,81 @@ class DataParallel(nn.DataParallel[M]):
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
+            hint = _INSTEAD.get(name)
             if module is not None and hasattr(module, name):
-                raise AttributeError(
-                    f"{type(self).__name__!r} object has no attribute {name!r}, but the module that it wraps has: "
-                    f"write .module.{name}"
-                ) from None
-            raise
+                hint = f"but the module that it wraps has: write .module.{name}"
+            if hint is None:
+                raise
+            error = AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, {hint}")
+            raise error from None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of every module. The names of a wrapper's state dict begin with ``module.``.
+
+        Raises:
+            RuntimeError: the state dict has other names or shapes. If it is that of the module, the error says so.
+        """
+        with names_explained(self, state_dict):
+            return super().load_state_dict(state_dict, strict, assign)
 
 
-# The functions above: a stage that somebody assigns to the class later is another function.
+def own_options(wrapper: DataParallel[Any]) -> WrapperOptions:
+    """Returns what the wrapper has beside torch's attributes. They get the defaults if only torch's have been set."""
+    own = wrapper._dataparallel
+    if own is None:
+        own = WrapperOptions([], wrapper.device_ids, **_DEFAULTS)
+        own.keep_replicas(None, wrapper._dataparallel_hooks_follow)
+        own = vars(wrapper).setdefault("_dataparallel", own)  # several threads may call at once
+    if own.slots is not wrapper.device_ids:
+        vars(own)["slots"] = wrapper.device_ids
+    return own
+
+
+_DEFAULTS: dict[str, Any] = {
+    "chunk_sizes": None, "workers": None, "serial": None, "bucket_cap_mb": BUCKET_CAP_MB,
+    "scalars": None, "pad": None, "compile": None, "sync_batch_norm": False,
+}  # fmt: skip
+"""The options of a wrapper whose class has set torch's attributes itself."""
+
+
+def options_of_call(wrapper: DataParallel[Any]) -> CallOptions:
+    """Returns the options of a call that begins now."""
+    own = own_options(wrapper)
+    if not wrapper.device_ids:
+        return own  # the compiler may trace the call
+    used = {name: getattr(getattr(wrapper, name), "__func__", None) for name in _OWN_STAGES}
+    overridden = {name for name, stage in _OWN_STAGES.items() if used[name] is not stage}
+    places = {"output_device": wrapper.output_device, "dim": wrapper.dim}
+    stages = _stages(wrapper) if overridden else {}
+    options = CallOptions.__new__(CallOptions)
+    vars(options).update(vars(own), **places, overridden=stages, may_use_source=bool(overridden - {"scatter"}))
+    return options
+
+
+def _stages(wrapper: DataParallel[Any]) -> dict[str, Callable[..., Any]]:
+    """Returns all stages as methods with torch's arguments. An overridden one may assign options for the others."""
+
+    def gather_here(outputs: Any) -> Any:
+        output_device = wrapper.device_ids[0] if wrapper.output_device is None else wrapper.output_device
+        return wrapper.gather(outputs, output_device)
+
+    return {
+        "scatter": lambda inputs, kwargs: wrapper.scatter(inputs, kwargs, wrapper.device_ids),
+        "replicate": lambda slots: wrapper.replicate(wrapper.module, wrapper.device_ids[: len(slots)]),
+        "parallel_apply": lambda *args: wrapper.parallel_apply(*args),
+        "gather": gather_here,
+    }
+
+
+_INSTEAD = {
+    name: "because a replica lives for one call, and so do its gradients: each backward sums them, without a network. "
+    f"Leave it out, or use composable.replicate(model), which has {name}"
+    for name in ("no_sync", "register_comm_hook")
+}
+"""What to do about methods of torch's DistributedDataParallel."""
+
+
+# The methods of the class: a stage that somebody assigns to the class later is another function.
 _OWN_STAGES = {name: vars(DataParallel)[name] for name in ("scatter", "replicate", "parallel_apply", "gather")}
 
 
@@ -315,8 +389,8 @@ class _Maker(ReplicaMaker):
     form = "DataParallel"
 
     def __init__(self, wrapper: DataParallel[Any]) -> None:
-        self._wrapper = wrapper
-        self.kept = wrapper._kept
+        self._wrapper, own = wrapper, own_options(wrapper)
+        self.kept, self._compiled = own.kept, own.compiled
 
     def source(self) -> nn.Module:
         return self._wrapper.module
@@ -329,10 +403,9 @@ class _Maker(ReplicaMaker):
             check_placement(self.source(), slots[0])
 
     def alone(self, method: Method) -> Callable[..., Any]:
-        compiled = self._wrapper._compile
-        if compiled is None or torch.compiler.is_dynamo_compiling():  # dynamo compiles code that calls the module
+        if self._compiled is None or torch.compiler.is_dynamo_compiling():  # dynamo compiles code that calls the module
             return method.of_module
-        return compiled.call(self.source())
+        return self._compiled.call(self.source())
 
     def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
         return self._wrapper.replicate(self.source(), slots)
@@ -346,19 +419,21 @@ def data_parallel(
     output_device: DeviceLike | None = None,
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
+    *,
+    devices: Sequence[DeviceLike] | None = None,
 ) -> Any:
     """Calls ``module`` once on all slots, as a `DataParallel` would.
 
     Args:
         module: a module whose parameters and buffers are on the first slot.
         inputs: a tuple of positional arguments, a single argument that is no tuple, or ``None`` for no argument.
-        device_ids, output_device, dim: as for `DataParallel`.
+        device_ids, output_device, dim, devices: as for `DataParallel`.
         module_kwargs: keyword arguments.
 
     Raises:
         As `DataParallel` and its ``forward``; ``RuntimeError`` if there is no accelerator and no ``device_ids``.
     """
-    slots = resolve_slots(device_ids)
+    slots = resolve_slots(device_ids, devices)
     if not slots:
         raise RuntimeError(
             "data_parallel found no accelerator; pass device_ids=['cpu', 'cpu'] for CPU slots, or call the module"
@@ -367,8 +442,8 @@ def data_parallel(
         inputs = () if inputs is None else (inputs,)
     _check_module(module)
     check_placement(module, slots[0])
-    model = DataParallel(module, device_ids, output_device, dim)
-    model._checks = _checks
+    model = DataParallel(module, device_ids, output_device, dim, devices=devices)
+    vars(own_options(model))["checks"] = _checks
     return model(*inputs, **(module_kwargs or {}))
 
 
@@ -377,7 +452,10 @@ _checks = PerformanceChecks()  # of all calls of `data_parallel`: each has a wra
 
 def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"DataParallel wraps a torch.nn.Module; got {type(module).__name__}")
+        raise TypeError(
+            f"DataParallel wraps a torch.nn.Module; got {type(module).__name__}. Wrap the model alone: optimizers, "
+            "schedulers and loaders stay as they are"
+        )
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise TypeError(
             f"the module is wrapped already, in a {type(module).__name__}; wrap its .module instead: "

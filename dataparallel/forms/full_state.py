@@ -28,6 +28,7 @@ from dataparallel.forms.full_state_ranks import (
     parameters_by_key,
     unit_states,
 )
+from dataparallel.forms.state_dict_hints import hint_for_names
 from dataparallel.progress import progress
 from dataparallel.replicas.replaced_parameters import check_optimizer
 from dataparallel.sharded.distribute import counters, sharded_value
@@ -274,7 +275,9 @@ def _check_model_state(model: nn.Module, given: Mapping[str, Any]) -> None:
         if value.shape != expected[name].shape
     ]
     if wrong:
-        raise ValueError(f"this state dict does not fit the {type(model).__name__}: {'; '.join(wrong)}")
+        hint = hint_for_names(model, given)
+        what = f"this state dict does not fit the {type(model).__name__}: {'; '.join(wrong)}"
+        raise ValueError(f"{what}. {hint}" if hint else what)
     without = [name for name, value in given.items() if isinstance(value, Tensor) and value.is_meta]
     if without:
         raise ValueError(f"this state dict has no values for {_listed(without)}: they are on the meta device")

@@ -70,6 +70,7 @@ def _prepare(
     sync_batch_norm: bool | Literal["across_machines"] = False,
     workers: int | None = None,
     serial: bool | None = None,
+    device_ids: Sequence[DeviceLike] | None = None,
 ) -> FullyShardState:
     """Shards the parameters of ``module`` over the devices, in place, and makes it run on all slots.
 
@@ -106,7 +107,7 @@ def _prepare(
         output_device: the device of the outputs; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
         chunk_sizes: how the slots share a batch, as for `dataparallel.DataParallel`. To change it, assign
-            ``fully_shard.state(module).chunk_sizes``. That of the outermost module counts.
+            ``fully_shard.state(module).options.chunk_sizes``. That of the outermost module counts.
         process_group: a ``torch.distributed`` group with one process for each machine. Parameters are sharded over the
             devices of each machine, and replicated over machines.
         mesh: the same as a mesh over processes, with the meaning that it has for ``torch.distributed.fsdp``. One
@@ -127,6 +128,7 @@ def _prepare(
             ``"across_machines"``: with the batch of all machines. BatchNorms that have a unit of their own stay as they
             are.
         workers, serial: how replicas run: as for `dataparallel.DataParallel`. Those of the outermost module count.
+        device_ids: ``devices`` by the name that `dataparallel.DataParallel` has.
 
     Returns:
         ``module``.
@@ -144,7 +146,7 @@ def _prepare(
         dataparallel.machines.errors.MachinesError: ranks differ in what they are about to do, or one has failed or is
             gone.
     """
-    slots = resolve_slots(devices)
+    slots = resolve_slots(device_ids, devices)
     if not slots and (process_group is not None or mesh is not None):
         slots = [CPU]
     machines, together = _machines_of(process_group, mesh, slots)
@@ -153,7 +155,7 @@ def _prepare(
         for each in module:
             check_kind(each)
             check_sync_batch_norm(each, sync_batch_norm, slots, machines is not None)
-        options = CallOptions.checked(
+        options = CallOptions(
             module,
             slots,
             output_device=output_device,

@@ -10,7 +10,7 @@ import functools
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -20,12 +20,12 @@ import torch.fx
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.batches.chunk_sizes import ChunkSizes
 from dataparallel.batches.padding import Pad, checked_pad
 from dataparallel.call.engine import CallEngine, Method, ReplicaMaker
-from dataparallel.call.options import BatchSplit, CallOptions
+from dataparallel.call.options import CallOptions
 from dataparallel.devices import resolve_slots
 from dataparallel.forms.signatures import StandIns, left_alone
+from dataparallel.forms.state_dict_hints import names_explained
 from dataparallel.replicas.build import bare_module, give_attributes
 from dataparallel.replicas.plan import TWIN_INFO, UNIT_MODULE, TwinInfo, dotted, instance_slots
 
@@ -65,6 +65,11 @@ class ManagedModule:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._refuse("pickle")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As of every module."""
+        with names_explained(self, state_dict):
+            return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
 
     def _dataparallel_run(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a method (``call.engine.Method``) on the slots and returns its output."""
@@ -205,7 +210,7 @@ class StateOnSlots(ReplicaMaker):
     """The state that a form keeps for modules whose methods run on slots. It refers to the modules weakly.
 
     Attributes:
-        options: the options of the calls; they may be assigned between calls.
+        options: the options of the calls, which may be assigned between calls.
         slots: where replicas run; empty if there is no accelerator.
         methods: names of methods that run on replicas, each with its own ``pad``, if it has one.
         peers: makes the calls' collectives across machines, if there are several machines.
@@ -226,15 +231,6 @@ class StateOnSlots(ReplicaMaker):
     def source(self) -> nn.Module:
         """Returns the first of the modules."""
         return _resolve(self._modules[0])
-
-    @property
-    def chunk_sizes(self) -> ChunkSizes:
-        """How the slots share a batch, as in `dataparallel.DataParallel`. It may be assigned between calls."""
-        return self.options.split.given
-
-    @chunk_sizes.setter
-    def chunk_sizes(self, given: ChunkSizes) -> None:
-        self.options.split = BatchSplit(given, len(self.slots))
 
     def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``method`` on the whole batch and returns its output: see `CallEngine.run`."""

@@ -21,7 +21,7 @@ from dataparallel.batches.structures import is_whole, leaves
 from dataparallel.call.options import CallOptions
 from dataparallel.comm.streams.ahead import HostReads, SentBatch, can_be_sent, send
 from dataparallel.devices import CPU, resolve
-from dataparallel.forms.data_parallel import DataParallel
+from dataparallel.forms.data_parallel import DataParallel, options_of_call
 from dataparallel.forms.managed import ManagedModule, state_of
 from dataparallel.samples import Samples
 
@@ -108,9 +108,9 @@ class Prefetch(Generic[T]):
 
     def _options(self) -> CallOptions:
         """Returns the options of a call that begins now."""
-        options: CallOptions = (
-            self.model._call_options() if isinstance(self.model, DataParallel) else state_of(self.model).options
-        )
+        if isinstance(self.model, DataParallel):
+            return options_of_call(self.model)
+        options: CallOptions = state_of(self.model).options
         return options
 
     def __len__(self) -> int:

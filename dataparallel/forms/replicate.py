@@ -80,7 +80,7 @@ class ReplicatedModule(ManagedModule):
 
     @contextmanager
     def frozen(self) -> Iterator[ReplicatedModule]:
-        """For serving: inside the block replicas stay as they are, and nothing is sent. See `DataParallel.frozen`.
+        """For serving: inside the block replicas stay as they are, and nothing is sent. See `WrapperOptions.frozen`.
 
         It begins and ends with new replicas. Gradients that wait on the slots are kept.
         """
@@ -153,6 +153,7 @@ def _prepare(
     sync_batch_norm: bool | Literal["across_machines"] = False,
     workers: int | None = None,
     serial: bool | None = None,
+    device_ids: Sequence[DeviceLike] | None = None,
 ) -> ReplicateState:
     """Makes ``module`` run on all devices, in place: splits the batch, runs a replica on each slot, joins the outputs.
 
@@ -182,7 +183,7 @@ def _prepare(
         output_device: the device of the outputs; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
         chunk_sizes: how the slots share a batch, as for `dataparallel.DataParallel`. To change it, assign
-            ``replicate.state(module).chunk_sizes``.
+            ``replicate.state(module).options.chunk_sizes``.
         bucket_cap_mb: size in MiB of the buckets in which parameters travel, and their gradients back.
         first_bucket_mb: size in MiB of the bucket whose gradients come first.
         broadcast_buffers: if true, replicas get the module's buffers at each call, else only when they are made. Over
@@ -203,6 +204,7 @@ def _prepare(
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
             ``"across_machines"``: with the batch of all machines.
         workers, serial: how replicas run: as for `dataparallel.DataParallel`.
+        device_ids: ``devices`` by the name that `dataparallel.DataParallel` has.
 
     Returns:
         ``module``.
@@ -231,9 +233,9 @@ def _prepare(
         together = failing_together(machines)
     with together:
         _check_kind(module)
-        slots = resolve_slots(devices) or ([] if machines is None else [CPU])
+        slots = resolve_slots(device_ids, devices) or ([] if machines is None else [CPU])
         first_bytes = cap_in_bytes(first_bucket_mb, "first_bucket_mb")
-        options = CallOptions.checked(
+        options = CallOptions(
             [module],
             slots,
             output_device=output_device,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import pkgutil
 import runpy
@@ -26,7 +27,10 @@ from dataparallel.tracing.report_page import as_page
 from dataparallel.tracing.report_parts import Section, as_text
 
 Plan: TypeAlias = Callable[[Callable[[], Any], str, str], list[Section]]
-"""``plan`` of ``testing.model_report``, a room above: of the user's function, its name, and the name of a machine."""
+"""``plan`` of ``testing.model_report``, a room above: of the user's function, its name, and the name of a machine.
+
+It raises ``argparse.ArgumentTypeError`` if one of them is not what it expects.
+"""
 
 
 def main(arguments: Sequence[str], plan: Plan) -> None:
@@ -49,16 +53,51 @@ def main(arguments: Sequence[str], plan: Plan) -> None:
         return
     if options.html or options.model or options.machine:
         parser.error(f"--html, --model and --machine describe this machine: leave out the program {program[0]!r}")
-    if not is_module and not os.path.exists(program[0]):
-        parser.error(f"there is no file {program[0]!r}; for a module: python -m dataparallel -m {program[0]}")
     with ExitStack() as stack:
         replacement = stack.enter_context(replace_torch())
+        if (reason := _why_not(program[0], is_module)) is not None:
+            parser.error(reason)
+        if "--report" in program[1:] and not (is_module or "--report" in Path(program[0]).read_text(errors="ignore")):
+            stack.callback(_say_where_options_go, program[0])
         recorded = trace() if options.report else None
         # Printed after the trace has ended, and also if the program fails or exits.
         stack.callback(lambda: print(_what_happened(replacement, recorded), end="", file=sys.stderr))
         if recorded is not None:
             stack.enter_context(recorded)
         _run(program, is_module)
+
+
+def _why_not(name: str, is_module: bool) -> str | None:
+    """Says why there is no program to run. As Python does, this imports the packages that a module is in."""
+    if not is_module:
+        if not os.path.exists(name):
+            return f"there is no file {name!r}; for a module: python -m dataparallel -m {name}"
+        if os.path.isdir(name) and not os.path.exists(os.path.join(name, "__main__.py")):
+            return (
+                f"{name!r} is a folder without a __main__.py; pass a script, such as {os.path.join(name, 'train.py')}"
+            )
+        return None
+    try:
+        found = importlib.util.find_spec(name)
+        is_package = found is not None and found.submodule_search_locations is not None
+        if is_package and importlib.util.find_spec(f"{name}.__main__") is None:
+            return f"-m {name}: this is a package without a __main__.py; name a module in it: -m {name}.MODULE"
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # a package lacks something else
+        found = None
+    if found is None:
+        path = f"{name.removesuffix('.py').replace('.', os.sep)}.py"
+        return f"-m {name}: there is no such module in {os.getcwd()} or where Python looks; for a script: {path}"
+    return None
+
+
+def _say_where_options_go(script: str) -> None:
+    print(
+        f"dataparallel: {script} got the option --report, because it came behind it. The library's goes before: "
+        f"python -m dataparallel --report {script}",
+        file=sys.stderr,
+    )
 
 
 def _what_happened(replacement: Replacement, recorded: Trace | None) -> str:
@@ -86,7 +125,10 @@ def _describe(parser: argparse.ArgumentParser, options: argparse.Namespace, plan
         parser.error("--machine is for --model: python -m dataparallel --model package:function --machine H100")
     make = options.model and _function(parser, options.model)
     machine, *others = look()  # before devices are simulated, which are accelerators afterwards
-    planned = plan(make, options.model, options.machine or "A100") if make else []
+    try:
+        planned = plan(make, options.model, options.machine or "A100") if make else []
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
     sections = [machine, *planned, *others]
     if page:
         page.write_text(as_page("dataparallel on this machine", sections), encoding="utf-8")

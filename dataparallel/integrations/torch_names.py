@@ -158,7 +158,7 @@ class DataParallel(wrappers.DataParallel[Any], metaclass=_IsAnyWrapper):
     torch's.
     """
 
-    _hooks_follow = False
+    _dataparallel_hooks_follow = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not isinstance(self, wrappers.DataParallel):

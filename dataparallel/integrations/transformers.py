@@ -69,7 +69,7 @@ class OnSlots(_Trainer):
     ) -> None:
         if form is not None:
             check_form(form)
-        self._scalars = Scalars(scalars)
+        self._scalars = Scalars(scalars).rule
         self._form, self._wrapper = form or "replicate", None
         if isinstance(model, (DataParallel, ManagedModule)):
             if devices is not None or form is not None or scalars is not None:
@@ -102,8 +102,8 @@ class OnSlots(_Trainer):
                 replicate(model, devices=self._slots)
         device = self.args.device
         if self._wrapper is not None:
-            self._wrapper._scalars = self._rule(self._wrapper._scalars, self._wrapper)
-            self._wrapper.output_device = device
+            options = self._wrapper.options
+            options.scalars, self._wrapper.output_device = self._rule(options.scalars, self._wrapper), device
             self._wrapper = self.accelerator.prepare(self._wrapper)  # for mixed precision; the trainer prepares others
         else:
             options = state_of(model).options
@@ -111,17 +111,17 @@ class OnSlots(_Trainer):
             if hasattr(model, "generate"):
                 register_forward_method(model, "generate", pad=_padding_token(model, {}))
 
-    def _rule(self, given: Scalars, called: nn.Module) -> Scalars:
+    def _rule(self, given: ScalarRule, called: nn.Module) -> ScalarRule:
         """Returns the rule for scalars that ``called`` will have, the model or the wrapper around it."""
-        loss = getattr(given.rule, "__self__", None)
+        loss = getattr(given, "__self__", None)
         if isinstance(loss, LossByItems):  # of a trainer that had the model before
             loss.items_of = self.loss_items
-        elif given.rule is not None or self._scalars.rule is not None:
-            return self._scalars if given.rule is None else given
+        elif given is not None or self._scalars is not None:
+            return self._scalars if given is None else given
         else:
             loss = LossByItems(self.loss_items, type(getattr(called, "module", called)).__name__)
             called.register_forward_pre_hook(loss.before_call, with_kwargs=True)
-        return Scalars(loss.combine)
+        return loss.combine
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the trainer's, with an accelerator that knows the forms."""

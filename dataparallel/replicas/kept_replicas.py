@@ -136,7 +136,7 @@ class KeptReplicas:
         with self.lock:
             if self.is_frozen and record:
                 raise RuntimeError(
-                    "inside model.frozen() replicas stay as they are and no gradient leads back to the module; call "
+                    "inside frozen() replicas stay as they are and no gradient leads back to the module; call "
                     "the model under torch.no_grad() or torch.inference_mode(), or outside of frozen()"
                 )
             try:

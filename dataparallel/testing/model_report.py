@@ -5,6 +5,7 @@ It is behind ``python -m dataparallel --model``. ``planned`` runs the steps.
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,12 +31,14 @@ def plan(make: Make, called: str, machine: str = "A100") -> list[Section]:
     devices cannot be simulated, or a form refuses the model, the sections say why.
 
     Raises:
-        ValueError: there is no such machine.
-        TypeError: ``make`` returns something else than a module and its arguments.
+        argparse.ArgumentTypeError: there is no such machine; ``make`` returns something else than a module and its
+            arguments.
     """
     known = {name: preset for name in presets.__all__ if isinstance(preset := getattr(presets, name), Machine)}
     if machine not in known:
-        raise ValueError(f"there is no machine {machine!r}: pass one of {', '.join(known)}")
+        raise argparse.ArgumentTypeError(
+            f"--machine {machine}: there is no such machine; pass one of {', '.join(known)}"
+        )
     title, about = f"the model {called}", _about(*made(make))
     try:
         devices = simulate(known[machine].devices, compute=False)

@@ -5,6 +5,7 @@ A timeline predicts how long it would take. ``model_report`` makes a report of s
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,8 +58,8 @@ def made(make: Make) -> tuple[nn.Module, Any]:
         if isinstance(module, nn.Module) and isinstance(arguments, (tuple, dict)):
             return module, arguments
     what = f"({', '.join(type(one).__name__ for one in found)})" if isinstance(found, tuple) else type(found).__name__
-    raise TypeError(
-        "the function of --model returns (module, arguments): a torch.nn.Module, and a tuple of positional arguments "
+    raise argparse.ArgumentTypeError(
+        "--model: the function returns (module, arguments): a torch.nn.Module, and a tuple of positional arguments "
         f"or a dict of keyword arguments of one call; got {what}"
     )
 

@@ -80,7 +80,9 @@ class Section:
 
 def as_text(sections: Sequence[Section]) -> str:
     """The report for a terminal."""
-    return "\n\n".join("\n".join(_lines(section)) for section in sections)
+    lines = [[*_lines(section)] for section in sections]
+    # A section with nothing but pictures has no text, and its title would stand alone.
+    return "\n\n".join("\n".join(own) for section, own in zip(sections, lines, strict=True) if own != [section.title])
 
 
 def _lines(section: Section) -> Iterator[str]:

@@ -253,7 +253,7 @@ def _uneven(found: Results) -> str:
 def _replicate(found: Results) -> str:
     if "DataParallel" in found.forms:
         if not found.stage("backward").calls:
-            return "Parameters are sent in each call: for serving, call inside `with model.frozen():`."
+            return "Parameters are sent in each call: for serving, call inside `with model.options.frozen():`."
         return "Parameters are sent in each step: composable.replicate(model) lets the replicas stay."
     return (
         "The replicas stay, and their values are sent after each step of the optimizer: a larger batch, or several "

@@ -239,6 +239,21 @@ class TestItIsAList:
         assert repr(both) == "PerReplica(['a', 'b'])"
         assert type(both[:1]) is list
 
+    def test_an_attribute_of_an_own_type_says_how_outputs_are_joined(self, slots, root):
+        class Output:
+            def __init__(self, logits):
+                self.logits = logits
+
+        class Net(nn.Module):
+            def forward(self, x):
+                return Output(2 * x)
+
+        output = DataParallel(Net(), slots)(torch.ones(6, 1, device=root))
+        with pytest.raises(AttributeError, match=r"has no attribute 'logits'.*one Output each.*register_batch\(Output"):
+            _ = output.logits
+        assert getattr(output, "logits", None) is None
+        assert output[0].logits.shape == (2, 1)  # what the message says
+
     def test_copies_and_pickles(self):
         both = PerReplica(SimpleNamespace(name=name) for name in "ab")
         for other in (copy.copy(both), copy.deepcopy(both), pickle.loads(pickle.dumps(both))):

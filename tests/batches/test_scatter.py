@@ -118,6 +118,18 @@ def test_whole_tensors_go_to_every_slot(slots: list, root: torch.device) -> None
         scatter((numbers(4, 2), numbers(5, 5)), slots)
 
 
+def test_samples_along_another_dimension_are_found(slots: list) -> None:
+    """The state of an LSTM has them along dimension 1."""
+    x, state = numbers(6, 5, 4), numbers(1, 6, 3)
+    with pytest.raises(ValueError, match=r"If input\[1\] has its samples along dimension 1, pass it transposed, so"):
+        scatter((x, state), slots)
+    with pytest.raises(ValueError, match=r"If input\[0\] has its samples along dimension 1, pass it transposed, so"):
+        scatter((state, x), slots)
+    with pytest.raises(ValueError, match=r"as dataparallel\.samples\(list\)$"):
+        scatter((x, numbers(2)), slots)
+    assert len(scatter((x, state.transpose(0, 1)), slots)) == len(slots)
+
+
 def test_a_whole_tensor_stays_whole_when_it_is_scattered_again(slots: list, root: torch.device) -> None:
     parts = scatter((numbers(6).to(root), whole(numbers(3).to(root))), slots)
     assert [again[1].shape[0] for again in scatter(parts[0], slots[:2])] == [3, 3]

@@ -48,9 +48,9 @@ def nothing_seen() -> Iterator[None]:
 
 def assign(form: str, model: Any, chunk_sizes: Any) -> None:
     if form == "DataParallel":
-        model.chunk_sizes = chunk_sizes
+        model.options.chunk_sizes = chunk_sizes
     else:
-        (replicate if form == "replicate" else fully_shard).state(model).chunk_sizes = chunk_sizes
+        (replicate if form == "replicate" else fully_shard).state(model).options.chunk_sizes = chunk_sizes
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -171,7 +171,7 @@ def test_bad_values_are_refused_before_anything_changes(form: str, single: nn.Mo
     with pytest.raises(TypeError, match="chunk_sizes="):
         assign(form, model, [0.5, True, 1])
     holder = model if form == "DataParallel" else (replicate if form == "replicate" else fully_shard).state(model)
-    assert holder.chunk_sizes == (0.5, 1, 1)
+    assert holder.options.chunk_sizes == (0.5, 1, 1)
 
 
 def test_shares_are_checked_again_where_slots_have_changed(single: nn.Module, slots: list, root: torch.device) -> None:
@@ -192,13 +192,13 @@ def test_balanced_leaves_the_choice_of_permits_alone(
     splits = []
 
     def measured_permits() -> int:
-        return sum(len(times) for each in model._permits._situations.values() for times in each._times.values())
+        return sum(len(times) for each in model.options.permits._situations.values() for times in each._times.values())
 
     with torch.no_grad():
         for number in range(40):
             model(torch.zeros(42, 4, dtype=torch.float64, device=root))
             splits.append(seen[0])
-            balancer = model._split._balancer
+            balancer = model.options.split._balancer
             assert balancer is not None
             (situation,) = balancer._situations.values()
             if number > 1 and situation._current is not None:
@@ -206,7 +206,7 @@ def test_balanced_leaves_the_choice_of_permits_alone(
                 assert len({*splits[:-1]}) < 4
     assert splits[0] == 14
     assert splits[20] == splits[39] == 6
-    assert len(model._permits._situations) == 1
+    assert len(model.options.permits._situations) == 1
     assert measured_permits() > 0
 
 
@@ -253,9 +253,9 @@ def test_calls_with_one_slot_or_without_arguments_are_not_split(root: torch.devi
 def test_a_copy_keeps_what_was_given(single: nn.Module, slots: list, root: torch.device) -> None:
     for chunk_sizes in ("balanced", (0.5, 1, 1), (1, 4, 2)):
         model = DataParallel(single, slots, chunk_sizes=chunk_sizes)
-        assert model.chunk_sizes == chunk_sizes
+        assert model.options.chunk_sizes == chunk_sizes
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert other.chunk_sizes == chunk_sizes
+            assert other.options.chunk_sizes == chunk_sizes
             other(torch.zeros(7, 4, dtype=torch.float64, device=root))
 
 

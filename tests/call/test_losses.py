@@ -182,7 +182,7 @@ class TestCalls:
         model, target = DataParallel(net, slots, loss=nn.CrossEntropyLoss()), classes(6).clamp(0).to(root)
         with torch.no_grad():
             plain = model(rows_of(6, root), target=target)
-            with model.frozen():
+            with model.options.frozen():
                 assert torch.equal(model(rows_of(6, root), target=target), plain)
         net.float()
         with torch.autocast(torch.device(root).type, torch.bfloat16):

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, prefetch
+from dataparallel import DataParallel, data_parallel, prefetch
 from dataparallel.batches import scatter
 from dataparallel.composable import fully_shard, register_forward_method, replicate
-from each_form import Form, replicating_forms, whole
+from each_form import Form, frozen, replicating_forms, whole
 
 TABLE = Path(__file__).parents[2] / "docs" / "api.rst"
 
@@ -65,6 +65,16 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 def close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, check_device=False)
+
+
+def test_both_names_of_the_slots_are_taken(form: Form, single: Net, slots: list, x: Tensor) -> None:
+    wraps = {"by_wrapper": DataParallel, "replicated": replicate, "sharded_whole": fully_shard}[form.__name__]
+    for name in ("devices", "device_ids"):
+        model = wraps(copy.deepcopy(single).eval(), **{name: slots})
+        close(model(x), single.eval()(x))
+    with pytest.raises(ValueError, match=r"device_ids=.* and devices=.*: these are two names of one argument"):
+        wraps(single, devices=slots, device_ids=slots)
+    close(data_parallel(single, x, devices=slots), single(x))
 
 
 def test_serial_runs_all_replicas_in_the_calling_thread(form: Form, single: Net, slots: list, x: Tensor) -> None:
@@ -156,14 +166,13 @@ def test_frozen_replicas_stay(form: Form, single: Net, slots: list, x: Tensor, r
     module = getattr(model, "module", model)
     with torch.no_grad():
         before = model(x)
-        with model.frozen() as inside:
-            assert inside is model
+        with frozen(model):
             close(model(x), before)
             module.layers[3].bias.data.add_(1)
             if root.type != "cpu":  # CPU slots share the memory of the source, and so does replica 0
                 close(model(x)[3:], before[3:])
         close(model(x), before + 1)
-    with model.frozen(), pytest.raises(RuntimeError, match=r"inside model\.frozen"):
+    with frozen(model), pytest.raises(RuntimeError, match=r"inside frozen\(\)"):
         model(x)
     model(x).sum().backward()
     single.layers[3].bias.data.add_(1)

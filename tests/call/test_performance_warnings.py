@@ -289,14 +289,14 @@ class TestAllOfThem:
         monkeypatch.setenv("DATAPARALLEL_PERFORMANCE_WARNINGS", "0")
         model = DataParallel(net, slots)
         assert self.run(model, batches) == 0
-        assert not model._checks.are_open  # private: a closed one costs nothing
+        assert not model.options.checks.are_open  # private: a closed one costs nothing
 
     def test_slots_on_one_device_are_to_try_things_out(
         self, net: nn.Module, root: torch.device, batches: list[Tensor]
     ) -> None:
         model = DataParallel(net, [root] * 3)
         assert self.run(model, batches) == 0
-        assert not model._checks.are_open
+        assert not model.options.checks.are_open
 
     def test_a_stage_of_the_user_knows_better(self, net: nn.Module, slots: list, batches: list[Tensor]) -> None:
         class Splits(DataParallel):
@@ -333,7 +333,7 @@ class TestAllOfThem:
     def test_a_wrapper_can_be_pickled(self, net: nn.Module, slots: list) -> None:
         model = DataParallel(net, slots)
         model(small(12))
-        assert pickle.loads(pickle.dumps(model))._checks.are_open
+        assert pickle.loads(pickle.dumps(model)).options.checks.are_open
 
 
 @pytest.mark.devices("cpu")

@@ -20,7 +20,7 @@ def with_persistent_replicas(
     wrapped = DataParallel(module, slots, dim=dim)
     devices = [torch.device(slot) for slot in slots]
     # No form combines the two: the wrapper shows the tensors without what `replicate` does to a module.
-    wrapped._kept = KeptReplicas(PersistentTensors(devices, FIRST_BYTES, CAP_BYTES, broadcast_buffers))
+    vars(wrapped.options)["kept"] = KeptReplicas(PersistentTensors(devices, FIRST_BYTES, CAP_BYTES, broadcast_buffers))
     return wrapped
 
 
@@ -87,7 +87,7 @@ def assert_same(found: list, expected: list) -> None:
 
 def tensors_of(module: nn.Module) -> PersistentTensors:
     """The tensors of a replicated module's replicas, or of a wrapper's from `with_persistent_replicas`."""
-    found: Any = module._kept._tensors if isinstance(module, DataParallel) else replicate.state(module).tensors
+    found: Any = module.options.kept._tensors if isinstance(module, DataParallel) else replicate.state(module).tensors
     return found
 
 

@@ -107,6 +107,13 @@ class TestErrors:
             _ = wrapped.nothing
         assert not hasattr(wrapped, "width")
 
+    @pytest.mark.parametrize("name", ["no_sync", "register_comm_hook"])
+    def test_what_only_ddp_has_is_named_with_what_to_do(self, name, affine, slots):
+        wrapped = DataParallel(affine, slots)
+        with pytest.raises(AttributeError, match=rf"composable\.replicate\(model\), which has {name}"):
+            getattr(wrapped, name)
+        assert not hasattr(wrapped, name)
+
     @pytest.mark.usefixtures("ctrl_c")
     def test_ctrl_c_waits_for_the_replicas_and_the_same_wrapper_works_again(self, slots, root):
         began, may_end = threading.Event(), threading.Event()

@@ -246,5 +246,5 @@ def test_a_forward_sends_the_values_in_a_few_launches(trained: bool, slots: list
     with torch.set_grad_enabled(trained):
         wrapped(x)
     with torch.set_grad_enabled(trained), counted() as counts:
-        wrapped._kept.replicas(model, [torch.device(slot) for slot in slots], 2**20)
+        wrapped.options.kept.replicas(model, [torch.device(slot) for slot in slots], 2**20)
     assert sum(counts.launches) <= 3 * len(slots)

@@ -172,7 +172,7 @@ def test_a_thread_writes_to_no_copies_of_another(net: Branched, slots: list, x: 
 
 
 def test_they_belong_to_one_module_and_cannot_be_copied(net: Branched, slots: list) -> None:
-    kept = with_persistent_replicas(net, slots)._kept
+    kept = with_persistent_replicas(net, slots).options.kept
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="belong to one module and cannot be copied"):
             copied(kept)

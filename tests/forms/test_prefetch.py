@@ -167,11 +167,11 @@ def test_chunk_sizes_are_honoured_and_may_change(slots: list, scattered: list) -
     model = DataParallel(Echo(), slots, chunk_sizes=[1, 4, 2])
     for index, (x, _) in enumerate(prefetch(batches(), model)):
         if index == 2:
-            model.chunk_sizes = [3, 3, 1]
+            model.options.chunk_sizes = [3, 3, 1]
         model.module.seen.clear()
         assert torch.equal(model(x).cpu(), x * 2)
         sizes = sorted(len(chunk) for chunk in model.module.seen)
-        assert sizes == sorted(model.chunk_sizes)
+        assert sizes == sorted(model.options.chunk_sizes)
     # Those read before the change are cut anew: the one of the turn, and the next.
     assert len(scattered) == (4 if torch.device(slots[0]).type == "cpu" else 2)
 

@@ -127,7 +127,7 @@ def test_a_converted_module_goes_on(pair: tuple, x: Tensor) -> None:
 
 def test_they_serve_frozen(layer: Callable, slots: list, root: torch.device, x: Tensor) -> None:
     model, twin = DataParallel(adapted(layer, root), slots), adapted(layer, root)
-    with torch.no_grad(), model.frozen():
+    with torch.no_grad(), model.options.frozen():
         for _ in range(2):
             torch.testing.assert_close(model(x), twin(x))
 

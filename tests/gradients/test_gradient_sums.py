@@ -238,7 +238,7 @@ def test_gradients_that_were_added_on_a_slot_which_has_none_in_the_pass_that_sum
     both = both_of(Sometimes)
     slots = [*map(torch.device, both.slots)]
     both.wrapped = DataParallel(both.net, slots, workers=1)  # to measure the number of permits, the host would wait
-    both.wrapped._kept = KeptReplicas(PersistentTensors(slots, 2**20, 2**20, True))
+    vars(both.wrapped.options)["kept"] = KeptReplicas(PersistentTensors(slots, 2**20, 2**20, True))
     x = both.x()
     for are_on, samples in ((True, len(x)), (False, len(x)), (False, len(x)), (True, len(x) - 1)):
         both.sums_are(are_on)

@@ -1,5 +1,6 @@
 """``python -m dataparallel SCRIPT ARGS`` runs a program as Python would, with the library in the place of torch's."""
 
+import argparse
 import sys
 from html import escape
 
@@ -81,10 +82,50 @@ def test_a_program_whose_wrapper_has_no_slots_is_told(script, capsys):
     assert "a DataParallel without slots ran its model as it is" in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there(capsys):
-    with pytest.raises(SystemExit):
-        main(["nofile.py"])
-    assert "there is no file 'nofile.py'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (["nofile.py"], "there is no file 'nofile.py'; for a module: python -m dataparallel -m nofile.py"),
+        (["folder"], "'folder' is a folder without a __main__.py; pass a script, such as folder/train.py"),
+        (["-m", "nothere"], "-m nothere: there is no such module in "),
+        (["-m", "nothere.train"], "or where Python looks; for a script: nothere/train.py"),
+        (["-m", "package.nothere"], "-m package.nothere: there is no such module in "),
+        (["-m", "beside.train"], "-m beside.train: there is no such module in "),
+        (["-m", "train.py"], "or where Python looks; for a script: train.py"),
+        (["-m", "package"], "-m package: this is a package without a __main__.py; name a module in it"),
+    ],
+    ids=str,
+)
+def test_what_is_no_program_is_said_in_one_line(script, capsys, monkeypatch, program, words):
+    for folder in ("folder", "package"):
+        (script.parent / folder).mkdir()
+    (script.parent / "package" / "__init__.py").touch()
+    monkeypatch.chdir(script.parent)
+    monkeypatch.syspath_prepend(str(script.parent))
+    monkeypatch.delitem(sys.modules, "package", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(["--report", *program])
+    assert ended.value.code == 2
+    usage, _, error = capsys.readouterr().err.partition("error: ")
+    assert usage.startswith("usage: python -m dataparallel")
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_a_package_that_lacks_something_else_says_so(script, monkeypatch):
+    (script.parent / "needy").mkdir()
+    (script.parent / "needy" / "__init__.py").write_text("import not_installed")
+    monkeypatch.syspath_prepend(str(script.parent))
+    with pytest.raises(ModuleNotFoundError, match="No module named 'not_installed'"):
+        main(["-m", "needy.train"])
+
+
+def test_the_report_that_was_asked_for_behind_the_script(script, capsys):
+    main([str(script), "--report"])
+    assert f"The library's goes before: python -m dataparallel --report {script}\n" in capsys.readouterr().err
+    script.write_text(f"{PROGRAM}\nwants = '--report' in sys.argv\n")  # the script has an option of this name
+    main([str(script), "--report"])
+    assert "goes before" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("ending", "error"), [("sys.exit(3)", SystemExit), ("raise KeyError('no')", KeyError)])
@@ -126,6 +167,16 @@ def test_the_model_is_planned_between_the_machine_and_what_to_do_next(shop, caps
     text = capsys.readouterr().out
     places = [text.index(words) for words in ("dataparallel  ", "the model shop:make\n  a model on H100", "what to do")]
     assert places == sorted(places)
+
+
+def test_what_the_planner_refuses_is_one_line(shop, capsys):
+    def plan(make, called, machine):
+        raise argparse.ArgumentTypeError("--machine H1000: there is no such machine")
+
+    with pytest.raises(SystemExit) as ended:
+        programs.main(["--model", "shop:make", "--machine", "H1000"], plan)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("error: --machine H1000: there is no such machine\n")
 
 
 def test_the_page_has_what_the_text_has(shop, capsys):

@@ -245,7 +245,7 @@ class TestModes:
             parallel(lambda chunk, weight: peers.all_reduce(chunk * weight), slots),
             samples(3).to(slots[0]),
         )
-        with torch.no_grad(), wrapped.frozen():
+        with torch.no_grad(), wrapped.options.frozen():
             first, second = wrapped(batch), wrapped(batch)
         assert torch.equal(first, second)
 

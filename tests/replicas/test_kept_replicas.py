@@ -80,7 +80,7 @@ def test_any_changes_and_calls_in_any_order(slots, root, x, names) -> None:
         elif name == "step":
             wrapped(x).sum().backward()
         elif name == "frozen":
-            with wrapped.frozen(), torch.no_grad():
+            with wrapped.options.frozen(), torch.no_grad():
                 torch.testing.assert_close(wrapped(x), net(x), rtol=0, atol=1e-9)
         with torch.inference_mode() if name == "inference" else torch.no_grad():
             torch.testing.assert_close(wrapped(x), net(x), rtol=0, atol=1e-9)

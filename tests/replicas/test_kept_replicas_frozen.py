@@ -49,8 +49,7 @@ def one_device(net: nn.Module, x: Tensor) -> Tensor:
 
 def test_replicas_are_made_once(net, wrapped, call, x, made) -> None:
     call()
-    with wrapped.frozen() as inside:
-        assert inside is wrapped
+    with wrapped.options.frozen():
         for _ in range(5):
             torch.testing.assert_close(call(), one_device(net, x))
         assert made == [3]
@@ -62,7 +61,7 @@ def test_replicas_are_made_once(net, wrapped, call, x, made) -> None:
 @pytest.mark.slots(8)
 def test_larger_batches_later(net, wrapped, call, x, made) -> None:
     """However many sizes there have been: the largest serves all."""
-    with wrapped.frozen():
+    with wrapped.options.frozen():
         for samples in (1, 2, 3, 4, 5, 6, 7, 8):
             torch.testing.assert_close(call(samples), one_device(net, x[:samples]))
         made.clear()
@@ -75,7 +74,7 @@ def test_what_changes_before_and_between_blocks_is_seen(net, wrapped, call, x) -
     for _ in range(3):
         net[0].weight.data.mul_(1.5)
         net[2] = nn.Sequential(net[2])
-        with wrapped.frozen():
+        with wrapped.options.frozen():
             torch.testing.assert_close(call(), one_device(net, x))
             torch.testing.assert_close(call(), one_device(net, x))
         net[0].weight.data.mul_(1.5)
@@ -83,9 +82,9 @@ def test_what_changes_before_and_between_blocks_is_seen(net, wrapped, call, x) -
 
 
 def test_blocks_may_be_nested(wrapped, call, made) -> None:
-    with wrapped.frozen():
+    with wrapped.options.frozen():
         call()
-        with wrapped.frozen():
+        with wrapped.options.frozen():
             call()
         call()
         assert made == [3]
@@ -95,7 +94,7 @@ def test_blocks_may_be_nested(wrapped, call, made) -> None:
 
 def test_an_exception_ends_the_block(net, wrapped, call, x) -> None:
     call()
-    with pytest.raises(ValueError, match="batch sizes"), wrapped.frozen():  # noqa: PT012
+    with pytest.raises(ValueError, match="batch sizes"), wrapped.options.frozen():  # noqa: PT012
         with torch.no_grad():
             replicas = [*map(weakref.ref, wrapped.replicate(net, wrapped.device_ids))]
         assert all(replica() for replica in replicas)
@@ -106,7 +105,7 @@ def test_an_exception_ends_the_block(net, wrapped, call, x) -> None:
 
 
 def test_a_failed_call_inside(net, wrapped, call, x) -> None:
-    with wrapped.frozen():
+    with wrapped.options.frozen():
         call()
         with torch.no_grad(), pytest.raises(RuntimeError):
             wrapped(x[:, :3])
@@ -146,7 +145,7 @@ def test_calls_that_run_at_a_time_have_replicas_of_their_own(slots, root, withou
             failed.append(error)
             meet.abort()
 
-    with wrapped.frozen():
+    with wrapped.options.frozen():
         pool = [threading.Thread(target=run) for _ in range(threads)]
         for thread in pool:
             thread.start()
@@ -191,7 +190,7 @@ def test_calls_on_other_streams(frozen, calls, net, slots, x, without_graph, oth
     expected = one_device(net, x)
     outputs = []
     with without_graph():
-        with wrapped.frozen() if frozen else nullcontext():
+        with wrapped.options.frozen() if frozen else nullcontext():
             for _ in range(calls):
                 outputs.append(wrapped(x))
                 other_streams()

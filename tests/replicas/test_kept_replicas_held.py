@@ -206,7 +206,7 @@ def test_copies_of_a_wrapper_keep_nothing(net, wrapped, call, x) -> None:
     expected = call()
     call()
     file = io.BytesIO()
-    with wrapped.frozen():
+    with wrapped.options.frozen():
         torch.save(wrapped, file)
         copies = [copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))]
     file.seek(0)
@@ -241,7 +241,7 @@ def test_bytes(net, slots, x, without_graph) -> None:
     del caught
     assert allocated() == before
     HOLDS.clear()
-    with wrapped.frozen():
+    with wrapped.options.frozen():
         assert allocated() == before
         call()
         frozen = allocated()

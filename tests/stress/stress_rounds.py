@@ -88,7 +88,7 @@ def call_shared(world: World, choose: Random) -> None:
 def serve_frozen(world: World, choose: Random) -> None:
     """Blocks of several threads overlap, so that the model is frozen for all or for none."""
     shared = next(each for each in world.models if each.is_served)
-    with shared.model.frozen():
+    with shared.model.options.frozen():
         for _ in range(choose.randint(1, 5)):
             shared.call(record=False, inference=choose.random() < 0.5)
 

@@ -1,5 +1,7 @@
 """A step of a user's model by each form, on simulated devices: here with kernels, as in the other tests."""
 
+import argparse
+
 import pytest
 import torch
 from torch import nn
@@ -88,7 +90,9 @@ class TestWhatTheFunctionReturns:
         ],
     )
     def test_anything_else_is_refused(self, returned, words):
-        with pytest.raises(TypeError, match="a tuple of positional arguments or a dict of keyword") as error:
+        with pytest.raises(
+            argparse.ArgumentTypeError, match="a tuple of positional arguments or a dict of keyword"
+        ) as error:
             planned.made(lambda: returned)
         assert str(error.value).endswith(words)
 

@@ -212,6 +212,6 @@ def test_calls_from_several_threads(slots: list, root: torch.device) -> None:
                 assert torch.equal(model(x), x + 1)
 
     model = wrapper(slots, 0.001).eval()
-    chooser = model._permits
+    chooser = model.options.permits
     in_threads(4, several)
     assert chooser.begin_call("kind", 0, 8).is_alone, "every call has been ended"

@@ -31,5 +31,9 @@ the model
   A prediction."""
 
 
+def test_a_section_of_pictures_has_no_heading_in_the_text():
+    assert as_text([*SECTIONS, Section("a step", [Timeline("all", 1.0, [])]), Section("bytes", [])]) == TEXT
+
+
 def test_facts_and_tables_have_columns_and_pictures_are_left_out():
     assert as_text(SECTIONS) == TEXT

@@ -141,7 +141,7 @@ def test_replicas_that_are_made_in_each_step() -> None:
     training = block(replicate=5.0, backward=1.0, forms=("DataParallel",))
     assert "composable.replicate(model)" in advice(training)
     serving = block(replicate=5.0, forms=("DataParallel",))
-    assert "model.frozen()" in advice(serving)
+    assert "model.options.frozen()" in advice(serving)
 
 
 def test_replicas_that_wait_for_the_lock() -> None:

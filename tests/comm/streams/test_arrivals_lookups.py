@@ -168,8 +168,9 @@ def test_where_nothing_is_late_registries_are_plain_dicts(why: str, monkeypatch:
     if why == "the stage alone":
         dp.parallel_apply(dp.replicate(model, slots), [x, x.to(slots[1])], devices=slots)
     elif why == "frozen":
-        with torch.no_grad(), DataParallel(model, slots).frozen() as frozen:
-            frozen(x)
+        wrapped = DataParallel(model, slots)
+        with torch.no_grad(), wrapped.options.frozen():
+            wrapped(x)
     else:
         DataParallel(model, slots, serial=why == "serial")(x)
     assert found == {dict}

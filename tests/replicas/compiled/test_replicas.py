@@ -358,7 +358,7 @@ def test_frozen_replicas_are_compiled(whole: Way, slots: list, root: torch.devic
     net, x = build(root).eval(), batch(root)
     expected = net(x).detach()
     wrapper = whole(net, slots)
-    with torch.inference_mode(), wrapper.frozen():
+    with torch.inference_mode(), wrapper.options.frozen():
         for _ in range(3):
             torch.testing.assert_close(wrapper(x).clone(), expected)
 

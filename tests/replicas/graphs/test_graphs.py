@@ -18,7 +18,7 @@ from dataparallel import peers
 from dataparallel.replicas.graphs.calls import MOST_STATES
 from dataparallel.replicas.graphs.captures import MOST_CAPTURES, MOST_DRAWS, WARM_UP
 from dataparallel.testing import cuda
-from each_form import Form, replicating_forms
+from each_form import Form, frozen, replicating_forms
 from graphed_nets import SETTLE, WIDTH, Block, Net, build, captured, graphs_of, inputs, reasons, segments, step
 
 pytestmark = replicating_forms
@@ -302,7 +302,7 @@ def test_frozen_replicas_are_captured_too(form: Form, slots: list, root: torch.d
     network, x = form(build(root), slots, graphs=True).eval(), inputs(root)
     with torch.no_grad():
         expected = network(x).clone()
-        with network.frozen():
+        with frozen(network):
             for _ in range(WARM_UP + 1):
                 network(x)
             with cuda.counted() as counts:
