@@ -89,6 +89,7 @@ class CallOptions:
         permits: chooses how many replicas run at a time, and learns from each call.
         checks: looks at the first calls, and warns of what makes them slow.
         overridden: by name the stages that a user's subclass overrides.
+        hands_back: true if the caller gets what replicas write into dicts and lists: see ``batches.written``.
         may_use_source: true if an overridden stage may write to parameters: see `call.engine.Call`.
     """
 
@@ -106,6 +107,7 @@ class CallOptions:
     checks: PerformanceChecks = field(default_factory=PerformanceChecks)
     overridden: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     may_use_source: bool = False
+    hands_back: bool = True
 
     @classmethod
     def checked(

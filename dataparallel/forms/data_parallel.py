@@ -107,7 +107,7 @@ class DataParallel(nn.DataParallel[M]):
     src_device_obj: torch.device | None  # type: ignore[assignment]
     dim: int
 
-    _hooks_follow = True
+    _hooks_follow = _hands_back = True
 
     def __init__(
         self,
@@ -202,6 +202,7 @@ class DataParallel(nn.DataParallel[M]):
             checks=self._checks,
             overridden=self._stages() if overridden else {},
             may_use_source=bool(overridden - {"scatter"}),
+            hands_back=self._hands_back,
         )
 
     @property
@@ -261,7 +262,7 @@ class DataParallel(nn.DataParallel[M]):
         """
         call = call_of_this_thread(self._kept)
         if call is not None:
-            return scatter_arguments(inputs, kwargs, device_ids, self.dim, call.split, call.reads)
+            return scatter_arguments(inputs, kwargs, device_ids, self.dim, call.split, call.reads, call.copied)
         with HostReads() as reads:
             return scatter_arguments(inputs, kwargs, device_ids, self.dim, self._split, reads)
 
