@@ -150,7 +150,7 @@ def test_units_inside_of_units_write_too(slots, root) -> None:
 
     def write(layer: Any, batch: Any) -> Any:
         output = layer(batch["x"])
-        batch["hidden"] = layer(output.tanh())
+        batch["hidden"] = batch.get("hidden", 0) + layer(output.tanh())
         batch["weight"] = layer.weight
         return output
 
