@@ -23,6 +23,7 @@ from dataparallel.forms.managed import ManagedModule, register_forward_method, s
 from dataparallel.forms.replicate import replicate
 from dataparallel.integrations.accelerate import Accelerator
 from dataparallel.integrations.form_names import Form, check_form
+from dataparallel.integrations.packing import unpacked
 
 _Trainer: Any = object  # what a subclass adds as its second base
 
@@ -131,6 +132,11 @@ class OnSlots(_Trainer):
         if state_dict is None and isinstance(self.model, FullyShardedModule):
             state_dict = fully_shard.full_state_dict(self.model)  # type: ignore[call-overload]
         super()._save(output_dir, state_dict)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """As the trainer's, and makes a row of each sequence of a packed batch, so that it can be split."""
+        inputs = super()._prepare_inputs(inputs)
+        return unpacked(inputs, _padding_token(self.model, {})) if self._slots else inputs
 
     # ---- losses, which the trainer would divide by the number of GPUs ------------------------------------------------
 
