@@ -1,6 +1,7 @@
-"""What the README tells its readers to type is what `.ci/run` runs."""
+"""What the README tells its readers to type is what `.ci/run` runs, and packages come from where the machine says."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,17 @@ def test_whatever_else_it_installs_is_installed():
     )
     assert {"test", "bench"} <= wanted
     assert wanted <= installed
+
+
+INDEX_HOSTS = (
+    r"pypi\.[a-z]|files\.pythonhosted|(deb|ftp|snapshot)\.debian|(archive|ports)\.ubuntu|security\.(debian|ubuntu)"
+    r"|download\.pytorch|(repo|conda)\.anaconda"
+)
+
+
+def test_no_file_names_the_host_of_a_package_index():
+    """A machine has indexes of its own: it has configured pip, apt and conda."""
+    found = subprocess.run(["git", "grep", "-inIE", INDEX_HOSTS], cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode > 1:
+        pytest.skip("this is no checkout")
+    assert found.stdout == ""

@@ -16,10 +16,11 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.functions import Gather
 from dataparallel.autograd.node import OneNode, groups_that_share
-from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
+from dataparallel.batches.batch_types import PerReplica, batch_of, container_of, path_of_key
 from dataparallel.batches.padding import PAD_HINT, Pad, checked_pad, filled, pad_under, with_all_entries
 from dataparallel.batches.samples import check_entries, joined_samples
 from dataparallel.batches.structures import leaves
+from dataparallel.batches.written import Written
 from dataparallel.comm.checks import why_no_batch, why_not_gatherable, why_not_movable
 from dataparallel.devices import CPU, DeviceLike, resolve
 from dataparallel.samples import Samples
@@ -63,12 +64,27 @@ def gather_outputs(
     dim: int,
     combine: Callable[[Tensor], Tensor] | None = None,
     pad: Pad = None,
+    written: Sequence[Written] = (),
 ) -> Any:
-    """`gather` for the forms. The vector of 0-dim tensors, if there is one, goes through ``combine``."""
+    """`gather` for the forms. The vector of 0-dim tensors, if there is one, goes through ``combine``.
+
+    Entries that replicas have ``written`` into containers among the arguments are joined and handed back. One that
+    cannot be joined is handed back as a `PerReplica`: the caller may not need it.
+    """
     if not outputs:
         raise ValueError("gather needs the output of at least one replica; got none")
     target = CPU if target_device == -1 else resolve(target_device)
-    return _joined(list(outputs), _Joins(target, dim, _of_one_node(outputs), combine, pad), "output", ())
+    of_replicas = [*zip(outputs, *(entry.values for entry in written), strict=True)] if written else outputs
+    joins = _Joins(target, dim, _of_one_node(of_replicas), combine, pad, {})
+    output = _joined(list(outputs), joins, "output", ())
+    for entry in written:
+        try:
+            path = path_of_key(entry.key)
+            value = _joined(entry.values, joins._replace(pad=pad_under(pad, path)), path, ())
+        except (TypeError, ValueError):
+            value = PerReplica(entry.values)
+        entry.hand_back(value)
+    return output
 
 
 def _of_one_node(outputs: Sequence[Any]) -> dict[int, Tensor]:
@@ -96,6 +112,7 @@ class _Joins(NamedTuple):
         of_one_node: the result of `_of_one_node`.
         combine: makes one tensor of a vector of 0-dim tensors, if given.
         pad: fills outputs up to one size, below the place that is joined.
+        done: joined tensors, by what fills them and the ids of their parts. An output may be a written entry too.
     """
 
     target: torch.device
@@ -103,6 +120,7 @@ class _Joins(NamedTuple):
     of_one_node: dict[int, Tensor]
     combine: Callable[[Tensor], Tensor] | None
     pad: Pad
+    done: dict[tuple[Any, ...], Tensor]
 
     @property
     def pad_value(self) -> complex | None:
@@ -112,7 +130,10 @@ class _Joins(NamedTuple):
 def _joined(outputs: list[Any], joins: _Joins, path: str, above: tuple[int, ...]) -> Any:
     first = outputs[0]
     if any(isinstance(output, Tensor) for output in outputs):
-        return _joined_tensors(outputs, joins, path)
+        key = (joins.pad_value, *map(id, outputs))
+        if key not in joins.done:
+            joins.done[key] = _joined_tensors(outputs, joins, path)
+        return joins.done[key]
     if isinstance(first, Samples):
         _check_same_type(outputs, path)
         for output in outputs:

@@ -20,6 +20,7 @@ from dataparallel.batches.chunk_sizes import FixedSplit, Split
 from dataparallel.batches.samples import SampleCopies, check_entries, joined_samples
 from dataparallel.batches.shared_arguments import check_shared
 from dataparallel.batches.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, with_leaves
+from dataparallel.batches.written import CopiedContainer
 from dataparallel.comm.checks import why_no_batch, why_not_movable
 from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
 from dataparallel.devices import DeviceLike, resolve_slots
@@ -89,12 +90,16 @@ def scatter_arguments(
     dim: int,
     split: Split,
     reads: HostReads,
+    copied: list[CopiedContainer] | None = None,
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    """`scatter_kwargs` for the forms. When it returns, the copies in ``reads`` may still read pinned memory."""
+    """`scatter_kwargs` for the forms. When it returns, the copies in ``reads`` may still read pinned memory.
+
+    Containers among the arguments that replicas may write to are appended to ``copied``.
+    """
     if not inputs and not kwargs:
         resolve_slots(target_gpus)
         return (), ()
-    chunks = _scatter(Arguments((tuple(inputs), kwargs or {})), target_gpus, dim, split, "", reads)
+    chunks = _scatter(Arguments((tuple(inputs), kwargs or {})), target_gpus, dim, split, "", reads, copied)
     return tuple(args for args, _ in chunks), tuple(keywords for _, keywords in chunks)
 
 
@@ -105,6 +110,7 @@ def _scatter(
     split: Split,
     name: str,
     reads: HostReads,
+    copied: list[CopiedContainer] | None = None,
 ) -> list[Any]:
     slots = resolve_slots(devices)
     found = list(leaves(inputs, name))
@@ -114,7 +120,7 @@ def _scatter(
     if replicas > 1:
         check_shared(inputs, found, size, dim, replicas)
     marked = [leaf for _, leaf in found if isinstance(leaf, Samples)]
-    splitter = _Splitter(slots[:replicas], sizes, dim, marked)
+    splitter = _Splitter(slots[:replicas], sizes, dim, marked, copied)
     tensors = {id(leaf): leaf for _, leaf in found if isinstance(leaf, Tensor)}.values()
     with copied_at_once(((tensor, splitter.sizes_of(tensor)) for tensor in tensors), splitter.slots, dim, reads):
         return splitter.split(inputs)
@@ -156,10 +162,16 @@ def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
         if first is None:
             first = (path, size, leaf)
         elif size != first[1]:
+            do = (
+                "the batch is packed, with all sequences in one row: pass a row for each, "
+                "dataparallel.integrations.packing.unpacked(batch)"
+                if any("cu_seq_lens" in other for other, _ in found)
+                else "mark a tensor that is no batch (a mask, a table) as dataparallel.whole(tensor), and a list that "
+                "has one entry for each sample as dataparallel.samples(list)"
+            )
             raise ValueError(
-                f"batch sizes disagree along dimension {dim}: {first[0]} has {first[1]}, {path} has {size}; mark a "
-                "tensor that is no batch (a mask, a table) as dataparallel.whole(tensor), and a list that has one "
-                f"entry for each sample as dataparallel.samples(list){_turned(first, (path, size, leaf), dim)}"
+                f"batch sizes disagree along dimension {dim}: {first[0]} has {first[1]}, {path} has {size}; {do}"
+                f"{_turned(first, (path, size, leaf), dim)}"
             )
     return None if first is None else first[1]
 
@@ -179,9 +191,15 @@ class _Splitter:
     """One scatter: the slots in use and their chunk sizes (``None``: nothing is to be split)."""
 
     def __init__(
-        self, slots: list[torch.device], sizes: list[int] | None, dim: int, marked: Sequence[Samples[Any]]
+        self,
+        slots: list[torch.device],
+        sizes: list[int] | None,
+        dim: int,
+        marked: Sequence[Samples[Any]],
+        copied: list[CopiedContainer] | None,
     ) -> None:
-        self.slots, self.sizes, self.dim, self.marked = slots, sizes, dim, marked
+        self.slots, self.sizes, self.dim, self.marked, self.copied = slots, sizes, dim, marked, copied
+        self.keywords: Any = None  # no code outside of a replica's call has the dict of its keyword arguments
         self.samples: SampleCopies | None = None
         # A tensor in two places becomes one chunk in two places: attention tests whether query is key.
         # The key is the id of a tensor. The entry holds this tensor, so that no other tensor gets the id.
@@ -194,6 +212,7 @@ class _Splitter:
                 self.chunks[id(obj)] = obj, self.split_tensor(obj)
             return list(self.chunks[id(obj)][1])
         if type(obj) is Arguments:
+            self.keywords = obj[1]
             return list(zip(*map(self.split, obj), strict=True))
         if isinstance(obj, PerReplica):
             return [moved(entry, slot) for entry, slot in zip(obj, self.slots, strict=True)]
@@ -212,7 +231,10 @@ class _Splitter:
         if container is None:
             return [obj] * len(self.slots)
         columns = [self.split(value) for _, value in container.children(obj)]
-        return [container.rebuild(obj, [column[slot] for column in columns]) for slot in range(len(self.slots))]
+        copies = [container.rebuild(obj, [column[slot] for column in columns]) for slot in range(len(self.slots))]
+        if self.copied is not None and obj is not self.keywords:
+            self.copied += CopiedContainer.noted(obj, copies)
+        return copies
 
     def sizes_of(self, tensor: Tensor) -> list[int] | None:
         """Returns the sizes of the tensor's chunks; ``None`` if every slot gets the whole tensor."""

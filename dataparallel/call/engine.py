@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from dataparallel.batches.gather import gather_outputs
 from dataparallel.batches.padding import Pad
 from dataparallel.batches.scatter import moved, scatter_arguments
 from dataparallel.batches.structures import arguments_of_one, leaves
+from dataparallel.batches.written import CopiedContainer, written_into
 from dataparallel.call.losses import CallLoss
 from dataparallel.call.options import BatchSplit, CallOptions
 from dataparallel.call.parallel_apply import is_serial, run_replicas
@@ -136,6 +138,7 @@ class CallEngine:
             maker.check(slots)
             may_use_source = maker.may_use_source or options.may_use_source
             with Call(slots, maker.kept, options.serial, may_use_source, options.split) as call:
+                call.copied = [] if options.hands_back else None
                 call.balanced = options.split.begin_call(maker.source(), slots, inputs, kwargs, method.name)
                 output = self._stages(call, slots, output_device, method, inputs, kwargs, loss, peers)
         if options.checks.are_open:
@@ -159,18 +162,23 @@ class CallEngine:
         with stage("scatter"):
             overridden = self._overridden("scatter", call)
             if overridden is None:
-                inputs, kwargs = scatter_arguments(inputs, kwargs, slots, options.dim, call.split, call.reads)
+                inputs, kwargs = scatter_arguments(
+                    inputs, kwargs, slots, options.dim, call.split, call.reads, call.copied
+                )
             else:
                 inputs, kwargs = overridden(inputs, kwargs)
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
         if len(slots) == 1 and maker.needs_no_replica():
             run = partial(run_alone, self._alone(method, loss), inputs[0], kwargs[0], slots[0], output_device)
-            return run() if peers is None else Meeting(slots, peers).run_replica(0, run)
+            output = run() if peers is None else Meeting(slots, peers).run_replica(0, run)
+            for entry in written_into(call.copied or ()):
+                entry.hand_back(moved(entry.values[0], output_device))
+            return output
         slots, start = slots[: len(inputs)], time.perf_counter()
         call.combine_scalars = options.combines.of_chunks(inputs, kwargs, options.dim)
         call.pad = options.pad if method.pad is None else method.pad
-        with maker.lends(slots) as lent:
+        with maker.lends(slots) as lent, _inside_replicas_of(maker.source(), method.name):
             with stage("replicate", maker.form), call.replicates():
                 overridden = self._overridden("replicate", call)
                 replicas = maker.replicas(method, lent, slots) if overridden is None else overridden(slots)
@@ -196,13 +204,20 @@ class CallEngine:
                     outputs = overridden(replicas, inputs, kwargs)
         with stage("gather"):
             own = partial(gather_outputs, target_device=output_device, dim=options.dim)
-            join = self._overridden("gather", call) or partial(own, combine=call.combine_scalars, pad=call.pad)
-            output = join(outputs) if loss is None else loss.loss_of_batch(outputs, own, join)
+            gather = partial(own, combine=call.combine_scalars, pad=call.pad)
+            join, written = self._overridden("gather", call), written_into(call.copied or ())
+            if join is None and loss is None:
+                output = gather(outputs, written=written)
+            else:
+                join = join or gather
+                output = join(outputs) if loss is None else loss.loss_of_batch(outputs, own, join)
+                gather([None] * len(outputs), written=written)
         call.seconds = time.perf_counter() - start
-        call.returns(output)
-        maker.returns(output)
+        returned = (output, [entry.joined for entry in written]) if written else output
+        call.returns(returned)
+        maker.returns(returned)
         if peers is not None:
-            peers.expect_backward_of(output)
+            peers.expect_backward_of(returned)
         return output
 
     def _overridden(self, name: str, call: Call) -> Callable[..., Any] | None:
@@ -227,6 +242,29 @@ def run_alone(
     with stage("parallel_apply"), current_device_set(slot):
         output = run(*inputs, **kwargs)
     return output if output_device == slot else moved(output, output_device)
+
+
+_around: ContextVar[tuple[tuple[int, str], ...]] = ContextVar("dataparallel_calls", default=())
+"""The calls in whose replicas this code runs, from the outermost one: the id of the module, and the method."""
+
+
+@contextmanager
+def _inside_replicas_of(source: nn.Module, method: str) -> Iterator[None]:
+    """A context around the replicas of a call. Raises ``RuntimeError`` inside a replica of the same module's call."""
+    around, here = _around.get(), (id(source), method)
+    if here in around:
+        name, held = type(source).__name__, vars(source).get("forward")
+        what = "an attribute of the module" if held is None else f"its forward, which is a {type(held).__name__},"
+        raise RuntimeError(
+            f"a replica of this {name} has called the {name} itself, which would run replicas again and again: {what} "
+            "leads to the module where replicas cannot follow, for example in an attribute of an attribute. Let an "
+            "object that stands in the place of a method have the module, or the former method, as its own attribute"
+        )
+    token = _around.set((*around, here))
+    try:
+        yield
+    finally:
+        _around.reset(token)
 
 
 # ---- the context around the stages -----------------------------------------------------------------------------------
@@ -259,6 +297,8 @@ class Call:
         combine_scalars: combines scalars that replicas return, from the stage ``replicate`` on.
         pad: fills outputs up to one size.
         reads: the copies that read pinned memory of the caller. The stage ``scatter`` notes them here.
+        copied: containers among the arguments, to which replicas may write. The stage ``scatter`` notes them here, if
+            it is a list.
         seconds: the host's time for the stages after ``scatter``; ``None`` until they have ended.
 
     Raises:
@@ -284,6 +324,7 @@ class Call:
         is_compiler_in_use = _torch.note_whether_compiler_is_in_use()
         self._copies = LateCopies(allowed=not (is_compiler_in_use or is_serial(serial) or may_use_source))
         self.reads = HostReads()
+        self.copied: list[CopiedContainer] | None = None
         self.seconds: float | None = None
 
     @property

@@ -94,6 +94,7 @@ class CallOptions:
         permits: chooses how many replicas run at a time, and learns from each call.
         checks: looks at the first calls, and warns of what makes them slow.
         overridden: by name the stages that a user's subclass overrides.
+        hands_back: true if the caller gets what replicas write into dicts and lists: see ``batches.written``.
         may_use_source: true if an overridden stage may write to parameters: see `call.engine.Call`.
 
     Raises:
@@ -127,12 +128,13 @@ class CallOptions:
     checks: PerformanceChecks
     overridden: Mapping[str, Callable[..., Any]]
     may_use_source: bool
+    hands_back: bool
 
     def __init__(
         self, modules: Sequence[nn.Module], slots: Sequence[DeviceLike], *, loss: Criterion | None = None, **others: Any
     ) -> None:
         vars(self).update(slots=slots, permits=PermitChooser(), checks=PerformanceChecks())
-        vars(self).update(overridden={}, may_use_source=False, loss=loss, replica_loss=None)
+        vars(self).update(overridden={}, may_use_source=False, hands_back=True, loss=loss, replica_loss=None)
         for name, value in others.items():
             vars(self).update(self._checked(name, value))
         if loss is not None:

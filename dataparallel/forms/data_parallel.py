@@ -131,7 +131,7 @@ class DataParallel(nn.DataParallel[M]):
     options = _OptionsOfWrapper()
 
     _dataparallel: WrapperOptions | None = None  # until `own_options` makes them
-    _dataparallel_hooks_follow = True
+    _dataparallel_hooks_follow = _dataparallel_hands_back = True
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class DataParallel(nn.DataParallel[M]):
         own = own_options(self)
         call = call_of_this_thread(own.kept)
         if call is not None:
-            return scatter_arguments(inputs, kwargs, device_ids, self.dim, call.split, call.reads)
+            return scatter_arguments(inputs, kwargs, device_ids, self.dim, call.split, call.reads, call.copied)
         with HostReads() as reads:
             return scatter_arguments(inputs, kwargs, device_ids, self.dim, own.split, reads)
 
@@ -283,7 +283,11 @@ def options_of_call(wrapper: DataParallel[Any]) -> CallOptions:
         return own  # the compiler may trace the call
     used = {name: getattr(getattr(wrapper, name), "__func__", None) for name in _OWN_STAGES}
     overridden = {name for name, stage in _OWN_STAGES.items() if used[name] is not stage}
-    places = {"output_device": wrapper.output_device, "dim": wrapper.dim}
+    places = {
+        "output_device": wrapper.output_device,
+        "dim": wrapper.dim,
+        "hands_back": wrapper._dataparallel_hands_back,
+    }
     stages = _stages(wrapper) if overridden else {}
     options = CallOptions.__new__(CallOptions)
     vars(options).update(vars(own), **places, overridden=stages, may_use_source=bool(overridden - {"scatter"}))

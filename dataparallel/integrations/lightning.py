@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from dataparallel.forms.fully_shard import fully_shard
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.forms.replicate import ReplicatedModule, replicate
 from dataparallel.integrations.form_names import Form, check_form
+from dataparallel.samples import samples
 
 
 class SlotsStrategy(ParallelStrategy):
@@ -31,8 +34,10 @@ class SlotsStrategy(ParallelStrategy):
     is a sum, a maximum or a minimum, and is logged once. Accumulated gradients wait on their slots, except with
     `DataParallel`. Checkpoints are those of one device.
 
-    A step runs in a copy of the module. What it assigns to ``self`` is lost. It logs numbers and tensors with one
-    element, and no metrics; update these with what the step returns, in ``on_validation_batch_end`` for example.
+    A step runs in a copy of the module. What it assigns to ``self`` is lost. What it appends to a list of ``self`` is
+    joined as outputs are, and appended once. It logs numbers and tensors with one element, and no metrics; update these
+    with what the step returns, in ``on_validation_batch_end`` for example. ``Trainer(sync_batchnorm=True)`` is the
+    option ``sync_batch_norm`` of the form.
 
     With `fully_shard` all parameters make one unit. To have more, apply `fully_shard` to blocks in
     ``configure_model``, over the same devices.
@@ -78,6 +83,8 @@ class SlotsStrategy(ParallelStrategy):
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         devices, running = self._slots or None, _running.get(id(model))
+        if self._layer_sync is not None:  # of ``Trainer(sync_batchnorm=True)``
+            self._options["sync_batch_norm"] = True
         if running is None:
             running = _Steps(model, (self._form, self._slots))
             if self._form == "fully_shard":
@@ -105,10 +112,15 @@ class SlotsStrategy(ParallelStrategy):
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def _run(self, name: str, context: Any, args: Any, kwargs: Any) -> Any:
+        module: Any = self.lightning_module
+        lists = {key: value for key, value in vars(module).items() if type(value) is list}
+        appended: dict[str, list[Any]] = {key: [] for key in lists}
         with context:
-            output, logged, settings = self._steps(name, *args, **kwargs)
-        for key, values in logged.items():
-            self.lightning_module.log(key, _combined(values, settings[key]), **settings[key], **_batch_size(values))
+            output, logged = self._steps(name, appended, *args, **kwargs)
+        for key, values in appended.items():
+            lists[key] += values
+        for key in dict.fromkeys(entry["name"] for entry in logged):
+            _log(module, [entry for entry in logged if entry["name"] == key])
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,52 +188,59 @@ class _Steps(nn.Module):
         super().__init__()
         self.module, self.form_and_slots = module, form_and_slots
 
-    def forward(self, step: str, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Returns the output of the step, what it has logged, and with which settings, both by the logged names."""
-        module: Any = self.module
-        logged: dict[str, dict[str, Tensor]] = {}
-        settings: dict[str, Any] = {}
-        samples = number_of_samples((args, kwargs), 0)
+    def forward(self, step: str, appended: dict[str, list[Any]], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Returns the output of the step, and what it has logged.
 
-        def log(name: str, value: Any, *, batch_size: int | None = None, **others: Any) -> None:
+        What the step appends to lists of the module is put into ``appended``, which the call hands back.
+        """
+        module: Any = self.module
+        logged: dict[str, dict[str, Any]] = {}
+        own, samples_here = vars(module), number_of_samples((args, kwargs), 0)
+
+        def log(*given: Any, **named: Any) -> None:
+            bound = _LOG.bind(*given, **named).arguments
+            name, value, batch_size = bound.pop("name"), bound.pop("value"), bound.pop("batch_size", None)
             if not isinstance(value, (int, float, Tensor)):
                 raise TypeError(
                     f"log({name!r}): a {type(value).__name__} in a step that runs in a replica: log a number or a "
                     "tensor with one element, or log it in a hook such as on_validation_epoch_end"
                 )
             value = torch.as_tensor(value, device=module.device)
-            value = value if others.get("enable_graph") else value.detach()
-            logged[name] = {"value": value.reshape(1), "samples": torch.tensor([samples])}
-            if batch_size is not None:
-                logged[name]["batch_size"] = torch.tensor([batch_size])
-            settings[name] = others
+            value = value if bound.get("enable_graph") else value.detach()
+            entry = {"name": name, "value": value.reshape(()), "samples": samples_here, "batch_size": batch_size}
+            logged[name] = {**entry, "settings": bound}
 
         device, module._device = module.device, current_device(module.device)
-        vars(module)["log"] = log
+        lists = {name: own[name] for name in appended}
+        own.update({name: [*values] for name, values in lists.items()}, log=log)
         try:
-            return getattr(module, step)(*args, **kwargs), logged, settings
+            output = getattr(module, step)(*args, **kwargs)
+            for name, values in lists.items():
+                appended[name] += own[name][len(values) :]
+            return output, samples([*logged.values()])
         finally:  # without replicas this is the module itself
-            del vars(module)["log"]
+            del own["log"]
+            own.update(lists)
             module._device = device
+
+
+_LOG = inspect.Signature([*inspect.signature(LightningModule.log).parameters.values()][1:])
 
 
 _running: weakref.WeakValueDictionary[int, _Steps] = weakref.WeakValueDictionary()
 """By a module's id: the object that runs it, for as long as a strategy has it. It keeps the module alive."""
 
 
-def _combined(values: dict[str, Tensor], settings: dict[str, Any]) -> Tensor:
-    """Combines what the replicas have logged under one name."""
-    rule = settings.get("reduce_fx", "mean")
+def _log(module: Any, entries: list[dict[str, Any]]) -> None:
+    """Logs what the replicas have logged under one name; not all of them may have."""
+    first, weights = entries[0], [entry["samples"] for entry in entries]
+    sizes = [entry["batch_size"] for entry in entries if entry["batch_size"] is not None]
+    value = torch.stack([entry["value"] for entry in entries])
+    rule = first["settings"].get("reduce_fx", "mean")
     rule = rule if isinstance(rule, str) else getattr(rule, "__name__", "mean")
-    value = values["value"]
     if rule in ("sum", "max", "min"):
-        return getattr(value, rule)()
-    if not value.is_floating_point():
-        value = value.to(torch.get_default_dtype())
-    shares = values["samples"].to(value)
-    return (value * (shares / shares.sum())).sum()
-
-
-def _batch_size(values: dict[str, Tensor]) -> dict[str, int]:
-    """Returns the argument ``batch_size`` of ``log``, if the step has passed it."""
-    return {"batch_size": int(values["batch_size"].sum())} if "batch_size" in values else {}
+        value = getattr(value, rule)()
+    else:
+        value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+        value = (value * (torch.tensor(weights).to(value) / sum(weights))).sum()
+    module.log(first["name"], value, **first["settings"], **({"batch_size": sum(sizes)} if sizes else {}))

@@ -153,12 +153,13 @@ class DataParallel(wrappers.DataParallel[Any], metaclass=_IsAnyWrapper):
     """`dataparallel.DataParallel` in the place of ``torch.nn.DataParallel``.
 
     Hooks stay functions of the source, as in torch: a library may find what they saved by the module in their closure.
+    What ``forward`` writes into a dict or list that it got is lost, as in torch: a program may go on with its own.
 
     A class that was derived from torch's before calls this one's methods by the name, on its own instances. They are
     torch's.
     """
 
-    _dataparallel_hooks_follow = False
+    _dataparallel_hooks_follow = _dataparallel_hands_back = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not isinstance(self, wrappers.DataParallel):

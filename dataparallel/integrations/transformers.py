@@ -22,6 +22,7 @@ from dataparallel.forms.managed import ManagedModule, register_forward_method, s
 from dataparallel.forms.replicate import replicate
 from dataparallel.integrations.accelerate import Accelerator
 from dataparallel.integrations.form_names import Form, check_form
+from dataparallel.integrations.packing import unpacked
 from dataparallel.integrations.transformers_losses import Items, LossByItems, known_items
 
 _Trainer: Any = object  # what a subclass adds as its second base
@@ -164,6 +165,11 @@ class OnSlots(_Trainer):
             weighted mean may be added up instead.
         """
         return known_items(self.model, inputs)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """As the trainer's, and makes a row of each sequence of a packed batch, so that it can be split."""
+        inputs = super()._prepare_inputs(inputs)
+        return unpacked(inputs, _padding_token(self.model, {})) if self._slots else inputs
 
     # ---- losses, which the trainer would divide by the number of GPUs ------------------------------------------------
 

@@ -139,7 +139,8 @@ def _rebind_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list
         for key in entry.references:
             if key in attributes:
                 try:
-                    attributes[key] = rebinding.rebound(attributes[key])
+                    rebind = rebinding.rebound_method if key in entry.methods else rebinding.rebound
+                    attributes[key] = rebind(attributes[key])
                 except Exception as error:
                     raise RuntimeError(
                         f"cannot replicate {dotted(entry.name, key)!r}: it refers to modules of the tree, and another "

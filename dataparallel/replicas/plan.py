@@ -22,7 +22,14 @@ from dataparallel.comm.buckets import PLAIN_TYPES, has_strides
 from dataparallel.comm.kinds import is_wrapper
 from dataparallel.replicas.compiled.calls import Compiled, compiled_here
 from dataparallel.replicas.cycles import CYCLES, ReferenceCycles
-from dataparallel.replicas.references import ATOMIC, behind_proxy, compiled_over, reached
+from dataparallel.replicas.references import (
+    ATOMIC,
+    behind_proxy,
+    compiled_over,
+    method_owner,
+    reached,
+    reached_by_method,
+)
 
 TABLES = frozenset({dict, OrderedDict, list, tuple, set})
 """Types of containers that refer to nothing while they are empty."""
@@ -77,8 +84,9 @@ class ModuleEntry:
     """One module: positions of its tensors and children in the plan, and names of attributes that refer to the tree.
 
     A name that is registered with ``None`` has the position `NONE_POSITION`, which is -1. See `ModulePlan.table` for
-    this and lower positions. ``attributes`` is a copy of the module's ``__dict__``, with the registries. ``proxied``
-    names the children that are weak proxies of a module.
+    this and lower positions. ``attributes`` is a copy of the module's ``__dict__``, with the registries. ``methods``
+    are those of the ``references`` that have a `method_owner`. ``proxied`` names the children that are weak proxies of
+    a module.
     """
 
     module: nn.Module
@@ -89,6 +97,7 @@ class ModuleEntry:
     buffers: dict[str, int] = field(default_factory=dict)
     children: dict[str, int] = field(default_factory=dict)
     references: list[str] = field(default_factory=list)
+    methods: list[str] = field(default_factory=list)
     proxied: list[str] = field(default_factory=list)
     slots: tuple[str, ...] = ()
     has_hooks: bool = field(init=False)
@@ -103,6 +112,13 @@ class ModuleEntry:
         self.attributes.pop(CYCLES, None)  # the module is a replica itself
         self.has_hooks = any(map(self.attributes.get, HOOK_TABLES))
         self.is_script = isinstance(self.module, torch.jit.ScriptModule)
+
+    def method_owner(self, key: str, value: Any) -> Any:
+        """The `references.method_owner` of an attribute that takes the place of a method of the class, if it has one.
+
+        Other callables, such as tokenizers and hooks, are the same in all replicas.
+        """
+        return method_owner(value) if callable(getattr(original_class(self.cls), key, None)) else None
 
     @property
     def copied(self) -> dict[str, Any]:
@@ -258,7 +274,8 @@ class ModulePlan:
             for key, value in candidates:
                 if key in REGISTRIES or key in entry.left_out:  # the entry has their positions already
                     continue
-                items = reached(value)
+                owner = entry.method_owner(key, value)
+                items = reached(value) if owner is None else reached_by_method(owner)
                 if compiled_over(items, tree_ids):
                     raise RuntimeError(
                         f"cannot replicate {dotted(entry.name, key)!r}: it was compiled with torch.compile, and the "
@@ -268,6 +285,7 @@ class ModulePlan:
                 ids = {id(item) for item in items}
                 if key not in kept and not ids.isdisjoint(tree_ids):
                     entry.references.append(key)
+                    entry.methods += [key] * (owner is not None)
                     self.has_references = True
                     self.read_directly.update(tensors[tensor_id] for tensor_id in ids & tensors.keys())
                     # Tensors refer to nothing. An attribute that refers to a module may close a cycle.

@@ -3,12 +3,15 @@
 References are bound methods, partials, closures, caches, weak references and proxies that lead to the tree, and modules
 and tensors themselves, directly or within one level of a container. A replica that kept them would compute with the
 source's weights. Weak references to tensors stay: torch's RNNs see by them that their weights have changed.
+
+An object that is called in place of a module's method, ``m.forward = Decorator(m.forward)``, leads there by attributes.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 import types
 import weakref
@@ -29,6 +32,29 @@ _BUILT_IN_METHODS = (types.BuiltinFunctionType, types.MethodWrapperType)
 _CACHE = type(functools.lru_cache(lambda: None))
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict, UserDict)
+
+
+def method_owner(value: Any) -> Any:
+    """The object whose attributes a callable uses, which is itself or what it is bound to; ``None`` for functions.
+
+    Modules and classes are no such objects: a module leads to the tree only if it is a part of it.
+    """
+    owner = value.__self__ if type(value) is types.MethodType else value
+    cls = type(owner)
+    has_code = owner is not value or type(inspect.getattr_static(cls, "__call__", None)) is types.FunctionType
+    return owner if has_code and not issubclass(cls, (nn.Module, type)) and hasattr(owner, "__dict__") else None
+
+
+def reached_by_method(owner: Any) -> list[Any]:
+    """`reached` for the attributes of a `method_owner`, and of such objects that it calls itself."""
+    owners, found = {id(owner): owner}, []
+    waiting = [owner]
+    for each in waiting:
+        found += reached(vars(each))
+        inner = {id(own): own for own in map(method_owner, vars(each).values()) if own is not None}
+        waiting += [own for key, own in inner.items() if key not in owners]
+        owners |= inner
+    return found
 
 
 def reached(value: Any) -> list[Any]:
@@ -149,6 +175,17 @@ class Rebinding:
         dict.clear(table)
         dict.update(table, items)
         return new
+
+    def rebound_method(self, value: Any) -> Any:
+        """A callable that has a `method_owner`, with a copy of this object, whose attributes lead into the replica."""
+        owner = method_owner(value)
+        if id(owner) not in self._done:
+            attributes = vars(self._made(owner, copy.copy(owner)))
+            inner = {key: item for key, item in vars(owner).items() if method_owner(item) is not None}
+            attributes.update({key: self.rebound_method(item) for key, item in inner.items()})
+            attributes.update({key: self.rebound(item) for key, item in vars(owner).items() if key not in inner})
+        new = self._done[id(owner)][1]
+        return new if owner is value else types.MethodType(self._one(value.__func__), new)
 
     def _made(self, item: Any, new: Any) -> Any:
         # With the item, so that its id stays taken.

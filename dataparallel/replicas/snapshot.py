@@ -30,8 +30,10 @@ class TreeSnapshot:
         self._others: list[Any] = []
         for entry in plan.entries:
             not_looked_into = {*REGISTRIES, *HOOK_TABLES, "_non_persistent_buffers_set", *entry.left_out}
-            values = (value for name, value in entry.attributes.items() if name not in not_looked_into)
-            for value in (value for value in values if not _is_immutable(value)):
+            values = ((name, value) for name, value in entry.attributes.items() if name not in not_looked_into)
+            for name, value in (pair for pair in values if not _is_immutable(pair[1])):
+                owner = entry.method_owner(name, value)
+                value = value if owner is None else vars(owner)
                 (self._tables if type(value) in TABLES else self._others).append(value)
 
     def still_holds(self, network: nn.Module) -> bool:

@@ -410,3 +410,42 @@ def test_has_hooks_for_other_methods_than_forward():
     assert not twin.update(module, "forward")._forward_hooks
     assert twin.update(module, "encode")._forward_hooks is module._forward_hooks
     assert len(module._forward_hooks) == 1
+
+
+class Around:
+    """Stands in the place of a forward, and counts the dimensions that it keeps."""
+
+    def __init__(self, forward, kept=4):
+        self.forward, self.kept = forward, kept
+
+    def __call__(self, x):
+        return self.forward(x)[:, : self.kept]
+
+
+class Deep(Around):
+    def __init__(self, forward):
+        self.parts = [[forward]]
+
+    def __call__(self, x):
+        return self.parts[0][0](x)
+
+
+@pytest.mark.watchdog(60)
+class TestAForwardThatAnObjectReplaces:
+    @pytest.mark.slots(1, 3)
+    def test_it_runs_in_the_replicas_with_its_attributes_of_that_time(self, net, form, slots, root):
+        x = torch.randn(7, 4, dtype=torch.float64, device=root)
+        expected = net(x)
+        model, former = form(net, slots), net.forward
+        net.forward = around = Around(former)
+        for around.kept in (3, 1):
+            torch.testing.assert_close(model(x), expected[:, : around.kept])
+        net.forward = former
+        torch.testing.assert_close(model(x), expected)
+
+    @composable_forms
+    def test_one_that_leads_to_the_module_elsewhere_is_refused_by_name(self, net, form, slots, root):
+        model = form(net, slots)
+        net.forward = Deep(net.forward)
+        with pytest.raises(RuntimeError, match="its forward, which is a Deep, leads to the module where replicas can"):
+            model(torch.randn(7, 4, dtype=torch.float64, device=root))

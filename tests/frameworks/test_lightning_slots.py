@@ -23,7 +23,7 @@ class Logger(Learner):
 
     def training_step(self, batch, index):
         loss = self.loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("loss", loss, True, False, on_step=True, on_epoch=True)
         self.log("count", len(batch[0]), reduce_fx="sum", on_step=True, on_epoch=True)
         self.log_dict({"largest": batch[0].max(), "smallest": -batch[0].min()}, reduce_fx=torch.max)
         return {"loss": loss, "twice": 2 * loss.detach()}
@@ -146,7 +146,58 @@ class TestAfterTraining:
             fit_on_slots(learner, tmp_path, SlotsStrategy(slots, other), max_epochs=1)
 
 
+class Keeper(Learner):
+    """Keeps what its steps compute, as Lightning's guide has it, until the epoch ends."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.kept, self.epochs = [], []
+
+    def validation_step(self, batch, index):
+        self.kept.append({"loss": self.loss(batch), "output": self(batch[0])})
+
+    def on_validation_epoch_end(self):
+        self.epochs.append([{name: value.cpu() for name, value in entry.items()} for entry in self.kept])
+        self.kept.clear()
+
+
 class TestModules:
+    @all_forms
+    @pytest.mark.slots(1, 3)
+    def test_what_a_step_appends_to_a_list_is_that_of_the_batch(self, form, slots, tmp_path):
+        learner, expected = Keeper(net()), Keeper(net())
+        fit(expected, tmp_path)
+        fit_on_slots(learner, tmp_path, SlotsStrategy(slots, form))
+        assert [len(epoch) for epoch in learner.epochs] == [2, 3, 3]  # the first is Lightning's check before training
+        torch.testing.assert_close(learner.epochs, expected.epochs, rtol=1e-9, atol=1e-12)
+
+    @all_forms
+    def test_a_value_may_be_logged_by_some_chunks_only(self, strategy, tmp_path):
+        class Sometimes(Learner):
+            def training_step(self, batch, index):
+                if batch[0].abs().max() > largest:
+                    self.log("seldom", batch[0].abs().max(), reduce_fx="max")
+                return super().training_step(batch, index)
+
+        x = next(iter(loader()))[0]
+        largest = x.abs().max() * 0.999
+        trainer = fit_on_slots(
+            Sometimes(net()), tmp_path, strategy, limit_train_batches=1, max_epochs=1, limit_val_batches=0
+        )
+        assert trainer.callback_metrics["seldom"].item() == pytest.approx(x.abs().max().item())
+        assert "loss" in trainer.callback_metrics
+
+    @all_forms
+    def test_the_trainers_sync_batchnorm_normalises_the_whole_batch(self, form, strategy, tmp_path):
+        def with_batch_norm():
+            model = net()
+            return Learner(nn.Sequential(*model[:2], nn.BatchNorm1d(8).double(), model[2]))
+
+        learner, expected = with_batch_norm(), with_batch_norm()
+        fit(expected, tmp_path)
+        fit_on_slots(learner, tmp_path, strategy, sync_batchnorm=True)
+        assert_same_weights(learner, expected)
+
     @all_forms
     def test_one_slot_runs_the_module_itself(self, form, slots, one_device, tmp_path):
         learner, (expected, of_one) = Logger(net()), one_device

@@ -10,6 +10,7 @@ pytest.importorskip("accelerate")
 from tiny import bert, examples, gpt2, t5, tokens
 from transformers import (
     AutoModelForCausalLM,
+    DataCollatorWithFlattening,
     GPT2LMHeadModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -25,6 +26,7 @@ from dataparallel.integrations.transformers_losses import LossByItems
 
 STEPS = 6
 FORMS = ["DataParallel", "replicate", "fully_shard"]
+GIVEN = ("train_dataset", "eval_dataset", "model_init", "data_collator")
 all_forms = pytest.mark.parametrize("form", FORMS)
 
 
@@ -56,7 +58,7 @@ def trainer_for(model, folder, slots=None, form=None, trainer=SlotsTrainer, argu
         "per_device_eval_batch_size": 6 // number,
         **settings,
     }
-    given = {name: settings.pop(name) for name in ("train_dataset", "eval_dataset", "model_init") if name in settings}
+    given = {name: settings.pop(name) for name in GIVEN if name in settings}
     args = arguments(
         output_dir=str(folder),
         use_cpu=not torch.cuda.is_available() or slots == ["cpu"] * 3,
@@ -164,6 +166,17 @@ class TestTraining:
 
 def classified(samples):
     return [{**each, "labels": index % 3} for index, each in enumerate(examples(samples))]
+
+
+@all_forms
+def test_packed_batches(form, slots, tmp_path):
+    """Sequences that come one after the other in one row."""
+    rows = [{"input_ids": row[: 3 + number % 4].tolist()} for number, row in enumerate(tokens(29))]
+    settings = {"train_dataset": rows, "eval_dataset": rows[:7], "data_collator": DataCollatorWithFlattening()}
+    expected = trained(gpt2(), tmp_path, trainer=Trainer, **settings)
+    trainer = trained(gpt2(), tmp_path, slots, form, **settings)
+    assert_same(trainer, expected, 1e-6)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], rel=1e-5)
 
 
 @all_forms

@@ -98,11 +98,44 @@ def a_weak_parent(net: WithReferences) -> None:
     net.first.forward = types.MethodType(lambda self, x: F.linear(x, self.weight) * self.above().scale, net.first)
 
 
+class Doubled:
+    """Stands in the place of a method, by itself or by its own method."""
+
+    def __init__(self, method: Callable[[Tensor], Tensor]) -> None:
+        self.method = method
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * self.method(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+def an_object_as_forward(net: WithReferences) -> None:
+    net.first.forward = Doubled(net.first.forward)
+
+
+def an_object_as_forward_of_the_root(net: WithReferences) -> None:
+    net.forward = Doubled(net.scaled)
+
+
+def a_method_of_an_object_as_forward(net: WithReferences) -> None:
+    net.first.forward = Doubled(net.first.forward).run
+
+
+def an_object_around_an_object(net: WithReferences) -> None:
+    net.first.forward = Doubled(Doubled(net.first.forward))
+
+
 WAYS: dict[str, tuple[Callable[[WithReferences], Any], Callable[[WithReferences, Tensor], Tensor]]] = {
     "forward bound to a child": (rebind_forward, both_layers),
     "forward bound to the root": (rebind_call_of_the_root, both_layers),
     "decorated forward": (decorate_forward, both_layers),
     "forward of another child": (borrow_forward, both_layers),
+    "object in the place of forward": (an_object_as_forward, both_layers),
+    "object in the place of the root's forward": (an_object_as_forward_of_the_root, both_layers),
+    "method of an object in the place of forward": (a_method_of_an_object_as_forward, both_layers),
+    "object around an object": (an_object_around_an_object, both_layers),
     "method": (hang(enter=lambda net: net.scaled), lambda net, x: net.enter(x)),
     "partial": (hang(enter=lambda net: functools.partial(F.linear, weight=net.first.weight)), lambda n, x: n.enter(x)),
     "closure": (hang(enter=lambda net: lambda x: net.first(x) * net.scale), lambda net, x: net.enter(x)),
@@ -146,6 +179,7 @@ def test_attributes_that_lead_elsewhere_are_the_same_objects(slots: list) -> Non
     stranger = nn.Linear(1, 1)
     values = {"config": {"depth": 3}, "other": [stranger], "enter": torch.relu, "array": np.zeros(3), "cls": nn.Linear}
     values["generator"] = torch.Generator()
+    values["tokenizer"] = Doubled(len)  # stands for no method of the module
     net = WithReferences(lambda net: vars(net).update(values), len)
     for replica in replicate(net, slots):
         assert all(getattr(replica, name) is value for name, value in values.items())

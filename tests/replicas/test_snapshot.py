@@ -190,6 +190,20 @@ def test_does_not_hold_when_the_place_of_what_is_ignored_changes(change, tree: T
     assert not taken.still_holds(tree)
 
 
+def test_does_not_hold_when_an_object_in_the_place_of_a_method_comes_to_hold_a_child(tree: Tree) -> None:
+    class Calls:
+        run: Any = torch.relu
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.run(x)
+
+    tree.child[1].forward = calls = Calls()
+    taken = snapshot(tree)
+    assert taken.still_holds(tree)
+    calls.run = tree.child[0]
+    assert not taken.still_holds(tree)
+
+
 def test_another_root_that_is_equal(tree: Tree) -> None:
     assert not snapshot(tree).still_holds(Tree())
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -188,8 +189,12 @@ class Captures:
         self, kind: Hashable, warm_ups: _WarmUps, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         state, generators = TreeState([*module.modules()], _torch.REGISTRIES), _HostGenerators()
+        leaves, spec = _torch.pytree.tree_flatten((args, kwargs))
         output = as_it_is(module, args, kwargs)
-        if not state.is_unchanged():
+        leaves_after, spec_after = _torch.pytree.tree_flatten((args, kwargs))
+        if spec != spec_after or not all(map(is_, leaves, leaves_after)):
+            self._refuse(kind, "its forward writes into a dict or list among its arguments")
+        elif not state.is_unchanged():
             self._refuse(kind, "its forward assigns to attributes")
         elif not generators.have_drawn():
             warm_ups.calls += 1

@@ -19,7 +19,13 @@ from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.replicas.plan import UNIT_MODULE
 from dataparallel.sharded.units.fixed_memory import FixedAddresses
-from dataparallel.sharded.units.nodes import InputNodes, before_gradient, with_one_node, with_own_memory
+from dataparallel.sharded.units.nodes import (
+    InputNodes,
+    before_gradient,
+    give_own_memory,
+    with_one_node,
+    with_own_memory,
+)
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
@@ -170,12 +176,14 @@ class ModuleCall:
         slot_unit = self._slot_unit
         try:
             output = with_own_memory(output, slot_unit.flats)
+            give_own_memory(given, slot_unit.flats)
         finally:
             slot_unit.end_use()
         if not self._is_recomputation:
             self._position = self._root_call.end_unit(slot_unit)
         output = inputs.hand_back(output, given)
-        tensors = [*tensors_in(output), *(tensor for tensor, _ in inputs.changed())]
+        written = inputs.written_into(given) if torch.is_grad_enabled() else []
+        tensors = [*tensors_in(output), *written, *(tensor for tensor, _ in inputs.changed())]
         needing = [tensor for tensor in tensors if tensor.requires_grad and torch.is_grad_enabled()]
         for tensor in needing:
             if not inputs.has_unchanged(tensor):  # an input's gradient says nothing of this call's nodes

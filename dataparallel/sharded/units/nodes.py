@@ -15,7 +15,8 @@ from dataparallel import _torch
 from dataparallel.autograd.node import Node, OneNode, run_first
 from dataparallel.autograd.pass_of_backward import running_pass
 from dataparallel.batches.batch_types import container_of
-from dataparallel.batches.structures import children_of
+from dataparallel.batches.structures import children_of, tensors_in
+from dataparallel.batches.written import Written, entries_of
 from dataparallel.comm.kinds import alias
 from dataparallel.comm.streams.current import memory_of
 from dataparallel.replica_parameter import ReplicaParameter
@@ -96,12 +97,21 @@ def with_one_node(output: Any, given: Any) -> Any:
 def with_own_memory(output: Any, full: Sequence[Tensor]) -> Any:
     """Copies the tensors of a call's output that lie in the memory of the ``full`` parameters, which will be freed."""
     addresses = {flat.untyped_storage().data_ptr() for flat in full} - {0}
-    copies = {
-        id(part): part.clone()
-        for part in _parts(output)
-        if isinstance(part, Tensor) and not addresses.isdisjoint(_addresses_of(part))
-    }
+    copies = {id(part): part.clone() for part in _parts(output) if _lies_in(addresses, part)}
     return _replaced(output, copies, {}) if copies else output
+
+
+def give_own_memory(given: Any, full: Sequence[Tensor]) -> None:
+    """Does what `with_own_memory` does for what the call has written into dicts and lists among its arguments."""
+    addresses = {flat.untyped_storage().data_ptr() for flat in full} - {0}
+    for part in _parts(given):
+        for key, value in (entries_of(part) or {}).items():
+            if _lies_in(addresses, value):
+                Written(part, key, []).hand_back(value.clone())
+
+
+def _lies_in(addresses: set[int], part: Any) -> bool:
+    return isinstance(part, Tensor) and not addresses.isdisjoint(_addresses_of(part))
 
 
 def _addresses_of(tensor: Tensor) -> Iterator[int]:
@@ -200,6 +210,11 @@ class InputNodes:
     def has_unchanged(self, tensor: Tensor) -> bool:
         """True for an input that the call has not changed in place."""
         return id(tensor) in self._makers and self._makers[id(tensor)][1] is tensor.grad_fn
+
+    def written_into(self, given: Any) -> list[Tensor]:
+        """Returns the tensors that need gradients and that the call has put into its arguments, ``given``."""
+        known = {*self._makers, *(id(passed) for _, passed, _ in self._by_id.values())}
+        return [tensor for tensor in tensors_in(given) if tensor.requires_grad and id(tensor) not in known]
 
     def pass_on(self, obj: Any) -> Any:
         """Returns the nested arguments with the nodes' outputs."""

@@ -386,6 +386,30 @@ def test_what_cannot_be_captured_runs_as_it_is(
     assert kind is not Reads or all("test_graphs.py:" in line for line in logged)
 
 
+class FillsIn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, batch: dict[str, Tensor]) -> None:
+        batch["hidden"] = self.block(batch["x"])
+
+
+@on_cuda
+def test_what_writes_into_a_dict_that_it_got_runs_as_it_is(form: Form, slots: list, root: torch.device) -> None:
+    """A launch would write nothing there."""
+    net, x = build(root, FillsIn), torch.randn(12, WIDTH, dtype=torch.double, device=root)
+    expected = net.block(x)
+    network = form(net, slots, graphs=True)
+    for _ in range(SETTLE + 2):
+        batch = {"x": x}
+        network(batch)
+        torch.testing.assert_close(batch["hidden"], expected, rtol=1e-9, atol=1e-9)
+        batch["hidden"].sum().backward()
+    assert any("writes into a dict or list" in reason for reason in reasons(network)), reasons(network)
+    assert "" not in captured(network)
+
+
 @on_cuda
 @pytest.mark.parametrize(
     "draw", [random.random, lambda: torch.rand(()), np.random.random], ids=["python", "torch", "numpy"]
