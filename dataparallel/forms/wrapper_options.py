@@ -22,7 +22,8 @@ class WrapperOptions(CallOptions):
 
     Attributes:
         compile, sync_batch_norm: as given.
-        graphs: the captured graphs of the replicas; ``None`` if there are none.
+        graphs: the captured graphs of the replicas; ``None`` if there are none. Its ``segments`` say what was captured,
+            and what was not and why.
         compiled: how replicas are compiled, if the argument ``compile`` says so.
         kept: makes the replicas, and keeps those that stay.
     """
@@ -43,7 +44,7 @@ class WrapperOptions(CallOptions):
 
     @property
     def graphs(self) -> GraphedReplicas | None:
-        """The captured graphs; its ``segments`` say what was captured, and what was not and why."""
+        """See the class."""
         return self.kept.graphs
 
     def frozen(self) -> AbstractContextManager[None]:
