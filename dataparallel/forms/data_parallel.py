@@ -36,6 +36,7 @@ from dataparallel.replicas.placement import check_placement
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_replicas
 
 M = TypeVar("M", bound=nn.Module)
+F = TypeVar("F", bound=Callable[..., Any])
 
 _TorchDataParallel = nn.DataParallel  # `replace_torch` changes the name in torch.nn
 
@@ -185,8 +186,7 @@ class DataParallel(nn.DataParallel[M]):
 
     def _call_options(self) -> CallOptions:
         """Returns the options of a call that begins now. The user may assign all of them between calls."""
-        used = {name: getattr(getattr(self, name), "__func__", None) for name in _OWN_STAGES}
-        overridden = {name for name, own in _OWN_STAGES.items() if used[name] is not own}
+        overridden = {name for name in _STAGES if not is_own_stage(getattr(self, name))}
         return CallOptions(
             slots=self.device_ids,
             output_device=self.output_device,
@@ -305,8 +305,19 @@ class DataParallel(nn.DataParallel[M]):
             raise
 
 
-# The functions above: a stage that somebody assigns to the class later is another function.
-_OWN_STAGES = {name: vars(DataParallel)[name] for name in ("scatter", "replicate", "parallel_apply", "gather")}
+def own_stage(function: F) -> F:
+    """Marks a method as a stage that is not overridden. Later somebody may assign another function to the class."""
+    _own_stages.add(function)
+    return function
+
+
+def is_own_stage(method: Any) -> bool:
+    """True if a bound method runs a function that `own_stage` has marked."""
+    return getattr(method, "__func__", None) in _own_stages
+
+
+_STAGES = ("scatter", "replicate", "parallel_apply", "gather")
+_own_stages: set[Any] = {vars(DataParallel)[name] for name in _STAGES}
 
 
 class _Maker(ReplicaMaker):

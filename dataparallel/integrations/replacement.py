@@ -78,7 +78,7 @@ def replace_torch() -> Replacement:
     stay as they are. ``isinstance(model, torch.nn.DataParallel)`` is true of wrappers of both.
 
     Where torch accepts what this library refuses, torch's rule is followed, with one warning. So tensors of a call may
-    have different batch sizes, if all are split into the same number of chunks.
+    have different batch sizes: as many replicas run as the tensor with the fewest chunks has.
 
     Only names of modules are replaced. Classes that were derived from torch's class before stay as they are, and so do
     default arguments and local variables.

@@ -96,13 +96,13 @@ def _counted(name: str) -> Callable[[F], F]:
 
 
 def split_where_sizes_differ(arguments: Any, dim: int, slots: int) -> Any:
-    """Splits each tensor whose batch size is not that of the first one, if all have the same number of chunks.
+    """Splits each tensor by itself where batch sizes differ, as torch does. All have chunks for the replicas that run.
 
-    torch splits every tensor by itself. ``Trainer`` of transformers, for one, passes a tensor with one entry for each
-    device beside the batch. Where the numbers of chunks differ, torch drops samples; that stays an error here.
+    torch drops the chunks that are left. A warning says so, unless they are entries of a tensor that has one equal
+    entry for each slot: ``Trainer`` of transformers passes a count in that way, and its last batch may be small.
 
     Args:
-        arguments: any structure. It is returned as it is if ``slots`` is 0.
+        arguments: any structure. It is returned as it is if ``slots`` is 0, or if batch sizes agree.
     """
     if not slots:
         return arguments
@@ -112,19 +112,36 @@ def split_where_sizes_differ(arguments: Any, dim: int, slots: int) -> Any:
         if isinstance(leaf, Tensor) and not is_whole(leaf) and -leaf.dim() <= dim < leaf.dim()
     ]
     sizes = [leaf.shape[dim] for leaf in found]
-    if len({*sizes}) < 2 or len({len(near_equal_sizes(size, slots)) for size in sizes}) > 1:
+    if len({*sizes}) < 2:
         return arguments
-    fall_back(
-        "each tensor is split by itself",
-        f"batch sizes differ ({', '.join(map(str, dict.fromkeys(sizes)))}). Mark a tensor that every replica needs "
-        "with dataparallel.whole(tensor)",
-    )
+    # An empty tensor is an empty chunk for each slot.
+    chunks = [leaf.split(near_equal_sizes(leaf.shape[dim], slots) if leaf.shape[dim] else 0, dim) for leaf in found]
+    chunks = [parts if size else parts * slots for parts, size in zip(chunks, sizes, strict=True)]
+    replicas = min(map(len, chunks))
+    dropped = [leaf for leaf, parts in zip(found, chunks, strict=True) if len(parts) > replicas]
+    different = f"batch sizes differ ({', '.join(map(str, dict.fromkeys(sizes)))})"
+    advice = "Mark a tensor that every replica needs with dataparallel.whole(tensor)"
+    if any(not _is_one_entry_for_each_slot(leaf, dim, slots) for leaf in dropped):
+        fall_back(
+            "samples are dropped",
+            f"{different}, and {replicas} of {slots} replicas run: one of the tensors has no more chunks. {advice}",
+        )
+    elif len({*sizes} - {slots}) > 1:
+        fall_back("each tensor is split by itself", f"{different}. {advice}")
+    else:
+        counts.note_fallback("each tensor is split by itself")
+    kept = next(size for size, parts in zip(sizes, chunks, strict=True) if size and len(parts) == replicas)
     parts = {
-        id(leaf): PerReplica(leaf.split(near_equal_sizes(size, slots), dim))
-        for leaf, size in zip(found, sizes, strict=True)
-        if size != sizes[0]
+        id(leaf): PerReplica(parts[:replicas])
+        for leaf, size, parts in zip(found, sizes, chunks, strict=True)
+        if size != kept
     }
     return with_leaves(arguments, lambda leaf: parts.get(id(leaf), leaf))
+
+
+def _is_one_entry_for_each_slot(tensor: Tensor, dim: int, slots: int) -> bool:
+    """True if the entries are equal too, so that no value is lost with some of them."""
+    return tensor.shape[dim] == slots and bool((tensor == tensor.narrow(dim, 0, 1)).all())
 
 
 # ---- the class -------------------------------------------------------------------------------------------------------
@@ -169,13 +186,20 @@ class DataParallel(wrappers.DataParallel[Any], metaclass=_IsAnyWrapper):
 
     @shows_forward_of_module
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As `dataparallel.DataParallel.forward`, with `split_where_sizes_differ`."""
+        """As `dataparallel.DataParallel.forward`, with `split_where_sizes_differ`, unless a subclass splits inputs."""
         if not isinstance(self, wrappers.DataParallel):
             return TorchDataParallel.forward(self, *inputs, **kwargs)
         if not torch.compiler.is_dynamo_compiling():  # without devices the compiler traces this, and knows no locks
             counts.note_call("DataParallel.forward")
-        inputs, kwargs = split_where_sizes_differ((inputs, kwargs), self.dim, len(self.device_ids))
+        if wrappers.is_own_stage(self.scatter):
+            inputs, kwargs = split_where_sizes_differ((inputs, kwargs), self.dim, len(self.device_ids))
         return _forward(self, *inputs, **kwargs)
+
+    @wrappers.own_stage
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
+        """As `dataparallel.DataParallel.scatter`, with `split_where_sizes_differ`."""
+        inputs, kwargs = split_where_sizes_differ((inputs, kwargs), self.dim, len(device_ids))
+        return wrappers.DataParallel.scatter(self, inputs, kwargs, device_ids)
 
 
 # ---- the functions ---------------------------------------------------------------------------------------------------
