@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from dataparallel.forks import main_is_the_program
 from dataparallel.integrations import torch_names
 from dataparallel.integrations.replacement import Replacement, replace_torch
 from dataparallel.tracing import trace
@@ -112,11 +113,12 @@ def _run(program: Sequence[str], is_module: bool) -> None:
     before = sys.argv, sys.path[0]
     sys.argv = [*program]
     try:
-        if is_module:
-            runpy.run_module(program[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
-            runpy.run_path(program[0], run_name="__main__")
+        with main_is_the_program():
+            if is_module:
+                runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+            else:
+                sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
+                runpy.run_path(program[0], run_name="__main__")
     finally:
         sys.argv, sys.path[0] = before
 

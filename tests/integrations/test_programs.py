@@ -53,6 +53,31 @@ def test_a_module(script, capsys, monkeypatch):
     assert capsys.readouterr().out.strip() == EXPECTED
 
 
+WORKERS = """
+import multiprocessing, sys
+
+class Item:
+    def __init__(self, value):
+        self.value = value
+
+if __name__ == "__main__":
+    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+        items = pool.map(Item, [2, 3])
+    print([item.value for item in items], {type(item) for item in items} == {Item})
+"""
+
+
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+@pytest.mark.parametrize("kind", ["a_script", "a_module"])
+def test_workers_return_objects_of_the_programs_classes(script, capsys, monkeypatch, kind, way):
+    script.write_text(WORKERS)
+    monkeypatch.syspath_prepend(str(script.parent))
+    before = sys.modules.get("__mp_main__")
+    main([str(script), way] if kind == "a_script" else ["-m", "train", way])
+    assert capsys.readouterr().out == "[2, 3] True\n"
+    assert sys.modules.get("__mp_main__") is before
+
+
 def test_the_report_at_the_end(script, capsys):
     main(["--report", str(script)])
     error = capsys.readouterr().err

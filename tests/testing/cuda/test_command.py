@@ -40,6 +40,27 @@ def test_a_module_sees_what_python_shows_it(lines, tmp_path):
     assert lines(*COMMAND, *arguments) == [*STARTED, *lines(*arguments)]
 
 
+WORKERS = """
+import multiprocessing
+
+class Item:
+    pass
+
+def make(_):
+    return Item()
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(type(pool.apply(make, (0,))) is Item)
+"""
+
+
+def test_workers_return_objects_of_the_programs_classes(lines, tmp_path):
+    (tmp_path / "here" / "workers.py").write_text(WORKERS)
+    for arguments in (["workers.py"], ["-m", "workers"]):
+        assert lines(*COMMAND, *arguments) == [*STARTED, "True"]
+
+
 def test_the_devices_that_are_asked_for(lines, script):
     found = lines(*COMMAND, "--devices", "2", "--like", "h100", script)
     assert found[0] == "libraries 2 h100"
