@@ -7,6 +7,7 @@ import pytest
 
 from dataparallel.integrations import programs, torch_names
 from dataparallel.tracing.report_parts import Section
+from processes import run_script
 
 PROGRAM = """
 import sys
@@ -83,6 +84,26 @@ def test_the_report_at_the_end(script, capsys):
     error = capsys.readouterr().err
     for words in ("names of torch", "DataParallel.forward", "backward", "your code"):
         assert words in error
+
+
+VISIBLE = """
+import os
+os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+import torch
+from torch import nn
+model = nn.DataParallel(nn.Linear(3, 2).cuda())
+model(torch.ones(4, 3)).sum().backward()
+print(torch.cuda.device_count(), model.device_ids)
+"""
+
+
+@pytest.mark.devices("cuda")
+@pytest.mark.slots(2)
+@pytest.mark.parametrize("options", [[], ["--report"]])
+def test_a_program_chooses_the_gpus_that_it_sees(slots, tmp_path, options):
+    (tmp_path / "visible.py").write_text(VISIBLE)
+    command = f"from dataparallel.integrations import programs; programs.main({[*options, 'visible.py']!r}, None)"
+    assert run_script(f"import os; os.chdir({str(tmp_path)!r}); {command}").splitlines()[0] == "1 [0]"
 
 
 def test_a_program_that_wraps_nothing_is_told(script, capsys, monkeypatch):
