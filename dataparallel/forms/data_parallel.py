@@ -34,6 +34,7 @@ from dataparallel.replicas.graphs.calls import GraphedReplicas, check_graphs
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.placement import check_placement
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_replicas
+from dataparallel.replicas.tensor_stores import FreshCopies
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -108,7 +109,7 @@ class DataParallel(nn.DataParallel[M]):
     src_device_obj: torch.device | None  # type: ignore[assignment]
     dim: int
 
-    _hooks_follow = True
+    _as_torch = False
 
     def __init__(
         self,
@@ -158,8 +159,9 @@ class DataParallel(nn.DataParallel[M]):
         self.serial = serial
         self.bucket_cap_mb = bucket_cap_mb
         self._compile = compiled
-        staying = StayingCopies(slots, cap_in_bytes(1), options.cap_bytes, True) if has_graphs else None
-        self._kept = KeptReplicas(staying, compiled, self._hooks_follow, GraphedReplicas() if has_graphs else None)
+        fresh = FreshCopies(self._as_torch)
+        tensors = StayingCopies(slots, cap_in_bytes(1), options.cap_bytes, True) if has_graphs else fresh
+        self._kept = KeptReplicas(tensors, compiled, not self._as_torch, GraphedReplicas() if has_graphs else None)
         if len(slots) == 1:
             self.module.to(slots[0])
 
@@ -237,7 +239,7 @@ class DataParallel(nn.DataParallel[M]):
         if "_is_replica" in vars(self):  # this wrapper is a part of a replica, which ends with the call
             root_call = None if self._compile is None else self._compile.of(module)
             slots, cap_bytes = resolve_slots(device_ids), cap_in_bytes(self.bucket_cap_mb)
-            return make_replicas(module, slots, cap_bytes, root_call=root_call)
+            return make_replicas(module, slots, cap_bytes, root_call=root_call, as_torch=self._as_torch)
         return self._kept.replicas(module, resolve_slots(device_ids), cap_in_bytes(self.bucket_cap_mb))
 
     @contextmanager
@@ -369,6 +371,19 @@ def data_parallel(
     Raises:
         As `DataParallel` and its ``forward``; ``RuntimeError`` if there is no accelerator and no ``device_ids``.
     """
+    return call_once(DataParallel, module, inputs, device_ids, output_device, dim, module_kwargs)
+
+
+def call_once(
+    cls: type[DataParallel[Any]],
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None,
+    output_device: DeviceLike | None,
+    dim: int,
+    module_kwargs: dict[str, Any] | None,
+) -> Any:
+    """`data_parallel`, by a wrapper of this class."""
     slots = resolve_slots(device_ids)
     if not slots:
         raise RuntimeError(
@@ -378,7 +393,7 @@ def data_parallel(
         inputs = () if inputs is None else (inputs,)
     _check_module(module)
     check_placement(module, slots[0])
-    model = DataParallel(module, device_ids, output_device, dim)
+    model = cls(module, device_ids, output_device, dim)
     model._checks = _checks
     return model(*inputs, **(module_kwargs or {}))
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm as torch_comm
 
-from dataparallel import comm
+from dataparallel import _torch, comm
 from dataparallel.batches import gather as gathers
 from dataparallel.batches import scatter as scatters
 from dataparallel.batches.batch_types import PerReplica
@@ -163,6 +163,7 @@ class _IsAnyWrapper(ABCMeta):
 WITHOUT_SLOTS = "DataParallel (no slots)"
 """Counts wrappers that run the model as it is, because there is no accelerator and the program names no slots."""
 
+_CAP_BYTES = replicates.cap_in_bytes(replicates.BUCKET_CAP_MB)
 _forward = wrappers.DataParallel.forward  # looked up here: the compiler cannot trace the lookup
 
 
@@ -170,12 +171,13 @@ class DataParallel(wrappers.DataParallel[Any], metaclass=_IsAnyWrapper):
     """`dataparallel.DataParallel` in the place of ``torch.nn.DataParallel``.
 
     Hooks stay functions of the source, as in torch: a library may find what they saved by the module in their closure.
+    The gradient of a parameter that no replica used is zeros, as in torch, if another one has a gradient.
 
     A class that was derived from torch's before calls this one's methods by the name, on its own instances. They are
     torch's.
     """
 
-    _hooks_follow = False
+    _as_torch = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not isinstance(self, wrappers.DataParallel):
@@ -205,7 +207,14 @@ class DataParallel(wrappers.DataParallel[Any], metaclass=_IsAnyWrapper):
 # ---- the functions ---------------------------------------------------------------------------------------------------
 
 
+class _Once(wrappers.DataParallel[Any]):
+    """The wrapper of a call of `data_parallel`, with gradients as in `DataParallel`."""
+
+    _as_torch = True
+
+
 @_counted("data_parallel")
+@_torch.not_traced
 def data_parallel(
     module: nn.Module,
     inputs: Any,
@@ -217,7 +226,13 @@ def data_parallel(
     """`dataparallel.data_parallel`, with `split_where_sizes_differ`."""
     slots = resolve_slots(device_ids)
     inputs, module_kwargs = split_where_sizes_differ((inputs, module_kwargs), dim, len(slots))
-    return wrappers.data_parallel(module, inputs, device_ids, output_device, dim, module_kwargs)
+    return wrappers.call_once(_Once, module, inputs, device_ids, output_device, dim, module_kwargs)
+
+
+@_counted("replicate")
+def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = False) -> list[Any]:
+    """`dataparallel.replicate`, with gradients as in `DataParallel`. ``detach``: the first has the source's tensors."""
+    return replicates.make_replicas(network, resolve_slots(devices), _CAP_BYTES, detach, as_torch=True)
 
 
 @_counted("scatter")
@@ -315,7 +330,7 @@ _torch_scatter = torch_comm.scatter
 
 NAMES: dict[str, dict[str, Any]] = {
     "torch.nn.parallel.data_parallel": {"DataParallel": DataParallel, "data_parallel": data_parallel},
-    "torch.nn.parallel.replicate": {"replicate": _counted("replicate")(replicates.replicate)},
+    "torch.nn.parallel.replicate": {"replicate": replicate},
     "torch.nn.parallel.parallel_apply": {"parallel_apply": _counted("parallel_apply")(applies.parallel_apply)},
     "torch.nn.parallel.scatter_gather": {
         "scatter": scatter,

@@ -171,6 +171,100 @@ def test_equal_sizes_are_no_fallback(slots, root):
     assert torch_names.counts.calls() == {"DataParallel": 1, "DataParallel.forward": 1}
 
 
+class Unused(nn.Module):
+    """Only one of its layers is used, and each is as large as a bucket."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(400, 400) for _ in range(4)).double()
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x):
+        return self.layers[1](x)
+
+    def parts(self):
+        used = {*self.layers[1].parameters()}
+        return used, {*self.layers.parameters()} - used
+
+
+def by_wrapper(net, slots, x):
+    return nn.DataParallel(net, slots)(x)
+
+
+def by_function(net, slots, x):
+    return torch.nn.parallel.data_parallel(net, x, slots)
+
+
+def by_hand(net, slots, x):
+    parallel = torch.nn.parallel
+    chunks = parallel.scatter((x,), slots)
+    outputs = parallel.parallel_apply(
+        parallel.replicate(net, slots)[: len(chunks)], chunks, devices=slots[: len(chunks)]
+    )
+    return parallel.gather(outputs, slots[0])
+
+
+@pytest.mark.parametrize("call", [by_wrapper, by_function, by_hand])
+class TestUnusedParameters:
+    """Programs clamp the gradients of all parameters in place, or ask ``autograd.grad`` for all of them."""
+
+    @pytest.mark.parametrize("samples", [6, 1])
+    def test_their_gradients_are_zeros(self, slots, root, call, samples):
+        net, x = Unused().to(root), torch.randn(samples, 400, dtype=torch.float64, device=root)
+        expected = torch.autograd.grad(net(x).square().sum(), net.layers[1].weight)[0]
+        with replace_torch():
+            call(net, slots, x).square().sum().backward()
+        used, unused = net.parts()
+        for parameter in used | unused:
+            parameter.grad.data.clamp_(-1, 1)
+        assert all(not parameter.grad.any() for parameter in unused)
+        torch.testing.assert_close(net.layers[1].weight.grad, expected.clamp(-1, 1))
+        assert [parameter.grad for parameter in net.frozen.parameters()] == [None, None]
+
+    def test_gradients_of_gradients(self, slots, root, call):
+        net = Unused().to(root)
+        x = torch.randn(6, 400, dtype=torch.float64, device=root)
+        with replace_torch():
+            loss = call(net, slots, x).square().sum()
+        used, _ = net.parts()
+        asked = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(loss, asked, create_graph=True)
+        sum(gradient.square().sum() for gradient in gradients).backward()
+        found = [parameter.grad for parameter in used]
+        net.zero_grad()
+        alone = torch.autograd.grad(net(x).square().sum(), [*used], create_graph=True)
+        sum(gradient.square().sum() for gradient in alone).backward()
+        torch.testing.assert_close(found, [parameter.grad for parameter in used])
+
+
+def test_in_a_program_that_asks_for_this_library_they_are_none(slots, root):
+    """As on one device."""
+    net = Unused().to(root)
+    dataparallel.DataParallel(net, slots)(torch.ones(6, 400, dtype=torch.float64, device=root)).sum().backward()
+    used, unused = net.parts()
+    assert all(parameter.grad is None for parameter in unused)
+    assert all(parameter.grad is not None for parameter in used)
+
+
+def test_no_gradient_at_all_stays_none(slots, root):
+    net = Unused().to(root)
+    x = torch.ones(6, 400, dtype=torch.float64, device=root).requires_grad_()
+    with replace_torch():
+        (nn.DataParallel(net, slots)(x).detach() * x).sum().backward()
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_the_first_detached_replica_has_the_tensors_of_the_source(slots, root):
+    """Old code for several GPUs trains it as the source itself."""
+    net = nn.Linear(4, 2).to(root)
+    with replace_torch():
+        first, *others = torch.nn.parallel.replicate(net, slots, detach=True)
+    assert first.weight is net.weight
+    first(torch.ones(3, 4, device=root)).sum().backward()
+    assert net.weight.grad is not None
+    assert all(not replica.weight.requires_grad for replica in others)
+
+
 @pytest.mark.devices("cuda")
 def test_streams_of_the_caller(slots, root):
     x, streams = torch.arange(6.0), [torch.cuda.Stream(slot) for slot in slots]
