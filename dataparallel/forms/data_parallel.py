@@ -37,7 +37,6 @@ from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_re
 from dataparallel.replicas.tensor_stores import FreshCopies
 
 M = TypeVar("M", bound=nn.Module)
-F = TypeVar("F", bound=Callable[..., Any])
 
 _TorchDataParallel = nn.DataParallel  # `replace_torch` changes the name in torch.nn
 
@@ -307,19 +306,17 @@ class DataParallel(nn.DataParallel[M]):
             raise
 
 
-def own_stage(function: F) -> F:
-    """Marks a method as a stage that is not overridden. Later somebody may assign another function to the class."""
-    _own_stages.add(function)
-    return function
+_STAGES = ("scatter", "replicate", "parallel_apply", "gather")
+
+own_stages: dict[Any, Callable[[], bool]] = {vars(DataParallel)[name]: lambda: True for name in _STAGES}
+"""The functions of stages that are not overridden, while the value returns true. Somebody may assign another one to the
+class later."""
 
 
 def is_own_stage(method: Any) -> bool:
-    """True if a bound method runs a function that `own_stage` has marked."""
-    return getattr(method, "__func__", None) in _own_stages
-
-
-_STAGES = ("scatter", "replicate", "parallel_apply", "gather")
-_own_stages: set[Any] = {vars(DataParallel)[name] for name in _STAGES}
+    """True if a bound method runs one of `own_stages`."""
+    is_own = own_stages.get(getattr(method, "__func__", None))
+    return is_own is not None and is_own()
 
 
 class _Maker(ReplicaMaker):

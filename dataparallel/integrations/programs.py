@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from dataparallel.forks import main_is_the_program
-from dataparallel.integrations import torch_names
+from dataparallel.integrations import torch_rules, torch_wrapper
 from dataparallel.integrations.replacement import Replacement, replace_torch
 from dataparallel.tracing import trace
 from dataparallel.tracing.block import Trace
@@ -64,11 +64,11 @@ def main(arguments: Sequence[str], plan: Plan) -> None:
 
 def _what_happened(replacement: Replacement, recorded: Trace | None) -> str:
     """What a program's reader has to know at its end. Without ``--report`` that is nothing, if the library was used."""
-    calls = torch_names.counts.calls()
+    calls = torch_rules.counts.calls()
     report = "" if recorded is None or not calls else f"\n{replacement.report()}\n\n{recorded}\n"
     if not calls:
         what = "the program called neither torch.nn.DataParallel nor its relatives, and ran as it is"
-    elif torch_names.WITHOUT_SLOTS in calls:
+    elif torch_wrapper.WITHOUT_SLOTS in calls:
         what = "a DataParallel without slots ran its model as it is"
     else:
         return report

@@ -5,7 +5,7 @@ from html import escape
 
 import pytest
 
-from dataparallel.integrations import programs, torch_names
+from dataparallel.integrations import programs, torch_rules
 from dataparallel.tracing.report_parts import Section
 from processes import run_script
 
@@ -38,7 +38,7 @@ def script(tmp_path, monkeypatch):
     sys.modules.pop("beside", None)
 
 
-EXPECTED = "name __main__ arguments ['--lr', '1', '-m', 'x'] beside 7 class dataparallel.integrations.torch_names"
+EXPECTED = "name __main__ arguments ['--lr', '1', '-m', 'x'] beside 7 class dataparallel.integrations.torch_wrapper"
 
 
 def test_a_script(script, capsys):
@@ -107,7 +107,7 @@ def test_a_program_chooses_the_gpus_that_it_sees(slots, tmp_path, options):
 
 
 def test_a_program_that_wraps_nothing_is_told(script, capsys, monkeypatch):
-    monkeypatch.setattr(torch_names, "counts", torch_names.Counts())
+    monkeypatch.setattr(torch_rules, "counts", torch_rules.Counts())
     script.write_text("print('plain')")
     for options in ([], ["--report"]):
         main([*options, str(script)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataparallel.integrations import programs, torch_names
+from dataparallel.integrations import programs, torch_rules
 
 FOLDER = Path(__file__).parent / "programs"
 
@@ -24,7 +24,7 @@ ALIKE = [("classify", "--arch=plain")] + [
 def numbers(tmp_path, monkeypatch, capsys, slots, root):
     """Runs a program with ``torch``'s class, with ``ours`` or on ``one`` device, and returns the numbers it prints."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch_names, "counts", torch_names.Counts())
+    monkeypatch.setattr(torch_rules, "counts", torch_rules.Counts())
     before = torch.get_default_dtype()
 
     def run(way, name, *options):
@@ -37,8 +37,8 @@ def numbers(tmp_path, monkeypatch, capsys, slots, root):
         try:
             if way == "ours":
                 programs.main(arguments, plan=None)
-                assert torch_names.counts.calls()["DataParallel.forward"] > 0
-                assert torch_names.counts.fallbacks() == {}
+                assert torch_rules.counts.calls()["DataParallel.forward"] > 0
+                assert torch_rules.counts.fallbacks() == {}
             else:
                 monkeypatch.setattr(sys, "argv", arguments)
                 runpy.run_path(arguments[0], run_name="__main__")
