@@ -61,9 +61,16 @@ class Item:
     def __init__(self, value):
         self.value = value
 
+def make(queue):
+    queue.put([Item(2), Item(3)])
+
 if __name__ == "__main__":
-    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
-        items = pool.map(Item, [2, 3])
+    context = multiprocessing.get_context(sys.argv[1])
+    queue = context.Queue()
+    process = context.Process(target=make, args=(queue,))
+    process.start()
+    items = queue.get()
+    process.join()
     print([item.value for item in items], {type(item) for item in items} == {Item})
 """
 

@@ -46,12 +46,16 @@ import multiprocessing
 class Item:
     pass
 
-def make(_):
-    return Item()
+def make(queue):
+    queue.put(Item())
 
 if __name__ == "__main__":
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print(type(pool.apply(make, (0,))) is Item)
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=make, args=(queue,))
+    process.start()
+    print(type(queue.get()) is Item)
+    process.join()
 """
 
 
