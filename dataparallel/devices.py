@@ -7,9 +7,10 @@ Importing it touches no device.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,6 +26,15 @@ def accelerator_type() -> str | None:
     """The type of the machine's accelerators (``"cuda"``, ``"xpu"``, ...); ``None`` if it has none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return None if accelerator is None else accelerator.type
+
+
+def are_initialized() -> bool:
+    """True if the process has used accelerators. Asking is no use: ``CUDA_VISIBLE_DEVICES`` may be set afterwards."""
+    accelerator = torch.accelerator.current_accelerator(check_available=False)
+    if accelerator is None:
+        return False
+    module = torch.get_device_module(accelerator)
+    return not hasattr(module, "is_initialized") or module.is_initialized()
 
 
 def device_count(device_type: str) -> int:
@@ -55,7 +65,8 @@ def what_exists() -> str:
 def resolve(device: DeviceLike) -> torch.device:
     """The ``torch.device`` that ``device`` means: an accelerator with its index, or ``cpu`` without one.
 
-    An int means the current accelerator of that index; a type without an index means its current device.
+    An int means the current accelerator of that index; a type without an index means its current device. Integers of
+    NumPy and integer tensors are ints too.
 
     Raises:
         TypeError: ``device`` is not an int, a string or a ``torch.device``.
@@ -63,6 +74,7 @@ def resolve(device: DeviceLike) -> torch.device:
     """
     if type(device) in (int, torch.device) and device in _checked:
         return _checked[device]
+    device = _as_int(device)
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(
             f"a device is an int, a string or a torch.device; got {device!r} of type {type(device).__name__}"
@@ -84,6 +96,16 @@ def resolve(device: DeviceLike) -> torch.device:
     if index >= count:
         raise ValueError(f"{str(named)!r} does not exist; {what_exists()}")
     return _remembered(torch.device(named.type, index))
+
+
+def _as_int(device: Any) -> Any:
+    """The int that an integer of NumPy, a tensor or another object stands for; anything else as it is."""
+    if isinstance(device, (bool, str, torch.device)):
+        return device
+    try:
+        return operator.index(device)
+    except (TypeError, RuntimeError):
+        return device
 
 
 def _remembered(device: torch.device) -> torch.device:
@@ -150,6 +172,7 @@ def resolve_output(output_device: DeviceLike | None, slots: Sequence[torch.devic
     """
     if output_device is None:
         return slots[0]
+    output_device = _as_int(output_device)
     is_index = isinstance(output_device, int) and not isinstance(output_device, bool)
     if is_index and output_device == -1:
         return CPU

@@ -54,7 +54,7 @@ FLOORS = """
     profiling          named ranges, and who records them
     user_warnings      warnings at the line of the user's code
     devices            which devices a caller may pass
-    forks              what begins anew in a forked child
+    forks              what begins anew in a forked child, and what a spawned one returns
     weak_members       sets of objects that somebody else keeps alive, for several threads
     environment        switches in the environment
     _torch             every private name of torch

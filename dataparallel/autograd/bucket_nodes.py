@@ -250,3 +250,28 @@ class FromSource(Node):
         if sums is None:
             return (None,) * ctx.count
         return tuple(sums.take())
+
+
+class FromWholeSource(Node):
+    """``FromWholeSource.apply(counts, *tensors)`` returns a handle for each bucket. ``counts``: how many are in each.
+
+    It takes the place of all `FromSource`: if one tensor has a gradient, the gradients of all others are zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, counts: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.counts, ctx.tensors = counts, tensors
+        run_first(ctx)
+        return tuple([empty_handle(tensors[0].device) for _ in counts])
+
+    @staticmethod
+    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        by_bucket: list[SourceGradients | None] = [*map(take_contents, envelopes)]
+        if all(sums is None for sums in by_bucket):
+            return (None,) * (1 + len(ctx.tensors))
+        grads = chain.from_iterable(
+            [None] * count if sums is None else sums.take() for sums, count in zip(by_bucket, ctx.counts, strict=True)
+        )
+        pairs = zip(grads, ctx.tensors, strict=True)
+        return (None, *[torch.zeros_like(tensor) if grad is None else grad for grad, tensor in pairs])

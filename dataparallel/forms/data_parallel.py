@@ -131,7 +131,7 @@ class DataParallel(nn.DataParallel[M]):
     options = _OptionsOfWrapper()
 
     _dataparallel: WrapperOptions | None = None  # until `own_options` makes them
-    _dataparallel_hooks_follow = _dataparallel_hands_back = True
+    _dataparallel_as_torch = False
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class DataParallel(nn.DataParallel[M]):
         self.output_device = device_id(resolve_output(output_device, slots)) if slots else None
         self.src_device_obj = slots[0] if slots else None
         self.dim = options.dim
-        options.keep_replicas(compiled, self._dataparallel_hooks_follow, has_graphs)
+        options.keep_replicas(compiled, self._dataparallel_as_torch, has_graphs)
         vars(self)["_dataparallel"], vars(options)["slots"] = options, self.device_ids
         if len(slots) == 1:
             self.module.to(slots[0])
@@ -208,8 +208,8 @@ class DataParallel(nn.DataParallel[M]):
         """
         own, slots = own_options(self), resolve_slots(device_ids)
         if "_is_replica" in vars(self):  # this wrapper is a part of a replica, which ends with the call
-            root_call = None if own.compiled is None else own.compiled.of(module)
-            return make_replicas(module, slots, own.cap_bytes, root_call=root_call)
+            root_call, as_torch = None if own.compiled is None else own.compiled.of(module), self._dataparallel_as_torch
+            return make_replicas(module, slots, own.cap_bytes, root_call=root_call, as_torch=as_torch)
         return own.kept.replicas(module, slots, own.cap_bytes)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
@@ -276,21 +276,34 @@ class DataParallel(nn.DataParallel[M]):
             return super().load_state_dict(state_dict, strict, assign)
 
 
+_STAGES = ("scatter", "replicate", "parallel_apply", "gather")
+
+own_stages: dict[Any, Callable[[], bool]] = {vars(DataParallel)[name]: lambda: True for name in _STAGES}
+"""The functions of stages that are not overridden, while the value returns true. Somebody may assign another one to the
+class later."""
+
+
+def is_own_stage(method: Any) -> bool:
+    """True if a bound method runs one of `own_stages`."""
+    is_own = own_stages.get(getattr(method, "__func__", None))
+    return is_own is not None and is_own()
+
+
 def options_of_call(wrapper: DataParallel[Any]) -> CallOptions:
     """Returns the options of a call that begins now."""
     own = own_options(wrapper)
     if not wrapper.device_ids:
         return own  # the compiler may trace the call
-    used = {name: getattr(getattr(wrapper, name), "__func__", None) for name in _OWN_STAGES}
-    overridden = {name for name, stage in _OWN_STAGES.items() if used[name] is not stage}
-    places = {
-        "output_device": wrapper.output_device,
-        "dim": wrapper.dim,
-        "hands_back": wrapper._dataparallel_hands_back,
-    }
-    stages = _stages(wrapper) if overridden else {}
+    overridden = {name for name in _STAGES if not is_own_stage(getattr(wrapper, name))}
     options = CallOptions.__new__(CallOptions)
-    vars(options).update(vars(own), **places, overridden=stages, may_use_source=bool(overridden - {"scatter"}))
+    vars(options).update(
+        vars(own),
+        output_device=wrapper.output_device,
+        dim=wrapper.dim,
+        overridden=_stages(wrapper) if overridden else {},
+        may_use_source=bool(overridden - {"scatter"}),
+        hands_back=not wrapper._dataparallel_as_torch,
+    )
     return options
 
 
@@ -315,10 +328,6 @@ _INSTEAD = {
     for name in ("no_sync", "register_comm_hook")
 }
 """What to do about methods of torch's DistributedDataParallel."""
-
-
-# The methods of the class: a stage that somebody assigns to the class later is another function.
-_OWN_STAGES = {name: vars(DataParallel)[name] for name in ("scatter", "replicate", "parallel_apply", "gather")}
 
 
 class _Maker(ReplicaMaker):
@@ -371,7 +380,21 @@ def data_parallel(
     Raises:
         As `DataParallel` and its ``forward``; ``RuntimeError`` if there is no accelerator and no ``device_ids``.
     """
-    slots = resolve_slots(device_ids, devices)
+    return call_once(
+        DataParallel, module, inputs, resolve_slots(device_ids, devices), output_device, dim, module_kwargs
+    )
+
+
+def call_once(
+    cls: type[DataParallel[Any]],
+    module: nn.Module,
+    inputs: Any,
+    slots: list[torch.device],
+    output_device: DeviceLike | None,
+    dim: int,
+    module_kwargs: dict[str, Any] | None,
+) -> Any:
+    """`data_parallel`, by a wrapper of this class."""
     if not slots:
         raise RuntimeError(
             "data_parallel found no accelerator; pass device_ids=['cpu', 'cpu'] for CPU slots, or call the module"
@@ -380,7 +403,7 @@ def data_parallel(
         inputs = () if inputs is None else (inputs,)
     _check_module(module)
     check_placement(module, slots[0])
-    model = DataParallel(module, device_ids, output_device, dim, devices=devices)
+    model = cls(module, slots, output_device, dim)
     vars(own_options(model))["checks"] = _checks
     return model(*inputs, **(module_kwargs or {}))
 

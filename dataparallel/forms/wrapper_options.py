@@ -12,6 +12,7 @@ from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes
+from dataparallel.replicas.tensor_stores import FreshCopies
 
 
 class WrapperOptions(CallOptions):
@@ -35,11 +36,15 @@ class WrapperOptions(CallOptions):
     kept: KeptReplicas
     compiled: CompileArgument | None
 
-    def keep_replicas(self, compiled: CompileArgument | None, hooks_follow: bool, has_graphs: bool = False) -> None:
-        """Sets ``compiled`` and ``kept``. ``hooks_follow``: as for `KeptReplicas`."""
+    def keep_replicas(self, compiled: CompileArgument | None, as_torch: bool, has_graphs: bool = False) -> None:
+        """Sets ``compiled`` and ``kept``.
+
+        ``as_torch``: hooks stay functions of the source, and gradients are as `copy_tensors` says.
+        """
         slots = [resolve(slot) for slot in self.slots]
-        staying = StayingCopies(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else None
-        kept = KeptReplicas(staying, compiled, hooks_follow, GraphedReplicas() if has_graphs else None)
+        fresh = FreshCopies(as_torch)
+        tensors = StayingCopies(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else fresh
+        kept = KeptReplicas(tensors, compiled, not as_torch, GraphedReplicas() if has_graphs else None)
         vars(self).update(compiled=compiled, kept=kept)
 
     @property
@@ -65,7 +70,7 @@ def own_options(wrapper: Any) -> WrapperOptions:
     own: WrapperOptions | None = wrapper._dataparallel
     if own is None:
         own = WrapperOptions([], wrapper.device_ids, **_DEFAULTS)
-        own.keep_replicas(None, wrapper._dataparallel_hooks_follow)
+        own.keep_replicas(None, wrapper._dataparallel_as_torch)
         own = vars(wrapper).setdefault("_dataparallel", own)  # several threads may call at once
     if own.slots is not wrapper.device_ids:
         vars(own)["slots"] = wrapper.device_ids

@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from dataparallel.integrations import torch_names
+from dataparallel.forks import main_is_the_program
+from dataparallel.integrations import torch_rules, torch_wrapper
 from dataparallel.integrations.replacement import Replacement, replace_torch
 from dataparallel.tracing import trace
 from dataparallel.tracing.block import Trace
@@ -102,11 +103,11 @@ def _say_where_options_go(script: str) -> None:
 
 def _what_happened(replacement: Replacement, recorded: Trace | None) -> str:
     """What a program's reader has to know at its end. Without ``--report`` that is nothing, if the library was used."""
-    calls = torch_names.counts.calls()
+    calls = torch_rules.counts.calls()
     report = "" if recorded is None or not calls else f"\n{replacement.report()}\n\n{recorded}\n"
     if not calls:
         what = "the program called neither torch.nn.DataParallel nor its relatives, and ran as it is"
-    elif torch_names.WITHOUT_SLOTS in calls:
+    elif torch_wrapper.WITHOUT_SLOTS in calls:
         what = "a DataParallel without slots ran its model as it is"
     else:
         return report
@@ -154,11 +155,12 @@ def _run(program: Sequence[str], is_module: bool) -> None:
     before = sys.argv, sys.path[0]
     sys.argv = [*program]
     try:
-        if is_module:
-            runpy.run_module(program[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
-            runpy.run_path(program[0], run_name="__main__")
+        with main_is_the_program():
+            if is_module:
+                runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+            else:
+                sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
+                runpy.run_path(program[0], run_name="__main__")
     finally:
         sys.argv, sys.path[0] = before
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from types import ModuleType, TracebackType
 from typing import Any
 
-from dataparallel.integrations import torch_names
+from dataparallel.integrations import torch_names, torch_rules, torch_wrapper
 
 _lock = threading.Lock()  # guards `_active`, and the names while they change
 _active: list[Replacement] = []
@@ -49,11 +49,11 @@ class Replacement:
         lines = [f"dataparallel was in the place of {len(self.places) - len(elsewhere)} names of torch"]
         if elsewhere:
             lines.append(f"and of what was imported from there before: {', '.join(elsewhere)}")
-        calls = torch_names.counts.calls()
+        calls = torch_rules.counts.calls()
         lines += [f"  {name:24} called {number} times" for name, number in calls.items()]
         if not calls:
             lines.append("  nothing was called")
-        fallbacks = torch_names.counts.fallbacks()
+        fallbacks = torch_rules.counts.fallbacks()
         lines += [f"  {number} times as torch does: {rule}" for rule, number in fallbacks.items()]
         left = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in _torch_subclasses()))
         if left:
@@ -78,7 +78,7 @@ def replace_torch() -> Replacement:
     stay as they are. ``isinstance(model, torch.nn.DataParallel)`` is true of wrappers of both.
 
     Where torch accepts what this library refuses, torch's rule is followed, with one warning. So tensors of a call may
-    have different batch sizes, if all are split into the same number of chunks.
+    have different batch sizes: as many replicas run as the tensor with the fewest chunks has.
 
     Only names of modules are replaced. Classes that were derived from torch's class before stay as they are, and so do
     default arguments and local variables.
@@ -120,6 +120,6 @@ def _swap(replaced_by: dict[int, Any]) -> list[str]:
 
 def _torch_subclasses() -> Iterator[type]:
     """Yields classes that are derived from torch's class and not from the library's."""
-    for cls in torch_names.TorchDataParallel.__subclasses__():
+    for cls in torch_wrapper.TorchDataParallel.__subclasses__():
         if not cls.__module__.startswith("dataparallel."):
             yield cls

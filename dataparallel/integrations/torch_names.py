@@ -7,9 +7,6 @@ Only ``replacement`` and programs that run under it use them.
 from __future__ import annotations
 
 import functools
-import threading
-from abc import ABCMeta
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -17,74 +14,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm as torch_comm
 
-from dataparallel import comm
+from dataparallel import _torch, comm
 from dataparallel.batches import gather as gathers
 from dataparallel.batches import scatter as scatters
-from dataparallel.batches.batch_types import PerReplica
-from dataparallel.batches.structures import is_whole, leaves, with_leaves
 from dataparallel.call import parallel_apply as applies
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
-from dataparallel.comm.checks import near_equal_sizes
 from dataparallel.devices import CPU, DeviceLike, current_device, resolve_slots
 from dataparallel.forms import data_parallel as wrappers
-from dataparallel.forms.signatures import shows_forward_of_module
+from dataparallel.integrations import torch_rules
+from dataparallel.integrations.torch_rules import fall_back, split_where_sizes_differ
+from dataparallel.integrations.torch_wrapper import DataParallel, Once
 from dataparallel.replicas import replicate as replicates
-from dataparallel.user_warnings import warn_user
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-TorchDataParallel = nn.DataParallel
-"""torch's own class. `replace_torch` changes the name ``torch.nn.DataParallel``, not this one."""
-
-
-# ---- what is counted, and what falls back ----------------------------------------------------------------------------
-
-
-class Counts:
-    """How often each name was called, and what has fallen back to torch's rule. Threads may call at the same time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls: Counter[str] = Counter()
-        self._fallbacks: Counter[str] = Counter()
-
-    def note_call(self, name: str) -> None:
-        """Counts a call."""
-        with self._lock:
-            self._calls[name] += 1
-
-    def note_fallback(self, rule: str) -> bool:
-        """Counts a call that follows a rule of torch. Returns true the first time."""
-        with self._lock:
-            self._fallbacks[rule] += 1
-            return self._fallbacks[rule] == 1
-
-    def calls(self) -> dict[str, int]:
-        """Returns how often each name was called."""
-        with self._lock:
-            return dict(self._calls)
-
-    def fallbacks(self) -> dict[str, int]:
-        """Returns how often each rule of torch was followed."""
-        with self._lock:
-            return dict(self._fallbacks)
-
-
-counts = Counts()
-"""Of this process."""
-
-
-def fall_back(rule: str, reason: str) -> None:
-    """Counts a call that follows a rule of torch, and warns of the first one with the reason."""
-    if counts.note_fallback(rule):
-        warn_user(f"as torch.nn.DataParallel does, {rule}: {reason}")
+_CAP_BYTES = replicates.cap_in_bytes(replicates.BUCKET_CAP_MB)
 
 
 def _counted(name: str) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            counts.note_call(name)
+            torch_rules.counts.note_call(name)
             return function(*args, **kwargs)
 
         return call  # type: ignore[return-value]
@@ -92,97 +43,8 @@ def _counted(name: str) -> Callable[[F], F]:
     return decorate
 
 
-# ---- batches whose sizes differ --------------------------------------------------------------------------------------
-
-
-def split_where_sizes_differ(arguments: Any, dim: int, slots: int) -> Any:
-    """Splits each tensor whose batch size is not that of the first one, if all have the same number of chunks.
-
-    torch splits every tensor by itself. ``Trainer`` of transformers, for one, passes a tensor with one entry for each
-    device beside the batch. Where the numbers of chunks differ, torch drops samples; that stays an error here.
-
-    Args:
-        arguments: any structure. It is returned as it is if ``slots`` is 0.
-    """
-    if not slots:
-        return arguments
-    found = [
-        leaf
-        for _, leaf in leaves(arguments, "")
-        if isinstance(leaf, Tensor) and not is_whole(leaf) and -leaf.dim() <= dim < leaf.dim()
-    ]
-    sizes = [leaf.shape[dim] for leaf in found]
-    if len({*sizes}) < 2 or len({len(near_equal_sizes(size, slots)) for size in sizes}) > 1:
-        return arguments
-    fall_back(
-        "each tensor is split by itself",
-        f"batch sizes differ ({', '.join(map(str, dict.fromkeys(sizes)))}). Mark a tensor that every replica needs "
-        "with dataparallel.whole(tensor)",
-    )
-    parts = {
-        id(leaf): PerReplica(leaf.split(near_equal_sizes(size, slots), dim))
-        for leaf, size in zip(found, sizes, strict=True)
-        if size != sizes[0]
-    }
-    return with_leaves(arguments, lambda leaf: parts.get(id(leaf), leaf))
-
-
-# ---- the class -------------------------------------------------------------------------------------------------------
-
-
-class _IsAnyWrapper(ABCMeta):
-    """``isinstance(model, torch.nn.DataParallel)`` is true of torch's own wrappers and of the library's too.
-
-    It is an ``ABCMeta`` because subclasses may have abstract classes as other bases.
-    """
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, TorchDataParallel) if cls is DataParallel else super().__instancecheck__(instance)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, TorchDataParallel) if cls is DataParallel else super().__subclasscheck__(subclass)
-
-
-WITHOUT_SLOTS = "DataParallel (no slots)"
-"""Counts wrappers that run the model as it is, because there is no accelerator and the program names no slots."""
-
-_forward = wrappers.DataParallel.forward  # looked up here: the compiler cannot trace the lookup
-
-
-class DataParallel(wrappers.DataParallel[Any], metaclass=_IsAnyWrapper):
-    """`dataparallel.DataParallel` in the place of ``torch.nn.DataParallel``.
-
-    Hooks stay functions of the source, as in torch: a library may find what they saved by the module in their closure.
-    What ``forward`` writes into a dict or list that it got is lost, as in torch: a program may go on with its own.
-
-    A class that was derived from torch's before calls this one's methods by the name, on its own instances. They are
-    torch's.
-    """
-
-    _dataparallel_hooks_follow = _dataparallel_hands_back = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(self, wrappers.DataParallel):
-            TorchDataParallel.__init__(self, *args, **kwargs)
-            return
-        super().__init__(*args, **kwargs)
-        counts.note_call("DataParallel" if self.device_ids else WITHOUT_SLOTS)
-
-    @shows_forward_of_module
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As `dataparallel.DataParallel.forward`, with `split_where_sizes_differ`."""
-        if not isinstance(self, wrappers.DataParallel):
-            return TorchDataParallel.forward(self, *inputs, **kwargs)
-        if not torch.compiler.is_dynamo_compiling():  # without devices the compiler traces this, and knows no locks
-            counts.note_call("DataParallel.forward")
-        inputs, kwargs = split_where_sizes_differ((inputs, kwargs), self.dim, len(self.device_ids))
-        return _forward(self, *inputs, **kwargs)
-
-
-# ---- the functions ---------------------------------------------------------------------------------------------------
-
-
 @_counted("data_parallel")
+@_torch.not_traced
 def data_parallel(
     module: nn.Module,
     inputs: Any,
@@ -194,13 +56,20 @@ def data_parallel(
     """`dataparallel.data_parallel`, with `split_where_sizes_differ`."""
     slots = resolve_slots(device_ids)
     inputs, module_kwargs = split_where_sizes_differ((inputs, module_kwargs), dim, len(slots))
-    return wrappers.data_parallel(module, inputs, device_ids, output_device, dim, module_kwargs)
+    return wrappers.call_once(Once, module, inputs, slots, output_device, dim, module_kwargs)
+
+
+@_counted("replicate")
+def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = False) -> list[Any]:
+    """`dataparallel.replicate`, with gradients as in `DataParallel`. ``detach``: the first has the source's tensors."""
+    return replicates.make_replicas(network, resolve_slots(devices), _CAP_BYTES, detach, as_torch=True)
 
 
 @_counted("scatter")
-def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
-    """`dataparallel.scatter`, with `split_where_sizes_differ`."""
-    return scatters.scatter(split_where_sizes_differ(inputs, dim, len(target_gpus)), target_gpus, dim)
+def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> Sequence[Any]:
+    """`dataparallel.scatter`, with `split_where_sizes_differ`. The chunks of a tensor are a tuple."""
+    chunks = scatters.scatter(split_where_sizes_differ(inputs, dim, len(target_gpus)), target_gpus, dim)
+    return tuple(chunks) if isinstance(inputs, Tensor) else chunks
 
 
 @_counted("scatter_kwargs")
@@ -231,9 +100,9 @@ def _destination(inputs: Sequence[Tensor], destination: DeviceLike | None) -> De
 @_counted("comm.broadcast")
 def comm_broadcast(
     tensor: Tensor, devices: Sequence[DeviceLike] | None = None, *, out: Sequence[Tensor] | None = None
-) -> tuple[Tensor, ...]:
-    """`dataparallel.comm.broadcast`, of complex tensors as real ones."""
-    return comm.broadcast(_real(tensor), devices, out=out)
+) -> list[Tensor]:
+    """`dataparallel.comm.broadcast`, of complex tensors as real ones. The copies are a list."""
+    return [*comm.broadcast(_real(tensor), devices, out=out)]
 
 
 @_counted("comm.broadcast_coalesced")
@@ -292,7 +161,7 @@ _torch_scatter = torch_comm.scatter
 
 NAMES: dict[str, dict[str, Any]] = {
     "torch.nn.parallel.data_parallel": {"DataParallel": DataParallel, "data_parallel": data_parallel},
-    "torch.nn.parallel.replicate": {"replicate": _counted("replicate")(replicates.replicate)},
+    "torch.nn.parallel.replicate": {"replicate": replicate},
     "torch.nn.parallel.parallel_apply": {"parallel_apply": _counted("parallel_apply")(applies.parallel_apply)},
     "torch.nn.parallel.scatter_gather": {
         "scatter": scatter,

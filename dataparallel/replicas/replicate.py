@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from dataparallel import _torch, comm
 from dataparallel.autograd.bucket_gradients import GradientStreams
-from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.autograd.bucket_nodes import FromWholeSource, broadcast_bucket
+from dataparallel.autograd.node import run_last
 from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.kinds import alias
 from dataparallel.comm.streams.arrivals import Arrivals, ExpectedArrivals, arrivals_for
@@ -62,9 +63,17 @@ def replicate(
 
 
 def make_replicas(
-    network: Any, slots: list[torch.device], cap_bytes: int, detach: bool = False, root_call: Compiled | None = None
+    network: Any,
+    slots: list[torch.device],
+    cap_bytes: int,
+    detach: bool = False,
+    root_call: Compiled | None = None,
+    as_torch: bool = False,
 ) -> list[Any]:
-    """`replicate`, for wrappers. ``root_call``: see `ModulePlan.of`."""
+    """`replicate`, for wrappers. ``root_call``: see `ModulePlan.of`.
+
+    ``as_torch``: see `copy_tensors`. With ``detach`` replica 0 has the source's tensors, which may require gradients.
+    """
     record = torch.is_grad_enabled() and not detach
     with collector_paused():
         plan = ModulePlan.of(network, root_call)
@@ -72,7 +81,9 @@ def make_replicas(
         refuse_constants(plan, slots)
         is_at_root = all(tensor.device == slots[0] for tensor in plan.tensors)
         arrivals = arrivals_for(slots, plan.tensors) if is_at_root else None
-        copies = copy_tensors(plan, slots, record, cap_bytes, arrivals)
+        copies = copy_tensors(plan, slots, record, cap_bytes, arrivals, as_torch)
+        if as_torch and detach and is_at_root:
+            copies[0] = [*plan.tensors]
         if not record and not detach and not torch.is_inference_mode_enabled():
             make_leaves(plan, copies)
         return build_replicas(plan, copies, record, arrivals)
@@ -91,12 +102,17 @@ def build_replicas(plan: ModulePlan, copies: list[list[Tensor]], record: bool, a
 
 
 def copy_tensors(
-    plan: ModulePlan, slots: list[torch.device], record: bool, cap_bytes: int, arrivals: Arrivals | None = None
+    plan: ModulePlan,
+    slots: list[torch.device],
+    record: bool,
+    cap_bytes: int,
+    arrivals: Arrivals | None = None,
+    as_torch: bool = False,
 ) -> list[list[Tensor]]:
     """The plan's tensors for each slot.
 
     ``record``: those that require gradients are outputs of a broadcast. ``arrivals``: parameters may still be on their
-    way when this returns.
+    way when this returns. ``as_torch``: the gradient of a parameter that no replica used is zeros, if others have one.
     """
     copies: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
     parameters = set(plan.parameters)
@@ -110,7 +126,7 @@ def copy_tensors(
 
     if recorded:
         hold = None if plan.cycles is None else plan.cycles.hold("backward")
-        _broadcast_in_buckets(copies, plan.tensors, recorded, slots, cap_bytes, later, hold)
+        _broadcast_in_buckets(copies, plan.tensors, recorded, slots, cap_bytes, later, hold, as_torch)
     copy_constants(copies, plan, constant, slots, cap_bytes, later)
     copy_buffers(copies, plan, buffers, slots, cap_bytes)
     cloned = [i for i in recorded if i not in parameters]
@@ -187,10 +203,11 @@ def _broadcast_in_buckets(
     cap_bytes: int,
     later: Later | None,
     held: object,
+    as_torch: bool,
 ) -> None:
     """Puts the tensors at the positions ``recorded`` on every slot, as outputs of one autograd node per bucket.
 
-    ``held``: see `broadcast_bucket`.
+    ``held``: see `broadcast_bucket`. ``as_torch``: see `copy_tensors`.
 
     Buckets are filled from the last tensor to the first, because gradients of the last layers come first. The first
     bucket is small, so that sums start early. DistributedDataParallel does the same (Li et al., "PyTorch Distributed:
@@ -203,11 +220,18 @@ def _broadcast_in_buckets(
     """
     is_at_root = all(tensors[i].device == slots[0] for i in recorded)
     gradient_streams = GradientStreams.for_forward(slots, current_streams(slots)) if is_at_root else None
-    filled = fill_buckets(tensors, recorded[::-1], FIRST_BUCKET_BYTES, cap_bytes)
-    for number, indices in enumerate(chain.from_iterable([_with_hooks_alone(tensors, each) for each in filled])):
+    buckets = fill_buckets(tensors, recorded[::-1], FIRST_BUCKET_BYTES, cap_bytes)
+    handles: Sequence[Tensor] = ()
+    if as_torch and is_at_root:
+        handles = FromWholeSource.apply([*map(len, buckets)], *[tensors[i] for i in chain.from_iterable(buckets)])
+        if gradient_streams is not None:
+            run_last(handles[0].grad_fn)
+    else:
+        buckets = [*chain.from_iterable([_with_hooks_alone(tensors, each) for each in buckets])]
+    for number, (indices, handle) in enumerate(zip_longest(buckets, handles)):
         streams = None if gradient_streams is None else gradient_streams.for_bucket(number)
-        bucket = [tensors[i] for i in indices]
-        put(copies, indices, broadcast_bucket(slots, bucket, streams, later=at_positions(indices, later), held=held))
+        bucket, late = [tensors[i] for i in indices], at_positions(indices, later)
+        put(copies, indices, broadcast_bucket(slots, bucket, streams, later=late, handle=handle, held=held))
 
 
 def _with_hooks_alone(tensors: Sequence[Tensor], indices: list[int]) -> list[list[int]]:

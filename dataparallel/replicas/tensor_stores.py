@@ -51,7 +51,13 @@ class TensorStore(ABC):
 
 
 class FreshCopies(TensorStore):
-    """Makes new tensors for each call, and keeps nothing: whatever a ``forward`` keeps of them stays as it is."""
+    """Makes new tensors for each call, and keeps nothing: whatever a ``forward`` keeps of them stays as it is.
+
+    ``as_torch``: see `copy_tensors`.
+    """
+
+    def __init__(self, as_torch: bool = False) -> None:
+        self._as_torch = as_torch
 
     def for_call(
         self,
@@ -63,7 +69,7 @@ class FreshCopies(TensorStore):
     ) -> list[list[Tensor]]:
         """See `TensorStore.for_call`."""
         if record:
-            return copy_tensors(plan, slots, True, cap_bytes, arrivals)
+            return copy_tensors(plan, slots, True, cap_bytes, arrivals, self._as_torch)
         return constant_copies(plan, slots, cap_bytes, arrivals)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dataparallel import _torch, profiling
-from dataparallel.devices import all_devices
+from dataparallel.devices import CPU, all_devices, are_initialized
 from dataparallel.optimizer_steps import after_each_step, before_each_step
 from dataparallel.tracing import timeline
 from dataparallel.tracing.recorder import Recorder, ThreadClocks, start, stop
@@ -144,9 +144,10 @@ def trace() -> Trace:
     between devices, and what memory it took. Times are the host's. Where devices have events with times, the replicas'
     forward passes and the backward passes are timed on the devices too.
 
-    When the block begins, the peaks of ``torch.accelerator.max_memory_allocated`` are set back on all devices. When it
-    ends, the host waits for the devices. Inside the block ``torch.autograd.backward`` and ``torch.autograd.grad`` are
-    replaced by functions that call torch's. One trace runs at a time.
+    When the block begins, the peaks of ``torch.accelerator.max_memory_allocated`` are set back on all devices, unless
+    the process has used none yet. When it ends, the host waits for the devices. Inside the block
+    ``torch.autograd.backward`` and ``torch.autograd.grad`` are replaced by functions that call torch's. One trace runs
+    at a time.
     """
     return Trace()
 
@@ -170,27 +171,37 @@ class MemoryBefore:
     """
 
     def __init__(self) -> None:
-        self._before: dict[torch.device, int] = {}
-        for device in all_devices():
-            try:
-                torch.accelerator.reset_peak_memory_stats(device)
-                self._before[device] = torch.accelerator.memory_allocated(device)
-            except (RuntimeError, NotImplementedError):  # the backend has no such counters
-                continue
+        # Looking at devices begins them, and the program that will use them may still choose which it sees. All
+        # counters are 0 until then.
+        self._before = _allocated(all_devices(), reset=True) if are_initialized() else None
 
     def until_now(self, slots: Sequence[torch.device]) -> list[DeviceMemory]:
         """The counters of each device of ``slots``, at the beginning of the block and now."""
+        before, now = self._before, _allocated([device for device in dict.fromkeys(slots) if device != CPU])
         return [
             DeviceMemory(
                 device,
                 tuple(slot for slot, other in enumerate(slots) if other == device),
-                self._before[device],
-                torch.accelerator.memory_allocated(device),
+                0 if before is None else before[device],
+                allocated,
                 torch.accelerator.max_memory_allocated(device),
             )
-            for device in dict.fromkeys(slots)
-            if device in self._before
+            for device, allocated in now.items()
+            if before is None or device in before
         ]
+
+
+def _allocated(devices: Sequence[torch.device], reset: bool = False) -> dict[torch.device, int]:
+    """How many bytes are allocated on each device that counts them. ``reset``: peaks begin anew."""
+    found = {}
+    for device in devices:
+        try:
+            if reset:
+                torch.accelerator.reset_peak_memory_stats(device)
+            found[device] = torch.accelerator.memory_allocated(device)
+        except (RuntimeError, NotImplementedError):  # the backend has no such counters
+            continue
+    return found
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """transformers' `Trainer` on several GPUs: it wraps the model in ``torch.nn.DataParallel`` itself, on all of them."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from tiny import VOCABULARY, examples, gpt2
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import dataparallel
+from dataparallel import replace_torch
 
 pytestmark = pytest.mark.devices("cuda")
 
@@ -27,8 +30,8 @@ def gpus():
     return count
 
 
-def trainer_for(model, folder, gpus, batch_size=PER_DEVICE, trainer=Trainer, **settings):
-    """A trainer that finds this number of GPUs."""
+def trainer_for(model, folder, gpus, batch_size=PER_DEVICE, trainer=Trainer, samples=None, **settings):
+    """A trainer that finds this number of GPUs. By default all batches are full."""
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -44,7 +47,7 @@ def trainer_for(model, folder, gpus, batch_size=PER_DEVICE, trainer=Trainer, **s
     if gpus == 1:
         arguments._n_gpu = 1
     assert arguments.n_gpu == gpus
-    data = examples(8 * torch.cuda.device_count())
+    data = examples(samples or 8 * torch.cuda.device_count())
     return trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
 
 
@@ -87,7 +90,7 @@ def wrapper(request):
     if request.param == "torch":
         yield nn.DataParallel
         return
-    with dataparallel.replace_torch():
+    with replace_torch():
         assert issubclass(nn.DataParallel, dataparallel.DataParallel)
         yield nn.DataParallel
 
@@ -110,6 +113,39 @@ class TestTheTrainerWraps:
         trainer_for(gpt2(), tmp_path, gpus, **halfway).train()
         again = trainer_for(gpt2(), tmp_path, gpus)
         again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
+        for name, value in again.model.state_dict().items():
+            torch.testing.assert_close(value, whole[1][name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("error:as torch.nn.DataParallel does")
+class TestUnevenLastBatches:
+    """The trainer counts the batch's tokens once for each GPU, and the last batch may be for fewer of them."""
+
+    def made(self, folder, gpus, accumulation, **settings):
+        samples = 3 * gpus + 2  # a full batch, and one with a chunk of two for about half of the GPUs
+        return trainer_for(gpt2(), folder, gpus, samples=samples, **accumulation, **settings)
+
+    def test_losses_parameters_and_evaluation(self, gpus, accumulation, tmp_path):
+        theirs = self.made(tmp_path / "torch", gpus, accumulation)
+        expected = trained(theirs), theirs.evaluate()["eval_loss"]
+        with replace_torch():
+            ours = self.made(tmp_path / "ours", gpus, accumulation)
+            found = trained(ours), ours.evaluate()["eval_loss"]
+        assert isinstance(ours.model_wrapped, dataparallel.DataParallel)
+        assert_same(found[0], expected[0])
+        assert found[1] == pytest.approx(expected[1], rel=1e-6)
+
+    @pytest.mark.parametrize("first", ["torch", "ours"])
+    def test_saving_and_resuming(self, first, gpus, accumulation, tmp_path):
+        """A training goes on with the other class."""
+        whole = trained(self.made(tmp_path / "whole", gpus, accumulation))
+        before, after = (replace_torch, nullcontext) if first == "ours" else (nullcontext, replace_torch)
+        with before():
+            halfway = {"save_strategy": "steps", "save_steps": STEPS // 2}
+            self.made(tmp_path, gpus, accumulation, **halfway).train()
+        with after():
+            again = self.made(tmp_path, gpus, accumulation)
+            again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
         for name, value in again.model.state_dict().items():
             torch.testing.assert_close(value, whole[1][name], rtol=1e-9, atol=1e-9)
 
@@ -147,7 +183,7 @@ def language_model(kind):
 @pytest.mark.parametrize("kind", LANGUAGE_MODELS)
 def test_architectures_train_as_on_one_gpu(kind, gpus, tmp_path):
     expected = trained(trainer_for(language_model(kind), tmp_path / "one", 1, PER_DEVICE * gpus))
-    with dataparallel.replace_torch():
+    with replace_torch():
         trainer = trainer_for(language_model(kind), tmp_path, gpus)
         found = trained(trainer)
     assert isinstance(trainer.model_wrapped, dataparallel.DataParallel)

@@ -6,8 +6,9 @@ from html import escape
 
 import pytest
 
-from dataparallel.integrations import programs, torch_names
+from dataparallel.integrations import programs, torch_rules
 from dataparallel.tracing.report_parts import Section
+from processes import run_script
 
 PROGRAM = """
 import sys
@@ -38,7 +39,7 @@ def script(tmp_path, monkeypatch):
     sys.modules.pop("beside", None)
 
 
-EXPECTED = "name __main__ arguments ['--lr', '1', '-m', 'x'] beside 7 class dataparallel.integrations.torch_names"
+EXPECTED = "name __main__ arguments ['--lr', '1', '-m', 'x'] beside 7 class dataparallel.integrations.torch_wrapper"
 
 
 def test_a_script(script, capsys):
@@ -54,6 +55,38 @@ def test_a_module(script, capsys, monkeypatch):
     assert capsys.readouterr().out.strip() == EXPECTED
 
 
+WORKERS = """
+import multiprocessing, sys
+
+class Item:
+    def __init__(self, value):
+        self.value = value
+
+def make(queue):
+    queue.put([Item(2), Item(3)])
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    queue = context.Queue()
+    process = context.Process(target=make, args=(queue,))
+    process.start()
+    items = queue.get()
+    process.join()
+    print([item.value for item in items], {type(item) for item in items} == {Item})
+"""
+
+
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+@pytest.mark.parametrize("kind", ["a_script", "a_module"])
+def test_workers_return_objects_of_the_programs_classes(script, capsys, monkeypatch, kind, way):
+    script.write_text(WORKERS)
+    monkeypatch.syspath_prepend(str(script.parent))
+    before = sys.modules.get("__mp_main__")
+    main([str(script), way] if kind == "a_script" else ["-m", "train", way])
+    assert capsys.readouterr().out == "[2, 3] True\n"
+    assert sys.modules.get("__mp_main__") is before
+
+
 def test_the_report_at_the_end(script, capsys):
     main(["--report", str(script)])
     error = capsys.readouterr().err
@@ -61,8 +94,28 @@ def test_the_report_at_the_end(script, capsys):
         assert words in error
 
 
+VISIBLE = """
+import os
+os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+import torch
+from torch import nn
+model = nn.DataParallel(nn.Linear(3, 2).cuda())
+model(torch.ones(4, 3)).sum().backward()
+print(torch.cuda.device_count(), model.device_ids)
+"""
+
+
+@pytest.mark.devices("cuda")
+@pytest.mark.slots(2)
+@pytest.mark.parametrize("options", [[], ["--report"]])
+def test_a_program_chooses_the_gpus_that_it_sees(slots, tmp_path, options):
+    (tmp_path / "visible.py").write_text(VISIBLE)
+    command = f"from dataparallel.integrations import programs; programs.main({[*options, 'visible.py']!r}, None)"
+    assert run_script(f"import os; os.chdir({str(tmp_path)!r}); {command}").splitlines()[0] == "1 [0]"
+
+
 def test_a_program_that_wraps_nothing_is_told(script, capsys, monkeypatch):
-    monkeypatch.setattr(torch_names, "counts", torch_names.Counts())
+    monkeypatch.setattr(torch_rules, "counts", torch_rules.Counts())
     script.write_text("print('plain')")
     for options in ([], ["--report"]):
         main([*options, str(script)])

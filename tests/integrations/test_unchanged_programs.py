@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataparallel.integrations import programs, torch_names
+from dataparallel.integrations import programs, torch_rules
 
 FOLDER = Path(__file__).parent / "programs"
 
@@ -24,7 +24,7 @@ ALIKE = [("classify", "--arch=plain")] + [
 def numbers(tmp_path, monkeypatch, capsys, slots, root):
     """Runs a program with ``torch``'s class, with ``ours`` or on ``one`` device, and returns the numbers it prints."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch_names, "counts", torch_names.Counts())
+    monkeypatch.setattr(torch_rules, "counts", torch_rules.Counts())
     before = torch.get_default_dtype()
 
     def run(way, name, *options):
@@ -37,8 +37,8 @@ def numbers(tmp_path, monkeypatch, capsys, slots, root):
         try:
             if way == "ours":
                 programs.main(arguments, plan=None)
-                assert torch_names.counts.calls()["DataParallel.forward"] > 0
-                assert torch_names.counts.fallbacks() == {}
+                assert torch_rules.counts.calls()["DataParallel.forward"] > 0
+                assert torch_rules.counts.fallbacks() == {}
             else:
                 monkeypatch.setattr(sys, "argv", arguments)
                 runpy.run_path(arguments[0], run_name="__main__")
@@ -74,3 +74,50 @@ def test_checkpoints_are_those_of_torch(numbers, kind, first, second):
     whole = numbers("torch", "classify", kind, "--epochs=3")
     begun = numbers(first, "classify", kind, "--epochs=1")
     check(torch.cat([begun, numbers(second, "classify", kind, "--epochs=3", "--resume")]), whole)
+
+
+WHOLE = (
+    *("copied_class", "detection", "functions_by_hand", "gan", "graphs", "reidentification"),
+    *("segmentation", "speech", "super_resolution", "synchronised_norm"),
+)
+"""Programs that do more with torch's class, its functions and its private ones than call them."""
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch, capsys):
+    """Runs a program without options, with ``torch``'s class or ``ours``, and returns what it prints."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(way, name):
+        before, path = torch.get_default_dtype(), str(FOLDER / f"{name}.py")
+        monkeypatch.setattr(torch_rules, "counts", torch_rules.Counts())
+        capsys.readouterr()
+        try:
+            if way == "ours":
+                programs.main([path], plan=None)
+                assert torch_rules.counts.calls()
+            else:
+                runpy.run_path(path, run_name="__main__")
+        finally:
+            torch.set_default_dtype(before)
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.devices("cuda")
+@pytest.mark.slots(2)
+@pytest.mark.filterwarnings("ignore:as torch.nn.DataParallel does")
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_programs_print_what_they_print_with_torch(slots, text, name):
+    ours, theirs = text("ours", name), text("torch", name)
+    number = re.compile(r"-?\d+\.\d+")
+    assert number.sub("", ours) == number.sub("", theirs) != ""
+    found, expected = ([float(each) for each in number.findall(printed)] for printed in (ours, theirs))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.devices("cpu")
+def test_every_program_is_run():
+    named = {name for name, _ in [*ALIKE, ("classify", "")]} | {*WHOLE}
+    assert named == {path.stem for path in FOLDER.glob("*.py")}

@@ -183,11 +183,28 @@ def test_there_is_no_figure_for_cpu_slots() -> None:
     assert MemoryBefore().until_now([torch.device("cpu")] * 2) == []
 
 
+def test_devices_that_nobody_has_used_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their counters are 0, and what looks at them first decides which of them the process sees."""
+
+    def fails() -> Any:
+        raise AssertionError("devices were looked at")
+
+    device = torch.device("meta", 0)
+    monkeypatch.setattr(block, "are_initialized", lambda: False)
+    monkeypatch.setattr(block, "all_devices", fails)
+    before = MemoryBefore()
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 3)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 5)
+    (found,) = before.until_now([torch.device("cpu"), device])
+    assert (found.slots, found.before, found.after, found.peak) == ((1,), 0, 3, 5)
+
+
 def test_a_backend_that_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(device: Any) -> Any:
         raise RuntimeError("no allocator that counts")
 
     device = torch.device("meta", 0)
+    monkeypatch.setattr(block, "are_initialized", lambda: True)
     monkeypatch.setattr(block, "all_devices", lambda: [device])
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", fails)
     assert MemoryBefore().until_now([device]) == []

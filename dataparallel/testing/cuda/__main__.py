@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 
+from dataparallel.forks import main_is_the_program
 from dataparallel.testing.cuda import SimulationUnavailable, stand_in
 from dataparallel.testing.cuda.machine import LIKE
 
@@ -45,15 +46,16 @@ def main() -> None:
         stand_in(options.devices, like=options.like, hide_gpus=options.hide_gpus)
     except (SimulationUnavailable, ValueError) as error:
         _end(str(error))
-    if not options.is_module:
-        runpy.run_path(options.program, run_name="__main__")
-        return
-    try:
-        runpy.run_module(options.program, run_name="__main__", alter_sys=True)
-    except ImportError as error:
-        if error.name is not None:
-            raise
-        _end(str(error))
+    with main_is_the_program():
+        if not options.is_module:
+            runpy.run_path(options.program, run_name="__main__")
+            return
+        try:
+            runpy.run_module(options.program, run_name="__main__", alter_sys=True)
+        except ImportError as error:
+            if error.name is not None:
+                raise
+            _end(str(error))
 
 
 def _end(message: str) -> None:

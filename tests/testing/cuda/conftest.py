@@ -14,6 +14,7 @@ from processes import environment
 
 TORCH = """
 import os
+import multiprocessing  # as torch itself does
 from torch import version
 print("torch", flush=True)
 

@@ -40,6 +40,31 @@ def test_a_module_sees_what_python_shows_it(lines, tmp_path):
     assert lines(*COMMAND, *arguments) == [*STARTED, *lines(*arguments)]
 
 
+WORKERS = """
+import multiprocessing
+
+class Item:
+    pass
+
+def make(queue):
+    queue.put(Item())
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=make, args=(queue,))
+    process.start()
+    print(type(queue.get()) is Item)
+    process.join()
+"""
+
+
+def test_workers_return_objects_of_the_programs_classes(lines, tmp_path):
+    (tmp_path / "here" / "workers.py").write_text(WORKERS)
+    for arguments in (["workers.py"], ["-m", "workers"]):
+        assert lines(*COMMAND, *arguments) == [*STARTED, "True"]
+
+
 def test_the_devices_that_are_asked_for(lines, script):
     found = lines(*COMMAND, "--devices", "2", "--like", "h100", script)
     assert found[0] == "libraries 2 h100"
