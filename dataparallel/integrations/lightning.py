@@ -198,7 +198,8 @@ class _Steps(nn.Module):
         own, samples_here = vars(module), number_of_samples((args, kwargs), 0)
 
         def log(*given: Any, **named: Any) -> None:
-            bound = _LOG.bind(*given, **named).arguments
+            bound = signature.bind(module, *given, **named).arguments
+            bound.pop("self")
             name, value, batch_size = bound.pop("name"), bound.pop("value"), bound.pop("batch_size", None)
             if not isinstance(value, (int, float, Tensor)):
                 raise TypeError(
@@ -210,6 +211,7 @@ class _Steps(nn.Module):
             entry = {"name": name, "value": value.reshape(()), "samples": samples_here, "batch_size": batch_size}
             logged[name] = {**entry, "settings": bound}
 
+        signature = inspect.signature(LightningModule.log)
         device, module._device = module.device, current_device(module.device)
         lists = {name: own[name] for name in appended}
         own.update({name: [*values] for name, values in lists.items()}, log=log)
@@ -222,9 +224,6 @@ class _Steps(nn.Module):
             del own["log"]
             own.update(lists)
             module._device = device
-
-
-_LOG = inspect.Signature([*inspect.signature(LightningModule.log).parameters.values()][1:])
 
 
 _running: weakref.WeakValueDictionary[int, _Steps] = weakref.WeakValueDictionary()

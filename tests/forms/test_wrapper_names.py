@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, prefetch
 from dataparallel.devices import device_id, resolve
 from dataparallel.forms.wrapper_options import WrapperOptions
-from dataparallel.integrations import torch_names
+from dataparallel.integrations import torch_wrapper
 
 SET = {"module", "device_ids", "output_device", "src_device_obj", "dim"}
-TORCHS = {*dir(torch_names.TorchDataParallel), *vars(nn.Module()), *SET}
+TORCHS = {*dir(torch_wrapper.TorchDataParallel), *vars(nn.Module()), *SET}
 OPTIONS = {
     name
     for name, each in inspect.signature(DataParallel).parameters.items()
@@ -34,7 +34,7 @@ NAMES = sorted(
 )
 
 both_classes = pytest.mark.parametrize(
-    "wrapper", [DataParallel, torch_names.DataParallel], ids=["own", "in the place of torch's"]
+    "wrapper", [DataParallel, torch_wrapper.DataParallel], ids=["own", "in the place of torch's"]
 )
 
 
