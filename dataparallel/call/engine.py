@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -178,7 +178,7 @@ class CallEngine:
         slots, start = slots[: len(inputs)], time.perf_counter()
         call.combine_scalars = options.combines.of_chunks(inputs, kwargs, options.dim)
         call.pad = options.pad if method.pad is None else method.pad
-        with maker.lends(slots) as lent, _inside_replicas_of(maker.source(), method.name):
+        with maker.lends(slots) as lent, _InsideReplicas(maker.source(), method.name):
             with stage("replicate", maker.form), call.replicates():
                 overridden = self._overridden("replicate", call)
                 replicas = maker.replicas(method, lent, slots) if overridden is None else overridden(slots)
@@ -247,24 +247,35 @@ def run_alone(
 _around: ContextVar[tuple[tuple[int, str], ...]] = ContextVar("dataparallel_calls", default=())
 """The calls in whose replicas this code runs, from the outermost one: the id of the module, and the method."""
 
+_DEEPEST = 8
+"""A replica may call the model itself, and so on. At this depth that would never end."""
 
-@contextmanager
-def _inside_replicas_of(source: nn.Module, method: str) -> Iterator[None]:
-    """A context around the replicas of a call. Raises ``RuntimeError`` inside a replica of the same module's call."""
-    around, here = _around.get(), (id(source), method)
-    if here in around:
-        name, held = type(source).__name__, vars(source).get("forward")
-        what = "an attribute of the module" if held is None else f"its forward, which is a {type(held).__name__},"
-        raise RuntimeError(
-            f"a replica of this {name} has called the {name} itself, which would run replicas again and again: {what} "
-            "leads to the module where replicas cannot follow, for example in an attribute of an attribute. Let an "
-            "object that stands in the place of a method have the module, or the former method, as its own attribute"
-        )
-    token = _around.set((*around, here))
-    try:
-        yield
-    finally:
-        _around.reset(token)
+
+class _InsideReplicas:
+    """A context around the replicas of a call. It is no generator, which could not pass on a frozen exception.
+
+    Raises:
+        RuntimeError: replicas of the same module have called the module `_DEEPEST` times.
+    """
+
+    def __init__(self, source: nn.Module, method: str) -> None:
+        self._source, self._here = source, (id(source), method)
+
+    def __enter__(self) -> None:
+        around = _around.get()
+        if around.count(self._here) >= _DEEPEST:
+            name, held = type(self._source).__name__, vars(self._source).get("forward")
+            what = "an attribute of the module" if held is None else f"its forward, which is a {type(held).__name__},"
+            raise RuntimeError(
+                f"a replica of this {name} calls the {name} itself, which would run replicas again and again: {what} "
+                "leads to the module where replicas cannot follow, for example in an attribute of an attribute. Let an "
+                "object that stands in the place of a method have the module, or the former method, as its own "
+                "attribute"
+            )
+        self._token = _around.set((*around, self._here))
+
+    def __exit__(self, *error: object) -> None:
+        _around.reset(self._token)
 
 
 # ---- the context around the stages -----------------------------------------------------------------------------------

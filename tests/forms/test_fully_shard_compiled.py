@@ -387,7 +387,7 @@ class TestErrors:
 
 class TestWithoutDevices:
     def test_the_module_itself_is_compiled(self, monkeypatch):
-        monkeypatch.setattr("dataparallel.forms.fully_shard.resolve_slots", lambda devices: [])
+        monkeypatch.setattr("dataparallel.forms.fully_shard.resolve_slots", lambda *devices: [])
         used = []
 
         def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -131,7 +131,7 @@ class TestPrefetch:
 
 
 def test_without_devices_methods_do_nothing(monkeypatch):
-    monkeypatch.setattr(form, "resolve_slots", lambda devices: [])
+    monkeypatch.setattr(form, "resolve_slots", lambda *devices: [])
     net = nn.Sequential(nn.Linear(2, 2))
     for module in (net[0], net):
         fully_shard(module)
