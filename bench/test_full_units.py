@@ -38,17 +38,11 @@ pytestmark = pytest.mark.skipif(
 
 
 @dataclass(frozen=True)
-class Row:
-    """A model by one form. Sizes are bytes."""
+class Row(Found):
+    """What was found of a model by one form."""
 
     model: str
     form: str
-    units: int
-    forward: int
-    backward: int
-    full: int
-    peak_forward: int
-    peak_backward: int
 
     def cells(self) -> dict[str, str]:
         """The row of the table."""
@@ -81,4 +75,4 @@ def test_units_full_at_once(name: str, places: Places, report: Report, tmp_path:
     rows["fully_shard"], gradients = by_fully_shard(work, places.simulated[:DEVICES])
     rows["FSDP2"], expected = by_fsdp(work, tmp_path)
     assert_same_gradients(gradients, expected)
-    report.rows += [Row(name, form, **vars(found)) for form, found in rows.items()]
+    report.rows += [Row(model=name, form=form, **vars(found)) for form, found in rows.items()]

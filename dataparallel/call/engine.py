@@ -211,7 +211,8 @@ class CallEngine:
             else:
                 join = join or gather
                 output = join(outputs) if loss is None else loss.loss_of_batch(outputs, own, join)
-                gather([None] * len(outputs), written=written)
+                if written:
+                    gather([None] * len(outputs), written=written)
         call.seconds = time.perf_counter() - start
         returned = (output, [entry.joined for entry in written]) if written else output
         call.returns(returned)
@@ -248,7 +249,7 @@ _around: ContextVar[tuple[tuple[int, str], ...]] = ContextVar("dataparallel_call
 """The calls in whose replicas this code runs, from the outermost one: the id of the module, and the method."""
 
 _DEEPEST = 8
-"""A replica may call the model itself, and so on. At this depth that would never end."""
+"""A replica may call its model, whose replicas may call it again. Calls that are nested deeper would never end."""
 
 
 class _InsideReplicas:

@@ -208,7 +208,8 @@ class DataParallel(nn.DataParallel[M]):
         """
         own, slots = own_options(self), resolve_slots(device_ids)
         if "_is_replica" in vars(self):  # this wrapper is a part of a replica, which ends with the call
-            root_call, as_torch = None if own.compiled is None else own.compiled.of(module), self._dataparallel_as_torch
+            root_call = None if own.compiled is None else own.compiled.of(module)
+            as_torch = self._dataparallel_as_torch
             return make_replicas(module, slots, own.cap_bytes, root_call=root_call, as_torch=as_torch)
         return own.kept.replicas(module, slots, own.cap_bytes)
 

@@ -187,6 +187,7 @@ class _Steps(nn.Module):
     def __init__(self, module: nn.Module, form_and_slots: tuple[str, list[torch.device]]) -> None:
         super().__init__()
         self.module, self.form_and_slots = module, form_and_slots
+        self._signature_of_log = inspect.signature(LightningModule.log)
 
     def forward(self, step: str, appended: dict[str, list[Any]], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Returns the output of the step, and what it has logged.
@@ -198,7 +199,7 @@ class _Steps(nn.Module):
         own, samples_here = vars(module), number_of_samples((args, kwargs), 0)
 
         def log(*given: Any, **named: Any) -> None:
-            bound = signature.bind(module, *given, **named).arguments
+            bound = self._signature_of_log.bind(module, *given, **named).arguments
             bound.pop("self")
             name, value, batch_size = bound.pop("name"), bound.pop("value"), bound.pop("batch_size", None)
             if not isinstance(value, (int, float, Tensor)):
@@ -211,7 +212,6 @@ class _Steps(nn.Module):
             entry = {"name": name, "value": value.reshape(()), "samples": samples_here, "batch_size": batch_size}
             logged[name] = {**entry, "settings": bound}
 
-        signature = inspect.signature(LightningModule.log)
         device, module._device = module.device, current_device(module.device)
         lists = {name: own[name] for name in appended}
         own.update({name: [*values] for name, values in lists.items()}, log=log)

@@ -80,15 +80,18 @@ def refuse_constants(plan: ModulePlan, slots: Sequence[torch.device]) -> None:
     """
     inside: set[int] = set()  # ids of modules whose code has been checked as part of their parent's
     for entry in plan.entries:
-        is_graph = isinstance(entry.module, torch.fx.GraphModule)
-        if not (entry.is_script or is_graph) or id(entry.module) in inside:
+        if id(entry.module) in inside:
             continue
-        inside.update(map(id, entry.module.modules()) if entry.is_script else ())
-        constants = _constants_of_script(entry.module) if entry.is_script else _constants_of_graph(entry.module)
+        if entry.is_script:
+            inside.update(map(id, entry.module.modules()))
+            constants, what, how = _constants_of_script(entry.module), "ScriptModule", "frozen"
+        elif isinstance(entry.module, torch.fx.GraphModule):
+            constants, what, how = _constants_of_graph(entry.module), "graph", "exported"
+        else:
+            continue
         for device, constant in constants.items():
             other = next((slot for slot in slots if slot != device), None)
             if other is not None and device != CPU:
-                what, how = ("graph", "exported") if is_graph else ("ScriptModule", "frozen")
                 raise RuntimeError(
                     f"cannot replicate the {what} {entry.name or 'at the root'!r} to {other}: {constant} on "
                     f"{device} is a constant of its code, because it was traced or {how} there. Wrap the module of "

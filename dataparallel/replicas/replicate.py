@@ -235,9 +235,14 @@ def _broadcast_in_buckets(
 
 
 def _with_hooks_alone(tensors: Sequence[Tensor], indices: list[int]) -> list[list[int]]:
-    alone = [i for i in indices if _torch.hooks_of(tensors[i]) or _torch.hooks_after_accumulation_of(tensors[i])]
-    together = [i for i in indices if i not in alone] if alone else indices
-    return [*([together] if together else []), *([i] for i in alone)]
+    """Returns the positions as one group, and the position of each tensor that has hooks as a group of its own."""
+    together, alone = [], []
+    for i in indices:
+        if _torch.hooks_of(tensors[i]) or _torch.hooks_after_accumulation_of(tensors[i]):
+            alone.append([i])
+        else:
+            together.append(i)
+    return [together, *alone] if together else alone
 
 
 def at_positions(positions: Sequence[int], later: Later | None) -> Later | None:

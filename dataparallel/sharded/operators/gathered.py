@@ -71,8 +71,10 @@ def _cannot_be_written(view: ShardedTensor) -> GatheredView:
 def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
     """Runs the operator on gathered arguments. Raises ``error`` if operators may not gather or this one cannot."""
     arguments = [*args, *kwargs.values()]
-    if not _can_gather(func) or not _may_gather(arguments):
-        if _can_gather(func) and _is_recorded(arguments) and here() is None and _allowed is None:
+    if not _can_gather(func):
+        raise error
+    if not _may_gather(arguments):
+        if _allowed is None and here() is None and _is_recorded(arguments):
             error = type(error)(f"{error}, or for its gradient call dataparallel.sharded.allow_gathers(True) first")
         raise error
     # An operator on lists runs for one position after the other, so that few full tensors are in memory.

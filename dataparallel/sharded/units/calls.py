@@ -19,13 +19,7 @@ from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.replicas.plan import UNIT_MODULE
 from dataparallel.sharded.units.fixed_memory import FixedAddresses
-from dataparallel.sharded.units.nodes import (
-    InputNodes,
-    before_gradient,
-    give_own_memory,
-    with_one_node,
-    with_own_memory,
-)
+from dataparallel.sharded.units.nodes import InputNodes, before_gradient, with_one_node, with_own_memory
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
@@ -175,27 +169,25 @@ class ModuleCall:
         """
         slot_unit = self._slot_unit
         try:
-            output = with_own_memory(output, slot_unit.flats)
-            give_own_memory(given, slot_unit.flats)
+            output = with_own_memory(output, given, slot_unit.flats)
         finally:
             slot_unit.end_use()
         if not self._is_recomputation:
             self._position = self._root_call.end_unit(slot_unit)
-        output = inputs.hand_back(output, given)
-        written = inputs.written_into(given) if torch.is_grad_enabled() else []
+        output, is_recorded = inputs.hand_back(output, given), torch.is_grad_enabled()
+        written = inputs.written_into(given) if is_recorded else []
         tensors = [*tensors_in(output), *written, *(tensor for tensor, _ in inputs.changed())]
-        needing = [tensor for tensor in tensors if tensor.requires_grad and torch.is_grad_enabled()]
+        needing = [tensor for tensor in tensors if tensor.requires_grad] if is_recorded else []
         for tensor in needing:
             if not inputs.has_unchanged(tensor):  # an input's gradient says nothing of this call's nodes
                 before_gradient(tensor, self._begin_backward)
         if not self._is_recomputation:
             # Gradients may also come to tensors that are hidden in the output, or in attributes of modules.
             may_be_hidden = self._needs_gradients or (not tensors and self._root_call.is_trained)
-            has_backward = bool(needing) or (torch.is_grad_enabled() and may_be_hidden)
+            has_backward = bool(needing) or (is_recorded and may_be_hidden)
             slot_unit.note_module_end(number, has_backward, is_announced=bool(needing))
         slot_unit.unit.refuse_overwritten(slot_unit.slot)  # freeing has compared the parameters' versions
-        gets_node = not self._is_recomputation and torch.is_grad_enabled()
-        if gets_node and self._root_call.gives_one_node(slot_unit):
+        if is_recorded and not self._is_recomputation and self._root_call.gives_one_node(slot_unit):
             return with_one_node(output, given)
         return output
 

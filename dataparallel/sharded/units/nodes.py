@@ -94,20 +94,18 @@ def with_one_node(output: Any, given: Any) -> Any:
     return _replaced(output, dict(zip(joined, OneNode.apply(*joined.values()), strict=True)), kept)
 
 
-def with_own_memory(output: Any, full: Sequence[Tensor]) -> Any:
-    """Copies the tensors of a call's output that lie in the memory of the ``full`` parameters, which will be freed."""
+def with_own_memory(output: Any, given: Any, full: Sequence[Tensor]) -> Any:
+    """Returns a call's output with copies of tensors in the memory of the ``full`` parameters, which will be freed.
+
+    Such tensors that the call has written into dicts and lists among its arguments, ``given``, are replaced there.
+    """
     addresses = {flat.untyped_storage().data_ptr() for flat in full} - {0}
     copies = {id(part): part.clone() for part in _parts(output) if _lies_in(addresses, part)}
-    return _replaced(output, copies, {}) if copies else output
-
-
-def give_own_memory(given: Any, full: Sequence[Tensor]) -> None:
-    """Does what `with_own_memory` does for what the call has written into dicts and lists among its arguments."""
-    addresses = {flat.untyped_storage().data_ptr() for flat in full} - {0}
     for part in _parts(given):
         for key, value in (entries_of(part) or {}).items():
             if _lies_in(addresses, value):
                 Written(part, key, []).hand_back(value.clone())
+    return _replaced(output, copies, {}) if copies else output
 
 
 def _lies_in(addresses: set[int], part: Any) -> bool:
