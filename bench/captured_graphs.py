@@ -17,7 +17,7 @@ from torch import nn
 
 from dataparallel import DataParallel
 from dataparallel.composable import replicate
-from dataparallel.testing import cuda
+from nogpu import cuda
 from pairs import PAIRS, Comparison, alternate
 from shapes import Shape
 from sharded_blocks import sharded

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import timelines
 from compiled_report import PredictedRow
-from dataparallel.testing import SimulationUnavailable, simulate
-from dataparallel.testing.simulated.timeline import Host, Recording, schedule
-from dataparallel.testing.simulated.timeline.presets import A100
 from fused import as_python, fused, without_lock
+from nogpu import SimulationUnavailable, simulate
+from nogpu.timeline import Host, Recording, schedule
+from nogpu.timeline.presets import A100
 from real_shapes import GPT_768, RealShape
 from sharded_blocks import blocks_of
 from timelines import ALONE, DEVICES, REPLICATE, WARM_UP, Recorded, Steps, record, second_step

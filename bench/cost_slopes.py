@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.testing import SimulationUnavailable, simulate
 from gradients import assert_same_gradients, gradients_of
 from linear_cost import FEATURES, SAMPLES_PER_SLOT, chain, loss_of, take_turns_on_the_cpu
+from nogpu import SimulationUnavailable, simulate
 from sharded_blocks import full_gradients
 from torch_pipeline import StandIns
 

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 import timelines
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.testing import SimulationUnavailable, simulate
-from dataparallel.testing.simulated.timeline import Host, Machine
-from dataparallel.testing.simulated.timeline.presets import A100
 from free_timelines_report import CORES, INFERENCE, TRAINING, PredictedRow
 from launch_bound import OPERATORS_PER_LAYER, batch, layers_in_a_row
+from nogpu import SimulationUnavailable, simulate
+from nogpu.timeline import Host, Machine
+from nogpu.timeline.presets import A100
 from stages import mean_square
 from timelines import ALONE, DEVICES, REPLICATE, SHAPES, SHARDED, TORCH, WARM_UP, WRAPPER, Recorded, record, second_step
 from torch_pipeline import StandIns

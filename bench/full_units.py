@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from child_processes import environment
 from dataparallel.composable import fully_shard
-from dataparallel.testing import simulate
+from nogpu import simulate
 from sharded_blocks import full_gradients
 
 DEVICES = 2

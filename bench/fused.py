@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 
-from dataparallel.testing.simulated.timeline import Launch, Recording
+from nogpu.timeline import Launch, Recording
 
 APART = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention")
 """Parts of the names of operators that compilers leave to libraries."""

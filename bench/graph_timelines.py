@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.testing import cuda
-from dataparallel.testing.simulated.timeline.presets import A100
 from graph_timelines_report import ALL_REDUCED, INFERENCE, TRAINING, PredictedStep
+from nogpu import cuda
+from nogpu.timeline.presets import A100
 from process_timelines import Arrival, changed, ddp, one_graph
 from real_shapes import GPT_768, RESNET50, RealShape, WithLoss
 from shapes import GPT

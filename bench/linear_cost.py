@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, replicate
-from dataparallel.testing import SimulationUnavailable, simulate
 from gradients import assert_same_gradients, gradients_of
+from nogpu import SimulationUnavailable, simulate
 
 SLOTS = (1, 2, 4, 8, 16, 24, 32)
 PARAMETERS = (10, 30, 100, 300, 1_000, 3_000, 10_000)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dataparallel.testing.cuda import is_stand_in
+from nogpu.cuda import is_stand_in
 from pairs import Comparison
 from places import device_name, is_simulated
 from plots import figure_for

@@ -2,7 +2,7 @@
 
 Simulated devices are no accelerators. To torch and to the library they are separate devices, and the library
 scatters, replicates and gathers between them as between GPUs. But their operators run on the CPU's cores. The same is
-true of the CUDA devices of a stand-in, with which ``python -m dataparallel.testing.cuda -m pytest bench`` runs. They
+true of the CUDA devices of a stand-in, with which ``python -m nogpu.cuda -m pytest bench`` runs. They
 have torch's own functions for copies between devices.
 """
 
@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from dataparallel.devices import all_devices
-from dataparallel.testing import SimulationUnavailable, cuda, simulate
 from freed_memory import keep_freed_memory
+from nogpu import SimulationUnavailable, cuda, simulate
 from reporting import Report
 
 SIMULATED = 8

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dataparallel.testing.simulated.timeline import HOST, Launch, Recording, StreamName
+from nogpu.timeline import HOST, Launch, Recording, StreamName
 from timelines import Recorded
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 from dataparallel.composable import replicate
-from dataparallel.testing.simulated import simulate
+from nogpu.simulated import simulate
 
 SLOTS, CLASSES, WIDTH, BLOCKS, SAMPLES, TOKENS = 8, 50_000, 256, 4, 8, 128
 MIB = 2**20

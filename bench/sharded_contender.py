@@ -21,8 +21,8 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from contender import SLOTS, batch, model, obey
-from dataparallel.testing import simulate
 from freed_memory import keep_freed_memory
+from nogpu import simulate
 from sharded_blocks import blocks_of, full_gradients, sharded
 
 CPU, SIMULATED, FSDP, DDP = "cpu", "simulated", "fsdp", "ddp"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataparallel.testing.compiling import fingerprint
-from dataparallel.testing.cuda import is_stand_in
-from dataparallel.testing.simulated.extension import EXTENSION
+from nogpu.compiling import fingerprint
+from nogpu.cuda import is_stand_in
+from nogpu.simulated.extension import EXTENSION
 from places import Places, device_name
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dataparallel.testing import simulate
-from dataparallel.testing.simulated.timeline import HOST, Launch, Schedule, schedule
-from dataparallel.testing.simulated.timeline.presets import A100
+from nogpu import simulate
+from nogpu.timeline import HOST, Launch, Schedule, schedule
+from nogpu.timeline.presets import A100
 from plots import figure_for
 from real_shapes import GPT2_SMALL
 from timelines import DEVICES, TORCH, WRAPPER, Recorded, recorded

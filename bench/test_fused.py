@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from dataparallel.testing.simulated.timeline import Launch, Recording, StreamName, schedule
-from dataparallel.testing.simulated.timeline.presets import A100
 from fused import as_python, fused, without_lock
+from nogpu.timeline import Launch, Recording, StreamName, schedule
+from nogpu.timeline.presets import A100
 
 
 def launch(index: int, op: str = "aten::add", thread: int = 0, stream: int = 0, **changes: Any) -> Launch:

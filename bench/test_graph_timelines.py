@@ -1,6 +1,6 @@
 """What captured graphs would bring on 8 x A100: predictions, by timelines of a stand-in for CUDA. They are not judged.
 
-``python -m dataparallel.testing.cuda -m pytest bench/test_graph_timelines.py``.
+``python -m nogpu.cuda -m pytest bench/test_graph_timelines.py``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dataparallel.testing import cuda
-from dataparallel.testing.simulated.timeline import HOST, Launch, Recording, StreamName
 from graph_timelines import GPT_256, TASKS, predicted
 from graph_timelines_report import ALL_REDUCED, CAPTION, INFERENCE, TRAINING, PredictedStep, judged
+from nogpu import cuda
+from nogpu.timeline import HOST, Launch, Recording, StreamName
 from process_timelines import Arrival, buckets_of, changed, ddp, one_graph
 from real_shapes import RealShape
 from reporting import Report, table

@@ -1,4 +1,4 @@
-"""What captured graphs bring, on CUDA devices: ``python -m dataparallel.testing.cuda -m pytest bench/test_graphs.py``.
+"""What captured graphs bring, on CUDA devices: ``python -m nogpu.cuda -m pytest bench/test_graphs.py``.
 
 On a stand-in for CUDA the CPU computes the kernels, with graphs and without. So only the work of the host is compared.
 """
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from captured_graphs import DEVICES, REPLICATE, SAMPLES, SHARDED, TRAINING, WRAPPER, Row, measure
-from dataparallel.testing import cuda
+from nogpu import cuda
 from places import Places
 from reporting import Report
 from shapes import NARROW_BERT, NARROW_GPT, RESNET, WIDE_GPT, Shape

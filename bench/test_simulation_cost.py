@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from child_processes import environment
-from dataparallel.testing.cuda import is_stand_in
+from nogpu.cuda import is_stand_in
 from places import Places
 from reporting import Report, quartiles, ratios
 from shapes import GPT, SHAPES
@@ -182,7 +182,7 @@ FIRST_USE = """
 import time
 import torch
 start = time.perf_counter()
-from dataparallel.testing import simulate
+from nogpu import simulate
 device = simulate(2)[1]
 seconds = time.perf_counter() - start
 print(seconds, torch.full((3,), 2.0, device=device).sum().item())

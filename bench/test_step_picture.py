@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import step_picture
-from dataparallel.testing.simulated.timeline import Launch, Recording, StreamName
+from nogpu.timeline import Launch, Recording, StreamName
 from step_picture import BACKWARD, COPY, FORWARD, OPTIMIZER, SUM, bars_of, part_of
 from timelines import TORCH, WRAPPER, Recorded
 

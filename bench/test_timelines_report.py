@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from dataparallel.testing.simulated.timeline import HOST, Host, Launch, Machine, Recording, StreamName
-from dataparallel.testing.simulated.timeline.presets import A100, PRESETS
-from dataparallel.testing.simulated.timeline.wiring import switch
+from nogpu.timeline import HOST, Host, Launch, Machine, Recording, StreamName
+from nogpu.timeline.presets import A100, PRESETS
+from nogpu.timeline.wiring import switch
 from published import DDP, DP, ONE, PUBLISHED, PUBLISHED_SHAPES, SOURCES, Published
 from real_shapes import GPT2_SMALL, RESNET50
 from reporting import table

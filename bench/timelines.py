@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch
 from dataparallel.composable import replicate
-from dataparallel.testing import SimulationUnavailable, simulate
-from dataparallel.testing.simulated.timeline import HOST, Machine, Recording, Schedule, schedule
-from dataparallel.testing.simulated.timeline.presets import A100, H100, PRESETS, RTX_3090, V100
+from nogpu import SimulationUnavailable, simulate
+from nogpu.timeline import HOST, Machine, Recording, Schedule, schedule
+from nogpu.timeline.presets import A100, H100, PRESETS, RTX_3090, V100
 from published import DDP, DP, ONE, PUBLISHED, PUBLISHED_SHAPES
 from real_shapes import GPT_768, REAL_SHAPES, RealShape
 from sharded_blocks import sharded

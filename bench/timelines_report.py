@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dataparallel.testing.simulated.timeline.presets import A100
+from nogpu.timeline.presets import A100
 from published import ONE, SOURCES, Published
 from real_shapes import GPT2_SMALL
 from timelines import HOST_BOUND, PREDICTED_BY, SHAPES, SHARDED, TORCH, Prediction
@@ -16,7 +16,7 @@ from timelines import HOST_BOUND, PREDICTED_BY, SHAPES, SHARDED, TORCH, Predicti
 CAPTION = f"""\
 Predictions: nothing here was measured on such devices. A training step was recorded on simulated devices that skip
 kernels, and scheduled on published machines with the shares of their peaks that are stated in
-dataparallel/testing/simulated/timeline/presets.py. float32, TF32 where devices have it; forward, backward and SGD;
+nogpu/timeline/presets.py. float32, TF32 where devices have it; forward, backward and SGD;
 inputs from pinned memory of the host.
 
 step, ms

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-ROOT = __name__.partition(".")[0]
-
 # Python raises in one of two threads that wait for each other because one imports a folder and the other a file in it.
 # Files of the library ask for no public name, so no thread waits for this lock while others wait for what it imports.
 _one_thread = threading.RLock()
@@ -28,7 +26,7 @@ def import_on_demand(package: str, rooms: Mapping[str, tuple[str, ...]]) -> None
 
     Args:
         package: the ``__name__`` of the package.
-        rooms: the names that are public, by the module that has them: its path below the library's package.
+        rooms: the names that are public, by the module that has them.
     """
     module = sys.modules[package]
     vars(module)["_room_of"] = {name: room for room, names in rooms.items() for name in names}
@@ -44,7 +42,7 @@ class _Package(ModuleType):
         room = self._room_of.get(name)
         if room is not None:
             with _one_thread:
-                found = getattr(importlib.import_module(f"{ROOT}.{room}"), name)
+                found = getattr(importlib.import_module(room), name)
             vars(self)[name] = found
             return found
         submodule = f"{self.__name__}.{name}"

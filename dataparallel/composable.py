@@ -32,11 +32,11 @@ __all__ = [
 import_on_demand(
     __name__,
     {
-        "forms.fully_shard": ("fully_shard",),
-        "forms.fully_sharded_module": ("FullyShardedModule",),
-        "forms.managed": ("register_forward_method",),
-        "forms.fully_shard_arguments": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
-        "forms.replicate": ("ReplicatedModule", "replicate"),
-        "gradients.comm_hooks": ("GradBucket",),
+        "dataparallel.forms.fully_shard": ("fully_shard",),
+        "dataparallel.forms.fully_sharded_module": ("FullyShardedModule",),
+        "dataparallel.forms.managed": ("register_forward_method",),
+        "dataparallel.forms.fully_shard_arguments": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
+        "dataparallel.forms.replicate": ("ReplicatedModule", "replicate"),
+        "dataparallel.gradients.comm_hooks": ("GradBucket",),
     },
 )

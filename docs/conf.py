@@ -14,7 +14,7 @@ import torch
 from sphinx.application import Sphinx
 
 import dataparallel
-from dataparallel.testing.simulated import device_module
+from nogpu.simulated import device_module
 
 # `simulate` registers this module as torch.sim, after it has compiled the devices. The manual needs the names alone.
 torch.sim = sys.modules["torch.sim"] = device_module

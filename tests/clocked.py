@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dataparallel.testing import cuda
+from nogpu import cuda
 
 
 def _front() -> Any:

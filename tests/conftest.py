@@ -25,11 +25,11 @@ import torch
 
 from dataparallel import DataParallel, PerformanceWarning, user_warnings
 from dataparallel.comm.streams import arrivals
-from dataparallel.testing.cuda import is_stand_in
-from dataparallel.testing.cuda.possible import why_not_here
-from dataparallel.testing.pytest import settle
-from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
 from each_form import FORMS, Form
+from nogpu.cuda import is_stand_in
+from nogpu.cuda.possible import why_not_here
+from nogpu.pytest import settle
+from nogpu.simulated import SimulationUnavailable, ToolsMissing, simulate
 from processes import Ahead, run_script
 from spare_streams import make_library_streams
 from stand_in import STAND_IN, fits

@@ -8,8 +8,8 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-from dataparallel.testing.compiling import Library, build_library
-from dataparallel.testing.cuda import libraries
+from nogpu.compiling import Library, build_library
+from nogpu.cuda import libraries
 
 P = ctypes.c_void_p
 N = ctypes.c_size_t

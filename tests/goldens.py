@@ -23,8 +23,8 @@ from torch import nn
 from dataparallel import DataParallel
 from dataparallel.comm.streams import arrivals
 from dataparallel.composable import replicate
-from dataparallel.testing import simulate
 from dataparallel.testing.steps import mean_square_loss
+from nogpu import simulate
 from sharded_steps import MODELS, Batch, batches_of, on_device, sharded
 
 SLOTS = 4

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dataparallel.testing.simulated.timeline import (
+from nogpu.timeline import (
     HOST,
     Host,
     Launch,
@@ -20,7 +20,7 @@ from dataparallel.testing.simulated.timeline import (
     Wiring,
     schedule,
 )
-from dataparallel.testing.simulated.timeline.wiring import switch
+from nogpu.timeline.wiring import switch
 
 __all__ = ["Program", "machine", "run", "times", "wired"]
 

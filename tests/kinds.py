@@ -26,8 +26,8 @@ from typing import BinaryIO
 import pytest
 
 from company import ROOM
-from dataparallel.testing.cuda import is_stand_in
-from dataparallel.testing.cuda.possible import why_not_here
+from nogpu.cuda import is_stand_in
+from nogpu.cuda.possible import why_not_here
 from stand_in import fits
 
 KINDS = ("cpu", "sim", "cuda")
@@ -137,7 +137,7 @@ def _command(config: pytest.Config, kind: str) -> list[str]:
     command = [sys.executable, "-m", "pytest", *config.invocation_params.args, f"--devices={kind}"]
     if kind == "cuda" and needs_stand_in():
         number = str(config.getoption("--sim-devices", 8))
-        command[1:1] = ["-m", "dataparallel.testing.cuda", "--devices", number]
+        command[1:1] = ["-m", "nogpu.cuda", "--devices", number]
     if config.pluginmanager.has_plugin("cacheprovider"):
         # Each kind remembers its own failures for --last-failed.
         command.append(f"--override-ini=cache_dir={Path(config.getini('cache_dir')) / kind}")

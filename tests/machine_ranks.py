@@ -25,9 +25,9 @@ from clocked import check_clocks
 from dataparallel.machines.collectives import Transfer, all_reduce, stage
 from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import PendingResult, Round
-from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.ranks import Rank, comms, on_processes
 from dataparallel.testing.ranks.child import Found, find
+from nogpu.cuda import is_stand_in
 
 TIMEOUT = 60.0
 
@@ -147,7 +147,7 @@ def _devices(settings: Settings) -> list[torch.device]:
         return [torch.device("cpu")] * settings.slots
     if settings.kind == "cuda":
         return [torch.device("cuda", index) for index in range(settings.slots)]
-    from dataparallel.testing.simulated import simulate
+    from nogpu.simulated import simulate
 
     return simulate(settings.slots)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import cudart
 from cudart import LEGACY, NON_BLOCKING, N, P, call, made
-from dataparallel.testing.cuda import libraries
+from nogpu.cuda import libraries
 
 __all__ = ["LEGACY", "RANK", "WORLD", "Buffer", "Failed", "P", "all_reduce", "communicators", "group", "join", "nccl"]
 __all__ += ["N", "abort", "libraries", "new_id", "refused", "said", "shared_id", "stream"]

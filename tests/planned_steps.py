@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from dataparallel import DataParallel
 from dataparallel.composable import replicate
-from dataparallel.testing import simulate
+from nogpu import simulate
 
 SLOTS = 3
 

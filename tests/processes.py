@@ -17,13 +17,13 @@ from typing import NamedTuple
 import pytest
 
 import dataparallel
-from dataparallel.testing.compiling import path_of
-from dataparallel.testing.simulated.extension import EXTENSION
+from nogpu.compiling import path_of
+from nogpu.simulated.extension import EXTENSION
 
 CACHE = str(path_of(EXTENSION).parents[1])  # read before a test changes HOME or TORCH_EXTENSIONS_DIR
 
 TRY = """
-from dataparallel.testing import ToolsMissing, simulate
+from nogpu import ToolsMissing, simulate
 try:
     simulate(1)
 except ToolsMissing as error:

@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 
-from dataparallel.testing import cuda
+from nogpu import cuda
 
 cuda.stand_in(8)
 
@@ -77,7 +77,7 @@ class Raw:
     def __getattr__(self, name):
         import ctypes
 
-        from dataparallel.testing.cuda import libraries
+        from nogpu.cuda import libraries
 
         function = libraries._library()[name]
         pointer = ctypes.c_void_p

@@ -11,7 +11,7 @@ import threading
 import time
 from contextlib import nullcontext, suppress
 
-from dataparallel.testing import cuda
+from nogpu import cuda
 
 cuda.stand_in(3)
 

@@ -5,8 +5,8 @@ A test marked `long` runs with `--all`, with `--rest`, and where the command lin
 test once.
 
 Two groups are long too, except for their tests marked `smoke`: those that start processes, by the marker `ahead` or as
-ranks (`machine_variants`), and the tests of the testing tools. The latter run where the command line names their folder
-or a file in it.
+ranks (`machine_variants`), and the tests of ``nogpu`` and of ``dataparallel.testing``. The latter run where the command
+line names their folder or a file in it.
 """
 
 from collections.abc import Collection, Iterable
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 LEFT_OUT = pytest.StashKey[int]()
-TOOLS = Path(__file__).parent / "testing"
+TOOLS = [Path(__file__).parent / name for name in ("nogpu", "testing")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,9 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     paths = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
-    tools_named = any(TOOLS in (path, *path.parents) for path in paths)
+    unnamed = [tools for tools in TOOLS if not any(tools in (path, *path.parents) for path in paths)]
     for item in items:
-        of_tools = TOOLS in item.path.parents and not tools_named
+        of_tools = any(tools in item.path.parents for tools in unnamed)
         if (of_tools or _starts_processes(item)) and not item.get_closest_marker("smoke"):
             item.add_marker("long")
     named = any("::" in argument for argument in config.args)

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from dataparallel.testing.cuda import is_stand_in
-from dataparallel.testing.cuda.possible import why_not_here
+from nogpu.cuda import is_stand_in
+from nogpu.cuda.possible import why_not_here
 
 WHY_NOT = why_not_here()
 

@@ -32,8 +32,8 @@ by_name = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: packa
             "from dataparallel import testing",
             "from dataparallel import __version__",
             "import dataparallel; dir(dataparallel); hasattr(dataparallel, '__wrapped__')",
-            "from dataparallel.testing import ToolsMissing",
-            "from dataparallel.testing import cuda; cuda.is_stand_in()",
+            "from nogpu import ToolsMissing",
+            "from nogpu import cuda; cuda.is_stand_in()",
         ],
         short=["import dataparallel"],
     ),
@@ -62,7 +62,7 @@ def first_the_file(package, name):
     return is_right(package, name)
 
 def first_others(package, name):
-    import dataparallel.composable, dataparallel.testing.pytest, dataparallel.testing.simulated
+    import dataparallel.composable, dataparallel.testing.pytest, nogpu.simulated
     import dataparallel.tracing.report
     return is_right(package, name)
 
@@ -145,7 +145,7 @@ def test_a_name_that_is_not_there(package):
 
 @pytest.mark.long
 def test_a_room_is_an_attribute_without_an_import_of_its_own():
-    run_script("import dataparallel; dataparallel.comm.broadcast; dataparallel.testing.simulated.simulate")
+    run_script("import dataparallel; dataparallel.comm.broadcast; nogpu.simulated.simulate")
 
 
 @pytest.mark.long

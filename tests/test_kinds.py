@@ -181,8 +181,8 @@ def test_cuda_devices_are_a_stand_ins_where_there_is_no_gpu(monkeypatch, pytestc
     monkeypatch.setattr(kinds, "why_not_here", lambda: why_not)
     assert kinds.needs_stand_in() == expected
     # That function decides how a process with the kind is started. Other kinds have nothing to do with it.
-    assert ("dataparallel.testing.cuda" in kinds._command(pytestconfig, "cuda")) == expected
-    assert "dataparallel.testing.cuda" not in kinds._command(pytestconfig, "sim")
+    assert ("nogpu.cuda" in kinds._command(pytestconfig, "cuda")) == expected
+    assert "nogpu.cuda" not in kinds._command(pytestconfig, "sim")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import dataparallel
-from dataparallel.testing.compiling import fingerprint
-from dataparallel.testing.simulated.extension import EXTENSION
+from nogpu.compiling import fingerprint
+from nogpu.simulated.extension import EXTENSION
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE_UP = {f"dataparallel/kernel.{suffix}" for suffix in ("cpp", "h", "cu")}
@@ -104,8 +104,8 @@ INSTALLED = """
 import torch
 import dataparallel
 from dataparallel import DataParallel
-from dataparallel.testing.compiling import fingerprint
-from dataparallel.testing.simulated.extension import EXTENSION
+from nogpu.compiling import fingerprint
+from nogpu.simulated.extension import EXTENSION
 
 net = torch.nn.Linear(4, 2)
 model = DataParallel(net, ["cpu", "cpu"])
@@ -158,7 +158,7 @@ def test_wheel_metadata(wheel):
         "Requires-Dist: tqdm>=4.66",
     ):
         assert f"\n{line}\n" in metadata
-    for extra in ("test", "bench", "simulate", "cuda-checks", "frameworks", "libraries", "cupy-cuda12", "cupy-cuda13"):
+    for extra in ("test", "bench", "nogpu", "cuda-checks", "frameworks", "libraries", "cupy-cuda12", "cupy-cuda13"):
         assert f"\nProvides-Extra: {extra}\n" in metadata
     assert any(n.endswith("/LICENSE") for n in wheel.namelist())
 

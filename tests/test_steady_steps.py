@@ -13,7 +13,7 @@ from torch import nn
 
 from dataparallel import DataParallel
 from dataparallel.composable import replicate
-from dataparallel.testing import cuda
+from nogpu import cuda
 from sharded_steps import MODELS, Batch, batches_of, on_device, sharded
 
 pytestmark = pytest.mark.devices("stand-in")

@@ -1,15 +1,13 @@
-"""Helpers for tests, of the library and of its users: models, comparisons, simulated accelerators, CUDA without a GPU.
+"""Helpers for tests, of the library and of its users: models, comparisons, ranks, sharded operators.
 
 `models` has small models, one for each feature that replicas must reproduce, and models for tests of sharding; `cases`
 has the parts of the first. `parity` compares a module on several slots with the same module on one device, for the
-library's models and for your own; `steps` has its comparisons. `simulated` makes accelerators on a machine without any,
-and `cuda` runs torch's CUDA build on a machine without a GPU. They share ``csrc``, which `compiling` compiles, and
-`host_threads`. `ranks` runs tests on slots, on threads and in processes; `sharding` runs operators on tensors that are
-sharded in every way. ``dataparallel.testing.pytest`` is a plugin with fixtures for these. `model_report` and `planned`
-predict steps of a model for ``python -m dataparallel --model``.
+library's models and for your own; `steps` has its comparisons. `ranks` runs tests on slots, on threads and in
+processes; `sharding` runs operators on tensors that are sharded in every way. ``dataparallel.testing.pytest`` is a
+plugin with fixtures for ranks. `simulate` is that of ``nogpu``, a package of its own for devices without hardware.
 
-Only that command imports this package. Importing it touches no device and does not import torch: each name is imported
-when it is first asked for.
+Nothing in the library imports this package. Importing it touches no device and does not import torch: each name is
+imported when it is first asked for.
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +15,6 @@ from typing import TYPE_CHECKING
 from dataparallel._on_demand import import_on_demand
 
 if TYPE_CHECKING:
-    from dataparallel.testing.compiling import SimulationUnavailable, ToolsMissing
     from dataparallel.testing.models import MLP, ModelArgs, RMSNorm, StackedMLP, Transformer
     from dataparallel.testing.ranks import (
         ProcessTest,
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
         with_comms,
     )
     from dataparallel.testing.sharding import Checked, OperatorDiffers, ShardingConverter, check_op
-    from dataparallel.testing.simulated import simulate
+    from nogpu import simulate
 
 __all__ = [
     "MLP",
@@ -43,11 +40,9 @@ __all__ = [
     "Rank",
     "RanksFailed",
     "ShardingConverter",
-    "SimulationUnavailable",
     "SlotTest",
     "StackedMLP",
     "ThreadTest",
-    "ToolsMissing",
     "Transformer",
     "check_op",
     "run_subtests",
@@ -60,9 +55,8 @@ __all__ = [
 import_on_demand(
     __name__,
     {
-        "testing.compiling": ("SimulationUnavailable", "ToolsMissing"),
-        "testing.models": ("MLP", "ModelArgs", "RMSNorm", "StackedMLP", "Transformer"),
-        "testing.ranks": (
+        "dataparallel.testing.models": ("MLP", "ModelArgs", "RMSNorm", "StackedMLP", "Transformer"),
+        "dataparallel.testing.ranks": (
             "ProcessTest",
             "Rank",
             "RanksFailed",
@@ -73,7 +67,7 @@ import_on_demand(
             "skip_unless_distributed",
             "with_comms",
         ),
-        "testing.sharding": ("Checked", "OperatorDiffers", "ShardingConverter", "check_op"),
-        "testing.simulated": ("simulate",),
+        "dataparallel.testing.sharding": ("Checked", "OperatorDiffers", "ShardingConverter", "check_op"),
+        "nogpu": ("simulate",),
     },
 )

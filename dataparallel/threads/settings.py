@@ -7,6 +7,7 @@ other threads. Settings of the process need no row in these tables. `CallerState
 from __future__ import annotations
 
 import contextvars
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -185,6 +186,15 @@ def _hold_stream(value: dict[torch.device, torch.Stream], slots: Slots, device: 
     return lambda: torch.accelerator.set_stream(before)
 
 
+def _read_waits(slots: Slots) -> Any:
+    watcher = sys.modules.get("nogpu.host_threads")
+    return None if watcher is None else watcher.known_here()
+
+
+def _hold_waits(value: Any, slots: Slots, device: torch.device) -> End:
+    return None if value is None else sys.modules["nogpu.host_threads"].known_there(value)
+
+
 CARRIED: tuple[Setting, ...] = (
     # Inference mode changes grad mode, so it comes first.
     Setting("inference mode", lambda slots: torch.is_inference_mode_enabled(), _hold_inference_mode),
@@ -203,6 +213,8 @@ CARRIED: tuple[Setting, ...] = (
     ),
     Setting("saved-tensor hooks", _read_saved_tensor_hooks, _hold_saved_tensor_hooks, one_at_a_time=True),
     Setting(INTRA_OP_THREADS, lambda slots: torch.get_num_threads(), _hold_threads, _set_threads),
+    # Devices without hardware raise for memory that nobody has waited for. A replica may use what its caller may.
+    Setting("what the host has waited for", _read_waits, _hold_waits),
 )
 """Settings of the calling thread that are the same in replicas. `CallerState` carries context variables too."""
 

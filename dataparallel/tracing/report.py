@@ -105,7 +105,7 @@ def in_words(devices: Sequence[torch.device]) -> str:
     if not devices:
         return "none"
     text = f"{devices[0].type}, {len(devices)} device{'s' * (len(devices) > 1)}"
-    started = sys.modules.get("dataparallel.testing.cuda")
+    started = sys.modules.get("nogpu.cuda")
     if started is None or not started.is_stand_in():
         return text
     return text + (
@@ -263,7 +263,7 @@ def next_steps(devices: Sequence[torch.device]) -> Section:
     steps = [
         ("in your script", script),
         ("if it is slow", "with dataparallel.trace() as trace: ...  # around a few steps, then print(trace)"),
-        ("in your tests", "dataparallel.testing.simulate(4)  # four simulated accelerators"),
+        ("in your tests", "nogpu.simulate(4)  # four simulated accelerators"),
         ("in a checkout", "pytest  # runs the tests; pytest bench measures what the library costs"),
         ("to read", "docs/guide/training.rst, docs/coming_from.rst, docs/guide/examples.rst of the checkout"),
     ]

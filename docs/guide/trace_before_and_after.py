@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import dataparallel
 from dataparallel.composable import replicate
-from dataparallel.testing import simulate
+from nogpu import simulate
 
 VOCABULARY, WIDTH, LENGTH, SAMPLES = 4096, 64, 32, 16
 SETTLING, TRACED = 40, 100

@@ -22,9 +22,9 @@ from dataparallel.autograd.bucket_nodes import ToSlots
 from dataparallel.comm.routes import TorchCopies
 from dataparallel.comm.streams.current import kept_stream
 from dataparallel.composable import replicate
-from dataparallel.testing.pytest import settle
 from graphs import nodes_of
 from memory import WITHOUT_LOCK
+from nogpu.pytest import settle
 
 pytestmark = [pytest.mark.devices("sim", "cuda"), pytest.mark.usefixtures("distinct")]
 

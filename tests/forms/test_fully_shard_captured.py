@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from dataparallel.composable import fully_shard, register_forward_method
 from dataparallel.forms.fully_shard_arguments import CPUOffloadPolicy, MixedPrecisionPolicy
 from dataparallel.replicas.graphs.captures import WARM_UP
-from dataparallel.testing import cuda
 from each_form import whole
 from graphed_nets import SETTLE, WIDTH, Block, Net, build, captured, graphs_of, inputs, reasons, step
+from nogpu import cuda
 
 pytestmark = pytest.mark.devices("cuda")
 

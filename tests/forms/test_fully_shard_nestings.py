@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel.composable import CPUOffloadPolicy, FullyShardedModule, MixedPrecisionPolicy, fully_shard
 from dataparallel.testing.cases import numbers, seeded
-from dataparallel.testing.pytest import settle
+from nogpu.pytest import settle
 from sharded_steps import LOOPS, Model, assert_all_sharded, assert_same, batches_of, moved, on_device, train
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from dataparallel.testing.pytest import settle
 from dataparallel.testing.steps import assert_equal
+from nogpu.pytest import settle
 from sharded_steps import gradients, whole
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

@@ -7,7 +7,7 @@ pytest.importorskip("torchvision")
 
 from torchvision import ops
 
-from dataparallel.testing.cuda import is_stand_in
+from nogpu.cuda import is_stand_in
 
 pytestmark = pytest.mark.devices("cuda")
 

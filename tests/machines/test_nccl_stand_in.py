@@ -14,7 +14,7 @@ pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
 
 SCRIPT = """
 import os
-from dataparallel.testing.cuda import libraries
+from nogpu.cuda import libraries
 libraries.open_libraries()
 from datetime import timedelta
 from functools import partial

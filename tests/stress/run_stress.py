@@ -108,7 +108,7 @@ class Stress:
 
 def slots_of(kind: str, count: int) -> list[torch.device]:
     if kind == "sim":
-        from dataparallel.testing import simulate
+        from nogpu import simulate
 
         return simulate(count)
     return [torch.device("cpu")] * count

@@ -3,9 +3,9 @@
 import pytest
 from torch.utils import cpp_extension
 
-from dataparallel.testing.compiling import ToolsMissing, check_tools
 from dataparallel.testing.pytest import on_processes, on_slots, on_threads  # noqa: F401
-from dataparallel.testing.simulated.extension import EXTENSION
+from nogpu.compiling import ToolsMissing, check_tools
+from nogpu.simulated.extension import EXTENSION
 from processes import skip_without_tools
 
 

@@ -36,10 +36,10 @@ def test_it_has_a_line_for_each_fact_and_ends_with_what_to_do_next(monkeypatch):
 
 def test_accelerators_are_counted_and_a_stand_in_is_named(monkeypatch):
     one, two = ([torch.device("xpu", index) for index in range(count)] for count in (1, 2))
-    monkeypatch.setitem(sys.modules, "dataparallel.testing.cuda", SimpleNamespace(is_stand_in=lambda: False))
+    monkeypatch.setitem(sys.modules, "nogpu.cuda", SimpleNamespace(is_stand_in=lambda: False))
     assert [report.in_words(devices) for devices in (one, two)] == ["xpu, 1 device", "xpu, 2 devices"]
     with monkeypatch.context() as patch:  # what checks a test afterwards asks the module
-        patch.setitem(sys.modules, "dataparallel.testing.cuda", SimpleNamespace(is_stand_in=lambda: True))
+        patch.setitem(sys.modules, "nogpu.cuda", SimpleNamespace(is_stand_in=lambda: True))
         assert report.in_words(two).startswith("xpu, 2 devices of a stand-in: CUDA's and NCCL's functions are answered")
 
 

@@ -21,7 +21,7 @@ from dataparallel.comm.streams.arrivals import Arrivals, arrivals_for
 from dataparallel.composable import replicate
 from dataparallel.replicas.build import ParameterRegistry
 from dataparallel.replicas.kept_replicas import KeptReplicas
-from dataparallel.testing.pytest import settle
+from nogpu.pytest import settle
 
 pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("no_compiler")]
 

@@ -14,7 +14,7 @@ import gc, torch
 import dataparallel as dp
 from dataparallel import DataParallel
 from dataparallel.composable import replicate
-from dataparallel.testing import simulate
+from nogpu import simulate
 
 FIRST, *used = simulate(3)
 net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)).to(used[0])

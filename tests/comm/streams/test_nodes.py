@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, comm, parallel_apply, replicate
 from dataparallel.autograd import functions
 from dataparallel.comm.streams.current import current_streams, memory_of, streams_set
-from dataparallel.testing.pytest import settle
 from graphs import nodes_of
+from nogpu.pytest import settle
 from spare_streams import spare_stream
 from steps import Cubes, build, numbers
 

@@ -17,9 +17,9 @@ import dataparallel
 from dataparallel import peers
 from dataparallel.replicas.graphs.calls import MOST_STATES
 from dataparallel.replicas.graphs.captures import MOST_CAPTURES, MOST_DRAWS, WARM_UP
-from dataparallel.testing import cuda
 from each_form import Form, frozen, replicating_forms
 from graphed_nets import SETTLE, WIDTH, Block, Net, build, captured, graphs_of, inputs, reasons, segments, step
+from nogpu import cuda
 
 pytestmark = replicating_forms
 

@@ -15,9 +15,9 @@ from dataparallel.replicas.compiled.calls import CALL
 from dataparallel.replicas.graphs import pieces as pieces_of
 from dataparallel.replicas.graphs.copied import copy_for_capture
 from dataparallel.replicas.graphs.pieces import BackwardPiece, Pieces
-from dataparallel.testing import cuda
 from each_form import Form, replicating_forms
 from graphed_nets import SETTLE, Block, Net, build, captured, inputs, step
+from nogpu import cuda
 
 WIDTH = 3
 

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dataparallel
 from dataparallel.replicas.graphs.captures import WARM_UP
-from dataparallel.testing import cuda
 from dataparallel.testing.cases import numbers, seeded
 from graphed_models import FORMS, Row, SmoothLayer, made
 from graphed_nets import SETTLE, reasons, segments
+from nogpu import cuda
 from sharded_steps import Model
 from spare_streams import spare_stream
 

@@ -1,0 +1,242 @@
+"""CuPy as installed on a stand-in: its own kernels, the transport's, and what clocks say of them.
+
+Every test is a process of its own, because the stand-in is started before torch and CuPy are imported.
+"""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from nogpu.cuda.possible import why_not_here
+from processes import environment
+from stand_in import programs
+
+WHY_NOT = why_not_here() or (None if importlib.util.find_spec("cupy") else "needs CuPy: pip install cupy-cuda13x")
+pytestmark = [
+    pytest.mark.devices("cpu"),  # they start their own processes
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
+]
+
+START = """
+from nogpu import cuda
+devices = cuda.stand_in(3)
+import cupy, numpy, torch
+from dataparallel import comm
+from dataparallel.comm import kernels as launching
+from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, pack
+from nogpu.cuda import libraries
+
+def module(source, *names):
+    return cupy.RawModule(code=source, name_expressions=names or None)
+
+def fails(call, *words):
+    try:
+        call()
+    except RuntimeError as error:
+        for word in words:
+            assert word in str(error), str(error)
+    else:
+        raise AssertionError("no error")
+"""
+
+
+def run(script: str, **changes: str) -> None:
+    variables = environment(**changes)
+    variables.pop("NOGPU_STAND_IN", None)
+    command = [sys.executable, "-c", START + script]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """What takes minutes is done before the first test, which the watchdog counts."""
+    if WHY_NOT is None:
+        run("")
+
+
+PROGRAMS = r"""
+#: arrays and cupys own kernels
+assert cupy.cuda.runtime.getDeviceCount() == 3
+x = cupy.asarray(numpy.arange(1000, dtype="f4"))
+numpy.testing.assert_array_equal((2 * x + 1).get(), 2 * numpy.arange(1000, dtype="f4") + 1)
+assert int(x.sum()) == 499500 and int(x.argmax()) == 999
+assert (x.astype("f2") * 2).get()[3] == 6 and (x[:3] * 1j).sum().get() == 3j
+numpy.testing.assert_array_equal(x[cupy.asarray([7, 2])].get(), [7, 2])
+with cupy.cuda.Device(1):
+    assert (cupy.ones(3) + 1).device.id == 1
+#: the transports kernels sum and copy as torch does
+numels = [1, 100, 12_345]
+for dtype, kernel in SUM_KERNELS.items():
+    if dtype in (torch.complex32, torch.uint64, torch.uint32, torch.uint16):
+        continue  # torch adds or compares none of them on the CPU
+    host = [[torch.randint(0, 50, (numel,)).to(dtype) for numel in numels] for _ in devices]
+    slots = [[tensor.to(device) for tensor in tensors] for tensors, device in zip(host, devices)]
+    out = [torch.empty_like(tensor) for tensor in slots[0]]
+    copies = [[torch.empty_like(tensor) for tensor in tensors] for tensors in slots[1:]]
+    rows = lambda *lists: [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
+    counts = [numel * dtype.itemsize // kernel.itemsize for numel in numels]
+    launching.launch(kernel, rows(out, *slots), counts, devices[0], devices)
+    nbytes = [numel * dtype.itemsize for numel in numels]
+    launching.launch(COPY_KERNEL, rows(slots[0], *copies), nbytes, devices[0], devices)
+    for total, terms in zip(out, zip(*host)):
+        assert torch.equal(total.cpu(), sum(terms[1:], start=terms[0])), dtype
+    for copied in copies:
+        assert all(map(torch.equal, [tensor.cpu() for tensor in copied], host[0])), dtype
+assert libraries.counts().calls["cuLaunchKernel"] == 22
+#: accesses are known to the byte
+# Two streams write the even and the odd halves of one allocation, block by block: no race, and then one.
+source = '''extern "C" __global__ void fill(float* x, int first) { x[first + blockIdx.x * 512 + threadIdx.x] = 1; }'''
+x = torch.zeros(4096, device=devices[0])
+torch.cuda.synchronize()
+fill = module(source).get_function("fill")
+streams = [torch.cuda.Stream() for _ in range(3)]
+def launch(stream, first):
+    fill((8,), (256,), (x.data_ptr(), numpy.int32(first)), stream=launching._LaunchStream(stream.cuda_stream))
+launch(streams[0], 0)
+launch(streams[1], 256)
+fails(lambda: launch(streams[2], 1), "race: fill", "'x'")
+torch.cuda.synchronize()
+assert x.cpu().sum() == 4096
+#: threads of a block wait for each other
+source = '''
+namespace inner {
+template <typename T> __global__ void total(const T* x, T* sum, int count) {
+  extern __shared__ char raw[];
+  T* shared = reinterpret_cast<T*>(raw);
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  shared[threadIdx.x] = i < count ? x[i] : T(0);
+  __syncthreads();
+  for (int half = blockDim.x / 2; half >= 32; half /= 2) {
+    if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+    __syncthreads();
+  }
+  T value = shared[threadIdx.x % 32];
+  for (int delta = 16; delta > 0; delta /= 2) value += __shfl_down_sync(0xffffffffu, value, delta);
+  if (threadIdx.x == 0) atomicAdd(sum, value);
+}
+}
+__device__ int seen = 5;
+__global__ void votes(int* out) {
+  __shared__ int first;
+  if (threadIdx.x == 0) first = seen;
+  __syncthreads();
+  out[threadIdx.x] = __popc(__ballot_sync(0xffffffffu, threadIdx.x % 3 == 0)) + first;
+}
+'''
+built = module(source, "inner::total<float>", "inner::total<double>", "votes")
+for dtype, name in (("f4", "float"), ("f8", "double")):
+    x, total = cupy.asarray(numpy.arange(5000, dtype=dtype)), cupy.zeros(1, dtype)
+    built.get_function(f"inner::total<{name}>")((20,), (256,), (x, total, numpy.int32(5000)), shared_mem=256 * 8)
+    assert total.get()[0] == 4999 * 2500
+out = cupy.zeros(64, "i4")
+built.get_function("votes")((1,), (64,), (out,))
+numpy.testing.assert_array_equal(out.get(), [11 + 5] * 64)
+#: what is wrong with a kernel names itself
+source = '''
+extern "C" __global__ void far(float* x) { x[100000000000] = 1; }
+extern "C" __global__ void apart(int* x) { if (threadIdx.x < 3) __syncwarp(15); else __syncthreads(); }
+extern "C" __global__ void outside(int* x) { __syncwarp(1); }
+extern "C" __global__ void traps(int* x) { __trap(); }
+extern "C" __global__ void reads(const float* x, float* y) { y[0] = x[0]; }
+'''
+built, x = module(source), cupy.zeros(4, "f4")
+launch = lambda name, *arguments: built.get_function(name)((1,), (64,), arguments)
+fails(lambda: launch("far", x), "far stopped", "in no memory of CUDA's")
+fails(lambda: launch("apart", x), "apart stopped", "wait for others")
+fails(lambda: launch("outside", x), "outside stopped", "in which it is not itself")
+fails(lambda: launch("traps", x), "__trap")
+fails(lambda: built.get_function("far")((1,), (2000,), (x,)), "CUDA_ERROR_INVALID_VALUE")
+with cupy.cuda.Device(1):
+    there = cupy.zeros(4, "f4")
+    cupy.cuda.Device(1).synchronize()
+fails(lambda: launch("reads", there, x), "reads", "which cuda:0 has not mapped")
+#: what does not compile names itself
+def built(source):
+    try:
+        module(source).get_function("f")
+    except cupy.cuda.compiler.CompileException as error:
+        return str(error)
+    raise AssertionError("it compiles")
+assert "Inline PTX cannot run on the host" in built(
+    '''extern "C" __global__ void f(float* x) { asm("add.f32 %0,%0,%0;" : "+f"(*x)); }''')
+assert "missing_function" in built('''extern "C" __global__ void f(float* x) { missing_function(x); }''')
+assert "dynamic shared memory" in built('''extern __shared__ int x[]; extern "C" __global__ void f() { x[0] = 1; }''')
+try:
+    cupy.cuda.function.Module().load(b"\x7fELF" + bytes(100))
+except RuntimeError as error:
+    assert "a cubin for GPUs" in str(error)
+else:
+    raise AssertionError("it was loaded")
+"""
+
+
+@programs(PROGRAMS)
+def test_program(program):
+    run(program)
+
+
+TRAINING = """
+from dataparallel import DataParallel
+from torch import nn
+
+def made():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 3)).to(devices[0])
+
+def step(model):
+    model(torch.ones(9, 10, device=devices[0])).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+
+one, net = made(), made()
+model = DataParallel(net, devices)
+for _ in range(3):
+    step(one)
+    step(model)
+for expected, found in zip(one.parameters(), net.parameters()):
+    torch.testing.assert_close(found, expected)
+assert libraries.counts().calls["cuLaunchKernel"] > 6
+"""
+
+
+def test_a_model_is_trained_by_it_without_a_race() -> None:
+    run(TRAINING, DATAPARALLEL_TRANSPORT="cupy")
+
+
+# The launch's two waits, each taken out.
+WITHOUT = """
+from pathlib import Path
+source = Path(launching.__file__).read_text()
+assert {line!r} in source
+xs = [torch.ones(5000, device=device) for device in devices]
+totals = torch.empty_like(xs[0])
+exec(compile(source.replace({line!r}, "pass"), launching.__file__, "exec"), launching.__dict__)
+rows = [[tensor.data_ptr()] for tensor in (totals, *xs)]
+launch = lambda: launching.launch(SUM_KERNELS[torch.float32], rows, [5000], devices[0], devices)
+launch()  # the first one copies between the devices
+torch.cuda.synchronize()
+"""
+
+
+def test_a_launch_that_does_not_wait_for_its_peers_is_a_race() -> None:
+    line = "stream.wait_stream(peer)"
+    run(WITHOUT.format(line=line) + "xs[1].mul_(2)\nfails(launch, 'race: sum_float32', 'reads', 'aten::mul_')")
+
+
+def test_peers_that_do_not_wait_for_the_launch_are_a_race() -> None:
+    line = "done.wait(peer)"
+    run(WITHOUT.format(line=line) + "launch()\nfails(lambda: xs[1].mul_(2), 'race: aten::mul_', 'sum_float32')")
+
+
+def test_cupy_that_came_first_is_too_late() -> None:
+    script = "import cupy\nfrom nogpu import cuda\ncuda.stand_in(1)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode != 0
+    assert "imported already" in done.stderr or "has been imported" in done.stderr

@@ -1,0 +1,333 @@
+"""Captured graphs on the stand-in: what a replay computes, what the clocks see of it, and what a capture forbids."""
+
+import pytest
+
+from processes import run_script
+from stand_in import IN_OWN_PROCESSES, programs
+
+pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
+
+START = """
+from nogpu import cuda
+a, b = cuda.stand_in(2)
+import threading, torch
+from torch import nn
+from torch.cuda import stream as on
+x, y = torch.ones(1000, device=a), torch.zeros(1000, device=a)
+side = torch.cuda.Stream(a)
+torch.cuda.synchronize(a)
+
+def captured(function, mode="global", stream=None):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+        result = function()
+    return graph, result
+
+def message(function, *arguments):
+    try:
+        function(*arguments)
+    except Exception as error:
+        texts = [str(error)]
+        while error := error.__context__:  # what went wrong inside of a capture, which torch then ends
+            texts.append(str(error))
+        return " ".join(texts)
+
+def in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start(); thread.join()
+"""
+
+PROGRAMS = """
+#: a replay computes with what is in memory then
+graph, result = captured(lambda: y.add_(x).mul(2))
+assert y.sum() == 0  # nothing was done
+graph.replay()
+assert y.sum() == 1000 and result.sum() == 2000
+x.fill_(3)
+graph.replay(); graph.replay()
+assert y.sum() == 7000 and result.sum() == 14000
+cuda.check_clocks()
+#: copies and fills are captured
+h = torch.full((1000,), 5.0).pin_memory()
+back = torch.zeros(1000).pin_memory()
+def moves():
+    x.copy_(h, non_blocking=True)
+    y.zero_()
+    y.add_(x)
+    back.copy_(y, non_blocking=True)
+graph, _ = captured(moves)
+graph.replay()
+torch.cuda.current_stream(a).synchronize()
+assert back.sum() == 5000
+h.fill_(1)
+graph.replay()
+torch.cuda.current_stream(a).synchronize()
+assert back.sum() == 1000
+cuda.check_clocks()
+#: a training step equals that without graphs
+def build():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6), nn.ReLU(), nn.Flatten(), nn.Linear(36, 20),
+                        nn.LayerNorm(20), nn.GELU(), nn.Linear(20, 5)).double().to(a)
+    return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+batches = [torch.randn(12, 4, 8, dtype=torch.float64) for _ in range(5)]
+def train(net, optimizer):
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = net(batch.to(a)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().cpu())
+    return torch.stack(losses)
+net, optimizer = build()
+expected = train(net, optimizer)
+net, optimizer = build()
+before = {name: value.clone() for name, value in net.state_dict().items()}
+graphed = torch.cuda.make_graphed_callables(net, (torch.randn(12, 4, 8, dtype=torch.float64, device=a),))
+net.load_state_dict(before)  # the warm-up has moved the averages
+torch.testing.assert_close(train(graphed, optimizer), expected, rtol=1e-9, atol=1e-9)
+cuda.check_clocks()
+#: draws differ between replays and follow the seed
+def dropped():
+    return nn.functional.dropout(x, 0.5)
+graph, result = captured(dropped)
+def draws():
+    torch.cuda.manual_seed(7)
+    masks = []
+    for _ in range(3):
+        graph.replay()
+        masks.append(result.clone())
+    return masks + [torch.rand(5, device=a)]
+first, again = draws(), draws()
+assert all(map(torch.equal, first, again))
+assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])
+assert 300 < (first[0] == 0).sum() < 700
+torch.cuda.manual_seed(7)
+assert torch.equal(dropped(), first[0])  # as without a graph
+#: attention is computed and drops weights
+q = torch.randn(2, 2, 16, 8, device=a)
+def attends(rate):
+    return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=rate, is_causal=True)
+graph, result = captured(lambda: attends(0.0))
+graph.replay()
+torch.testing.assert_close(result, attends(0.0))
+graph, result = captured(lambda: attends(0.5))
+def draws():
+    torch.cuda.manual_seed(7)
+    for _ in range(2):
+        graph.replay()
+        yield result.clone()
+first, again = [*draws()], [*draws()]
+assert all(map(torch.equal, first, again)) and not torch.equal(*first)
+cuda.check_clocks()
+#: streams fork and join within a graph
+def forked():
+    main = torch.cuda.current_stream(a)
+    side.wait_stream(main)
+    with on(side):
+        z = x * 3
+    w = x + 1
+    main.wait_stream(side)
+    return w + z
+graph, result = captured(forked)
+graph.replay()
+assert result.sum() == 5000
+with cuda.late_schedule():
+    x.fill_(2)
+    graph.replay()
+    assert result.sum() == 9000
+cuda.check_clocks()
+#: what nothing orders within a graph is a race when it is launched
+def racing():
+    main = torch.cuda.current_stream(a)
+    side.wait_stream(main)
+    with on(side):
+        y.add_(1)
+    y.mul_(2)
+    main.wait_stream(side)
+graph, _ = captured(racing)
+assert "race" in message(graph.replay)
+#: a replay on a stream that does not wait is a race
+graph, result = captured(lambda: x + 1)
+torch.cuda.synchronize(a)
+x.fill_(2)
+with on(side):
+    assert "race" in message(graph.replay)
+torch.cuda.synchronize(a)
+#: replays of one graph come one after another on any streams
+graph, result = captured(lambda: y.add_(1))
+torch.cuda.synchronize(a)
+for _ in range(2):
+    with on(side):
+        graph.replay()
+    graph.replay()
+assert y.sum() == 4000
+cuda.check_clocks()
+#: memory that is freed before a replay
+z = torch.ones(30 << 20, device=a)
+graph, _ = captured(lambda: y.add_(z[:1000]))
+del z
+torch.cuda.empty_cache()
+assert "memory that has been freed since it was captured" in message(graph.replay)
+del graph
+torch.cuda.synchronize(a)
+#: one call of the host launches all kernels
+graph, _ = captured(lambda: [y.add_(x) for _ in range(20)])
+with cuda.counted() as counts:
+    graph.replay()
+assert counts.calls["cudaGraphLaunch"] == 1 and sum(counts.calls.values()) < 10, counts.calls
+assert counts.launches == [20, 0] and counts.in_graphs == [20, 0]
+#: a timeline has the kernels of a replay
+m = torch.ones(64, 64, device=a)
+graph, _ = captured(lambda: m @ m + m)
+with cuda.timeline() as recorded:
+    graph.replay()
+names = [launch.op for launch in recorded.recording.launches]
+assert any("mm" in name for name in names) and any("add" in name for name in names), names
+#: a timeline counts a launch as one call of the host
+m = torch.ones(64, 64, device=a)
+graph, _ = captured(lambda: [m.mm(m).add_(m) for _ in range(3)])  # before the first recording of the process
+with cuda.timeline() as recorded:
+    x.add_(1)
+    graph.replay()
+    graph.replay()
+    x.add_(1)
+launches = recorded.recording.launches
+first, again = (next(l.index for l in launches if "mm" in l.op and l.index > after) for after in (0, 6))
+assert [l.graph for l in launches] == [None] + [first] * 6 + [again] * 6 + [None] and (first, again) == (1, 7)
+assert recorded.recording.calls == 4
+assert {l.flops for l in launches if "mm" in l.op} == {2 * 64**3}
+assert all(l.host_seconds == 0 for l in launches if not l.is_call)
+#: a timeline after a use of NCCL
+torch.cuda.nccl.all_reduce([x, torch.ones(1000, device=b)])
+graph, _ = captured(lambda: x.add_(x).mul_(2))
+with cuda.timeline() as recorded:
+    graph.replay()
+assert [(l.op, l.bytes_written) for l in recorded.recording.launches] == [("aten::add_", 4000), ("aten::mul_", 4000)]
+def racing():
+    main = torch.cuda.current_stream(a)
+    side.wait_stream(main)
+    with on(side):
+        y.add_(1)
+    y.mul_(2)
+    main.wait_stream(side)
+graph, _ = captured(racing)
+assert "race" in message(graph.replay)
+#: memory comes back with the graph
+before = torch.cuda.memory_reserved(a)
+graph, result = captured(lambda: torch.ones(64 << 20, device=a) + 1)
+graph.replay()
+assert torch.cuda.memory_reserved(a) > before
+del graph, result
+torch.cuda.synchronize(a); torch.cuda.empty_cache()
+assert torch.cuda.memory_reserved(a) <= before
+#: two graphs share a pool
+pool = torch.cuda.graph_pool_handle()
+graphs = []
+for _ in range(2):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        y.copy_(torch.ones(1 << 20, device=a)[:1000] + y)
+    graphs.append(graph)
+    if len(graphs) == 1:
+        reserved = torch.cuda.memory_reserved(a)
+assert torch.cuda.memory_reserved(a) == reserved
+for graph in graphs:
+    graph.replay()
+assert y.sum() == 2000
+"""
+
+FORBIDDEN = """
+#: the host waits for a value
+assert "operation not permitted when stream is capturing" in message(captured, lambda: (x * 2).sum().item())
+graph, result = captured(lambda: x * 2)  # the next capture is good
+graph.replay()
+assert result.sum() == 2000
+#: operators and copies after what has made a capture invalid
+said = []
+def goes_on():
+    for function in (lambda: x.sum().item(), lambda: x * 2, lambda: y.copy_(x), lambda: x.nonzero()):
+        try:
+            function()
+        except torch.AcceleratorError as error:
+            said.append((error.error_code, str(error).split("\\n")[0]))
+invalid = (901, "CUDA error: operation failed due to a previous error during capture")
+assert invalid[1] in message(captured, goes_on)
+assert said[0] == (900, "CUDA error: operation not permitted when stream is capturing")
+assert said[1:] == [invalid] * 3, said
+graph, result = captured(lambda: x * 2)
+graph.replay()
+assert result.sum() == 2000
+#: a shape depends on values
+assert "cannot capture aten::nonzero" in message(captured, lambda: x.nonzero())
+#: pageable memory
+assert "CUDA" in message(captured, lambda: x.copy_(torch.ones(1000), non_blocking=True))
+#: what the stand-in does when it is called names itself
+sparse = torch.eye(3).to_sparse().to(a)
+assert "the stand-in for CUDA cannot capture" in message(captured, lambda: sparse + sparse)
+#: a stream that is not joined
+def unjoined():
+    side.wait_stream(torch.cuda.current_stream(a))
+    with on(side):
+        y.add_(1)
+assert "unjoined work" in message(captured, unjoined)
+y.add_(1)
+torch.cuda.synchronize(a)
+#: work from before the capture
+event = torch.cuda.Event()
+with on(side):
+    event.record()
+assert "dependency created on uncaptured work in another stream" in message(
+    captured, lambda: torch.cuda.current_stream(a).wait_event(event))
+#: an event of a capture is asked
+event = torch.cuda.Event()
+def asks():
+    event.record()
+    x.add_(1)
+    event.query()
+assert "operation not permitted when stream is capturing" in message(captured, asks)
+words = "operation not permitted on an event last recorded in a capturing stream"
+assert words in message(captured, asks, "relaxed")
+#: another thread asks while a capture is global
+event = torch.cuda.Event()
+event.record()
+said = []
+def other_thread_asks():
+    y.add_(1)
+    in_thread(lambda: said.append(message(event.query)))
+assert "captur" in message(captured, other_thread_asks)
+assert "operation not permitted when stream is capturing" in said[0]
+#: another thread asks while a capture is of its thread
+event = torch.cuda.Event()
+event.record()
+said = []
+def other_thread_asks():
+    y.add_(1)
+    in_thread(lambda: said.append(message(event.query)))
+graph, _ = captured(other_thread_asks, mode="thread_local")
+assert said == [None]
+graph.replay()
+assert y.sum() == 1000
+#: another thread works on its own stream meanwhile
+def other_thread_works():
+    y.add_(1)
+    def works():
+        with on(side):
+            z = torch.ones(10, device=a) * 2
+            z.cpu()
+    in_thread(works)
+graph, _ = captured(other_thread_works, mode="thread_local")
+graph.replay()
+assert y.sum() == 1000
+"""
+
+
+@programs(PROGRAMS)
+def test_a_graph(program):
+    run_script(START + program)
+
+
+@programs(FORBIDDEN)
+def test_a_capture_forbids(program):
+    run_script(START + program)

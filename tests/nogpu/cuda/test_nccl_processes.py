@@ -1,0 +1,259 @@
+"""The stand-in for NCCL between processes, called by ctypes: values, who waits for whom, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from processes import run_ranks
+from stand_in import IN_OWN_PROCESSES, programs
+
+pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
+
+START = """
+import sys, time
+from nccl_calls import *
+comm, other = join(shared_id("first")), join(shared_id("second"))
+x = Buffer([RANK + 1.0] * 4, RANK)
+call_out = lambda function: print("error:", said(function))
+send = lambda b, peer: nccl("ncclSend", b.pointer, N(b.count), b.dtype, peer, comm, b.stream)
+receive = lambda b, peer: nccl("ncclRecv", b.pointer, N(b.count), b.dtype, peer, comm, b.stream)
+"""
+
+
+def ranks(folder: Path, count: int, script: str, *, start: str = START, **changes: str) -> list[str]:
+    """Runs a script in as many processes at once, and returns what they print. Fails if one of them fails."""
+    done = run_ranks(folder, count, start + script, **changes)
+    assert not any(each.returncode for each in done), "\n".join(each.stdout for each in done)
+    return [each.stdout for each in done]
+
+
+VALUES = """
+#: values
+total = sum(range(1, WORLD + 1))
+for _ in range(3):
+    all_reduce(comm, x)
+assert x.get() == [total * WORLD**2] * 4
+big = Buffer([RANK] * 300_000, RANK)
+all_reduce(comm, big)
+assert big.get() == [total - WORLD] * 300_000
+one, all = Buffer([RANK, -RANK], RANK), Buffer([9] * (2 * WORLD), RANK)
+nccl("ncclAllGather", one.pointer, all.pointer, N(2), 7, comm, all.stream)
+assert all.get() == [v for r in range(WORLD) for v in (r, -r)]
+nccl("ncclReduceScatter", all.pointer, one.pointer, N(2), 7, 0, comm, all.stream)
+assert one.get(all.stream) == [WORLD * RANK, -WORLD * RANK]
+nccl("ncclBroadcast", one.pointer, one.pointer, N(2), 7, 1, other, all.stream)
+assert one.get(all.stream) == [WORLD, -WORLD]
+nccl("ncclCommDestroy", comm)
+nccl("ncclCommDestroy", other)
+"""
+OF_TWO = """
+#: the host goes on while a collective waits
+import os
+from pathlib import Path
+from cudart import CUDA
+flag = Path(os.environ["TEST_FOLDER"], "flag")
+y = Buffer([0] * 4, RANK)
+if RANK == 0:
+    all_reduce(comm, x)  # rank 1 does not come before the file is there
+    assert CUDA.cudaStreamQuery(x.stream) == 600
+    assert y.get() == [0] * 4  # other streams go on
+    flag.touch()
+else:
+    while not flag.exists():
+        time.sleep(0.01)
+    all_reduce(comm, x)
+assert x.get() == [3] * 4
+#: collectives after one another on a stream use its values
+if RANK == 1:
+    time.sleep(0.3)  # rank 0 is ahead by four calls, on two communicators
+for turn in range(4):
+    all_reduce(comm if turn % 2 else other, x)
+assert x.get() == [3 * 2**3] * 4
+"""
+OF_THREE = """
+#: sends around a ring in groups
+y = Buffer([0] * 4, RANK)
+y.stream = x.stream
+for _ in range(20):
+    group(lambda: send(x, (RANK + 1) % 3), lambda: receive(y, (RANK - 1) % 3))
+assert y.get() == [(RANK - 1) % 3 + 1] * 4
+#: the process that made the id waits for the others at its end
+if RANK == 0:
+    sys.exit()
+for _ in range(200):
+    send(x, 3 - RANK) if RANK == 1 else receive(x, 3 - RANK)
+    x.get()
+assert x.get() == [2] * 4
+"""
+
+
+@programs(VALUES + OF_TWO)
+def test_two_ranks(tmp_path, program):
+    ranks(tmp_path, 2, program)
+
+
+@programs(VALUES + OF_THREE)
+def test_three_ranks(tmp_path, program):
+    ranks(tmp_path, 3, program)
+
+
+def test_processes_that_stand_for_machines_may_have_the_same_device(tmp_path):
+    ranks(
+        tmp_path,
+        2,
+        """
+import os
+os.environ["NCCL_HOSTID"] = f"machine {RANK}"
+comm = join(shared_id("first"), device=0)
+x = Buffer([RANK + 1], 0)
+all_reduce(comm, x)
+assert x.get() == [3]
+""",
+        start="from nccl_calls import *\n",
+    )
+
+
+def test_a_device_may_not_be_in_two_processes(tmp_path):
+    ranks(
+        tmp_path,
+        2,
+        """
+unique = shared_id("first")
+refused("ncclInvalidUsage", "Duplicate GPU detected", join, unique, 2, RANK, 0)
+time.sleep(0.5)  # the one that made the id tells the other
+""",
+        start="import time\nfrom nccl_calls import *\n",
+    )
+
+
+CIRCLES = {
+    "two communicators on one stream": (
+        2,
+        """
+first, second = (comm, other) if RANK == 0 else (other, comm)
+all_reduce(first, x)
+try:
+    all_reduce(second, x)
+except Failed:
+    pass
+call_out(x.get)
+""",
+    ),
+    "two communicators on two streams": (
+        2,
+        """
+y = Buffer([1], RANK)
+order = [(comm, x), (other, y)]
+try:
+    for c, b in order if RANK == 0 else reversed(order):
+        all_reduce(c, b)
+except Failed:
+    pass
+call_out(lambda: (x.get(), y.get()))
+""",
+    ),
+    "two sends": (
+        2,
+        """
+try:
+    send(x, 1 - RANK)
+    receive(x, 1 - RANK)
+except Failed:
+    pass
+call_out(x.get)
+""",
+    ),
+    "a ring of sends": (
+        3,
+        """
+try:
+    send(x, (RANK + 1) % 3)
+    receive(x, (RANK - 1) % 3)
+except Failed:
+    pass
+call_out(x.get)
+""",
+    ),
+    "a send and a collective": (
+        2,
+        """
+try:
+    for which in (0, 1) if RANK == 0 else (1, 0):
+        (lambda: send(x, 1) if RANK == 0 else receive(x, 0), lambda: all_reduce(comm, x))[which]()
+except Failed:
+    pass
+call_out(x.get)
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CIRCLES)
+def test_circles_are_refused_at_once(tmp_path, name):
+    count, script = CIRCLES[name]
+    for text in ranks(tmp_path, count, script):
+        assert "error:" in text, text
+        assert "wait for each other in a circle" in text, text
+
+
+def test_different_calls_are_refused_on_all_ranks(tmp_path):
+    texts = ranks(
+        tmp_path,
+        3,
+        """
+try:
+    all_reduce(comm, Buffer([1] * 5, RANK) if RANK == 1 else x, on=x.stream)
+except Failed:
+    pass
+try:
+    x.get()
+    all_reduce(comm, x)  # the one that was told in the call has nothing on its stream
+except Exception as error:
+    print(error)
+""",
+    )
+    for text in texts:
+        assert "differ in their calls' counts: where rank" in text, text
+        assert "sum of 5 float32" in text, text
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    texts = ranks(
+        tmp_path,
+        3,
+        """
+all_reduce(comm, x)
+x.get()
+if RANK == 2:
+    time.sleep(4)
+else:
+    all_reduce(other, x)
+    call_out(x.get)
+""",
+        NOGPU_NCCL_SECONDS="2",
+    )
+    for text in texts[:2]:
+        assert "after 2 seconds ncclAllReduce(sum of 4 float32) is not complete: it misses rank 2 (cuda:2" in text, text
+
+
+def test_a_process_that_ends_is_named(tmp_path):
+    texts = ranks(
+        tmp_path,
+        3,
+        """
+import os
+all_reduce(comm, x)
+x.get()
+if RANK == 1:
+    os._exit(0)
+try:
+    all_reduce(comm, x)
+    x.get()
+except Exception as error:
+    print("error:", error)
+time.sleep(0.3)
+""",
+    )
+    for text in (texts[0], texts[2]):
+        assert "rank 1 (cuda:1" in text, text
+        assert "has ended" in text, text

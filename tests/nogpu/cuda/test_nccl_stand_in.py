@@ -1,0 +1,236 @@
+"""The stand-in for NCCL in one process, called by ctypes: values, groups, threads, and what it refuses."""
+
+import pytest
+
+from processes import run_script
+from stand_in import IN_OWN_PROCESSES, programs
+
+pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
+
+START = "from nccl_calls import *\n"
+
+
+PROGRAMS = """
+#: sums products extremes and averages of all dtypes
+import math
+comms = communicators(0, 2, 5)
+terms = [[1, 2, 3], [5, 1, 9], [4, 7, 0]]
+expected = [[sum(t) for t in zip(*terms)], [math.prod(t) for t in zip(*terms)], [max(t) for t in zip(*terms)],
+            [min(t) for t in zip(*terms)]]
+for code in "bBiIqQfd":
+    for op, right in enumerate(expected):
+        buffers = [Buffer(t, d, code) for t, d in zip(terms, (0, 2, 5))]
+        group(*[lambda c=c, b=b: all_reduce(c, b, op) for c, b in zip(comms, buffers)])
+        assert all(b.get() == right for b in buffers), (code, op)
+    buffers = [Buffer([3 * v for v in t], d, code) for t, d in zip(terms, (0, 2, 5))]
+    group(*[lambda c=c, b=b: all_reduce(c, b, 4) for c, b in zip(comms, buffers)])
+    assert all(b.get() == expected[0] for b in buffers), code
+#: small floats are added in float32 and rounded once
+import struct
+half = lambda value: struct.unpack("h", struct.pack("e", value))[0]  # of int16, as the array cannot hold halves
+comms = communicators(0, 1, 2)
+buffers = [Buffer([v & 255, v >> 8 & 255], d, "B") for d, v in enumerate(map(half, (2048.0, 1.0, 1.0)))]
+group(*[lambda c=c, b=b: nccl("ncclAllReduce", b.pointer, b.pointer, N(1), 6, 0, c, b.stream)
+        for c, b in zip(comms, buffers)])
+assert struct.unpack("e", bytes(buffers[1].get()))[0] == 2050.0  # 2048 in float16: 2048 + 1 is 2048
+brain = [Buffer([0x80, 0x3F], d, "B") for d in range(3)]  # 1.0
+group(*[lambda c=c, b=b: nccl("ncclAllReduce", b.pointer, b.pointer, N(1), 9, 0, c, b.stream)
+        for c, b in zip(comms, brain)])
+assert brain[2].get() == [0x40, 0x40]  # 3.0
+for dtype, one, three in ((10, 0x38, 0x44), (11, 0x3C, 0x42)):
+    tiny = [Buffer([one], d, "B") for d in range(3)]
+    group(*[lambda c=c, b=b: nccl("ncclAllReduce", b.pointer, b.pointer, N(1), dtype, 0, c, b.stream)
+            for c, b in zip(comms, tiny)])
+    assert tiny[0].get() == [three], (dtype, tiny[0].get())
+#: every collective
+comms = communicators(0, 1, 2)
+def each(values, function):
+    buffers = [(Buffer(v, d), Buffer([0] * 6, d)) for d, v in enumerate(values)]
+    group(*[lambda c=c, s=s, r=r: function(c, s, r) for c, (s, r) in zip(comms, buffers)])
+    return [r.get(s.stream) for s, r in buffers]
+two = [[1, 2], [3, 4], [5, 6]]
+six = [[10 * r + i for i in range(6)] for r in range(3)]
+run = lambda name, *rest: lambda c, s, r: nccl(name, s.pointer, r.pointer, N(2), 7, *rest, c, s.stream)
+assert each(two, run("ncclBroadcast", 1)) == [[3, 4, 0, 0, 0, 0]] * 3
+assert each(two, run("ncclReduce", 0, 2)) == [[0] * 6, [0] * 6, [9, 12, 0, 0, 0, 0]]
+assert each(two, run("ncclAllGather")) == [[1, 2, 3, 4, 5, 6]] * 3
+assert each(six, run("ncclReduceScatter", 0)) == [[30 + 6 * r, 33 + 6 * r, 0, 0, 0, 0] for r in range(3)]
+assert each(six, run("ncclAlltoAll")) == [[v for s in range(3) for v in (10 * s + 2 * r, 10 * s + 2 * r + 1)]
+                                          for r in range(3)]
+assert each(two, run("ncclGather", 1)) == [[0] * 6, [1, 2, 3, 4, 5, 6], [0] * 6]
+assert each(six, run("ncclScatter", 2)) == [[20 + 2 * r, 21 + 2 * r, 0, 0, 0, 0] for r in range(3)]
+#: in place where nccl allows it and nowhere else
+from cudart import after
+comms = communicators(0, 1)
+buffers = [Buffer([d + 1, 0, d + 1, 0], d) for d in range(2)]
+group(*[lambda c=c, b=b, d=d: nccl("ncclAllGather", after(b.pointer, 8 * d), b.pointer, N(2), 7, c, b.stream)
+        for d, (c, b) in enumerate(zip(comms, buffers))])
+assert buffers[0].get() == buffers[1].get() == [1, 0, 2, 0]
+group(*[lambda c=c, b=b, d=d: nccl("ncclReduceScatter", b.pointer, after(b.pointer, 8 * d), N(2), 7, 0, c, b.stream)
+        for d, (c, b) in enumerate(zip(comms, buffers))])
+assert buffers[0].get() == [2, 0, 2, 0] and buffers[1].get() == [1, 0, 4, 0]
+b = buffers[0]
+refused("ncclInvalidArgument", "overlap", nccl, "ncclAllReduce", b.pointer, after(b.pointer, 4), N(2), 7, 0, comms[0],
+        b.stream)
+#: sends and multiples
+import ctypes
+comms = communicators(0, 1)
+a, b = Buffer([1, 2], 0), Buffer([0, 0], 1)
+group(lambda: nccl("ncclSend", a.pointer, N(2), 7, 1, comms[0], a.stream),
+      lambda: nccl("ncclRecv", b.pointer, N(2), 7, 0, comms[1], b.stream))
+assert b.get() == [1, 2]
+ops = []
+for comm, factor in zip(comms, (2.0, 10.0)):
+    op, value = ctypes.c_int(), ctypes.c_float(factor)
+    nccl("ncclRedOpCreatePreMulSum", ctypes.byref(op), ctypes.byref(value), 7, 1, comm)
+    ops.append(op.value)
+group(*[lambda c=c, x=x, o=o: all_reduce(c, x, o) for c, x, o in zip(comms, (a, b), ops)])
+assert a.get() == b.get() == [12, 24]
+nccl("ncclRedOpDestroy", ops[0], comms[0])
+refused("ncclInvalidArgument", "destroyed", all_reduce, comms[0], a, ops[0])
+#: ranks in threads split and what communicators say
+import ctypes, threading
+unique, seen, failed = new_id(), {}, []
+def work(rank):
+    try:
+        comm, x = join(unique, 3, rank, rank), Buffer([rank + 1], rank)
+        for _ in range(5):
+            all_reduce(comm, x)
+        half = P()
+        nccl("ncclCommSplit", comm, rank % 2, -rank, ctypes.byref(half), None)
+        numbers = []
+        for name in ("ncclCommCount", "ncclCommUserRank", "ncclCommCuDevice"):
+            number = ctypes.c_int()
+            nccl(name, half, ctypes.byref(number))
+            numbers.append(number.value)
+        all_reduce(half, x)
+        seen[rank] = (x.get(), numbers)
+        nccl("ncclCommDestroy", half)
+        nccl("ncclCommDestroy", comm)
+    except BaseException as error:
+        failed.append(error)
+threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert not failed, failed
+total = 6 * 3**4
+assert seen == {0: ([2 * total], [2, 1, 0]), 1: ([total], [1, 0, 1]), 2: ([2 * total], [2, 0, 2])}, seen
+#: a call returns before the others come and queries say so
+import threading
+unique, comms = new_id(), {}
+threads = [threading.Thread(target=lambda r=r: comms.setdefault(r, join(unique, 2, r, r))) for r in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+a, b = Buffer([1], 0), Buffer([2], 1)
+from cudart import CUDA
+all_reduce(comms[0], a)
+assert CUDA.cudaStreamQuery(a.stream) == 600  # cudaErrorNotReady
+other = threading.Timer(0.3, all_reduce, (comms[1], b))
+other.start()
+assert a.get() == [3]  # it has waited
+assert CUDA.cudaStreamQuery(a.stream) == 0
+other.join()
+assert b.get() == [3]
+#: calls are counted
+comms = communicators(0, 1)
+libraries.forget_counts()
+group(lambda: all_reduce(comms[0], Buffer([1], 0)), lambda: all_reduce(comms[1], Buffer([1], 1)))
+calls = libraries.counts().calls
+assert calls["ncclAllReduce"] == 2 and calls["ncclGroupEnd"] == 1, calls
+"""
+
+
+@programs(PROGRAMS)
+def test_program(program):
+    run_script(START + program)
+
+
+REFUSED = """
+#: twice the same device
+refused("ncclInvalidUsage", "Duplicate GPU detected : rank 0 and rank 2 both on CUDA device 1", communicators, 1, 3, 1)
+#: one thread without a group
+all_reduce(comms[0], a)
+refused("ncclInvalidUsage", "outside of one group", all_reduce, comms[1], b)
+assert "comes after a collective that has failed" in said(a.get)
+abort(*comms)
+assert a.get() == [1, 2]  # the stream is of use again
+#: different collectives
+wrong = lambda: nccl("ncclBroadcast", b.pointer, b.pointer, N(2), 7, 0, comms[1], b.stream)
+refused("ncclInvalidUsage", "kinds: where rank 0", group, lambda: all_reduce(comms[0], a), wrong)
+#: different counts
+longer = Buffer([1, 2, 3], 1)
+refused("ncclInvalidUsage", "counts: where rank 0", group, lambda: all_reduce(comms[0], a),
+        lambda: all_reduce(comms[1], longer))
+#: different dtypes
+other = Buffer([1, 2], 1, "i")
+refused("ncclInvalidUsage", "calls ncclAllReduce(sum of 2 int32)", group, lambda: all_reduce(comms[0], a),
+        lambda: all_reduce(comms[1], other))
+#: different roots
+one = lambda c, x, root: lambda: nccl("ncclBroadcast", x.pointer, x.pointer, N(2), 7, root, c, x.stream)
+refused("ncclInvalidUsage", "roots: where rank 0", group, one(comms[0], a, 0), one(comms[1], b, 1))
+#: memory of another device
+refused("ncclInvalidArgument", "is memory of cuda:1, and the rank's device is cuda:0", all_reduce, comms[0], b)
+#: beyond an allocation
+refused("ncclInvalidArgument", "its allocation ends after 8", nccl, "ncclAllReduce", a.pointer, a.pointer, N(3), 7, 0,
+        comms[0], a.stream)
+#: a stream of another device
+refused("ncclInvalidArgument", "the stream belongs to cuda:1", all_reduce, comms[0], a, 0, b.stream)
+#: a communicator that was destroyed
+nccl("ncclCommDestroy", comms[0])
+refused("ncclInvalidArgument", "was destroyed", all_reduce, comms[0], a)
+#: memory that two calls of a group write
+refused("ncclInvalidUsage", "End the group", group, *[lambda c=c, x=x: all_reduce(c, x)
+        for c, x in ((comms[0], a), (comms[1], b), (comms[0], a), (comms[1], b))])
+#: a second thread within a group
+import threading
+told = []
+nccl("ncclGroupStart")
+all_reduce(comms[0], a)
+thread = threading.Thread(target=lambda: told.append(said(all_reduce, comms[0], a)))
+thread.start(); thread.join()
+assert told[0].startswith("ncclInvalidUsage: ") and "one thread at a time" in told[0], told
+"""
+
+
+@programs(REFUSED)
+def test_refused(program):
+    run_script(START + "comms, a, b = communicators(0, 1), Buffer([1, 2], 0), Buffer([3, 4], 1)\n" + program)
+
+
+def test_launches_of_two_threads_on_two_devices_at_once_are_refused():
+    run_script(
+        START
+        + """
+import threading
+told = []
+def launch(comms):
+    buffers = [Buffer([1], 0), Buffer([1], 1)]
+    start.wait()
+    try:
+        group(*[lambda c=c, b=b: all_reduce(c, b) for c, b in zip(comms, buffers)])
+    except Failed as failed:
+        told.append(str(failed))
+start = threading.Barrier(2)
+pairs = communicators(0, 1), communicators(0, 1)
+threads = [threading.Thread(target=launch, args=(pair,)) for pair in pairs]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert len(told) == 1 and "two threads launch collectives on cuda:0 and cuda:1 at the same time" in told[0], told
+""",
+        NOGPU_NCCL_LAUNCH_SECONDS="0.3",
+    )
+
+
+def test_a_rank_that_does_not_come_is_named():
+    run_script(
+        START
+        + """
+refused("ncclRemoteError", "it misses rank 1; there were rank 0 (cuda:0 of process", join, new_id(), 2, 0, 0)
+comms = communicators(0, 1)
+a = Buffer([1], 0)
+all_reduce(comms[0], a)
+told = said(a.get)
+assert "after 1 seconds ncclAllReduce(sum of 1 float32) is not complete: it misses rank 1 (cuda:1" in told, told
+""",
+        NOGPU_NCCL_SECONDS="1",
+    )

@@ -1,0 +1,169 @@
+"""torch on the stand-in for NCCL: ``torch.cuda.nccl`` in one process, and process groups of 2 and 3 processes.
+
+Tensors come and go by copies, which torch makes without kernels. So these tests need no operators.
+"""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from processes import run_ranks, run_script
+from stand_in import IN_OWN_PROCESSES
+
+pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
+
+START = """
+import os
+from nogpu.cuda import libraries
+libraries.open_libraries()
+import torch
+import torch.distributed as dist
+from torch.cuda import nccl
+"""
+IN_GROUP = (
+    START
+    + """
+rank, world = int(os.environ["TEST_RANK"]), int(os.environ["TEST_WORLD"])
+store = "file://" + os.environ["TEST_FOLDER"] + "/store"
+device = torch.device("cuda", rank)
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", init_method=store, rank=rank, world_size=world)
+base = torch.arange(6.0)
+mine = lambda: (base + rank).to(device)
+zeros = lambda count=6: torch.zeros(count).to(device)
+def same(tensor, expected):
+    assert torch.equal(tensor.cpu(), expected), (tensor.cpu(), expected)
+"""
+)
+
+
+def ranks(folder: Path, count: int, script: str, **changes: str) -> list[subprocess.CompletedProcess]:
+    return run_ranks(folder, count, script, TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore", **changes)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_torch_cuda_nccl(count):
+    run_script(
+        START
+        + f"""
+count = {count}
+"""
+        + """
+def on_devices(rows):
+    return [row.to(f"cuda:{i}") for i, row in enumerate(rows)]
+rows = torch.randn(count, 1000)
+total = rows[0].clone()
+for row in rows[1:]:
+    total += row
+tensors = on_devices(rows)
+nccl.all_reduce(tensors)
+assert all(torch.equal(t.cpu(), total) for t in tensors)
+tensors = on_devices(rows)
+nccl.broadcast(tensors, root=0)
+assert all(torch.equal(t.cpu(), rows[0]) for t in tensors)
+tensors = on_devices(rows)
+nccl.reduce(tensors, output=tensors[1], root=1)
+assert torch.equal(tensors[1].cpu(), total)
+tensors, gathered = on_devices(rows), on_devices(torch.zeros(count, count * 1000))
+nccl.all_gather(tensors, gathered)
+assert all(torch.equal(g.cpu(), rows.flatten()) for g in gathered)
+long, short = on_devices(torch.arange(count * count * 5.0).reshape(count, -1)), on_devices(torch.zeros(count, 5))
+nccl.reduce_scatter(long, short)
+whole = sum(t.cpu() for t in long).reshape(count, 5)
+assert all(torch.equal(s.cpu(), row) for s, row in zip(short, whole))
+halves = on_devices(torch.ones(count, 4, dtype=torch.bfloat16))
+nccl.all_reduce(halves)
+assert halves[0].cpu().tolist() == [count] * 4
+torch.cuda.synchronize()
+"""
+    )
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("eager", [False, True])
+def test_process_group(tmp_path, count, eager):
+    start = IN_GROUP.replace("world_size=world", "world_size=world, device_id=device") if eager else IN_GROUP
+    script = """
+total = sum(base + r for r in range(world))
+x = mine(); dist.all_reduce(x); same(x, total)
+x = mine(); dist.all_reduce(x, op=dist.ReduceOp.AVG); same(x, total / world)
+x = mine(); dist.all_reduce(x, op=dist.ReduceOp.MAX); same(x, base + world - 1)
+x = torch.tensor([rank == 1]).to(device); dist.all_reduce(x); same(x, torch.tensor([True]))
+x = mine(); dist.broadcast(x, 1); same(x, base + 1)
+x = mine(); dist.reduce(x, 0); same(x, total) if rank == 0 else None
+x = zeros(6 * world); dist.all_gather_into_tensor(x, mine()); same(x, torch.cat([base + r for r in range(world)]))
+wide = lambda r: torch.arange(4.0 * world) + r
+x = zeros(4); dist.reduce_scatter_tensor(x, wide(rank).to(device))
+same(x, sum(wide(r) for r in range(world))[4 * rank : 4 * rank + 4])
+x = zeros(4 * world); dist.all_to_all_single(x, wide(rank).to(device))
+same(x, torch.cat([wide(r)[4 * rank : 4 * rank + 4] for r in range(world)]))
+x = mine()
+if rank == 0:
+    dist.send(x, 1)
+elif rank == 1:
+    dist.recv(x, 0)
+    same(x, base)
+x, y = mine(), zeros()
+around = [dist.P2POp(dist.isend, x, (rank + 1) % world), dist.P2POp(dist.irecv, y, (rank - 1) % world)]
+for work in dist.batch_isend_irecv(around):
+    work.wait()
+same(y, base + (rank - 1) % world)
+x = mine(); work = dist.all_reduce(x, async_op=True); work.wait(); same(x, total)
+torch.cuda.synchronize()
+assert work.is_completed()
+pair = dist.new_group([0, 1])
+if rank < 2:
+    x = torch.ones(2).to(device); dist.all_reduce(x, group=pair); same(x, torch.full((2,), 2.0))
+dist.destroy_process_group()
+"""
+    for each in ranks(tmp_path, count, start + script):
+        assert each.returncode == 0, each.stdout
+
+
+REFUSED = {
+    "counts": (
+        "differ in their calls' counts: where rank",
+        """
+x = torch.ones(4 + rank).to(device)
+dist.all_reduce(x)
+""",
+    ),
+    "circle": (
+        "wait for each other in a circle",
+        """
+pair = dist.new_group([0, 1])
+x, y = mine(), mine()
+for group, each in ((None, x), (pair, y)):  # makes the communicators
+    dist.all_reduce(each, group=group)
+    each.cpu()
+for group in (None, pair) if rank == 0 else (pair, None):
+    dist.all_reduce(x if group is None else y, group=group)
+""",
+    ),
+    "absent": (
+        "is not complete: it misses rank 1 (cuda:1",
+        """
+x = mine()
+dist.all_reduce(x)
+x.cpu()
+if rank == 1:
+    import time
+    time.sleep(6)
+    print("is not complete: it misses rank 1 (cuda:1")
+else:
+    dist.all_reduce(x)
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_process_group_refuses(tmp_path, name):
+    expected, script = REFUSED[name]
+    ending = """
+x.cpu()
+torch.cuda.synchronize()
+"""
+    for each in ranks(tmp_path, 2, IN_GROUP + script + ending, NOGPU_NCCL_SECONDS="4"):
+        assert expected in each.stdout, each.stdout

@@ -1,0 +1,426 @@
+"""What programs use of torch.cuda's operators, beside the CPU: forwards and backwards.
+
+On a stand-in many of these are no kernels of the CPU: attention, recurrent layers and batch norm of cuDNN. `test_op_db`
+has the rest of torch's operators.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
+
+from nogpu.cuda import is_stand_in
+
+pytestmark = pytest.mark.devices("cuda")
+
+BACKENDS = {
+    SDPBackend.MATH: "_scaled_dot_product_attention_math",
+    SDPBackend.FLASH_ATTENTION: "_scaled_dot_product_flash_attention",
+    SDPBackend.EFFICIENT_ATTENTION: "_scaled_dot_product_efficient_attention",
+    SDPBackend.CUDNN_ATTENTION: "_scaled_dot_product_cudnn_attention",
+}
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.device_count() - 1)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def tensors(values) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def check_same(found, expected, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(
+        found.detach().cpu().double(), expected.detach().double(), rtol=tolerance, atol=tolerance
+    )
+
+
+def leaf(x: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
+    return x.detach().to(device).requires_grad_(x.is_floating_point() or x.is_complex())
+
+
+def check_function(function, inputs, device, tolerance: float = 1e-4) -> None:
+    """The function gives the same on the device as on the CPU, and so does its backward pass."""
+    here, there = [leaf(x) for x in inputs], [leaf(x, device) for x in inputs]
+    expected, found = tensors(function(*here)), tensors(function(*there))
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.device == device
+        check_same(ours, theirs, tolerance)
+    for outputs in (expected, found):
+        differentiable = [out for out in outputs if out.requires_grad]
+        if differentiable:
+            sum(out.abs().square().sum() for out in differentiable).backward()
+    for ours, theirs in zip(there, here, strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            check_same(ours.grad, theirs.grad, tolerance)
+
+
+def check_module(module: nn.Module, inputs, device, tolerance: float = 1e-4) -> None:
+    there = copy.deepcopy(module).to(device)
+    check_function(lambda *x: (there if x[0].is_cuda else module)(*x), inputs, device, tolerance)
+    for ours, theirs in zip(there.parameters(), module.parameters(), strict=True):
+        check_same(ours.grad, theirs.grad, tolerance)
+    for ours, theirs in zip(there.buffers(), module.buffers(), strict=True):
+        check_same(ours, theirs, tolerance)
+
+
+# ---- recurrent layers
+
+
+class Packed(nn.Module):
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 2, 6, 1]), enforce_sorted=False)
+        output, state = self.layer(packed)
+        return nn.utils.rnn.pad_packed_sequence(output)[0], state
+
+
+LAYERS = [
+    (nn.LSTM, {}),
+    (nn.LSTM, {"num_layers": 2, "bidirectional": True, "proj_size": 3}),
+    (nn.LSTM, {"batch_first": True, "bias": False}),
+    (nn.GRU, {"num_layers": 2, "bidirectional": True}),
+    (nn.RNN, {"num_layers": 2}),
+    (nn.RNN, {"nonlinearity": "relu", "bidirectional": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), LAYERS)
+def test_recurrent_layers(device, kind, options):
+    check_module(kind(5, 7, **options), [torch.randn(6, 4, 5)], device)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_packed_sequences(device, kind, bidirectional):
+    check_module(Packed(kind(5, 7, 2, bidirectional=bidirectional)), [torch.randn(6, 4, 5)], device)
+
+
+def test_the_weights_of_a_recurrent_layer_are_one_piece_of_memory(device):
+    layer = nn.LSTM(5, 7, 2).to(device)
+    assert len({weight.untyped_storage().data_ptr() for weight in layer.parameters()}) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(torch.randn(3, 2, 5, device=device))
+
+
+def test_weights_in_pieces_are_warned_of(device):
+    layer = nn.GRU(5, 7).to(device)
+    layer.weight_hh_l0.data = layer.weight_hh_l0.data.clone()
+    with pytest.warns(UserWarning, match="not part of single contiguous chunk"):
+        layer(torch.randn(3, 2, 5, device=device))
+
+
+def test_dropout_between_recurrent_layers_is_repeated_by_a_seed(device):
+    layer = nn.LSTM(5, 32, 2, dropout=0.5).to(device)
+    x = torch.randn(3, 2, 5, device=device)
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(3)
+        return layer(x)[0]
+
+    first = run()
+    assert torch.equal(run(), first)
+    assert not torch.equal(layer(x)[0], first)
+
+
+# ---- attention
+
+
+def attention(backend, **options):
+    def attend(query, key, value):
+        if not query.is_cuda:
+            return F.scaled_dot_product_attention(query.double(), key.double(), value.double(), **options)
+        there = {name: x.to(query.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        there = {name: x.to(query.dtype) if name == "attn_mask" else x for name, x in there.items()}
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(query, key, value, **there)
+
+    return attend
+
+
+def qkv(dtype: torch.dtype, queries: int = 9, keys: int = 9, heads: int = 4) -> list[torch.Tensor]:
+    return [
+        torch.randn(2, count, length, 16, dtype=dtype) for count, length in ((4, queries), (heads, keys), (heads, keys))
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_by_each_kernel(device, backend, is_causal):
+    with torch.profiler.profile() as profile:
+        check_function(attention(backend, is_causal=is_causal), qkv(torch.float16), device, 3e-2)
+    assert f"aten::{BACKENDS[backend]}" in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION])
+def test_attention_in_full_precision(device, backend):
+    check_function(attention(backend), qkv(torch.float32, queries=5, keys=40), device)
+    check_function(attention(backend, is_causal=True, scale=0.3), qkv(torch.float32, queries=7, keys=7), device)
+
+
+def test_attention_with_a_mask(device):
+    mask = torch.randn(2, 4, 9, 9)
+    check_function(attention(SDPBackend.EFFICIENT_ATTENTION, attn_mask=mask), qkv(torch.float32), device)
+
+
+def test_attention_with_heads_that_share_keys(device):
+    options = attention(SDPBackend.FLASH_ATTENTION, is_causal=True, enable_gqa=True)
+    check_function(options, qkv(torch.bfloat16, heads=2), device, 5e-2)
+
+
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend is not SDPBackend.MATH])
+def test_backwards_drops_what_forwards_dropped(device, backend):
+    query, key = (torch.randn(1, 2, 16, 16, dtype=torch.float16, device=device) for _ in range(2))
+    value = torch.eye(16, dtype=torch.float16, device=device).expand(1, 2, 16, 16).contiguous().requires_grad_()
+    with sdpa_kernel(backend):
+        weights = F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
+    slope = torch.randn_like(weights)
+    weights.backward(slope)
+    assert 0.2 < (weights == 0).float().mean() < 0.8
+    torch.testing.assert_close(value.grad, weights.detach().transpose(-2, -1) @ slope, rtol=2e-2, atol=2e-2)
+
+
+def test_torch_chooses_as_on_a_gpu(device):
+    with torch.profiler.profile() as profile:
+        for dtype in (torch.float32, torch.float16):
+            F.scaled_dot_product_attention(*(x.to(device) for x in qkv(dtype)))
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::_scaled_dot_product_efficient_attention" in names
+    assert names & {"aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_attention_of_nested_tensors(device, dtype):
+    lengths = (3, 7, 1)
+    rows = [torch.randn(length, 4, 8) for length in lengths]
+
+    def attend(*rows):
+        nested = torch.nested.as_nested_tensor(
+            [row.to(dtype) if row.is_cuda else row for row in rows], layout=torch.jagged
+        )
+        heads = nested.transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).values()
+
+    check_function(attend, rows, device, 2e-2 if dtype is torch.float16 else 1e-4)
+
+
+def test_multi_head_attention(device):
+    x = torch.randn(2, 5, 8)
+    check_module(nn.MultiheadAttention(8, 2, batch_first=True), [x, x, x], device)
+
+
+def test_a_transformer_with_padding_in_evaluation(device):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+    here = nn.TransformerEncoder(layer, 2).eval()
+    there = copy.deepcopy(here).to(device)
+    x, padding = torch.randn(3, 5, 8), torch.arange(5) >= torch.tensor([[4], [2], [5]])
+    with torch.inference_mode():
+        check_same(there(x.to(device), src_key_padding_mask=padding.to(device)), here(x, src_key_padding_mask=padding))
+
+
+# ---- layers of cuDNN and norms
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("shape", [(8, 5), (4, 5, 3, 3)])
+def test_batch_norm(device, training, shape):
+    layer = nn.BatchNorm1d(5) if len(shape) == 2 else nn.BatchNorm2d(5)
+    check_module(layer.train(training), [torch.randn(shape)], device)
+
+
+def test_the_parts_of_synchronised_batch_norm(device):
+    """As `torch.nn.SyncBatchNorm` puts them together, here of two processes' inputs."""
+    parts = [torch.randn(4, 5, 3, device=device), torch.randn(2, 5, 3, device=device)]
+    whole = torch.cat(parts).requires_grad_()
+    layer = nn.BatchNorm1d(5).to(device)
+    with torch.no_grad():
+        layer.weight.uniform_()
+    expected = layer(whole)
+    slope = torch.randn_like(expected)
+    expected.backward(slope)
+
+    stats = [torch.batch_norm_stats(part, 1e-5) for part in parts]
+    counts = torch.tensor([12.0, 6.0], device=device)
+    running = torch.zeros(5, device=device), torch.ones(5, device=device)
+    means, invstds = (torch.stack(column) for column in zip(*stats, strict=True))
+    mean, invstd = torch.batch_norm_gather_stats_with_counts(parts[0], means, invstds, *running, 0.1, 1e-5, counts)
+    torch.testing.assert_close(running, (layer.running_mean, layer.running_var))
+    found = [torch.batch_norm_elemt(part, layer.weight, layer.bias, mean, invstd, 1e-5) for part in parts]
+    torch.testing.assert_close(torch.cat(found), expected)
+
+    slopes = slope.split([4, 2])
+    sums = [
+        torch.batch_norm_backward_reduce(grad, part, mean, invstd, layer.weight, True, True, True)
+        for grad, part in zip(slopes, parts, strict=True)
+    ]
+    sum_dy, sum_dy_xmu, weight_grad, bias_grad = (sum(column) for column in zip(*sums, strict=True))
+    torch.testing.assert_close((weight_grad, bias_grad), (layer.weight.grad, layer.bias.grad))
+    grads = [
+        torch.batch_norm_backward_elemt(grad, part, mean, invstd, layer.weight, sum_dy, sum_dy_xmu, counts.int())
+        for grad, part in zip(slopes, parts, strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(grads), whole.grad)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions_with_channels_last(device, transposed):
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    layer = kind(4, 6, 3, stride=2, groups=2).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+    check_module(layer, [x], device)
+    assert copy.deepcopy(layer).to(device)(x.to(device)).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_ctc_loss(device):
+    def loss(x):
+        targets = torch.tensor([1, 2, 1, 3], dtype=torch.int32)
+        return F.ctc_loss(x.log_softmax(2), targets, torch.tensor([6, 6]), torch.tensor([3, 1]))
+
+    check_function(loss, [torch.randn(6, 2, 4)], device)
+
+
+# ---- products, amp
+
+
+@pytest.mark.parametrize("name", ["mm", "bmm"])
+def test_products_into_a_wider_dtype(device, name):
+    shape = (3, 4, 4) if name == "bmm" else (4, 4)
+    left, right = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    found = getattr(torch, name)(left, right, out_dtype=torch.float32)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, left.float() @ right.float())
+
+
+def test_grouped_products(device):
+    left, right = torch.randn(24, 16).bfloat16(), torch.randn(3, 16, 32).bfloat16()
+    ends = torch.tensor([8, 8, 24], dtype=torch.int32)
+    found = F.grouped_mm(left.to(device), right.to(device), offs=ends.to(device))
+    expected = torch.cat([left[0:8] @ right[0], left[8:8] @ right[1], left[8:24] @ right[2]])
+    check_same(found, expected.float(), 5e-2)
+
+
+def test_dropout_in_one_kernel(device):
+    x = torch.randn(1000, device=device)
+    kept, mask = torch._fused_dropout(x, 0.25)
+    assert 0.15 < mask.float().mean() < 0.35
+    torch.testing.assert_close(kept, x * mask * 4)
+    torch.testing.assert_close(torch._masked_scale(x, mask, 4.0), kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.Linear, nn.Conv1d])
+def test_autocast_with_scaled_gradients(device, dtype, kind):
+    """The optimiser ends where it ends in full precision, and steps with infinities are skipped."""
+    layer = kind(4, 4, 1).to(device) if kind is not nn.Linear else nn.Linear(4, 4).to(device)
+    plain = copy.deepcopy(layer)
+    x = torch.randn(3, 4, 4, device=device)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    with torch.autocast("cuda", dtype):
+        output = tensors(layer(x))[0]
+    assert output.dtype is dtype
+    scaler.scale(output.float().square().sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    tensors(plain(x))[0].square().sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-2)
+
+    before = [parameter.detach().clone() for parameter in layer.parameters()]
+    for parameter in layer.parameters():
+        parameter.grad.fill_(float("inf"))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    torch.testing.assert_close(list(layer.parameters()), before)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("way", ["foreach", "fused"])
+def test_optimisers_in_one_kernel(device, name, way):
+    here = nn.Linear(4, 4)
+    there = copy.deepcopy(here).to(device)
+    for layer, options in ((here, {"foreach": False}), (there, {way: True})):
+        optimizer = getattr(torch.optim, name)(layer.parameters(), lr=0.1, **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(torch.ones(2, 4, device=layer.weight.device)).square().sum().backward()
+            optimizer.step()
+    for ours, theirs in zip(there.parameters(), here.parameters(), strict=True):
+        check_same(ours, theirs)
+
+
+# ---- layouts and libraries
+
+
+def test_sparse_tensors(device):
+    dense = torch.randn(4, 5).relu()
+
+    def multiply(values, other):
+        indices = dense.nonzero().T.to(values.device)
+        return torch.sparse.mm(torch.sparse_coo_tensor(indices, values, dense.shape), other)
+
+    check_function(multiply, [dense[dense != 0], torch.randn(5, 3)], device)
+    check_same(dense.to(device).to_sparse_csr() @ torch.ones(5, device=device), dense @ torch.ones(5))
+
+
+def test_sparse_tensors_are_copied_to_another_device(device):
+    dense = torch.randn(4, 5).relu()
+    target = torch.empty(4, 5, device=device, layout=torch.sparse_coo)
+    check_same(target.copy_(dense.to("cuda:0").to_sparse()).to_dense(), dense)
+
+
+@pytest.mark.parametrize("by_channels", [False, True])
+def test_quantised_tensors(device, by_channels):
+    x = torch.randn(3, 4)
+
+    def quantize(x):
+        if by_channels:
+            scales, zeros = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 2])
+            return torch.quantize_per_channel(x, scales.to(x.device), zeros.to(x.device), 0, torch.qint8)
+        return torch.quantize_per_tensor(x, 0.1, 2, torch.quint8)
+
+    here, there = quantize(x), quantize(x.to(device))
+    assert there.device == device
+    assert there.qscheme() == here.qscheme()
+    check_same(there.int_repr(), here.int_repr())
+    check_same(there.dequantize(), here.dequantize())
+    check_same(there.cpu().dequantize(), here.dequantize())
+
+
+def test_nested_tensors(device):
+    def run(*rows):
+        nested = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+        return (nested * 2).relu().values()
+
+    check_function(run, [torch.randn(3, 4), torch.randn(1, 4)], device)
+    rows = [torch.randn(3, 4), torch.randn(1, 4)]
+    padded = torch.nested.nested_tensor([row.to(device) for row in rows]).to_padded_tensor(0.0)
+    check_same(padded, torch.nested.nested_tensor(rows).to_padded_tensor(0.0))
+
+
+def test_what_is_not_computed_names_itself(device):
+    if not is_stand_in():
+        pytest.skip("a GPU computes every kernel")
+    with pytest.raises(RuntimeError, match=r"does not compute aten::_convert_weight_to_int4pack"):
+        torch._convert_weight_to_int4pack(torch.zeros(64, 64, dtype=torch.uint8, device=device), 2)

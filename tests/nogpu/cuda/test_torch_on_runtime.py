@@ -1,0 +1,101 @@
+"""torch's own allocators, streams, events and copies on the stand-in for CUDA's runtime, without its operators."""
+
+import pytest
+
+from processes import run, run_script
+from stand_in import IN_OWN_PROCESSES, programs
+
+pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
+
+START = """
+from nogpu.cuda import libraries
+libraries.open_libraries()
+import torch
+calls = lambda: libraries.counts().calls
+"""
+
+
+PROGRAMS = """
+#: tensors streams and events
+assert torch.cuda.is_available() and torch.cuda.device_count() == 8
+assert torch.cuda.get_device_capability(3) == (8, 0) and "no GPU" in torch.cuda.get_device_name(3)
+a = torch.arange(6.).to("cuda")
+b = a.to("cuda:1")
+assert b.device == torch.device("cuda:1") and b.cpu().tolist() == [0, 1, 2, 3, 4, 5]
+stream = torch.cuda.Stream("cuda:1")
+events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+stream.wait_stream(torch.cuda.current_stream("cuda:1"))
+with torch.cuda.stream(stream):
+    events[0].record(); c = b.clone(); events[1].record()
+c.record_stream(stream)
+events[1].synchronize()
+assert events[0].elapsed_time(events[1]) >= 0 and events[1].query() and stream.query()
+assert c.cpu().equal(b.cpu())
+#: pinned memory
+host = torch.arange(4.).pin_memory()
+assert host.is_pinned() and not torch.arange(4.).is_pinned()
+there = host.to("cuda:2", non_blocking=True)
+back = torch.empty(4, pin_memory=True)
+libraries.forget_counts()
+back.copy_(there, non_blocking=True)
+assert libraries.counts().host_waits == 0
+there.cpu()
+assert libraries.counts().host_waits == 1 or calls()["cudaStreamSynchronize"] == 1
+torch.cuda.current_stream("cuda:2").synchronize()
+assert back.tolist() == [0, 1, 2, 3]
+registered = torch.ones(1024)
+assert torch.cuda.cudart().cudaHostRegister(registered.data_ptr(), 4096, 0) == 0
+assert registered.is_pinned()
+assert torch.cuda.cudart().cudaHostUnregister(registered.data_ptr()) == 0
+#: contexts of devices that are used
+torch.cuda.init()
+torch.empty(3, device="cuda:5")
+assert libraries.counts().contexts == [5]
+#: out of memory
+libraries.set_capacity(1, 100 << 20)
+kept = torch.empty(60 << 20, dtype=torch.uint8, device="cuda:1")
+try:
+    torch.empty(60 << 20, dtype=torch.uint8, device="cuda:1")
+except torch.cuda.OutOfMemoryError as error:
+    assert "GPU 1 has a total capacity of 100.00 MiB of which 40.00 MiB is free" in str(error), error
+else:
+    raise AssertionError
+del kept
+torch.empty(60 << 20, dtype=torch.uint8, device="cuda:1")
+torch.cuda.empty_cache()
+assert torch.cuda.mem_get_info(1) == (100 << 20, 100 << 20)
+#: the process ends in order
+import threading
+kept = [torch.empty(10, device=f"cuda:{i}") for i in range(4)]
+pinned = torch.empty(10, pin_memory=True)
+stream, event = torch.cuda.Stream(), torch.cuda.Event()
+event.record(stream)
+thread = threading.Thread(target=lambda: kept.append(torch.empty(3, device="cuda:6")))
+thread.start(); thread.join()
+"""
+
+
+@programs(PROGRAMS)
+def test_program(program):
+    run_script(START + program)
+
+
+@pytest.mark.parametrize(
+    ("body", "setting", "text"),
+    [
+        ("a = torch.empty(3, device='cuda'); a + a", "", "does not compute the kernel void at::native::"),
+        ("torch.empty(3, device='cuda')", "expandable_segments:True", "operation not supported"),
+        ("torch.empty(3, device='cuda')", "backend:cudaMallocAsync", "operation not supported"),
+    ],
+    ids=["kernel", "expandable segments", "memory pools"],
+)
+def test_what_is_not_there_is_refused(body, setting, text):
+    done = run(START + body, PYTORCH_CUDA_ALLOC_CONF=setting)
+    assert done.returncode == 1
+    assert text in done.stderr
+
+
+def test_too_late():
+    done = run("import torch\nfrom nogpu.cuda import libraries\nlibraries.open_libraries()")
+    assert done.returncode == 1
+    assert "SimulationTooLate: torch has opened CUDA's libraries already" in done.stderr

@@ -1,0 +1,110 @@
+"""torch.distributed over gloo takes tensors of simulated devices, in two processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from processes import run_ranks
+
+pytestmark = [
+    pytest.mark.devices("sim"),
+    pytest.mark.skipif(
+        not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="torch without gloo"
+    ),
+]
+
+PREAMBLE = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from nogpu.simulated import simulate
+
+simulate(2)
+rank = int(os.environ["TEST_RANK"])
+device = torch.device("sim", rank)
+dist.init_process_group("gloo", init_method="file://" + os.environ["TEST_FOLDER"] + "/store", rank=rank, world_size=2)
+
+def check(tensor, expected):
+    assert tensor.device == device, tensor.device
+    torch.testing.assert_close(tensor.cpu(), torch.tensor(expected))
+"""
+
+COLLECTIVES = """
+x = torch.tensor([1.0, 2.0], device=device) * (rank + 1)
+y = x.clone()
+dist.all_reduce(y)
+check(y, [3.0, 6.0])
+y = x.clone()
+dist.all_reduce(y, op=dist.ReduceOp.MAX)
+check(y, [2.0, 4.0])
+y = x.clone()
+work = dist.all_reduce(y, async_op=True)
+work.wait()
+check(y, [3.0, 6.0])
+y = x.clone()
+dist.broadcast(y, src=1)
+check(y, [2.0, 4.0])
+y = x.clone()
+dist.reduce(y, dst=0)
+if rank == 0:
+    check(y, [3.0, 6.0])
+gathered = [torch.zeros(2, device=device) for _ in range(2)]
+dist.all_gather(gathered, x)
+check(torch.cat(gathered), [1.0, 2.0, 2.0, 4.0])
+whole = torch.zeros(4, device=device)
+dist.all_gather_into_tensor(whole, x)
+check(whole, [1.0, 2.0, 2.0, 4.0])
+part = torch.zeros(1, device=device)
+dist.reduce_scatter_tensor(part, x)
+check(part, [[3.0], [6.0]][rank])
+part = torch.zeros(1, device=device)
+dist.reduce_scatter(part, list(x.split(1)))
+check(part, [[3.0], [6.0]][rank])
+parts = [torch.zeros(2, device=device) for _ in range(2)] if rank == 0 else None
+dist.gather(x, parts, dst=0)
+if rank == 0:
+    check(torch.cat(parts), [1.0, 2.0, 2.0, 4.0])
+mine = torch.zeros(2, device=device)
+dist.scatter(mine, [torch.ones(2, device=device), torch.ones(2, device=device) * 2] if rank == 0 else None, src=0)
+check(mine, [rank + 1.0] * 2)
+swapped = torch.zeros(2, device=device)
+dist.all_to_all_single(swapped, x)
+check(swapped, [[1.0, 2.0], [2.0, 4.0]][rank])
+if rank == 0:
+    dist.send(x, 1)
+else:
+    dist.recv(y, 0)
+    check(y, [1.0, 2.0])
+dist.barrier()
+objects = [None, None]
+dist.all_gather_object(objects, {"rank": rank})
+assert [found["rank"] for found in objects] == [0, 1]
+"""
+
+DATA_PARALLEL = """
+torch.manual_seed(0)
+whole = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+x = torch.randn(4, 3, dtype=torch.float64)
+whole(x).square().mean().backward()
+expected = [parameter.grad.clone() for parameter in whole.parameters()]
+whole.zero_grad()
+replica = nn.parallel.DistributedDataParallel(whole.to(device), device_ids=None)
+for _ in range(2):
+    replica.zero_grad()
+    replica(x.chunk(2)[rank].to(device)).square().mean().backward()
+for parameter, gradient in zip(replica.parameters(), expected):
+    torch.testing.assert_close(parameter.grad.cpu(), gradient)
+    assert parameter.grad.device == device
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_collectives_and_distributed_data_parallel(tmp_path: Path) -> None:
+    done = run_ranks(tmp_path, 2, PREAMBLE + COLLECTIVES + DATA_PARALLEL)
+    assert [each.returncode for each in done] == [0, 0], "\n".join(each.stdout for each in done)

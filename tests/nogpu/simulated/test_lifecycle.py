@@ -1,0 +1,198 @@
+"""When `simulate` may be called, which errors it raises, and how a process with simulated devices ends."""
+
+import subprocess
+import sys
+
+import pytest
+
+from nogpu import simulate
+from processes import ahead, environment
+
+# These tests start their own processes, so one kind of devices is enough.
+pytestmark = pytest.mark.devices("cpu")
+
+
+PROGRAMS = """
+#: more devices may be asked for later and fewer may not
+import pytest, torch
+from nogpu import simulate
+
+
+def backward(device):
+    x = torch.ones(3, device=device, requires_grad=True)
+    (x * 2).sum().backward()
+    assert x.grad.device == device
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+first = simulate(2)
+assert first == [torch.device("sim:0"), torch.device("sim:1")]
+for device in first:
+    backward(device)
+with pytest.raises(RuntimeError, match="sim:2"):
+    torch.ones(1, device="sim:2")
+
+assert len(simulate(4)) == 4 == torch.sim.device_count() == torch.accelerator.device_count()
+for device in simulate(4):
+    backward(device)
+with pytest.raises(ValueError, match="4 devices are simulated already.*ask for 4 or more; got 3"):
+    simulate(3)
+assert torch.sim.device_count() == 4
+
+assert simulate(64)[-1] == torch.device("sim:63")
+backward(torch.device("sim:63"))
+backward(first[0])
+#: a backward before is told each time
+import pytest, torch
+from nogpu.simulated import SimulationTooLate, simulate
+
+torch.ones(1, requires_grad=True).sum().backward()
+with pytest.raises(SimulationTooLate, match="a backward has run in this process before simulate.*call simulate first"):
+    simulate(2)
+x = torch.ones(1, requires_grad=True)
+x.sum().backward()  # the CPU still works
+assert x.grad.item() == 1
+with pytest.raises(SimulationTooLate, match="a backward has run in this process before simulate"):
+    simulate(2)
+#: a module that moves keeps its parameters
+# As on CUDA the parameter objects stay, and with them ties, optimizers, hooks and gradients.
+import torch
+from torch import nn
+from nogpu import simulate
+
+(device,) = simulate(1)
+model = nn.Sequential(nn.Embedding(5, 3), nn.LazyLinear(3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 5, bias=False))
+model(torch.arange(5))
+model[3].weight = model[0].weight
+model[0].weight.note = "mine"
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before, value = list(model.parameters()), model[0].weight.detach().clone()
+fired = []
+model[0].weight.register_hook(lambda gradient: fired.append(gradient.device))
+model(torch.arange(5)).sum().backward()  # a gradient that moves as well
+address = model[0].weight.data_ptr()
+
+model.to("sim")
+assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+assert model[3].weight is model[0].weight and model[0].weight.note == "mine"
+assert {t.device for t in [*before, *model.buffers(), *(p.grad for p in before)]} == {device}
+assert torch.equal(model[0].weight.cpu(), value) and model[0].weight.data_ptr() != address
+
+optimizer.zero_grad()
+fired.clear()
+model(torch.arange(5, device=device)).sin().sum().backward()
+assert fired == [device]
+optimizer.step()
+assert not torch.equal(model[0].weight.cpu(), value)
+assert torch.equal(model[3].weight, model[0].weight)
+
+model.cpu()
+assert all(now is then and now.device.type == "cpu" for now, then in zip(model.parameters(), before, strict=True))
+optimizer.zero_grad()
+model(torch.arange(5)).sum().backward()
+optimizer.step()
+del optimizer, model, before
+import gc
+gc.collect()
+assert torch.sim.memory_allocated(device) == 0
+
+# lazy modules move before their first forward
+model = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.LazyBatchNorm1d()).to("sim:0")
+model(torch.randn(4, 7, device="sim:0")).sum().backward()
+assert {p.device.type for p in model.parameters()} == {"sim"}
+assert {p.grad.device.type for p in model.parameters()} == {"sim"}
+"""
+
+
+@ahead(PROGRAMS)
+def test_program(available, name, printed):
+    assert printed == ""
+
+
+@pytest.mark.parametrize("number", [0, -1, 65])
+def test_numbers_out_of_range_are_refused(number):
+    with pytest.raises(ValueError, match=f"1 to 64 devices can be simulated; got {number}"):
+        simulate(number)
+
+
+@pytest.mark.parametrize("number", ["3", True, 2.0, None])
+def test_what_is_no_number_is_refused(number):
+    with pytest.raises(TypeError, match=f"a number of devices, an int; got {type(number).__name__}"):
+        simulate(number)
+
+
+IN_AN_EMPTY_FOLDER = """
+import os, tempfile
+folder = tempfile.TemporaryDirectory()
+os.environ["TORCH_EXTENSIONS_DIR"] = folder.name
+"""
+
+
+@pytest.mark.ahead(
+    IN_AN_EMPTY_FOLDER
+    + """
+import sys, types
+from unittest import mock
+import pytest, torch
+from nogpu.simulated import SimulationTooLate, SimulationUnavailable, simulate
+
+with mock.patch("torch.cuda.is_initialized", lambda: True):
+    with pytest.raises(SimulationTooLate, match="CUDA has been initialised in this process.*call simulate before"):
+        simulate(2)
+
+torch.utils.rename_privateuse1_backend("other")
+torch._register_device_module("other", types.ModuleType("other"))
+with pytest.raises(SimulationUnavailable, match="the backend 'other' has torch's PrivateUse1 slot"):
+    simulate(2)
+assert os.listdir(folder.name) == []
+assert not hasattr(torch, "sim")
+"""
+)
+def test_other_accelerators_of_the_process_are_told_before_anything_is_compiled(printed):
+    assert printed == ""
+
+
+@pytest.mark.ahead(
+    IN_AN_EMPTY_FOLDER
+    + """
+import sys, threading
+import torch
+start, switches = threading.Thread.start, torch._has_compatible_shallow_copy_type
+import dataparallel, dataparallel.testing
+from nogpu import simulate
+assert not hasattr(torch, "sim")
+assert torch._C._get_privateuse1_backend_name() == "privateuseone"
+assert "torch.utils.cpp_extension" not in sys.modules
+assert threading.Thread.start is start and torch._has_compatible_shallow_copy_type is switches
+assert threading.enumerate() == [threading.main_thread()]
+assert os.listdir(folder.name) == []
+"""
+)
+def test_import_simulates_and_compiles_nothing(printed):
+    assert printed == ""
+
+
+ENDS_AFTER_A_BACKWARD = """
+import torch
+from nogpu import simulate
+
+devices = simulate(8)
+x = torch.ones(64, 64, requires_grad=True)
+sum((x.to(device) @ x.to(device)).sin().sum().to("sim:0") for device in devices).backward()
+"""
+
+
+@pytest.mark.long
+def test_a_script_that_ends_right_after_a_backward_ends_well(available):
+    """Threads of the autograd engine may still be freeing graphs then.
+
+    It needs new interpreters: of 80 that were forked after the import of torch, none failed without the wait at exit.
+    """
+    command = [sys.executable, "-c", ENDS_AFTER_A_BACKWARD]
+    ending = [
+        subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(5)
+    ]
+    outputs = [process.communicate(timeout=100) for process in ending]
+    assert [process.returncode for process in ending] == [0] * 5, outputs
+    assert outputs == [("", "")] * 5

@@ -1,0 +1,377 @@
+"""Recordings: every launch is there with what it reads, writes and moves, and nothing else is."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from at_once import in_threads
+from dataparallel import DataParallel
+from dataparallel.composable import replicate
+from like_the_cpu import DEVICE as ONE
+from like_the_cpu import OTHER as TWO
+from nets import Net
+from nogpu.timeline import HOST, Launch, StreamName
+from processes import run_script
+
+pytestmark = pytest.mark.devices("sim")
+
+
+def recorded(function, *arguments) -> tuple[Launch, ...]:
+    """The launches of a call."""
+    with torch.sim.timeline() as timeline:
+        function(*arguments)
+    return timeline.recording.launches
+
+
+def only(function, *arguments) -> Launch:
+    (launch,) = recorded(function, *arguments)
+    return launch
+
+
+# What is a launch
+
+
+@pytest.mark.smoke
+def test_launches_are_in_their_order_and_have_names():
+    x = torch.ones(4, 4, device=ONE)
+    launches = recorded(lambda: (x * 2).t().exp().sum().item())
+    assert [launch.op for launch in launches] == [
+        "aten::mul",
+        "aten::exp",
+        "aten::sum",
+        "aten::_local_scalar_dense",
+    ]
+    assert [launch.index for launch in launches] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.view(16)[3:].as_strided((2, 2), (2, 1)),
+        lambda x: x.t().expand(2, 4, 4).unfold(1, 2, 1).unbind(),
+        lambda x: (torch.empty_like(x), x.new_empty(3)),
+        lambda x: x.is_set_to(x),
+        lambda x: torch.empty(0, device=x.device) + 1,
+        lambda x: torch.empty(0, 3, device=x.device).to(TWO),
+        lambda x: torch.empty(0, device=x.device).cpu(),
+        lambda x: torch.sim.synchronize(x.device),
+    ],
+)
+def test_what_is_not_counted_is_not_recorded(function):
+    assert recorded(function, torch.ones(4, 4, device=ONE)) == ()
+
+
+@pytest.mark.parametrize("clocks", [True, False])
+def test_an_operator_that_raises_is_not_recorded(clocks):
+    x = torch.zeros(3, 2, device=ONE)
+    with torch.sim.clocks(clocks), torch.sim.timeline() as timeline:
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            torch.mm(x, x)
+        x.add_(1)
+    assert [launch.op for launch in timeline.recording.launches] == ["aten::add_"]
+
+
+def test_a_race_is_not_recorded(stream):
+    written = torch.ones(3, device=ONE) * 2
+    with torch.sim.timeline() as timeline, torch.sim.stream(stream), pytest.raises(RuntimeError, match="race"):
+        written + 1
+    assert timeline.recording.launches == ()
+
+
+def test_a_list_is_one_launch():
+    lists = [torch.ones(2, device=ONE), torch.ones(3, device=ONE)]
+    launch = only(torch._foreach_add_, lists, lists)
+    assert launch.op == "aten::_foreach_add_"
+    assert launch.shapes == ((2,), (3,), (2,), (3,))
+    assert (launch.bytes_read, launch.bytes_written) == (40, 20)
+
+
+# Streams
+
+
+def test_streams_are_named_in_the_order_of_their_first_launches(stream):
+    x, y = torch.ones(3, device=ONE), torch.ones(3, device=TWO)
+    with torch.sim.timeline() as timeline:
+        y + 1
+        with torch.sim.stream(stream):
+            torch.ones(3, device=ONE)
+        x + 1
+        y + 1
+    assert timeline.recording.streams == (StreamName(2, 0), StreamName(1, stream.stream_id), StreamName(1, 0))
+    assert [launch.stream for launch in timeline.recording.launches] == [0, 1, 2, 0]
+
+
+# Bytes, shapes, types
+
+
+@pytest.mark.parametrize(
+    ("function", "read", "written"),
+    [
+        (lambda x: x + x, 32, 16),
+        (lambda x: x.add_(x), 32, 16),
+        (lambda x: x.fill_(3), 0, 16),
+        (lambda x: x.zero_(), 0, 16),
+        (lambda x: x.normal_(), 0, 16),
+        (lambda x: torch.add(x, x, out=torch.empty(2, 2, device=ONE)), 32, 16),
+        (lambda x: torch.arange(5, device=ONE, out=torch.empty(0, dtype=torch.int64, device=ONE)), 0, 40),
+        (lambda x: x.t() @ x, 32, 16),
+        (lambda x: x.to(torch.float64), 16, 32),
+        (lambda x: x.sort(), 16, 16 + 32),
+        (lambda x: torch.cat([x, x, x]), 48, 48),
+        (lambda x: x[0, 0].item(), 4, 4),
+        (lambda x: torch._foreach_zero_([x]), 0, 16),
+        (lambda x: x.sum(), 16, 4),
+    ],
+)
+def test_bytes_are_those_of_what_is_read_and_written(function, read, written):
+    launch = recorded(function, torch.ones(2, 2, device=ONE))[-1]
+    assert (launch.bytes_read, launch.bytes_written) == (read, written)
+
+
+def test_moving_elements_to_more_memory_reads_and_writes_them():
+    launch = only(torch.ones(3, device=ONE).resize_, 100)
+    assert (launch.op, launch.bytes_read, launch.bytes_written) == ("resize", 12, 12)
+
+
+def test_running_averages_are_read_and_written():
+    norm = nn.BatchNorm1d(4).to(ONE)
+    x = torch.ones(3, 4, device=ONE)
+    training = next(launch for launch in recorded(norm, x) if "batch_norm" in launch.op)
+    evaluated = next(launch for launch in recorded(norm.eval(), x) if "batch_norm" in launch.op)
+    assert training.bytes_read == evaluated.bytes_read == 48 + 4 * 16
+    assert training.bytes_written == 48 + 4 * 16  # the output, both averages, and what backward needs
+    assert evaluated.bytes_written == 48
+
+
+def test_shapes_are_those_of_the_tensor_arguments():
+    launch = only(torch.addmm, *(torch.ones(size, device=ONE) for size in [(5,), (3, 4), (4, 5)]))
+    assert launch.shapes == ((5,), (3, 4), (4, 5))
+    assert only(lambda: torch.ones((), device=ONE)).shapes == ((),)
+
+
+def test_the_type_is_that_of_the_largest_tensor():
+    x = torch.ones(100, dtype=torch.float64, device=ONE)
+    indices = torch.zeros(3, dtype=torch.int64, device=ONE)
+    assert only(x.index_select, 0, indices).dtype == "float64"
+    assert only(x[:1].index_select, 0, indices[:1].expand(2)).dtype == "int64"
+    assert only(x.to, torch.bfloat16).dtype == "float64"
+    assert only(x.to, torch.complex128).dtype == "complex128"
+
+
+def test_parts_of_a_sparse_tensor_are_what_is_read():
+    sparse = torch.eye(3).to_sparse().to(ONE).coalesce()
+    (product, *_) = recorded(torch.mm, sparse, torch.ones(3, 2, device=ONE))
+    parts = sparse.indices().nbytes + sparse.values().nbytes
+    assert product.bytes_read == parts + 24
+
+
+# Copies
+
+
+@pytest.mark.parametrize(
+    ("function", "ends"),
+    [
+        (lambda x: x.to(TWO), (1, 2)),
+        (lambda x: x.to(TWO, non_blocking=True), (1, 2)),
+        (lambda x: x.cpu(), (1, HOST)),
+        (lambda x: torch.ones(3).to(ONE), (HOST, 1)),
+        (lambda x: x[0].item(), (1, HOST)),
+        (lambda x: x.clone(), None),
+        (lambda x: x.to(torch.float64), None),
+    ],
+)
+def test_a_copy_has_two_ends(function, ends):
+    assert only(function, torch.ones(3, device=ONE)).copy == ends
+
+
+def test_a_copy_that_converts_sends_what_it_writes():
+    launch = only(lambda x: torch.empty(3, dtype=torch.float64, device=TWO).copy_(x), torch.ones(3, device=ONE))
+    assert (launch.bytes_read, launch.bytes_written) == (12, 24)
+
+
+# Blocks
+
+
+def test_there_is_one_block_at_a_time():
+    with torch.sim.timeline() as timeline:
+        with pytest.raises(RuntimeError, match="one timeline at a time"), torch.sim.timeline():
+            pass
+
+        def second(*_):
+            with pytest.raises(RuntimeError, match="one timeline at a time"), torch.sim.timeline():
+                pass
+
+        in_threads(1, second)
+        torch.ones(3, device=ONE)
+    assert len(timeline.recording.launches) == 1
+    assert len(recorded(torch.ones, 3, 3)) == 0
+    assert recorded(lambda: torch.ones(3, device=ONE)) != ()
+
+
+def test_the_recording_is_there_after_the_block():
+    with torch.sim.timeline() as timeline, pytest.raises(RuntimeError, match="leave the block"):
+        _ = timeline.recording
+    assert timeline.recording.launches == ()
+
+
+def test_recordings_are_independent():
+    x = torch.ones(3, device=ONE)
+    first, second = recorded(x.add_, 1), recorded(x.mul_, 1)
+    assert [launch.op for launch in first] == ["aten::add_"]
+    assert [launch.op for launch in second] == ["aten::mul_"]
+    assert (second[0].index, second[0].thread, second[0].issued_after) == (0, 0, ())
+
+
+def test_a_block_that_raises_has_ended():
+    made = []
+
+    def fails():
+        with torch.sim.timeline() as timeline:
+            made.append(timeline)
+            torch.ones(3, device=ONE)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert [launch.op for launch in made[0].recording.launches] == ["aten::fill_"]
+    assert recorded(torch.sim.synchronize, ONE) == ()
+
+
+def test_launches_up_to_the_limit_are_recorded():
+    x = torch.ones(3, device=ONE)
+    with torch.sim.timeline(limit=3) as timeline:
+        for _ in range(3):
+            x.add_(1)
+    assert len(timeline.recording.launches) == 3
+
+
+def test_more_launches_than_the_limit_raise_where_python_leaves_out_assertions():
+    script = """
+import torch
+from nogpu import simulate
+
+(device,) = simulate(1)
+assert False, "-O leaves this out"
+try:
+    with torch.sim.timeline(limit=1):
+        torch.ones(2, device=device)
+        torch.ones(2, device=device)
+except RuntimeError as error:
+    print(error)
+"""
+    assert "more than 1 launches" in run_script(script, PYTHONOPTIMIZE="1")
+
+
+def test_more_launches_than_the_limit_raise():
+    x = torch.ones(3, device=ONE)
+    made = []
+
+    def fails():
+        with torch.sim.timeline(limit=3) as timeline:
+            made.append(timeline)
+            for _ in range(4):
+                x.add_(1)
+            made.append("went on")
+
+    with pytest.raises(RuntimeError, match=r"more than 3 launches.*torch\.sim\.timeline\(limit=3\)"):
+        fails()
+    with pytest.raises(RuntimeError, match="more than 3 launches"):
+        _ = made[0].recording
+    assert made[1] == "went on"
+    assert x.tolist() == [5, 5, 5]
+    assert len(recorded(x.add_, 1)) == 1
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_one_is_refused(limit):
+    with pytest.raises(ValueError, match=f"at least 1; got {limit}"), torch.sim.timeline(limit=limit):
+        pass
+
+
+@pytest.mark.parametrize("limit", [None, 1.5, True])
+def test_a_limit_that_is_no_int_is_refused(limit):
+    with pytest.raises(TypeError, match=type(limit).__name__), torch.sim.timeline(limit=limit):
+        pass
+
+
+def test_stacks_are_kept_where_they_are_asked_for():
+    x = torch.ones(3, device=ONE)
+    assert only(x.add_, 1).stack == ""
+    with torch.sim.timeline(stacks=True) as timeline:
+        x.add_(1)
+    assert "test_stacks_are_kept_where_they_are_asked_for" in timeline.recording.launches[0].stack
+
+
+def test_host_time_is_that_of_the_thread_between_launches():
+    x = torch.ones(3, device=ONE)
+    with torch.sim.timeline() as timeline:
+        x.add_(1)
+        sum(range(2_000_000))
+        x.add_(1)
+        x.add_(1)
+        threading.Event().wait(0.05)
+        x.add_(1)
+    _, worked, at_once, slept = (launch.host_seconds for launch in timeline.recording.launches)
+    assert worked > 10 * at_once > 0
+    assert slept < worked
+
+
+def test_host_time_begins_with_the_block_or_with_the_thread():
+    x = torch.ones(3, device=ONE)
+
+    def works(*_):
+        sum(range(1_000_000))
+        x.add_(1)
+
+    with torch.sim.timeline() as timeline:
+        works()
+        in_threads(1, works)
+    assert all(launch.host_seconds > 1e-3 for launch in timeline.recording.launches)
+
+
+# Whole steps
+
+
+def step(model, x):
+    model(x).abs().sum().backward()
+
+
+def steps(form, devices):
+    net, x = Net().to(devices[0]), torch.randn(16, 4, dtype=torch.float64)
+    model = DataParallel(net, devices) if form == "wrapper" else replicate(net, devices=devices)
+    step(model, x)  # replicas, plans and permits are made
+    return lambda: step(model, x)
+
+
+@pytest.mark.parametrize("clocks", [True, False])
+@pytest.mark.parametrize("form", ["wrapper", "composable"])
+def test_a_step_on_eight_devices_is_recorded_as_it_is_counted(form, clocks):
+    devices = [torch.device("sim", index) for index in range(8)]
+    run = steps(form, devices)
+    with torch.sim.clocks(clocks), torch.sim.counted() as counts, torch.sim.timeline() as timeline:
+        run()
+    launched, copied = [0] * len(counts.launches), {}
+    recording = timeline.recording
+    for launch in recording.launches:
+        launched[recording.streams[launch.stream].device] += 1
+        if launch.copy:
+            copied[launch.copy] = copied.get(launch.copy, 0) + launch.bytes_written
+    assert launched == counts.launches
+    assert copied == {ends: count for ends, count in counts.copied.items() if count}
+    assert min(launched) > 10
+
+
+@pytest.mark.parametrize("form", ["wrapper", "composable"])
+def test_a_step_names_earlier_launches_only(form):
+    run = steps(form, [torch.device("sim", index) for index in range(4)])
+    with torch.sim.timeline() as timeline:
+        run()
+        run()
+    recording = timeline.recording
+    for launch in recording.launches:
+        assert all(0 <= index < launch.index for index in (*launch.waits, *launch.host_waits, *launch.issued_after))
+        assert all(recording.launches[index].stream != launch.stream for index in launch.waits)
+        assert all(recording.launches[index].thread != launch.thread for index in launch.issued_after)
+    assert any(launch.in_backward for launch in recording.launches)

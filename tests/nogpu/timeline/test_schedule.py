@@ -1,0 +1,199 @@
+"""Graphs that are small enough to schedule by hand. One FLOP and one byte take one second, see `hand_made`.
+
+Here are kernels and the host that launches them, and what is refused. `test_schedule_copies` has copies, and
+`test_schedule_results` what a schedule tells.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from hand_made import Program, machine, run, times
+from nogpu.timeline import Host, schedule
+
+pytestmark = pytest.mark.devices("cpu")  # no device takes part: once is enough
+
+
+class TestKernels:
+    def test_an_empty_recording_takes_no_time(self):
+        result = run(Program())
+        assert (result.time, result.critical_path, result.waits, result.overlap) == (0, [], [], 100)
+
+    def test_a_kernel_takes_the_latency_and_the_longer_of_computing_and_memory(self):
+        program = Program()
+        program.kernel((0, 0), 12, bytes_read=4, bytes_written=4)
+        program.kernel((0, 0), 12, bytes_read=40, bytes_written=20)
+        program.kernel((0, 0), 0, bytes_read=8, dtype="int64")
+        result = run(program, machine(1, flops={"float32": 4}, memory_bandwidth=2, kernel_latency=1))
+        assert times(result) == [(0, 5), (5, 36), (36, 41)]
+
+    def test_a_kernel_computes_at_the_rate_of_its_dtype(self):
+        program = Program()
+        program.kernel((0, 0), 12)
+        program.kernel((0, 0), 12, dtype="bfloat16")
+        assert run(program, machine(1, flops={"float32": 1, "bfloat16": 4})).time == 15
+
+    def test_streams_of_one_device_overlap(self):
+        program = Program()
+        program.kernel((0, 0), 5)
+        program.kernel((0, 1), 3)
+        result = run(program)
+        assert times(result) == [(0, 5), (0, 3)]
+        assert [busy.kernels for busy in result.streams] == [5, 3]
+        assert result.devices[0].kernels == 5
+
+    @pytest.mark.smoke
+    def test_an_event_orders_two_streams(self):
+        program = Program()
+        first = program.kernel((0, 0), 5)
+        program.kernel((0, 1), 3)
+        program.kernel((0, 1), 1, after=[first])
+        program.kernel((0, 0), 1)
+        assert times(run(program)) == [(0, 5), (0, 3), (5, 6), (5, 6)]
+
+
+class TestHost:
+    def test_a_chain_of_short_kernels_is_bound_by_the_host(self):
+        program = Program()
+        for _ in range(4):
+            program.kernel((0, 0), 2)
+        result = run(program, machine(1, host=Host(3, 4, 5)))
+        assert result.issue == [0, 7, 14, 21]
+        assert times(result) == [(7, 9), (14, 16), (21, 23), (28, 30)]
+        assert [step.on for step in result.critical_path] == ["host"] * 4 + ["device"]
+        assert result.host_idle == 2
+
+    def test_threads_take_turns_with_the_lock(self):
+        program = Program()
+        for _ in range(2):
+            for thread in (0, 1, 2):
+                program.kernel((0, thread), 1, thread=thread)
+        result = run(program, machine(1, host=Host(3, 4, 5)))
+        # A thread is free again after 7 seconds, but the lock only after 9.
+        assert result.issue == [0, 3, 6, 9, 12, 15]
+        assert result.time == 23
+        assert [thread.for_others for thread in result.threads] == [2, 2, 2]
+
+    @pytest.mark.parametrize(("cores", "starts"), [(3, [7, 7, 7, 14]), (2, [7, 7, 14, 14]), (1, [7, 14, 21, 28])])
+    def test_without_a_lock_as_many_threads_issue_as_there_are_cores(self, cores, starts):
+        program = Program()
+        for thread in (0, 1, 2):
+            program.kernel((0, thread), 1, thread=thread)
+        program.kernel((0, 0), 1, thread=0)
+        result = run(program, machine(1, host=Host(3, 4, 5).without_lock(cores)))
+        assert sorted(result.start) == starts
+
+    def test_a_thread_that_is_ahead_keeps_one_core_only(self):
+        program = Program()
+        for _ in range(4):
+            program.kernel((0, 0), 1, thread=0)
+        program.kernel((0, 1), 1, thread=1)
+        result = run(program, machine(1, host=Host(3, 4, 5).without_lock(2)))
+        assert result.start == [7, 14, 21, 28, 7]
+
+    def test_threads_of_a_backward_pass_hold_no_lock(self):
+        program = Program()
+        for _ in range(2):
+            program.kernel((0, 0), 1)
+            for thread in (1, 2, 3):
+                program.kernel((0, thread), 1, thread=thread, in_backward=True)
+        assert run(program, machine(1, host=Host(3, 4, 5))).issue == [0, 0, 0, 0, 7, 5, 5, 5]
+
+    @pytest.mark.parametrize("in_backward", [False, True])
+    def test_a_graph_is_one_call(self, in_backward):
+        program = Program()
+        for _ in range(3):
+            program.kernel((0, 0), 2, graph=0, in_backward=in_backward)
+        program.kernel((0, 1), 1, thread=1)
+        program.kernel((0, 0), 1)
+        result = run(program, machine(1, host=Host(3, 4, 5, graph=10)))
+        locked = 0 if in_backward else 3
+        begins = 10 + locked
+        assert result.issue == [0, begins, begins, locked, begins]
+        assert result.start == [begins, begins + 2, begins + 4, locked + 7, begins + 7]
+        assert [thread.launches for thread in result.threads] == [2, 1]
+
+    def test_the_rest_of_a_graph_waits_for_no_lock(self):
+        program = Program()
+        program.kernel((0, 0), 1, graph=0)
+        for _ in range(3):
+            program.kernel((0, 1), 1, thread=1)
+        program.kernel((0, 0), 1, graph=0)
+        result = run(program, machine(1, host=Host(3, 4, 5, graph=0)))
+        assert (result.start[0], result.start[-1]) == (3, 4)
+        assert result.recording.calls == 4
+
+    def test_a_host_wait_holds_up_what_its_thread_issues(self):
+        program = Program()
+        first = program.kernel((0, 0), 10)
+        program.kernel((0, 0), 1, host_waits=(first,))
+        result = run(program, machine(1, host=Host(1, 1, 5)))
+        assert result.issue == [0, 12]
+        assert times(result) == [(2, 12), (14, 15)]
+        (thread,) = result.threads
+        assert (thread.seconds, thread.for_devices, thread.for_others, thread.idle) == (4, 10, 0, 1)
+
+    def test_measured_times_are_scaled_and_all_under_the_lock(self):
+        program = Program()
+        program.kernel((0, 0), 1, host_seconds=2.0)
+        program.kernel((0, 1), 1, thread=1, host_seconds=3.0)
+        program.kernel((0, 2), 1, thread=2, host_seconds=4.0, in_backward=True)
+        result = run(program, machine(1, host=Host(measured=0.5)))
+        assert result.issue == [0, 1, 0]
+        assert times(result) == [(1, 2), (2.5, 3.5), (2, 3)]
+
+    def test_a_free_host_costs_nothing(self):
+        program = Program()
+        for _ in range(4):
+            program.kernel((0, 0), 2)
+        slow = machine(1, host=Host(3, 4, 5))
+        assert run(program, slow.with_free_host()).time == 8
+        assert slow.with_free_host().host == Host.free() != slow.host
+
+
+class TestErrors:
+    @pytest.mark.parametrize("fields", [{"graph": 1}, {"graph": 5}, {"graph": -1}, {"graph": 0, "thread": 1}])
+    def test_a_graph_that_does_not_begin_before(self, fields):
+        program = Program()
+        program.kernel((0, 0), graph=0)
+        program.kernel((0, 0))
+        program.kernel((0, 0), **fields)
+        with pytest.raises(
+            ValueError, match=r"launch 2 \(aten::mm\) is in the graph of launch -?\d, which does not begin"
+        ):
+            schedule(program.recording(), machine(1))
+
+    def test_a_machine_with_too_few_devices(self):
+        program = Program()
+        program.kernel((4, 0))
+        with pytest.raises(ValueError, match=r"uses device 4, but hand-made has 2: .* 5 devices or more"):
+            schedule(program.recording(), machine(2))
+
+    def test_a_copy_to_a_device_that_is_not_there(self):
+        program = Program()
+        program.copy((0, 0), 2)
+        with pytest.raises(ValueError, match=r"launch 0 \(aten::_copy_from\) copies from 0 to 2; .* devices 0 to 1"):
+            schedule(program.recording(), machine(2))
+
+    def test_a_dtype_without_a_rate(self):
+        program = Program()
+        program.kernel((0, 0), dtype="float64")
+        with pytest.raises(ValueError, match=r"float64, but hand-made has rates for \['float32'\] only"):
+            run(program)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"waits": (0,)}, r"launch 0 \(aten::mm\) has \[0\] among its waits"),
+            ({"host_waits": (0,)}, r"launch 0 \(aten::mm\) has \[0\] among its host_waits"),
+            ({"issued_after": (0,)}, r"launch 0 \(aten::mm\) has \[0\] among its issued_after"),
+            ({"index": 1}, "launch 0 .* has index 1"),
+            ({"stream": 1}, "launch 0 .* names stream 1; the recording has 1"),
+        ],
+    )
+    def test_a_launch_that_cannot_be(self, change, message):
+        program = Program()
+        program.kernel((0, 0))
+        program.launches[0] = replace(program.launches[0], **change)
+        with pytest.raises(ValueError, match=message):
+            run(program)
