@@ -44,7 +44,7 @@ def drawn() -> str:
         path = ROOT / "dataparallel" / name.replace(".", "/")
         shown = f"{name}/" if path.is_dir() else f"{name.replace('.', '/')}.py"
         lines.append(f"      {shown:<{COLUMN - 6}}{sentence.strip()}".rstrip())
-        if path.is_dir() and name != "testing":
+        if path.is_dir():
             below = sorted(item.stem for item in path.iterdir() if item.suffix == ".py" and item.stem != "__init__")
             folders = sorted(f"{item.parent.name}/" for item in path.glob("*/__init__.py"))
             lines += textwrap.wrap(

@@ -145,7 +145,7 @@ def test_a_name_that_is_not_there(package):
 
 @pytest.mark.long
 def test_a_room_is_an_attribute_without_an_import_of_its_own():
-    run_script("import dataparallel; dataparallel.comm.broadcast; nogpu.simulated.simulate")
+    run_script("import dataparallel; dataparallel.comm.broadcast; dataparallel.testing.parity")
 
 
 @pytest.mark.long

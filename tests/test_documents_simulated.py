@@ -16,7 +16,7 @@ from processes import Ahead, Job, run_pytest, skip_without_tools
 # Their processes are their own: once is enough.
 pytestmark = pytest.mark.devices("cpu")
 
-TESTING = DOCS / "guide" / "testing.rst"
+TESTING = DOCS / "nogpu" / "simulated.rst"
 
 
 @pytest.fixture(scope="module")

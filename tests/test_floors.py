@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 import dataparallel
+import nogpu
 
 ROOT = Path(dataparallel.__file__).parent
+NOGPU = Path(nogpu.__file__).parent
 
 FLOORS = """
     __main__           python -m dataparallel
-    testing            simulated accelerators, a stand-in for CUDA, helpers for tests: only the command imports them
+    testing            helpers for tests: models, comparisons, ranks, sharded operators
     __init__           the public names
     ─── public paths, which have names and no code
     composable         the forms without a wrapper
@@ -140,9 +142,19 @@ def test_no_files_import_each_other(graph: dict[str, set[str]]) -> None:
     assert in_circles(graph) == {}
 
 
+def test_devices_without_hardware_know_nothing_of_the_library() -> None:
+    imports = [
+        (path.name, line)
+        for path in sorted(NOGPU.rglob("*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.strip().startswith(("import dataparallel", "from dataparallel"))
+    ]
+    assert imports == []
+
+
 def test_no_cpp_files_include_each_other() -> None:
     """A header and its source count as one file."""
-    sources = ROOT / "testing" / "csrc"
+    sources = NOGPU / "csrc"
     includes: dict[str, set[str]] = {}
     for path in sorted(path for path in sources.rglob("*") if path.suffix in (".cpp", ".h")):
         lines = path.read_text(encoding="utf-8").splitlines()

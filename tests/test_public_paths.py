@@ -34,11 +34,11 @@ def test_a_stage_is_imported_from_its_room(room: str) -> None:
         ("composable", "MixedPrecisionPolicy OffloadPolicy CPUOffloadPolicy"),
         ("composable", "fully_shard FullyShardedModule"),
         ("sharded", "ShardedTensor Shard Replicate distribute_tensor"),
-        ("testing", "SimulationUnavailable ToolsMissing simulate"),
+        ("testing", "simulate"),
         ("testing", "ProcessTest ThreadTest SlotTest Rank RanksFailed with_comms run_subtests"),
         ("testing", "skip_unless_devices skip_unless_distributed"),
         ("testing.ranks", "on_processes on_slots on_threads"),
-        ("testing.pytest", "sim_devices on_processes on_slots on_threads"),
+        ("testing.pytest", "on_processes on_slots on_threads"),
     ],
 )
 def test_public_names_are_where_users_import_them(path: str, names: str) -> None:

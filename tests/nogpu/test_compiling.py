@@ -39,10 +39,8 @@ PyMODINIT_FUNC PyInit_nogpu_simulated() {
 LOAD = """
 import sys
 from pathlib import Path
-from dataparallel import progress
 from nogpu.compiling import Extension, load_extension
 
-sys.stderr.isatty, progress.SECONDS_BEFORE = lambda: True, 0
 print(load_extension(Extension("nogpu_simulated", "simulated accelerators", (Path(sys.argv[1]),))).ANSWER)
 """
 
@@ -96,7 +94,7 @@ def left_behind(cache: Path) -> set[str]:
 def said_by(library: Library, takes: str) -> tuple[str, str]:
     """What is written while it is compiled."""
     kept = compiling.path_of(library).parent
-    return "", f"dataparallel: compiling the {library.what}, once, which takes {takes}; they are kept in {kept}\n"
+    return "", f"nogpu: compiling the {library.what}, once, which takes {takes}; they are kept in {kept}\n"
 
 
 def test_compiled_once_and_found_afterwards(cache, extension, compiler, capfd):
@@ -113,12 +111,6 @@ def test_loaded_once_in_a_process(cache, extension, compiler):
     assert load_extension(extension) is first
     shutil.rmtree(cache)
     assert load_extension(extension) is first
-
-
-def test_a_terminal_shows_what_is_compiled(cache, extension, compiler, terminal):
-    load_extension(extension)
-    assert "compiling the simulated accelerators, once" in terminal.getvalue()
-    assert terminal.on_screen() == ""
 
 
 def test_no_compiler(cache, extension, monkeypatch):

@@ -1,25 +1,3 @@
-"""Fixtures that several files of this folder use; those of the plugin run a function in several ranks."""
-
-import pytest
-from torch.utils import cpp_extension
+"""Fixtures of the plugin, which run a function in several ranks, for several files of this folder."""
 
 from dataparallel.testing.pytest import on_processes, on_slots, on_threads  # noqa: F401
-from nogpu.compiling import ToolsMissing, check_tools
-from nogpu.simulated.extension import EXTENSION
-from processes import skip_without_tools
-
-
-@pytest.fixture(scope="module")
-def available() -> None:
-    """The simulated accelerators can be compiled, or the test is skipped."""
-    skip_without_tools()
-
-
-@pytest.fixture
-def compiler() -> str:
-    """The C++ compiler. Skips the test if any tool for compiling is missing."""
-    try:
-        check_tools(EXTENSION)
-    except ToolsMissing as error:
-        pytest.skip(str(error))
-    return cpp_extension.get_cxx_compiler()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from dataparallel.tracing.perfetto import microseconds, span
 from dataparallel.tracing.recorder import Copy, Gradients
 from dataparallel.tracing.timeline import NO_PERMIT, OF_SLOT, draw, rows_of, save
-from dataparallel.tracing.perfetto import microseconds, span
 
 pytestmark = pytest.mark.devices("cpu")  # no device takes part
 

@@ -1,4 +1,4 @@
-"""The program of ``docs/guide/testing_cuda.rst`` fails as the page says, and passes with the line that it adds."""
+"""The program of ``docs/nogpu/cuda.rst`` fails as the page says, and passes with the line that it adds."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from documents import DOCS, blocks_of
 from processes import environment
 from stand_in import IN_OWN_PROCESSES
 
-PAGE = DOCS / "guide" / "testing_cuda.rst"
+PAGE = DOCS / "nogpu" / "cuda.rst"
 pytestmark = [*IN_OWN_PROCESSES, pytest.mark.watchdog(900)]  # the first one may compile
 
 program, remedy, start, tests, asked = (block.text for block in blocks_of(PAGE))
