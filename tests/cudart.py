@@ -81,7 +81,7 @@ class Log:
     """A watcher that writes down what it is told. It stays until the process ends."""
 
     def __init__(self) -> None:
-        folder = Path(__file__).parent / "testing" / "cuda" / "watcher"
+        folder = Path(__file__).parent / "nogpu" / "cuda" / "watcher"
         link_flags = ("-Wl,--no-as-needed", str(PATH))
         include_paths = (libraries.CSRC / "runtime",)
         library = Library("liblog.so", "watchers of tests", (folder,), ("-O1",), link_flags, include_paths)

@@ -68,9 +68,9 @@ ROOMS = [line.split()[0] for line in FLOORS.strip().splitlines() if "───" 
 """``docs/house.py`` draws them in the design page."""
 
 
-def files() -> dict[str, Path]:
+def files(root: Path = ROOT) -> dict[str, Path]:
     """Every Python file by its name below the package: ``comm.routes``, ``comm.__init__``."""
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
+    return {".".join(path.relative_to(root).with_suffix("").parts): path for path in sorted(root.rglob("*.py"))}
 
 
 def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
@@ -81,7 +81,7 @@ def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
         yield from nodes_that_run(child)
 
 
-def imported_by(path: Path, names: dict[str, Path]) -> Iterator[str]:
+def imported_by(path: Path, names: dict[str, Path], package: str = "dataparallel") -> Iterator[str]:
     """The files of the package that a file imports, at its top or in a function."""
     for node in nodes_that_run(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -92,7 +92,7 @@ def imported_by(path: Path, names: dict[str, Path]) -> Iterator[str]:
         else:
             continue
         for name in found:
-            if name.split(".")[0] == "dataparallel":
+            if name.split(".")[0] == package:
                 yield file_of(name.split(".")[1:], names)
 
 
@@ -140,6 +140,23 @@ def test_nothing_is_imported_from_above(graph: dict[str, set[str]]) -> None:
 def test_no_files_import_each_other(graph: dict[str, set[str]]) -> None:
     """Not by way of others either."""
     assert in_circles(graph) == {}
+
+
+def test_no_files_of_nogpu_import_each_other_at_their_top() -> None:
+    """Its front ends import torch in functions."""
+    names = files(NOGPU)
+    at_top = {name: ast.parse(path.read_text(encoding="utf-8")).body for name, path in names.items()}
+    graph = {
+        name: {
+            file_of(node.module.split(".")[1:] + [alias.name], names)
+            for node in body
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "nogpu"
+            for alias in node.names
+        }
+        - {name}
+        for name, body in at_top.items()
+    }
+    assert in_circles({name: found - {"__init__"} for name, found in graph.items()}) == {}
 
 
 def test_devices_without_hardware_know_nothing_of_the_library() -> None:

@@ -17,7 +17,7 @@ from nogpu.simulated.extension import index_of
 from nogpu.simulated.watching import check_clocks as check_clocks
 from nogpu.simulated.watching import clocks as clocks
 from nogpu.simulated.watching import counted as counted
-from nogpu.timeline import timeline as timeline
+from nogpu.simulated.watching import timeline as timeline
 
 Stream = torch.Stream
 Event = torch.Event

@@ -1,4 +1,4 @@
-"""`torch.sim.clocks`, `torch.sim.check_clocks` and `torch.sim.counted`: what tests ask of the devices.
+"""`torch.sim.clocks`, `torch.sim.check_clocks`, `torch.sim.counted` and `torch.sim.timeline`: what tests ask for.
 
 The clocks and counts themselves are in ``csrc``.
 """
@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from nogpu.shared import Counts, Switches, counting
 from nogpu.simulated import extension
 from nogpu.simulated.extension import index_of
+from nogpu.timeline.recording import Timeline, record
 
 _switches = Switches(lambda: extension.C)
 
@@ -68,3 +69,41 @@ def counted() -> Iterator[Counts]:
     """
     with counting(Counts(extension.C, extension.C.device_count(), index_of)) as counts:
         yield counts
+
+
+def timeline(limit: int = 1_000_000, stacks: bool = False) -> AbstractContextManager[Timeline]:
+    """Records every launch on simulated devices while inside, of all threads of the process.
+
+    A launch is what `torch.sim.counted` counts, and is recorded when its operator has succeeded. Launches of other
+    threads are recorded once these threads are known to be done: after a join, or after ``backward()`` has returned.
+    Nothing of what the program computes changes, and the clocks may be on or off.
+
+    Recorded are what each launch reads, writes and moves, and what orders it: its stream, the streams and events that
+    this stream has waited for, what its host thread has waited for (``synchronize``, ``item``, blocking copies), and
+    threads that were started or joined. A query (``event.query``) is no wait. Not recorded are what a thread learns
+    through locks and queues (the clocks do not know it either), what torch.distributed moves, and what an operator
+    takes from a CPU tensor by itself. Bytes are
+    elements times item size, for every tensor that an operator reads or writes, without caches. FLOPs are those of
+    ``torch.utils.flop_counter``: 0 for operators without a formula. A thread's first launch has 0 seconds of host time,
+    unless the thread opened the block or started inside.
+
+    A forked child records nothing until it opens a block of its own.
+
+    A training step takes 1.05 to 1.15 times as long while it is recorded, and a program of the smallest operators up to
+    1.7 times. Each launch takes about 1.5 kB of host memory.
+
+    Args:
+        limit: the largest number of launches. Operators that turn out to be no launch (see `torch.sim.counted`) may
+            count too.
+        stacks: if True, each launch keeps its Python stack, which is slow. Threads of a backward have none.
+
+    Yields:
+        A `Timeline`. After the block its ``recording`` has the launches.
+
+    Raises:
+        TypeError: if ``limit`` is not an int.
+        ValueError: if ``limit`` is less than 1.
+        RuntimeError: on entry, if another block is open, in any thread; at the end, if there were more launches than
+            ``limit``.
+    """
+    return record(extension.C, "torch.sim.timeline", limit, stacks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from nogpu.timeline.launches import HOST, Launch, Recording, StreamName
 from nogpu.timeline.machine import Host, Machine, Path, Wiring
-from nogpu.timeline.recording import Timeline, timeline
+from nogpu.timeline.recording import Timeline
 from nogpu.timeline.schedule import Schedule, schedule
 
 __all__ = [
@@ -24,5 +24,4 @@ __all__ = [
     "Timeline",
     "Wiring",
     "schedule",
-    "timeline",
 ]

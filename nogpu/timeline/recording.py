@@ -1,6 +1,6 @@
 """Records every launch of a block, with its floating-point operations by the formulas of ``torch.utils.flop_counter``.
 
-``torch.sim.timeline`` is `timeline`, and ``nogpu.cuda`` calls `record`.
+``torch.sim.timeline`` and ``nogpu.cuda.timeline`` call `record`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import threading
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 
-from nogpu.simulated import extension
 from nogpu.timeline.launches import Launch, Recording, StreamName
 from nogpu.timeline.machine import Machine
 from nogpu.timeline.schedule import Schedule, schedule
@@ -117,47 +116,9 @@ class Timeline:
         return schedule(self.recording, machine)
 
 
-def timeline(limit: int = 1_000_000, stacks: bool = False) -> AbstractContextManager[Timeline]:
-    """Records every launch on simulated devices while inside, of all threads of the process.
-
-    A launch is what `torch.sim.counted` counts, and is recorded when its operator has succeeded. Launches of other
-    threads are recorded once these threads are known to be done: after a join, or after ``backward()`` has returned.
-    Nothing of what the program computes changes, and the clocks may be on or off.
-
-    Recorded are what each launch reads, writes and moves, and what orders it: its stream, the streams and events that
-    this stream has waited for, what its host thread has waited for (``synchronize``, ``item``, blocking copies), and
-    threads that were started or joined. A query (``event.query``) is no wait. Not recorded are what a thread learns
-    through locks and queues (the clocks do not know it either), what torch.distributed moves, and what an operator
-    takes from a CPU tensor by itself. Bytes are
-    elements times item size, for every tensor that an operator reads or writes, without caches. FLOPs are those of
-    ``torch.utils.flop_counter``: 0 for operators without a formula. A thread's first launch has 0 seconds of host time,
-    unless the thread opened the block or started inside.
-
-    A forked child records nothing until it opens a block of its own.
-
-    A training step takes 1.05 to 1.15 times as long while it is recorded, and a program of the smallest operators up to
-    1.7 times. Each launch takes about 1.5 kB of host memory.
-
-    Args:
-        limit: the largest number of launches. Operators that turn out to be no launch (see `torch.sim.counted`) may
-            count too.
-        stacks: if True, each launch keeps its Python stack, which is slow. Threads of a backward have none.
-
-    Yields:
-        A `Timeline`. After the block its ``recording`` has the launches.
-
-    Raises:
-        TypeError: if ``limit`` is not an int.
-        ValueError: if ``limit`` is less than 1.
-        RuntimeError: on entry, if another block is open, in any thread; at the end, if there were more launches than
-            ``limit``.
-    """
-    return record(extension.C, "torch.sim.timeline", limit, stacks)
-
-
 @contextmanager
 def record(compiled: Any, name: str, limit: int, stacks: bool) -> Iterator[Timeline]:
-    """What `timeline` does, for the devices of a compiled module; ``name`` is the user's function for messages."""
+    """What ``torch.sim.timeline`` does, for the devices of a compiled module; ``name`` is the user's function."""
     global _compiled
     if isinstance(limit, bool) or not isinstance(limit, int):
         raise TypeError(f"limit is a number of launches, an int; got {type(limit).__name__}")
