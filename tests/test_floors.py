@@ -148,7 +148,7 @@ def test_no_files_of_nogpu_import_each_other_at_their_top() -> None:
     at_top = {name: ast.parse(path.read_text(encoding="utf-8")).body for name, path in names.items()}
     graph = {
         name: {
-            file_of(node.module.split(".")[1:] + [alias.name], names)
+            file_of([*node.module.split(".")[1:], alias.name], names)
             for node in body
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "nogpu"
             for alias in node.names

@@ -154,6 +154,14 @@ def _broadcast_to_slots(ctx: Any, tensors: list[Tensor | None]) -> list[Sequence
         return comm.broadcast_coalesced(tensors, ctx.slots, _ONE_BUFFER)  # type: ignore[arg-type, return-value]
 
 
+def own_chunks(chunks: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
+    """Chunks that stay on the device of ``tensor`` as tensors of their own, on the same memory.
+
+    They are views, and autograd forbids in-place changes of views that a function returns.
+    """
+    return tuple(alias(part, k) if part.device == tensor.device else part for k, part in enumerate(chunks))
+
+
 class Scatter(Node):
     """``Scatter.apply(devices, chunk_sizes, dim, tensor)``: consecutive chunks, one for each slot.
 
@@ -166,20 +174,11 @@ class Scatter(Node):
         ctx: Any, devices: Sequence[DeviceLike], chunk_sizes: Sequence[int] | None, dim: int, tensor: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        chunks = Scatter.unrecorded(devices, chunk_sizes, dim, tensor)
+        chunks = own_chunks(comm.scatter(tensor, devices, chunk_sizes, dim), tensor)
         ctx.source_device, ctx.dim, ctx.settings = tensor.device, dim, settings.current()
         note_forward_streams(ctx, [tensor.device], [chunk.device for chunk in chunks])
         ctx.chunks = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
         return chunks
-
-    @staticmethod
-    def unrecorded(
-        devices: Sequence[DeviceLike], chunk_sizes: Sequence[int] | None, dim: int, tensor: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Returns what ``apply`` does, without a node: faster where no graph is recorded."""
-        chunks = comm.scatter(tensor, devices, chunk_sizes, dim)
-        # Chunks that stay are views. Autograd forbids in-place changes of views that a function returns.
-        return tuple(alias(part, k) if part.device == tensor.device else part for k, part in enumerate(chunks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from dataparallel import _torch
-from dataparallel.autograd.functions import Broadcast, Scatter
+from dataparallel.autograd.functions import Broadcast, Scatter, own_chunks
 from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
 from dataparallel.batches.chunk_sizes import FixedSplit, Split
 from dataparallel.batches.samples import SampleCopies, check_entries, joined_samples
 from dataparallel.batches.shared_arguments import check_shared
 from dataparallel.batches.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, with_leaves
 from dataparallel.batches.written import CopiedContainer
+from dataparallel.comm import ChunkTransports, settings
 from dataparallel.comm.checks import why_no_batch, why_not_movable
 from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
 from dataparallel.devices import DeviceLike, resolve_slots
@@ -122,7 +124,9 @@ def _scatter(
     marked = [leaf for _, leaf in found if isinstance(leaf, Samples)]
     splitter = _Splitter(slots[:replicas], sizes, dim, marked, copied)
     tensors = {id(leaf): leaf for _, leaf in found if isinstance(leaf, Tensor)}.values()
-    with copied_at_once(((tensor, splitter.sizes_of(tensor)) for tensor in tensors), splitter.slots, dim, reads):
+    parts = ((tensor, splitter.sizes_of(tensor)) for tensor in tensors)
+    # The settings are read once, not for each tensor.
+    with settings.held(settings.current()), copied_at_once(parts, splitter.slots, dim, reads):
         return splitter.split(inputs)
 
 
@@ -199,6 +203,7 @@ class _Splitter:
         copied: list[CopiedContainer] | None,
     ) -> None:
         self.slots, self.sizes, self.dim, self.marked, self.copied = slots, sizes, dim, marked, copied
+        self.transports = ChunkTransports(slots)
         self.keywords: Any = None  # no code outside of a replica's call has the dict of its keyword arguments
         self.samples: SampleCopies | None = None
         # A tensor in two places becomes one chunk in two places: attention tests whether query is key.
@@ -249,8 +254,10 @@ class _Splitter:
                 return copied
         if not is_whole(tensor):
             assert self.sizes is not None
-            split = Scatter.apply if torch.is_grad_enabled() else Scatter.unrecorded
-            return split(self.slots, self.sizes, self.dim, tensor)
+            if torch.is_grad_enabled() and (tensor.requires_grad or unpack_dual(tensor).tangent is not None):
+                return Scatter.apply(self.slots, self.sizes, self.dim, tensor)
+            # Without a node, which takes longer than the copies of a small tensor.
+            return own_chunks(self.transports.scatter(tensor, self.sizes, self.dim), tensor)
         copies = Broadcast.apply(self.slots, tensor)
         for copy in copies:
             if tensor.dim() > 0:

@@ -26,7 +26,7 @@ from dataparallel.comm.choice import Choice
 from dataparallel.comm.matrices import Allocate, allocate, are_apart
 from dataparallel.comm.select import choose_transport, transport_for
 from dataparallel.comm.settings import using
-from dataparallel.comm.transport import FlatBroadcast, Later, Travelling
+from dataparallel.comm.transport import FlatBroadcast, Later, Transport, Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
 __all__ = [
@@ -270,9 +270,26 @@ def scatter(
         sizes = near_equal_sizes(tensor.shape[dim], len(slots))
     else:
         sizes = check_chunk_sizes(chunk_sizes, len(slots), tensor.shape[dim])
-    slots = slots[: len(sizes)]
-    transport = transport_for("scatter", _places([tensor.device], slots), [tensor])
-    return tuple(transport.scatter(tensor, slots, sizes, dim))
+    return tuple(ChunkTransports(slots[: len(sizes)]).scatter(tensor, sizes, dim))
+
+
+class ChunkTransports:
+    """Scatters many tensors over the same slots: the transport is chosen once for each device that they come from.
+
+    It checks nothing, and records what it does if a tensor needs gradients and the caller records.
+    """
+
+    def __init__(self, slots: Sequence[torch.device]) -> None:
+        self._slots = slots
+        self._by_source: dict[torch.device, Transport] = {}
+
+    def scatter(self, tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+        """As `scatter` does; ``sizes`` has one entry for each slot."""
+        transport = self._by_source.get(tensor.device)
+        if transport is None:
+            transport = transport_for("scatter", _places([tensor.device], self._slots), [tensor])
+            self._by_source[tensor.device] = transport
+        return transport.scatter(tensor, self._slots, sizes, dim)
 
 
 def _scatter_into(

@@ -37,6 +37,8 @@ def same_kind(new: Tensor, original: Tensor, send: Send = send_by_torch) -> Tens
     Raises:
         TypeError: ``original`` is a wrapper, and its class made a tensor of another class when it was copied.
     """
+    if type(new) is type(original) and not original.__dict__:
+        return new
     return _Attributes(original.device, new.device, send).same_kind(new, original)
 
 

@@ -37,13 +37,13 @@ class Settings:
 
 _NOTHING: Mapping[str, Any] = {}
 
-# The settings of all blocks around this code. A context variable, so that threads which run in a copy of the caller's
-# context see the caller's settings.
-_in_blocks: ContextVar[Mapping[str, Any]] = ContextVar("dataparallel.comm.settings", default=_NOTHING)
+# The settings of all blocks around this code, or all settings where some are held. A context variable, so that threads
+# which run in a copy of the caller's context see the caller's settings.
+_in_blocks: ContextVar[Mapping[str, Any] | Settings] = ContextVar("dataparallel.comm.settings", default=_NOTHING)
 
 
 @contextmanager
-def _set(settings: Mapping[str, Any]) -> Iterator[None]:
+def _set(settings: Mapping[str, Any] | Settings) -> Iterator[None]:
     token = _in_blocks.set(settings)
     try:
         yield
@@ -78,13 +78,14 @@ def using(
         raise TypeError(f"deterministic is True or False; got {deterministic!r}")
     arguments = {"transport": transport, "route": route, "deterministic": deterministic}
     named = {name: value for name, value in arguments.items() if value is not None}
-    with _set({**_in_blocks.get(), **named}):
+    around = _in_blocks.get()
+    with _set({**(vars(around) if isinstance(around, Settings) else around), **named}):
         yield
 
 
 def held(settings: Settings) -> AbstractContextManager[None]:
-    """Inside, `current` returns ``settings``: for later work in another thread, such as a backward pass."""
-    return _set(vars(settings))
+    """Inside, `current` returns ``settings``: for a call with many tensors, and for later work in another thread."""
+    return _set(settings)
 
 
 def current() -> Settings:
@@ -94,6 +95,8 @@ def current() -> Settings:
         ValueError: an environment variable that counts has an impossible value.
     """
     named = _in_blocks.get()
+    if isinstance(named, Settings):
+        return named
     return Settings(
         transport=named.get("transport") or _from_environment(TRANSPORT_VARIABLE, TRANSPORTS),
         route=named.get("route") or _from_environment(ROUTE_VARIABLE, ROUTES),

@@ -286,11 +286,15 @@ class Transport(ABC):
             whole = Tensor.detach(tensor)
             chunks = [Tensor.narrow_copy(whole, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
         else:
-            chunks = list(Tensor.split(Tensor.detach(tensor), list(sizes), dim))
-        return [
-            same_kind(self.to_device(chunk, device), tensor, self.send)
+            chunks = list(torch.split_with_sizes(Tensor.detach(tensor), list(sizes), dim))
+        source = tensor.device
+        moved = [
+            chunk if device == source else self.send(chunk, device)
             for chunk, device in zip(chunks, devices, strict=True)
         ]
+        if type(tensor) is Tensor and not tensor.__dict__:
+            return moved
+        return [same_kind(chunk, tensor, self.send) for chunk in moved]
 
     def gather(self, tensors: Sequence[Tensor], dim: int, destination: torch.device) -> Tensor:
         """The tensors one after the other along ``dim``. A single tensor on ``destination`` is returned as it is."""

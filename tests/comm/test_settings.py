@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
+from dataparallel.comm import settings
 from dataparallel.comm.settings import ROUTES, TRANSPORTS, Settings, current, held, using
 
 pytestmark = pytest.mark.devices("cpu")  # no settings of devices: once is enough
@@ -20,7 +21,7 @@ NAMES = {"DATAPARALLEL_TRANSPORT": TRANSPORTS, "DATAPARALLEL_ROUTE": ROUTES}
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable in NAMES:
         monkeypatch.delenv(variable, raising=False)
-    with held(Settings()):
+    with settings._set({}):  # as in a thread that is in no block
         assert current() == Settings(transport=None, route=None, deterministic=True)
         yield
 
@@ -113,3 +114,16 @@ def test_replicas_see_it(slots: list, root: torch.device) -> None:
     with using(transport="copy", route="star"):
         model(torch.zeros(len(slots), 2, device=root))
     assert seen == [Settings("copy", "star")] * len(slots)
+
+
+def test_what_is_held_comes_before_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = current()
+    monkeypatch.setenv("DATAPARALLEL_TRANSPORT", "nccl")
+    with held(before):
+        assert current() == before
+        with using(transport="copy"):
+            assert current().transport == "copy"
+        assert current() == before
+    assert current().transport == "nccl"
