@@ -25,7 +25,6 @@ from dataparallel.batches.padding import Pad
 from dataparallel.batches.scatter import moved, scatter_arguments
 from dataparallel.batches.structures import arguments_of_one, leaves
 from dataparallel.batches.written import CopiedContainer, written_into
-from dataparallel.call.losses import CallLoss
 from dataparallel.call.options import BatchSplit, CallOptions
 from dataparallel.call.parallel_apply import is_serial, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
@@ -118,18 +117,13 @@ class CallEngine:
             ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
             Exception: a replica raised it.
         """
-        loss = None
-        if self._options.replica_loss is not None:
-            kwargs, loss = self._options.replica_loss.begin_call(kwargs)
         if not self._options.slots:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
-            return self._alone(method, loss)(*inputs, **kwargs)
-        return self._run_on_slots(method, inputs, kwargs, loss)
+            return self._maker.alone(method)(*inputs, **kwargs)
+        return self._run_on_slots(method, inputs, kwargs)
 
     @_torch.not_traced
-    def _run_on_slots(
-        self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: CallLoss | None
-    ) -> Any:
+    def _run_on_slots(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes the checks before the four stages, enters the contexts around the stages, and runs the stages."""
         options, maker = self._options, self._maker
         with UntilExit(), maker.spans_machines(method) as peers:
@@ -140,7 +134,7 @@ class CallEngine:
             with Call(slots, maker.kept, options.serial, may_use_source, options.split) as call:
                 call.copied = [] if options.hands_back else None
                 call.balanced = options.split.begin_call(maker.source(), slots, inputs, kwargs, method.name)
-                output = self._stages(call, slots, output_device, method, inputs, kwargs, loss, peers)
+                output = self._stages(call, slots, output_device, method, inputs, kwargs, peers)
         if options.checks.are_open:
             is_training = getattr(maker.source(), "training", False)  # frozen ScriptModules have no mode
             options.checks.look_at(options, slots, (inputs, kwargs), is_training, call.seconds)
@@ -154,7 +148,6 @@ class CallEngine:
         method: Method,
         inputs: Any,
         kwargs: Any,
-        loss: CallLoss | None,
         peers: PeerCall | None,
     ) -> Any:
         """Runs the four stages. ``inputs`` and ``kwargs`` are the batch's; scatter makes one entry per slot."""
@@ -170,7 +163,7 @@ class CallEngine:
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
         if len(slots) == 1 and maker.needs_no_replica():
-            run = partial(run_alone, self._alone(method, loss), inputs[0], kwargs[0], slots[0], output_device)
+            run = partial(run_alone, maker.alone(method), inputs[0], kwargs[0], slots[0], output_device)
             output = run() if peers is None else Meeting(slots, peers).run_replica(0, run)
             for entry in written_into(call.copied or ()):
                 entry.hand_back(moved(entry.values[0], output_device))
@@ -183,10 +176,9 @@ class CallEngine:
                 overridden = self._overridden("replicate", call)
                 replicas = maker.replicas(method, lent, slots) if overridden is None else overridden(slots)
                 replicas = call.uses(replicas)
-                functions = None if loss is None else loss.loss_functions(slots, kwargs, options.dim, options.cap_bytes)
             with stage("parallel_apply"):
                 overridden = self._overridden("parallel_apply", call)
-                if overridden is None or functions is not None:
+                if overridden is None:
                     outputs = run_replicas(
                         replicas,
                         inputs,
@@ -197,20 +189,23 @@ class CallEngine:
                         chooser=options.permits,
                         method=method.name,
                         balanced=call.balanced,
-                        output_functions=functions,
                         machines=peers,
                     )
                 else:
                     outputs = overridden(replicas, inputs, kwargs)
         with stage("gather"):
-            own = partial(gather_outputs, target_device=output_device, dim=options.dim)
-            gather = partial(own, combine=call.combine_scalars, pad=call.pad)
-            join, written = self._overridden("gather", call), written_into(call.copied or ())
-            if join is None and loss is None:
+            gather = partial(
+                gather_outputs,
+                target_device=output_device,
+                dim=options.dim,
+                combine=call.combine_scalars,
+                pad=call.pad,
+            )
+            overridden, written = self._overridden("gather", call), written_into(call.copied or ())
+            if overridden is None:
                 output = gather(outputs, written=written)
             else:
-                join = join or gather
-                output = join(outputs) if loss is None else loss.loss_of_batch(outputs, own, join)
+                output = overridden(outputs)
                 if written:
                     gather([None] * len(outputs), written=written)
         call.seconds = time.perf_counter() - start
@@ -225,11 +220,6 @@ class CallEngine:
         """Returns the stage of a subclass that overrides the engine's stage, if any."""
         overridden = self._options.overridden.get(name)
         return None if overridden is None else call.known_to(overridden)
-
-    def _alone(self, method: Method, loss: CallLoss | None) -> Callable[..., Any]:
-        """Returns a function that runs ``method`` without replicas, and computes the loss if there is one."""
-        run = self._maker.alone(method)
-        return run if loss is None else loss.without_replicas(run)
 
 
 def run_alone(

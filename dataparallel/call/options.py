@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from dataparallel.batches.chunk_sizes import BALANCED, ChunkSizes, FixedSplit
 from dataparallel.batches.padding import Pad, checked_pad
-from dataparallel.call.losses import Criterion, ReplicaLoss
 from dataparallel.call.parallel_apply import check_workers
 from dataparallel.call.performance_warnings import PerformanceChecks
 from dataparallel.call.scalars import ScalarRule, Scalars
@@ -77,19 +75,16 @@ class CallOptions:
     An option is checked when it is assigned. If it is refused, nothing changes.
 
     Args:
-        modules: they are called as one form.
         slots: the slots. Without accelerator there are none, and the module runs without replicas.
-        loss: the criterion from which replicas compute a loss, if any.
         others: as the arguments of `dataparallel.DataParallel`.
 
     Attributes:
-        slots, loss: as given.
+        slots: as given.
         output_device: the device of the outputs; ``None`` is the first slot.
         dim: the batch dimension of inputs and outputs.
         chunk_sizes, workers, serial, bucket_cap_mb, scalars, pad: as given; a sequence is a tuple here.
         split: splits a batch among the slots.
         cap_bytes: the size of the largest bucket.
-        replica_loss: computes ``loss`` in the replicas.
         combines: combines scalars that replicas return.
         permits: chooses how many replicas run at a time, and learns from each call.
         checks: looks at the first calls, and warns of what makes them slow.
@@ -99,11 +94,11 @@ class CallOptions:
 
     Raises:
         AttributeError: what is assigned is no option, or one that stays.
-        TypeError: ``dim`` is no int; ``loss`` or ``scalars`` cannot be called; ``chunk_sizes`` or ``pad`` are no
-            numbers; ``workers`` is no int; ``serial`` is no bool.
+        TypeError: ``dim`` is no int; ``scalars`` cannot be called; ``chunk_sizes`` or ``pad`` are no numbers;
+            ``workers`` is no int; ``serial`` is no bool.
         ValueError: ``output_device`` is no device; ``workers`` is below 1; ``bucket_cap_mb`` is not above 0;
-            ``chunk_sizes`` are not one positive number for each slot; ``forward`` has a parameter with a name that
-            ``loss`` needs; ``scalars`` is another string than ``"mean"`` and ``"sum"``.
+            ``chunk_sizes`` are not one positive number for each slot; ``scalars`` is another string than ``"mean"`` and
+            ``"sum"``.
     """
 
     assignable: ClassVar[tuple[str, ...]] = (
@@ -119,10 +114,8 @@ class CallOptions:
     bucket_cap_mb: float
     scalars: ScalarRule
     pad: Pad
-    loss: Criterion | None
     split: BatchSplit
     cap_bytes: int
-    replica_loss: ReplicaLoss | None
     combines: Scalars
     permits: PermitChooser
     checks: PerformanceChecks
@@ -130,15 +123,11 @@ class CallOptions:
     may_use_source: bool
     hands_back: bool
 
-    def __init__(
-        self, modules: Sequence[nn.Module], slots: Sequence[DeviceLike], *, loss: Criterion | None = None, **others: Any
-    ) -> None:
+    def __init__(self, slots: Sequence[DeviceLike], **others: Any) -> None:
         vars(self).update(slots=slots, permits=PermitChooser(), checks=PerformanceChecks())
-        vars(self).update(overridden={}, may_use_source=False, hands_back=True, loss=loss, replica_loss=None)
+        vars(self).update(overridden={}, may_use_source=False, hands_back=True)
         for name, value in others.items():
             vars(self).update(self._checked(name, value))
-        if loss is not None:
-            vars(self)["replica_loss"], *_ = [ReplicaLoss(loss, module) for module in modules]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.assignable:

@@ -87,7 +87,6 @@ def run_replicas(
     chooser: PermitChooser | None = None,
     method: str = CALL,
     balanced: BalancedCall | None = None,
-    output_functions: Sequence[Callable[[Any], Any]] | None = None,
     machines: Any = None,
 ) -> list[Any]:
     """`parallel_apply`, for wrappers.
@@ -96,8 +95,6 @@ def run_replicas(
         chooser: chooses how many replicas run at the same time, unless ``workers`` says so or only one can.
         method: the name of the method that is called; `CALL` is the module itself, with its hooks.
         balanced: the call whose replicas may have to be timed, with ``chunk_sizes="balanced"``.
-        output_functions: a function for each replica. It runs in the replica's thread, and its result replaces the
-            output.
         machines: the ``machines.peer_rounds.PeerCall`` of a form that spans machines: replicas meet through it.
     """
     if not modules:
@@ -115,8 +112,6 @@ def run_replicas(
         partial(_callable_of(module, method), *args, **kwargs)
         for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
-    if output_functions is not None:
-        calls = [partial(_composed, call, function) for call, function in zip(calls, output_functions, strict=True)]
     meeting = Meeting(slots, machines, is_serial(serial))
     _torch.trace_branches_by(gate.run_alone)
     if len(calls) > 1 or machines is not None:  # otherwise the only replica meets no other
@@ -225,10 +220,6 @@ def _callable_of(module: Any, method: str) -> Callable[..., Any]:
     else:
         result = getattr(module, method)
     return result
-
-
-def _composed(call: Callable[[], Any], function: Callable[[Any], Any]) -> Any:
-    return function(call())
 
 
 def _has_compiled(module: Any) -> bool:

@@ -170,7 +170,7 @@ def _check_memory(slots: Sequence[torch.device]) -> None:
         warn_once(
             "memory",
             f"{first} has held {_mib(held)} of {_mib(total)}, and no other device more than {_mib(next_held)}. Compute "
-            "the loss on all devices (in forward, or with loss=), gather outputs elsewhere "
+            "the loss on all devices (in forward), gather outputs elsewhere "
             f"(output_device='{others[-1]}'), or divide parameters and the optimizer's state: "
             "dataparallel.composable.fully_shard(model)",
         )

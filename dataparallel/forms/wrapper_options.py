@@ -69,7 +69,7 @@ def own_options(wrapper: Any) -> WrapperOptions:
     """Returns what the wrapper has beside torch's attributes. They get the defaults if only torch's have been set."""
     own: WrapperOptions | None = wrapper._dataparallel
     if own is None:
-        own = WrapperOptions([], wrapper.device_ids, **_DEFAULTS)
+        own = WrapperOptions(wrapper.device_ids, **_DEFAULTS)
         own.keep_replicas(None, wrapper._dataparallel_as_torch)
         own = vars(wrapper).setdefault("_dataparallel", own)  # several threads may call at once
     if own.slots is not wrapper.device_ids:
