@@ -62,7 +62,6 @@ FORMS: dict[str, Callable[[nn.Module, list], Any]] = {
     "DataParallel": DataParallel,
     "uneven": lambda net, slots: DataParallel(net, slots, chunk_sizes=[1, 4, 2]),
     "shares": lambda net, slots: DataParallel(net, slots, chunk_sizes=[0.5, 0.25, 0.25]),
-    "balanced": lambda net, slots: DataParallel(net, slots, chunk_sizes="balanced"),
     "one slot": lambda net, slots: DataParallel(net, slots[:1]),
     "replicate": lambda net, slots: replicate(net, devices=slots),
     "fully_shard": lambda net, slots: fully_shard(net, devices=slots),

@@ -56,7 +56,7 @@ def wrapper() -> None:
     assert_type(model.dim, int)
     output: Tensor = model(x)
     output.sum().backward()
-    model.options.chunk_sizes = "balanced"
+    model.options.chunk_sizes = [1.0, 3.0]
     model.options.serial = True
     with torch.inference_mode(), model.options.frozen():
         model(x)

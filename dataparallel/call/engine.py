@@ -19,13 +19,12 @@ import torch
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.batches.chunk_sizes import Split
 from dataparallel.batches.gather import gather_outputs
 from dataparallel.batches.padding import Pad
 from dataparallel.batches.scatter import moved, scatter_arguments
 from dataparallel.batches.structures import arguments_of_one, leaves
 from dataparallel.batches.written import CopiedContainer, written_into
-from dataparallel.call.options import BatchSplit, CallOptions
+from dataparallel.call.options import CallOptions
 from dataparallel.call.parallel_apply import is_serial, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.comm.streams.arrivals import LateCopies
@@ -33,7 +32,6 @@ from dataparallel.devices import current_device_set, resolve, resolve_output
 from dataparallel.profiling import stage
 from dataparallel.replicas.cycles import Hold, ReferenceCycles, cycles_of, hold_by_output
 from dataparallel.replicas.kept_replicas import KeptReplicas
-from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.meetings import Meeting
 from dataparallel.threads.pool import UntilExit
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
@@ -131,9 +129,8 @@ class CallEngine:
             output_device = resolve_output(options.output_device, slots)
             maker.check(slots)
             may_use_source = maker.may_use_source or options.may_use_source
-            with Call(slots, maker.kept, options.serial, may_use_source, options.split) as call:
+            with Call(slots, maker.kept, options.serial, may_use_source) as call:
                 call.copied = [] if options.hands_back else None
-                call.balanced = options.split.begin_call(maker.source(), slots, inputs, kwargs, method.name)
                 output = self._stages(call, slots, output_device, method, inputs, kwargs, peers)
         if options.checks.are_open:
             is_training = getattr(maker.source(), "training", False)  # frozen ScriptModules have no mode
@@ -156,7 +153,7 @@ class CallEngine:
             overridden = self._overridden("scatter", call)
             if overridden is None:
                 inputs, kwargs = scatter_arguments(
-                    inputs, kwargs, slots, options.dim, call.split, call.reads, call.copied
+                    inputs, kwargs, slots, options.dim, options.split, call.reads, call.copied
                 )
             else:
                 inputs, kwargs = overridden(inputs, kwargs)
@@ -188,7 +185,6 @@ class CallEngine:
                         serial=options.serial,
                         chooser=options.permits,
                         method=method.name,
-                        balanced=call.balanced,
                         machines=peers,
                     )
                 else:
@@ -292,10 +288,8 @@ class Call:
             computing streams wait for all copies before the first replica starts.
         may_use_source: true if code of the user runs between the stages. It may write to the source or step an
             optimizer. Then no copies are late either, because only lookups in replicas wait for late copies.
-        split: is told how a balanced call ends.
 
     Attributes:
-        balanced: the split of this call, if it is balanced.
         combine_scalars: combines scalars that replicas return, from the stage ``replicate`` on.
         pad: fills outputs up to one size.
         reads: the copies that read pinned memory of the caller. The stage ``scatter`` notes them here.
@@ -313,12 +307,10 @@ class Call:
         kept: KeptReplicas,
         serial: bool | None,
         may_use_source: bool,
-        split: BatchSplit,
     ) -> None:
         if len(slots) > 1:
             refuse_what_cannot_be_shared()
-        self.kept, self._form_split = kept, split
-        self.balanced: BalancedCall | None = None
+        self.kept = kept
         self.combine_scalars: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.pad: Pad = None
         self._cycles: list[ReferenceCycles] = []
@@ -328,11 +320,6 @@ class Call:
         self.reads = HostReads()
         self.copied: list[CopiedContainer] | None = None
         self.seconds: float | None = None
-
-    @property
-    def split(self) -> Split:
-        """The split of this call's batch."""
-        return self.balanced or self._form_split.fixed
 
     def known_to(self, overridden: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a stage of a subclass, so that `call_of_this_thread` finds the call inside the stage."""
@@ -376,7 +363,6 @@ class Call:
                 self.kept.drop_modules()
         finally:
             self.reads.wait_for_copies()
-            self._form_split.end_call(self.balanced, kind is not None)
 
 
 def call_of_this_thread(kept: KeptReplicas) -> Call | None:

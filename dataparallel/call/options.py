@@ -1,4 +1,4 @@
-"""`CallOptions` holds the options of a form, which all its calls share. `BatchSplit` splits the batches."""
+"""`CallOptions` holds the options of a form, which all its calls share."""
 
 from __future__ import annotations
 
@@ -6,67 +6,14 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
-
-from dataparallel.batches.chunk_sizes import BALANCED, ChunkSizes, FixedSplit
+from dataparallel.batches.chunk_sizes import ChunkSizes, Split
 from dataparallel.batches.padding import Pad, checked_pad
 from dataparallel.call.parallel_apply import check_workers
 from dataparallel.call.performance_warnings import PerformanceChecks
 from dataparallel.call.scalars import ScalarRule, Scalars
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
 from dataparallel.replicas.replicate import cap_in_bytes
-from dataparallel.threads.balance import BalancedCall, Balancer
-from dataparallel.threads.permits import PermitChooser, kind_of_call, size_of
-
-
-class BatchSplit:
-    """Splits the batches of a form's calls: by the user's ``chunk_sizes``, or by a `Balancer`.
-
-    Args:
-        given: the user's ``chunk_sizes``: ints, floats, ``"balanced"`` or ``None``.
-        slots: the number of slots; 0 if there is no accelerator, and then nothing is split.
-
-    Attributes:
-        given: the argument; a sequence is kept as a tuple, so that users assign it and cannot change it in place.
-        fixed: splits every call alike, if calls are not balanced.
-
-    Raises:
-        TypeError, ValueError: as `FixedSplit`.
-    """
-
-    def __init__(self, given: ChunkSizes, slots: int) -> None:
-        self._balancer = Balancer() if isinstance(given, str) and given == BALANCED else None
-        self.fixed = FixedSplit(None if self._balancer else given, slots or None)
-        self.given: ChunkSizes = BALANCED if self._balancer else self.fixed.given
-        self._slots = slots
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return BatchSplit, (self.given, self._slots)
-
-    def sizes(self, total: int, slots: int) -> list[int]:
-        """Returns the chunk sizes of the next call for ``total`` samples. With a `Balancer` they may still change.
-
-        Raises:
-            ValueError: the given sizes do not fit.
-        """
-        return self.fixed.sizes(total, slots) if self._balancer is None else self._balancer.next_sizes(total, slots)
-
-    def begin_call(
-        self, module: Any, slots: Sequence[torch.device], inputs: Any, kwargs: Any, method: str
-    ) -> BalancedCall | None:
-        """Returns the split of a call; ``None`` if calls are not balanced. ``inputs`` and ``kwargs``: the whole batch.
-
-        `end_call` has to follow.
-        """
-        if self._balancer is None:
-            return None
-        kind = (method, kind_of_call(module, slots))
-        return self._balancer.begin_call(type(module).__name__, kind, size_of(inputs, kwargs), slots)
-
-    def end_call(self, call: BalancedCall | None, failed: bool) -> None:
-        """Notes that the call has ended, or failed."""
-        if self._balancer is not None and call is not None:
-            self._balancer.end_call(call, failed)
+from dataparallel.threads.permits import PermitChooser
 
 
 class CallOptions:
@@ -114,7 +61,7 @@ class CallOptions:
     bucket_cap_mb: float
     scalars: ScalarRule
     pad: Pad
-    split: BatchSplit
+    split: Split
     cap_bytes: int
     combines: Scalars
     permits: PermitChooser
@@ -143,7 +90,7 @@ class CallOptions:
     def _checked(self, name: str, value: Any) -> dict[str, Any]:
         """Returns the option, and what calls make of it."""
         if name == "chunk_sizes":
-            split = BatchSplit(value, len(self.slots))
+            split = Split(value, len(self.slots) or None)
             return {name: split.given, "split": split}
         if name == "bucket_cap_mb":
             return {name: value, "cap_bytes": cap_in_bytes(value)}

@@ -18,12 +18,11 @@ from torch import nn
 from dataparallel import _torch
 from dataparallel.batches.structures import tensors_in
 from dataparallel.call.error_hints import hint_of
-from dataparallel.devices import CPU, DeviceLike, current_device, resolve, resolve_slots
+from dataparallel.devices import DeviceLike, current_device, resolve, resolve_slots
 from dataparallel.environment import says_no
 from dataparallel.profiling import Replicas, replicas
 from dataparallel.replicas.compiled.gate import gate
 from dataparallel.replicas.plan import HAS_COMPILED
-from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.meetings import Meeting, is_wake_up
@@ -86,7 +85,6 @@ def run_replicas(
     serial: bool | None = None,
     chooser: PermitChooser | None = None,
     method: str = CALL,
-    balanced: BalancedCall | None = None,
     machines: Any = None,
 ) -> list[Any]:
     """`parallel_apply`, for wrappers.
@@ -94,7 +92,6 @@ def run_replicas(
     Args:
         chooser: chooses how many replicas run at the same time, unless ``workers`` says so or only one can.
         method: the name of the method that is called; `CALL` is the module itself, with its hooks.
-        balanced: the call whose replicas may have to be timed, with ``chunk_sizes="balanced"``.
         machines: the ``machines.peer_rounds.PeerCall`` of a form that spans machines: replicas meet through it.
     """
     if not modules:
@@ -116,22 +113,14 @@ def run_replicas(
     _torch.trace_branches_by(gate.run_alone)
     if len(calls) > 1 or machines is not None:  # otherwise the only replica meets no other
         calls = [partial(meeting.run_replica, slot, call) for slot, call in enumerate(calls)]
-    times = None if balanced is None else balanced.measures(slots)
-    if times is not None:
-        calls = [partial(times.run_replica, slot, call) for slot, call in enumerate(calls)]
     state = CallerState(slots)
     recorder = replicas(type(modules[0]).__name__, slots)
     permits, groups = (1, None) if meeting.is_serial else _permits_and_groups(modules[0], slots, state, workers)
-    if times is not None:
-        times.begin_call(state.streams, zip(arguments, keywords, strict=True))
-    if balanced is not None:
-        balanced.runs_with(permits, groups)
     if permits == 1:
         tasks, worker_tasks = (_tasks(run, calls, recorder) for run in (state.run_here, state.run_in_worker))
         meeting.scheduler = SerialTasks(tasks, worker_tasks, devices=slots, recorder=recorder)
         outcomes = meeting.scheduler.run_tasks()
-    elif chooser is None or workers is not None or (times is not None and slots[0] != CPU):
-        # A replica that is timed waits for its device, so all replicas have to run at the same time.
+    elif chooser is None or workers is not None:
         # Code is compiled for a number of intra-op threads, so for compiled code it does not depend on the permits.
         divisor = workers if workers is not None and _has_compiled(modules[0]) else permits
         with state.intra_op_threads_divided(divisor):
@@ -141,16 +130,12 @@ def run_replicas(
     else:
         has_compiled = _has_compiled(modules[0])
         kind = kind_of_call(modules[0], slots)
-        size = size_of(arguments[0], keywords[0]) if balanced is None else balanced.size
-        call = chooser.begin_call(kind, size, permits, first_in_turn=has_compiled, fixed=times is not None)
-        if balanced is not None:
-            balanced.runs_with(call.permits, groups)
+        size = size_of(arguments[0], keywords[0])
+        call = chooser.begin_call(kind, size, permits, first_in_turn=has_compiled)
         divisor = chooser.largest if has_compiled else call.permits
         outcomes = _run_with_permits(chooser, call, calls, permits, groups, state, divisor, recorder, meeting)
     if any(outcome.error is not None for outcome in outcomes):
         raise _first_error(outcomes, slots, modules)
-    if times is not None:
-        times.end_call()
     return [outcome.value for outcome in outcomes]
 
 

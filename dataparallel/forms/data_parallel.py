@@ -74,8 +74,8 @@ class DataParallel(nn.DataParallel[M]):
         output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
         chunk_sizes: how the slots share a batch, if not equally. Ints are the number of samples for each slot, which
-            has to fit every batch. With a float among them they are shares of any batch: ``[0.5, 1, 1]``. With
-            ``"balanced"`` the library times the replicas and chooses: see :ref:`uneven-devices`.
+            has to fit every batch. With a float among them they are shares of any batch: ``[0.5, 1, 1]``. How to
+            find them: :ref:`uneven-devices`.
         workers: how many replicas may run Python at the same time; default: the library chooses. See `parallel_apply`.
         serial: run all replicas in the calling thread, so that ``breakpoint()`` works; default: the value of the
             environment variable ``DATAPARALLEL_SERIAL``.
@@ -212,14 +212,13 @@ class DataParallel(nn.DataParallel[M]):
         own = own_options(self)
         call = call_of_this_thread(own.kept)
         if call is not None:
-            return scatter_arguments(inputs, kwargs, device_ids, self.dim, call.split, call.reads, call.copied)
+            return scatter_arguments(inputs, kwargs, device_ids, self.dim, own.split, call.reads, call.copied)
         with HostReads() as reads:
             return scatter_arguments(inputs, kwargs, device_ids, self.dim, own.split, reads)
 
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """The stage `dataparallel.parallel_apply`; override it to run replicas in another way."""
         own = own_options(self)
-        call = call_of_this_thread(own.kept)
         return run_replicas(
             replicas,
             inputs,
@@ -228,7 +227,6 @@ class DataParallel(nn.DataParallel[M]):
             workers=own.workers,
             serial=own.serial,
             chooser=own.permits,
-            balanced=None if call is None else call.balanced,
         )
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:

@@ -76,9 +76,7 @@ class PermitChooser(Chooser["_Situation", int]):
         self.times_in_turn: deque[TimesInTurn] = deque(maxlen=SAMPLES)  # of the last calls that devices have timed
         self._clock = DeviceClock()
 
-    def begin_call(
-        self, kind: Hashable, size: Hashable, at_once: int, first_in_turn: bool = False, fixed: bool = False
-    ) -> CallPermits:
+    def begin_call(self, kind: Hashable, size: Hashable, at_once: int, first_in_turn: bool = False) -> CallPermits:
         """Returns the permits of the next call. `end_call` has to follow.
 
         Args:
@@ -86,7 +84,6 @@ class PermitChooser(Chooser["_Situation", int]):
             size: the size of the inputs. The search for a new size begins at the last choice for its kind.
             at_once: how many replicas can run at a time, at least 1.
             first_in_turn: the first call of a situation has one permit, so that code is compiled by one replica only.
-            fixed: the call gets the best number so far and is not measured, because it measures something else.
         """
         with self._lock:
             self.largest = max(self.largest, at_once)
@@ -99,7 +96,7 @@ class PermitChooser(Chooser["_Situation", int]):
                 call.permits = at_once
             elif first_in_turn and situation.calls == 1:
                 call.permits = 1
-            elif call.is_alone and not fixed and (number := situation.next_to_measure()) is not None:
+            elif call.is_alone and (number := situation.next_to_measure()) is not None:
                 call.permits, call.is_measured = number, True
             if call.permits < at_once:
                 call.stall_timeout = situation.stall_timeout()
