@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -134,7 +133,7 @@ class CallEngine:
                 output = self._stages(call, slots, output_device, method, inputs, kwargs, peers)
         if options.checks.are_open:
             is_training = getattr(maker.source(), "training", False)  # frozen ScriptModules have no mode
-            options.checks.look_at(options, slots, (inputs, kwargs), is_training, call.seconds)
+            options.checks.look_at(options, slots, (inputs, kwargs), is_training)
         return output
 
     def _stages(
@@ -165,7 +164,7 @@ class CallEngine:
             for entry in written_into(call.copied or ()):
                 entry.hand_back(moved(entry.values[0], output_device))
             return output
-        slots, start = slots[: len(inputs)], time.perf_counter()
+        slots = slots[: len(inputs)]
         call.combine_scalars = options.combines.of_chunks(inputs, kwargs, options.dim)
         call.pad = options.pad if method.pad is None else method.pad
         with maker.lends(slots) as lent, _InsideReplicas(maker.source(), method.name):
@@ -183,7 +182,7 @@ class CallEngine:
                         slots,
                         workers=options.workers,
                         serial=options.serial,
-                        chooser=options.permits,
+                        permits=options.permits,
                         method=method.name,
                         machines=peers,
                     )
@@ -204,7 +203,6 @@ class CallEngine:
                 output = overridden(outputs)
                 if written:
                     gather([None] * len(outputs), written=written)
-        call.seconds = time.perf_counter() - start
         returned = (output, [entry.joined for entry in written]) if written else output
         call.returns(returned)
         maker.returns(returned)
@@ -295,7 +293,6 @@ class Call:
         reads: the copies that read pinned memory of the caller. The stage ``scatter`` notes them here.
         copied: containers among the arguments, to which replicas may write. The stage ``scatter`` notes them here, if
             it is a list.
-        seconds: the host's time for the stages after ``scatter``; ``None`` until they have ended.
 
     Raises:
         RuntimeError: several replicas cannot run here: see ``threads.settings.REFUSED``.
@@ -319,7 +316,6 @@ class Call:
         self._copies = LateCopies(allowed=not (is_compiler_in_use or is_serial(serial) or may_use_source))
         self.reads = HostReads()
         self.copied: list[CopiedContainer] | None = None
-        self.seconds: float | None = None
 
     def known_to(self, overridden: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a stage of a subclass, so that `call_of_this_thread` finds the call inside the stage."""

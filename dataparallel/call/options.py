@@ -13,7 +13,7 @@ from dataparallel.call.performance_warnings import PerformanceChecks
 from dataparallel.call.scalars import ScalarRule, Scalars
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
 from dataparallel.replicas.replicate import cap_in_bytes
-from dataparallel.threads.permits import PermitChooser
+from dataparallel.threads.permits import Permits
 
 
 class CallOptions:
@@ -33,7 +33,7 @@ class CallOptions:
         split: splits a batch among the slots.
         cap_bytes: the size of the largest bucket.
         combines: combines scalars that replicas return.
-        permits: chooses how many replicas run at a time, and learns from each call.
+        permits: says how many replicas run at a time, and learns from the first calls.
         checks: looks at the first calls, and warns of what makes them slow.
         overridden: by name the stages that a user's subclass overrides.
         hands_back: true if the caller gets what replicas write into dicts and lists: see ``batches.written``.
@@ -64,14 +64,14 @@ class CallOptions:
     split: Split
     cap_bytes: int
     combines: Scalars
-    permits: PermitChooser
+    permits: Permits
     checks: PerformanceChecks
     overridden: Mapping[str, Callable[..., Any]]
     may_use_source: bool
     hands_back: bool
 
     def __init__(self, slots: Sequence[DeviceLike], **others: Any) -> None:
-        vars(self).update(slots=slots, permits=PermitChooser(), checks=PerformanceChecks())
+        vars(self).update(slots=slots, permits=Permits(), checks=PerformanceChecks())
         vars(self).update(overridden={}, may_use_source=False, hands_back=True)
         for name, value in others.items():
             vars(self).update(self._checked(name, value))

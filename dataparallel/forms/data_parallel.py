@@ -226,7 +226,7 @@ class DataParallel(nn.DataParallel[M]):
             self.device_ids[: len(replicas)],
             workers=own.workers,
             serial=own.serial,
-            chooser=own.permits,
+            permits=own.permits,
         )
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
