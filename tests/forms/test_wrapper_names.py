@@ -178,7 +178,6 @@ GIVEN: dict[str, Any] = {
     "bucket_cap_mb": 2.0,
     "scalars": "sum",
     "pad": {"ids": 0},
-    "loss": nn.functional.mse_loss,
     "compile": False,
     "graphs": None,
     "sync_batch_norm": True,
