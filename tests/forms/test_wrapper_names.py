@@ -221,7 +221,7 @@ def test_assigned_scalars_combine_losses(slots: list, root: torch.device) -> Non
         ("bucket_cap_mb", 0, ValueError, "more than 0 MiB"),
         ("scalars", "max", ValueError, "expected 'mean', 'sum'"),
         ("pad", "left", TypeError, "expected a number"),
-        ("loss", nn.functional.mse_loss, AttributeError, "pass other options where you give the module its form"),
+        ("compile", True, AttributeError, "pass other options where you give the module its form"),
         ("chunk_size", [1, 2, 4], AttributeError, "one may assign chunk_sizes, workers"),
         ("output_device", 0, AttributeError, "one may assign chunk_sizes, workers"),
     ],
