@@ -237,7 +237,7 @@ def test_gradients_that_were_added_on_a_slot_which_has_none_in_the_pass_that_sum
     """The sum waits for the addition, although it has nothing else to wait for on that slot."""
     both = both_of(Sometimes)
     slots = [*map(torch.device, both.slots)]
-    both.wrapped = DataParallel(both.net, slots, workers=1)  # to measure the number of permits, the host would wait
+    both.wrapped = DataParallel(both.net, slots, workers=1)  # in one order, and without marks on the streams
     vars(both.wrapped.options)["kept"] = KeptReplicas(KeptTensors(slots, 2**20, 2**20, True))
     x = both.x()
     for are_on, samples in ((True, len(x)), (False, len(x)), (False, len(x)), (True, len(x) - 1)):
