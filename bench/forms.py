@@ -12,7 +12,7 @@ import torch
 
 from beside_torch import SETTLE, SHORT_SETTLE, BesideTorch
 from dataparallel.composable import replicate
-from dataparallel.threads.permits import PermitChooser
+from dataparallel.threads.permits import Permits
 from gradients import assert_same_gradients, take_gradients
 from shapes import Shape
 from sharded_blocks import full_gradients, sharded, state_of
@@ -64,7 +64,7 @@ class ShardedForms(Forms):
 
     def settle(self, short: bool = False) -> None:
         """Calls each form until it has chosen how many replicas run at a time, but no more often than other suites."""
-        for call, chooser in (
+        for call, permits in (
             (self.train_replicated, replicate.state(self.replicated).options.permits),
             (self.train, self.ours.options.permits),
             (self.train_sharded, state_of(self.sharded).options.permits),
@@ -72,7 +72,7 @@ class ShardedForms(Forms):
         ):
             for _ in range(SHORT_SETTLE if short else SETTLE):
                 call()
-                if has_chosen(chooser):
+                if has_chosen(permits):
                     break
 
     def check_sharded(self) -> None:
@@ -90,6 +90,6 @@ class ShardedForms(Forms):
             module.zero_grad()
 
 
-def has_chosen(chooser: PermitChooser) -> bool:
-    """Whether it measures no call that is like those before."""
-    return all(situation._is_decided for situation in chooser._situations.values())
+def has_chosen(permits: Permits) -> bool:
+    """Whether nothing is tried any more in calls like those before."""
+    return not any(kind.times for kind in permits._kinds.values())

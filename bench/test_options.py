@@ -57,13 +57,13 @@ class TestSelection:
         assert collected("bench", "--all") == SUITES
 
     def test_a_suite_that_is_named_needs_no_option(self) -> None:
-        assert collected("bench/test_permits.py", "bench/test_pairs.py::TestTurns") == {
-            "test_permits.py",
+        assert collected("bench/test_stages.py", "bench/test_pairs.py::TestTurns") == {
+            "test_stages.py",
             "test_pairs.py",
         }
 
     def test_a_named_suite_beside_the_main_job(self) -> None:
-        assert collected("bench", "bench/test_permits.py") == {MAIN_JOB.name, "test_permits.py"}
+        assert collected("bench", "bench/test_stages.py") == {MAIN_JOB.name, "test_stages.py"}
 
 
 @pytest.fixture

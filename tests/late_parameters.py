@@ -58,7 +58,7 @@ def trained(model: nn.Module) -> list[Tensor]:
 
 
 def steps(model: nn.Module, call: nn.Module, x: Tensor, count: int = 3) -> None:
-    """Training steps, so that persistent replicas know the order of gradients and are refreshed."""
+    """Training steps, so that kept replicas know the order of gradients and are refreshed."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     for _ in range(count):
         optimizer.zero_grad()

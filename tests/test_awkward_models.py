@@ -203,7 +203,7 @@ def test_an_exception_that_refuses_attributes_keeps_its_type(slots: list, root: 
         def forward(self, x: Tensor) -> Tensor:
             raise Refusal(3)
 
-    for arguments in ({}, {"serial": True}, {"chunk_sizes": "balanced"}):
+    for arguments in ({}, {"serial": True}):
         with pytest.raises(Refusal) as caught:
             DataParallel(Refusing(), slots, **arguments)(batch(root))
         assert caught.value.code == 3

@@ -39,7 +39,7 @@ FLOORS = """
     peers              collectives between the replicas of a call
     ─── models that are divided, gradients that are summed, and what crosses the network
     sharded            tensors whose parts lie on several devices; units, which are gathered and freed
-    gradients          sums of the gradients of persistent replicas, and communication hooks
+    gradients          sums of the gradients of kept replicas, and communication hooks
     machines           what crosses the network, over a process group of torch.distributed
     ─── copies of a module, and who runs them
     threads            the threads that run replicas, and the settings that replicas see

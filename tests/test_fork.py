@@ -153,8 +153,8 @@ for _ in range(2):
 step()
 locked, forked = threading.Event(), threading.Event()
 
-def hold():  # a fork finds these locks held now and then; nothing public holds them for as long as a test needs
-    with model.options.kept.lock, model.options.permits._lock:
+def hold():  # a fork finds this lock held now and then; nothing public holds it for as long as a test needs
+    with model.options.kept.lock:
         locked.set()
         forked.wait(20)
 

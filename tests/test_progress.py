@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from dataparallel import progress
 from dataparallel.comm import peers
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.forms import full_state, fully_shard_state, persistent_tensors
+from dataparallel.forms import full_state, fully_shard_state, kept_tensors
 from dataparallel.sharded import ShardedTensor, distribute
 from processes import run_script
 from terminals import Terminal, wait_until
@@ -64,7 +64,7 @@ class Case(NamedTuple):
 CASES = [
     Case("checking copies between devices", lambda slots: partial(failed_pairs, slots), peers, "_copy"),
     Case("sharding Net", lambda slots: lambda: sharded(slots), fully_shard_state, "_shard_parameter"),
-    Case("making 3 replicas", call_replicated, persistent_tensors, "copy_buffers"),
+    Case("making 3 replicas", call_replicated, kept_tensors, "copy_buffers"),
     Case(
         "copying the state of Net to host memory",
         lambda slots: partial(fully_shard.full_state_dict, sharded(slots)),

@@ -56,12 +56,11 @@ def wrapper() -> None:
     assert_type(model.dim, int)
     output: Tensor = model(x)
     output.sum().backward()
-    model.options.chunk_sizes = "balanced"
+    model.options.chunk_sizes = [1.0, 3.0]
     model.options.serial = True
     with torch.inference_mode(), model.options.frozen():
         model(x)
-    with_loss = DataParallel(Net(), SLOTS, loss=nn.functional.mse_loss, scalars="mean")
-    loss: Tensor = with_loss(x, target=targets)
+    loss: Tensor = DataParallel(Net(), SLOTS, scalars="mean")(x).sum()
     loss.backward()
 
 

@@ -1,7 +1,4 @@
-"""`FixedSplit` checks the argument ``chunk_sizes=`` and says how many samples of a batch each slot gets.
-
-``threads.balance`` handles ``"balanced"``.
-"""
+"""`Split` checks the argument ``chunk_sizes=`` and says how many samples of a batch each slot gets."""
 
 from __future__ import annotations
 
@@ -11,29 +8,23 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from numbers import Real
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from dataparallel.comm.checks import check_chunk_sizes, near_equal_sizes
 
-BALANCED: Literal["balanced"] = "balanced"
-
-ChunkSizes: TypeAlias = "Sequence[float] | Literal['balanced'] | None"
+ChunkSizes: TypeAlias = "Sequence[float] | None"
 """What users pass: ints are numbers of samples; with a float among them they are shares."""
 
 
-class Split(Protocol):
-    """Decides how a batch is split."""
-
-    def sizes(self, total: int, slots: int) -> list[int]:
-        """Returns the sizes of the chunks of ``total`` samples, for the first slots, at least 1 each."""
-
-
-class FixedSplit:
+class Split:
     """Splits every batch alike: by numbers of samples, by shares, or into near-equal chunks for ``None``.
 
     Args:
-        given: the user's ``chunk_sizes``; anything but ``"balanced"``.
+        given: the user's ``chunk_sizes``.
         slots: the number of slots; ``None`` if it is not known yet.
+
+    Attributes:
+        given: the argument; a sequence is kept as a tuple, so that users assign it and cannot change it in place.
 
     Raises:
         TypeError: ``given`` is no sequence of numbers.
@@ -44,7 +35,11 @@ class FixedSplit:
         self.given = None if given is None else _checked(given, slots)
 
     def sizes(self, total: int, slots: int) -> list[int]:
-        """Returns the sizes of the chunks. Raises ``ValueError`` if the given numbers do not fit."""
+        """Returns the sizes of the chunks of ``total`` samples, for the first slots, at least 1 each.
+
+        Raises:
+            ValueError: the given numbers do not fit.
+        """
         if self.given is None:
             return near_equal_sizes(total, slots)
         samples = [number for number in self.given if isinstance(number, int)]
@@ -56,11 +51,10 @@ class FixedSplit:
 
 def _checked(given: Any, slots: int | None) -> tuple[float, ...]:
     what = (
-        "pass a number of samples for each slot (ints), a share for each slot (floats), "
-        "or None for near-equal chunks. A model takes 'balanced' too"
+        "pass a number of samples for each slot (ints), a share for each slot (floats), or None for near-equal chunks"
     )
     if isinstance(given, str):
-        raise ValueError(f"chunk_sizes={given!r} is unknown here; {what}")
+        raise ValueError(f"chunk_sizes={given!r} is unknown; {what}")
     try:
         numbers = [_number(entry) for entry in given]
     except TypeError:

@@ -17,7 +17,7 @@ from torch.autograd.forward_ad import unpack_dual
 from dataparallel import _torch
 from dataparallel.autograd.functions import Broadcast, Scatter, own_chunks
 from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
-from dataparallel.batches.chunk_sizes import FixedSplit, Split
+from dataparallel.batches.chunk_sizes import Split
 from dataparallel.batches.samples import SampleCopies, check_entries, joined_samples
 from dataparallel.batches.shared_arguments import check_shared
 from dataparallel.batches.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, with_leaves
@@ -63,7 +63,7 @@ def scatter(
             an iterator, or an object with a tensor that is a batch.
     """
     with HostReads() as reads:
-        return _scatter(inputs, target_gpus, dim, FixedSplit(chunk_sizes), "input", reads)
+        return _scatter(inputs, target_gpus, dim, Split(chunk_sizes), "input", reads)
 
 
 @_torch.not_traced
@@ -82,7 +82,7 @@ def scatter_kwargs(
         empty if there is no argument.
     """
     with HostReads() as reads:
-        return scatter_arguments(inputs, kwargs, target_gpus, dim, FixedSplit(chunk_sizes), reads)
+        return scatter_arguments(inputs, kwargs, target_gpus, dim, Split(chunk_sizes), reads)
 
 
 def scatter_arguments(

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,14 +18,12 @@ import torch
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.batches.chunk_sizes import Split
 from dataparallel.batches.gather import gather_outputs
 from dataparallel.batches.padding import Pad
 from dataparallel.batches.scatter import moved, scatter_arguments
 from dataparallel.batches.structures import arguments_of_one, leaves
 from dataparallel.batches.written import CopiedContainer, written_into
-from dataparallel.call.losses import CallLoss
-from dataparallel.call.options import BatchSplit, CallOptions
+from dataparallel.call.options import CallOptions
 from dataparallel.call.parallel_apply import is_serial, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.comm.streams.arrivals import LateCopies
@@ -34,7 +31,6 @@ from dataparallel.devices import current_device_set, resolve, resolve_output
 from dataparallel.profiling import stage
 from dataparallel.replicas.cycles import Hold, ReferenceCycles, cycles_of, hold_by_output
 from dataparallel.replicas.kept_replicas import KeptReplicas
-from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.meetings import Meeting
 from dataparallel.threads.pool import UntilExit
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
@@ -118,18 +114,13 @@ class CallEngine:
             ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
             Exception: a replica raised it.
         """
-        loss = None
-        if self._options.replica_loss is not None:
-            kwargs, loss = self._options.replica_loss.begin_call(kwargs)
         if not self._options.slots:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
-            return self._alone(method, loss)(*inputs, **kwargs)
-        return self._run_on_slots(method, inputs, kwargs, loss)
+            return self._maker.alone(method)(*inputs, **kwargs)
+        return self._run_on_slots(method, inputs, kwargs)
 
     @_torch.not_traced
-    def _run_on_slots(
-        self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: CallLoss | None
-    ) -> Any:
+    def _run_on_slots(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes the checks before the four stages, enters the contexts around the stages, and runs the stages."""
         options, maker = self._options, self._maker
         with UntilExit(), maker.spans_machines(method) as peers:
@@ -137,13 +128,12 @@ class CallEngine:
             output_device = resolve_output(options.output_device, slots)
             maker.check(slots)
             may_use_source = maker.may_use_source or options.may_use_source
-            with Call(slots, maker.kept, options.serial, may_use_source, options.split) as call:
+            with Call(slots, maker.kept, options.serial, may_use_source) as call:
                 call.copied = [] if options.hands_back else None
-                call.balanced = options.split.begin_call(maker.source(), slots, inputs, kwargs, method.name)
-                output = self._stages(call, slots, output_device, method, inputs, kwargs, loss, peers)
+                output = self._stages(call, slots, output_device, method, inputs, kwargs, peers)
         if options.checks.are_open:
             is_training = getattr(maker.source(), "training", False)  # frozen ScriptModules have no mode
-            options.checks.look_at(options, slots, (inputs, kwargs), is_training, call.seconds)
+            options.checks.look_at(options, slots, (inputs, kwargs), is_training)
         return output
 
     def _stages(
@@ -154,7 +144,6 @@ class CallEngine:
         method: Method,
         inputs: Any,
         kwargs: Any,
-        loss: CallLoss | None,
         peers: PeerCall | None,
     ) -> Any:
         """Runs the four stages. ``inputs`` and ``kwargs`` are the batch's; scatter makes one entry per slot."""
@@ -163,19 +152,19 @@ class CallEngine:
             overridden = self._overridden("scatter", call)
             if overridden is None:
                 inputs, kwargs = scatter_arguments(
-                    inputs, kwargs, slots, options.dim, call.split, call.reads, call.copied
+                    inputs, kwargs, slots, options.dim, options.split, call.reads, call.copied
                 )
             else:
                 inputs, kwargs = overridden(inputs, kwargs)
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
         if len(slots) == 1 and maker.needs_no_replica():
-            run = partial(run_alone, self._alone(method, loss), inputs[0], kwargs[0], slots[0], output_device)
+            run = partial(run_alone, maker.alone(method), inputs[0], kwargs[0], slots[0], output_device)
             output = run() if peers is None else Meeting(slots, peers).run_replica(0, run)
             for entry in written_into(call.copied or ()):
                 entry.hand_back(moved(entry.values[0], output_device))
             return output
-        slots, start = slots[: len(inputs)], time.perf_counter()
+        slots = slots[: len(inputs)]
         call.combine_scalars = options.combines.of_chunks(inputs, kwargs, options.dim)
         call.pad = options.pad if method.pad is None else method.pad
         with maker.lends(slots) as lent, _InsideReplicas(maker.source(), method.name):
@@ -183,10 +172,9 @@ class CallEngine:
                 overridden = self._overridden("replicate", call)
                 replicas = maker.replicas(method, lent, slots) if overridden is None else overridden(slots)
                 replicas = call.uses(replicas)
-                functions = None if loss is None else loss.loss_functions(slots, kwargs, options.dim, options.cap_bytes)
             with stage("parallel_apply"):
                 overridden = self._overridden("parallel_apply", call)
-                if overridden is None or functions is not None:
+                if overridden is None:
                     outputs = run_replicas(
                         replicas,
                         inputs,
@@ -194,26 +182,27 @@ class CallEngine:
                         slots,
                         workers=options.workers,
                         serial=options.serial,
-                        chooser=options.permits,
+                        permits=options.permits,
                         method=method.name,
-                        balanced=call.balanced,
-                        output_functions=functions,
                         machines=peers,
                     )
                 else:
                     outputs = overridden(replicas, inputs, kwargs)
         with stage("gather"):
-            own = partial(gather_outputs, target_device=output_device, dim=options.dim)
-            gather = partial(own, combine=call.combine_scalars, pad=call.pad)
-            join, written = self._overridden("gather", call), written_into(call.copied or ())
-            if join is None and loss is None:
+            gather = partial(
+                gather_outputs,
+                target_device=output_device,
+                dim=options.dim,
+                combine=call.combine_scalars,
+                pad=call.pad,
+            )
+            overridden, written = self._overridden("gather", call), written_into(call.copied or ())
+            if overridden is None:
                 output = gather(outputs, written=written)
             else:
-                join = join or gather
-                output = join(outputs) if loss is None else loss.loss_of_batch(outputs, own, join)
+                output = overridden(outputs)
                 if written:
                     gather([None] * len(outputs), written=written)
-        call.seconds = time.perf_counter() - start
         returned = (output, [entry.joined for entry in written]) if written else output
         call.returns(returned)
         maker.returns(returned)
@@ -225,11 +214,6 @@ class CallEngine:
         """Returns the stage of a subclass that overrides the engine's stage, if any."""
         overridden = self._options.overridden.get(name)
         return None if overridden is None else call.known_to(overridden)
-
-    def _alone(self, method: Method, loss: CallLoss | None) -> Callable[..., Any]:
-        """Returns a function that runs ``method`` without replicas, and computes the loss if there is one."""
-        run = self._maker.alone(method)
-        return run if loss is None else loss.without_replicas(run)
 
 
 def run_alone(
@@ -302,16 +286,13 @@ class Call:
             computing streams wait for all copies before the first replica starts.
         may_use_source: true if code of the user runs between the stages. It may write to the source or step an
             optimizer. Then no copies are late either, because only lookups in replicas wait for late copies.
-        split: is told how a balanced call ends.
 
     Attributes:
-        balanced: the split of this call, if it is balanced.
         combine_scalars: combines scalars that replicas return, from the stage ``replicate`` on.
         pad: fills outputs up to one size.
         reads: the copies that read pinned memory of the caller. The stage ``scatter`` notes them here.
         copied: containers among the arguments, to which replicas may write. The stage ``scatter`` notes them here, if
             it is a list.
-        seconds: the host's time for the stages after ``scatter``; ``None`` until they have ended.
 
     Raises:
         RuntimeError: several replicas cannot run here: see ``threads.settings.REFUSED``.
@@ -323,12 +304,10 @@ class Call:
         kept: KeptReplicas,
         serial: bool | None,
         may_use_source: bool,
-        split: BatchSplit,
     ) -> None:
         if len(slots) > 1:
             refuse_what_cannot_be_shared()
-        self.kept, self._form_split = kept, split
-        self.balanced: BalancedCall | None = None
+        self.kept = kept
         self.combine_scalars: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.pad: Pad = None
         self._cycles: list[ReferenceCycles] = []
@@ -337,12 +316,6 @@ class Call:
         self._copies = LateCopies(allowed=not (is_compiler_in_use or is_serial(serial) or may_use_source))
         self.reads = HostReads()
         self.copied: list[CopiedContainer] | None = None
-        self.seconds: float | None = None
-
-    @property
-    def split(self) -> Split:
-        """The split of this call's batch."""
-        return self.balanced or self._form_split.fixed
 
     def known_to(self, overridden: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a stage of a subclass, so that `call_of_this_thread` finds the call inside the stage."""
@@ -386,7 +359,6 @@ class Call:
                 self.kept.drop_modules()
         finally:
             self.reads.wait_for_copies()
-            self._form_split.end_call(self.balanced, kind is not None)
 
 
 def call_of_this_thread(kept: KeptReplicas) -> Call | None:

@@ -7,9 +7,9 @@ file decides which replicas may run at the same time, if they need worker thread
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -18,16 +18,15 @@ from torch import nn
 from dataparallel import _torch
 from dataparallel.batches.structures import tensors_in
 from dataparallel.call.error_hints import hint_of
-from dataparallel.devices import CPU, DeviceLike, current_device, resolve, resolve_slots
+from dataparallel.devices import DeviceLike, current_device, resolve, resolve_slots
 from dataparallel.environment import says_no
 from dataparallel.profiling import Replicas, replicas
 from dataparallel.replicas.compiled.gate import gate
 from dataparallel.replicas.plan import HAS_COMPILED
-from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.meetings import Meeting, is_wake_up
-from dataparallel.threads.permits import CallPermits, PermitChooser, kind_of_call, size_of
+from dataparallel.threads.permits import Permits, cores
 from dataparallel.threads.pool import Outcome, Skipped
 from dataparallel.threads.settings import CallerState
 
@@ -84,20 +83,15 @@ def run_replicas(
     *,
     workers: int | None = None,
     serial: bool | None = None,
-    chooser: PermitChooser | None = None,
+    permits: Permits | None = None,
     method: str = CALL,
-    balanced: BalancedCall | None = None,
-    output_functions: Sequence[Callable[[Any], Any]] | None = None,
     machines: Any = None,
 ) -> list[Any]:
     """`parallel_apply`, for wrappers.
 
     Args:
-        chooser: chooses how many replicas run at the same time, unless ``workers`` says so or only one can.
+        permits: says how many replicas run at the same time, unless ``workers`` says so or only one can.
         method: the name of the method that is called; `CALL` is the module itself, with its hooks.
-        balanced: the call whose replicas may have to be timed, with ``chunk_sizes="balanced"``.
-        output_functions: a function for each replica. It runs in the replica's thread, and its result replaces the
-            output.
         machines: the ``machines.peer_rounds.PeerCall`` of a form that spans machines: replicas meet through it.
     """
     if not modules:
@@ -115,47 +109,37 @@ def run_replicas(
         partial(_callable_of(module, method), *args, **kwargs)
         for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
-    if output_functions is not None:
-        calls = [partial(_composed, call, function) for call, function in zip(calls, output_functions, strict=True)]
     meeting = Meeting(slots, machines, is_serial(serial))
     _torch.trace_branches_by(gate.run_alone)
     if len(calls) > 1 or machines is not None:  # otherwise the only replica meets no other
         calls = [partial(meeting.run_replica, slot, call) for slot, call in enumerate(calls)]
-    times = None if balanced is None else balanced.measures(slots)
-    if times is not None:
-        calls = [partial(times.run_replica, slot, call) for slot, call in enumerate(calls)]
     state = CallerState(slots)
     recorder = replicas(type(modules[0]).__name__, slots)
-    permits, groups = (1, None) if meeting.is_serial else _permits_and_groups(modules[0], slots, state, workers)
-    if times is not None:
-        times.begin_call(state.streams, zip(arguments, keywords, strict=True))
-    if balanced is not None:
-        balanced.runs_with(permits, groups)
-    if permits == 1:
+    at_once, groups = (1, None) if meeting.is_serial else _permits_and_groups(modules[0], slots, state, workers)
+    if at_once == 1:
         tasks, worker_tasks = (_tasks(run, calls, recorder) for run in (state.run_here, state.run_in_worker))
-        meeting.scheduler = SerialTasks(tasks, worker_tasks, devices=slots, recorder=recorder)
+        meeting.scheduler = SerialTasks(tasks, worker_tasks, slots, recorder)
         outcomes = meeting.scheduler.run_tasks()
-    elif chooser is None or workers is not None or (times is not None and slots[0] != CPU):
-        # A replica that is timed waits for its device, so all replicas have to run at the same time.
-        # Code is compiled for a number of intra-op threads, so for compiled code it does not depend on the permits.
-        divisor = workers if workers is not None and _has_compiled(modules[0]) else permits
-        with state.intra_op_threads_divided(divisor):
-            tasks = _tasks(state.run_in_worker, calls, recorder)
-            meeting.scheduler = Gang(tasks, permits, groups, devices=slots, recorder=recorder)
-            outcomes = meeting.scheduler.run_tasks()
     else:
-        has_compiled = _has_compiled(modules[0])
-        kind = kind_of_call(modules[0], slots)
-        size = size_of(arguments[0], keywords[0]) if balanced is None else balanced.size
-        call = chooser.begin_call(kind, size, permits, first_in_turn=has_compiled, fixed=times is not None)
-        if balanced is not None:
-            balanced.runs_with(call.permits, groups)
-        divisor = chooser.largest if has_compiled else call.permits
-        outcomes = _run_with_permits(chooser, call, calls, permits, groups, state, divisor, recorder, meeting)
+        call, has_compiled = None, _has_compiled(modules[0])
+        # Code is compiled for a number of intra-op threads, so for compiled code it does not depend on the permits.
+        divisor = workers if workers is not None and has_compiled else at_once
+        if permits is not None and workers is None:
+            kind = _kind_of_call(method, _size_of(arguments[0], keywords[0]) if has_compiled else None)
+            training = getattr(modules[0], "training", None)
+            call = permits.begin_call(kind, training, at_once, state.streams, has_compiled)
+            divisor = min(cores(), permits.largest if has_compiled else at_once)
+        number, stall_timeout = (at_once, None) if call is None else (call.number, call.stall_timeout)
+        tasks, turns = _tasks(state.run_in_worker, calls, recorder), gate.turns
+        meeting.scheduler = gang = Gang(tasks, number, groups, stall_timeout, slots, recorder=recorder)
+        with state.intra_op_threads_divided(divisor):
+            outcomes = gang.run_tasks()
+        # A call in which somebody compiled takes longer than the next one will.
+        is_usual = gate.turns == turns and not gate.is_taken
+        if permits is not None and call is not None and is_usual and all(outcome.error is None for outcome in outcomes):
+            permits.end_call(call, gang.stalled)
     if any(outcome.error is not None for outcome in outcomes):
         raise _first_error(outcomes, slots, modules)
-    if times is not None:
-        times.end_call()
     return [outcome.value for outcome in outcomes]
 
 
@@ -182,42 +166,6 @@ def _tasks(
     return tasks if recorder is None else [partial(recorder.run_replica, slot, task) for slot, task in enumerate(tasks)]
 
 
-def _run_with_permits(
-    chooser: PermitChooser,
-    call: CallPermits,
-    calls: Sequence[Callable[[], Any]],
-    at_once: int,
-    groups: Sequence[Hashable | None] | None,
-    state: CallerState,
-    divisor: int,
-    recorder: Replicas | None,
-    meeting: Meeting,
-) -> list[Outcome]:
-    """Runs ``calls`` with the chosen permits, and tells the chooser how long they took.
-
-    Each replica has as many intra-op threads as the caller, divided by ``divisor``.
-    """
-    worker_tasks, slots = _tasks(state.run_in_worker, calls, recorder), state.slots
-    # `SerialTasks` has no groups: after a stall all tasks run at the same time.
-    if call.permits == 1 and at_once == len(slots):
-        caller_tasks = _tasks(state.run_here, calls, recorder)
-        scheduler: SerialTasks | Gang = SerialTasks(caller_tasks, worker_tasks, call.stall_timeout, slots, recorder)
-    else:
-        scheduler = Gang(worker_tasks, call.permits, groups, call.stall_timeout, slots, recorder=recorder)
-    meeting.scheduler = scheduler
-    seconds, after, turns = None, None, gate.turns
-    before = chooser.marks(call, state.streams)
-    try:
-        start = time.perf_counter()
-        with state.intra_op_threads_divided(divisor, here=isinstance(scheduler, SerialTasks)):
-            outcomes = scheduler.run_tasks()
-        if all(outcome.error is None for outcome in outcomes) and gate.turns == turns and not gate.is_taken:
-            seconds, after = time.perf_counter() - start, chooser.marks(call, state.streams)
-        return outcomes
-    finally:
-        chooser.end_call(call, seconds, scheduler.stalled, before, after)
-
-
 def _callable_of(module: Any, method: str) -> Callable[..., Any]:
     """Returns the module or its method. A compiled ``forward`` is called through the module, which has no hooks."""
     if method == CALL or (method == "forward" and module._compiled_call_impl is not None):
@@ -227,8 +175,24 @@ def _callable_of(module: Any, method: str) -> Callable[..., Any]:
     return result
 
 
-def _composed(call: Callable[[], Any], function: Callable[[Any], Any]) -> Any:
-    return function(call())
+def _kind_of_call(method: str, size: Hashable) -> Hashable:
+    """Returns a key. Calls with equal keys take about the same way through the code."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _torch.is_any_autocast_enabled()
+    return method, size, modes
+
+
+def _size_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
+    """Returns the size of inputs as a key: dtypes and numbers of elements of the first tensors.
+
+    Numbers are rounded to three binary digits, so batches that are padded to many lengths have few keys.
+    """
+
+    def rounded(count: int) -> int:
+        digits = max(0, count.bit_length() - 3)
+        return count >> digits << digits
+
+    tensors = islice(tensors_in((args, kwargs)), 8)
+    return tuple((tensor.dtype, None if tensor.is_nested else rounded(tensor.numel())) for tensor in tensors)
 
 
 def _has_compiled(module: Any) -> bool:

@@ -6,9 +6,7 @@ calls on several accelerators only: CPU slots and slots on one device are there 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,22 +17,19 @@ from dataparallel.comm.buckets import has_strides
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.ahead import can_be_sent
 from dataparallel.comm.streams.current import run_apart
-from dataparallel.devices import CPU, resolve_output
+from dataparallel.devices import CPU
 from dataparallel.environment import says_no
-from dataparallel.threads.permits import TimesInTurn
 from dataparallel.user_warnings import VARIABLE, warn_once
 
 if TYPE_CHECKING:
     from dataparallel.call.options import CallOptions
 
-CALLS = 40  # on 8 slots the number of permits is chosen by then, and optimizers have made their state
-WARM_UP = 2  # the first calls allocate memory and choose kernels
+CALLS = 40  # optimizers have made their state by then
 
 LARGE_BATCH = 8 * 2**20  # bytes that take a link or the host about a millisecond
 LARGE_SAMPLE = 2**20  # bytes; detectors and volumes are trained with one sample on each device, for want of memory
 TOKEN = 2**10  # bytes that an integer of a sample stands for: most models make a vector of it
 
-OVERHEAD = 2.0  # the replicas' time is at most 1 / OVERHEAD of the call's
 MOST = 2.0  # the first device holds more than MOST times what any other one does
 SHORT = 0.75  # and this share of its memory
 
@@ -48,7 +43,6 @@ class PerformanceChecks:
     def __init__(self) -> None:
         self.are_open = True
         self._calls, self._has_trained = 0, False
-        self._shortest = math.inf
 
     def look_at(
         self,
@@ -56,7 +50,6 @@ class PerformanceChecks:
         slots: Sequence[torch.device],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         is_training: bool,
-        seconds: float | None,
     ) -> None:
         """Looks at a call that has ended well.
 
@@ -65,7 +58,6 @@ class PerformanceChecks:
             slots: all slots of the form.
             arguments: of the whole batch.
             is_training: the module is in training mode.
-            seconds: time of the host for the stages after ``scatter``; ``None`` if there were no replicas.
         """
         # An overridden stage may split, send and run in any other way.
         if not run_apart(slots) or options.overridden or says_no(VARIABLE):
@@ -79,12 +71,8 @@ class PerformanceChecks:
             _check_chunks(tensors, options, len(slots))
         _check_places(tensors, slots)
         _check_pinned(tensors, slots)
-        if seconds is not None and self._calls > WARM_UP:
-            self._shortest = min(self._shortest, seconds)
         if self._calls >= CALLS:
             self.are_open = False
-            if resolve_output(options.output_device, slots) != CPU:  # a gather to the CPU waits for the devices
-                _check_overhead(self._shortest, options.permits.times_in_turn, len(slots))
             _check_memory(slots)
 
 
@@ -136,27 +124,6 @@ def _check_pinned(tensors: Sequence[Tensor], slots: Sequence[torch.device]) -> N
         )
 
 
-def _check_overhead(seconds: float, times: Sequence[TimesInTurn], slots: int) -> None:
-    """The call takes longer than one device with all replicas.
-
-    Args:
-        seconds: of the host, in the shortest call: other load makes calls longer, never shorter.
-        times: of calls whose replicas ran one after the other.
-    """
-    if len(times) < 3:  # it was clear earlier that replicas have to run at the same time, or the user has decided
-        return
-    # Launches take the host 1 / slots of its time for each replica. So the last replica computes no longer than this
-    # time and that until its device has finished, and one device computes no longer than all replicas.
-    one_device = median(each.host + slots * max(0.0, each.devices - each.host) for each in times)
-    if seconds > OVERHEAD * one_device:
-        warn_once(
-            "overhead",
-            f"a call on {slots} slots takes {1e3 * seconds:.2g} ms, and one device would take at most "
-            f"{1e3 * one_device:.2g} ms for all chunks: the model is smaller than the overhead. Give each slot more to "
-            "do (a larger batch or model), or use one device: DataParallel(model, device_ids=[0])",
-        )
-
-
 def _check_memory(slots: Sequence[torch.device]) -> None:
     """The first device is nearly full and the others are not, so it limits the batch."""
     first, *others = dict.fromkeys(slots)
@@ -170,7 +137,7 @@ def _check_memory(slots: Sequence[torch.device]) -> None:
         warn_once(
             "memory",
             f"{first} has held {_mib(held)} of {_mib(total)}, and no other device more than {_mib(next_held)}. Compute "
-            "the loss on all devices (in forward, or with loss=), gather outputs elsewhere "
+            "the loss on all devices (in forward), gather outputs elsewhere "
             f"(output_device='{others[-1]}'), or divide parameters and the optimizer's state: "
             "dataparallel.composable.fully_shard(model)",
         )

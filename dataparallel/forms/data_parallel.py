@@ -18,7 +18,6 @@ from dataparallel.batches.gather import gather_outputs
 from dataparallel.batches.padding import Pad
 from dataparallel.batches.scatter import scatter_arguments
 from dataparallel.call.engine import CallEngine, Method, ReplicaMaker, call_of_this_thread
-from dataparallel.call.losses import Criterion
 from dataparallel.call.options import CallOptions
 from dataparallel.call.parallel_apply import CALL, run_replicas
 from dataparallel.call.performance_warnings import PerformanceChecks
@@ -75,8 +74,8 @@ class DataParallel(nn.DataParallel[M]):
         output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
         chunk_sizes: how the slots share a batch, if not equally. Ints are the number of samples for each slot, which
-            has to fit every batch. With a float among them they are shares of any batch: ``[0.5, 1, 1]``. With
-            ``"balanced"`` the library times the replicas and chooses: see :ref:`uneven-devices`.
+            has to fit every batch. With a float among them they are shares of any batch: ``[0.5, 1, 1]``. How to
+            find them: :ref:`uneven-devices`.
         workers: how many replicas may run Python at the same time; default: the library chooses. See `parallel_apply`.
         serial: run all replicas in the calling thread, so that ``breakpoint()`` works; default: the value of the
             environment variable ``DATAPARALLEL_SERIAL``.
@@ -91,11 +90,6 @@ class DataParallel(nn.DataParallel[M]):
             replicas keep copies of the parameters on their devices. ``options.graphs`` says what was captured.
             ``"auto"``: only if all devices have graphs. By default it is ``"auto"`` for what is compiled with CUDA
             graphs, by ``mode="reduce-overhead"`` for example, and ``False`` for all else.
-        loss: a criterion, ``loss(output, target)``. ``model(x, target=y)`` then splits the targets as it does the
-            batch, and returns the loss of the whole batch; ``model(x, target=y, outputs=True)`` returns the loss and
-            the outputs. Each replica computes the loss of its chunk, so outputs need not be gathered. How they are
-            combined: `dataparallel.call.losses.ReplicaLoss`. A criterion with tensors has to be on the first slot. It
-            is not part of the wrapper: its parameters, if it has any, are its own.
         scalars: how scalars that the module returns, such as a loss of its own, become one: ``"mean"``, in which each
             chunk counts by its samples, ``"sum"``, or a function of a vector of the values and a tuple with the number
             of samples of each chunk. Without it they become a vector, as in torch. A single replica's stay as they are.
@@ -116,8 +110,8 @@ class DataParallel(nn.DataParallel[M]):
             the wrapper, so a subclass may use their names for its own attributes and methods.
 
     Raises:
-        TypeError: ``module`` is no module, or is already wrapped; ``dim`` is no int; ``loss`` cannot be called;
-            ``chunk_sizes`` or ``compile`` is something else.
+        TypeError: ``module`` is no module, or is already wrapped; ``dim`` is no int; ``chunk_sizes`` or
+            ``compile`` is something else.
         ValueError: devices do not exist or do not go together; ``workers`` is below 1; ``bucket_cap_mb`` is not above
             0; ``chunk_sizes`` are not one positive number for each slot; ``compile`` is given for a compiled module;
             ``module`` contains a ``torch.nn.SyncBatchNorm`` and is not to be converted.
@@ -146,7 +140,6 @@ class DataParallel(nn.DataParallel[M]):
         bucket_cap_mb: float = BUCKET_CAP_MB,
         compile: bool | dict[str, Any] | None = None,
         graphs: bool | Literal["auto"] | None = None,
-        loss: Criterion | None = None,
         scalars: ScalarRule = None,
         pad: Pad = None,
         sync_batch_norm: bool = False,
@@ -155,7 +148,6 @@ class DataParallel(nn.DataParallel[M]):
         _check_module(module)
         slots = resolve_slots(device_ids, devices)
         options = WrapperOptions(
-            [module],
             slots,
             output_device=output_device,
             dim=dim,
@@ -163,7 +155,6 @@ class DataParallel(nn.DataParallel[M]):
             bucket_cap_mb=bucket_cap_mb,
             workers=workers,
             serial=serial,
-            loss=loss,
             scalars=scalars,
             pad=pad,
             compile=compile,
@@ -221,17 +212,13 @@ class DataParallel(nn.DataParallel[M]):
         own = own_options(self)
         call = call_of_this_thread(own.kept)
         if call is not None:
-            return scatter_arguments(inputs, kwargs, device_ids, self.dim, call.split, call.reads, call.copied)
+            return scatter_arguments(inputs, kwargs, device_ids, self.dim, own.split, call.reads, call.copied)
         with HostReads() as reads:
             return scatter_arguments(inputs, kwargs, device_ids, self.dim, own.split, reads)
 
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """The stage `dataparallel.parallel_apply`; override it to run replicas in another way.
-
-        With a loss it is not called: the loss is computed in the replicas' threads.
-        """
+        """The stage `dataparallel.parallel_apply`; override it to run replicas in another way."""
         own = own_options(self)
-        call = call_of_this_thread(own.kept)
         return run_replicas(
             replicas,
             inputs,
@@ -239,15 +226,11 @@ class DataParallel(nn.DataParallel[M]):
             self.device_ids[: len(replicas)],
             workers=own.workers,
             serial=own.serial,
-            chooser=own.permits,
-            balanced=None if call is None else call.balanced,
+            permits=own.permits,
         )
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
-        """The stage `dataparallel.gather`; override it to join outputs in another way.
-
-        With a loss it joins the outputs, if the call wants them. The losses of chunks are no outputs.
-        """
+        """The stage `dataparallel.gather`; override it to join outputs in another way."""
         own = own_options(self)
         call = call_of_this_thread(own.kept)
         if call is None:

@@ -12,7 +12,6 @@ from torch.distributed.tensor import Shard
 
 from dataparallel.batches.chunk_sizes import ChunkSizes
 from dataparallel.batches.padding import Pad
-from dataparallel.call.losses import Criterion
 from dataparallel.call.options import CallOptions
 from dataparallel.call.scalars import ScalarRule
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
@@ -64,7 +63,6 @@ def _prepare(
     mesh: DeviceMesh | None = None,
     compile: bool | dict[str, Any] | None = None,
     graphs: bool | Literal["auto"] | None = None,
-    loss: Criterion | None = None,
     scalars: ScalarRule = None,
     pad: Pad = None,
     sync_batch_norm: bool | Literal["across_machines"] = False,
@@ -122,7 +120,7 @@ def _prepare(
             unless it has its own. A module that is compiled needs no argument.
         graphs: capture the units on CUDA devices as graphs: as for `dataparallel.DataParallel`. That of the outermost
             module counts. What was captured is in ``fully_shard.state(module).graphs``.
-        loss, scalars, pad: the loss of the replicas, scalars that they return, and a value that fills outputs: as for
+        scalars, pad: scalars that the replicas return, and a value that fills outputs: as for
             `dataparallel.DataParallel`. Those of the outermost module count.
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
             ``"across_machines"``: with the batch of all machines. BatchNorms that have a unit of their own stay as they
@@ -156,7 +154,6 @@ def _prepare(
             check_kind(each)
             check_sync_batch_norm(each, sync_batch_norm, slots, machines is not None)
         options = CallOptions(
-            module,
             slots,
             output_device=output_device,
             dim=dim,
@@ -164,7 +161,6 @@ def _prepare(
             bucket_cap_mb=BUCKET_CAP_MB,
             workers=workers,
             serial=serial,
-            loss=loss,
             scalars=scalars,
             pad=pad,
         )

@@ -57,9 +57,7 @@ def prefetch(loader: Iterable[T], model: nn.Module, *, depth: int = 1) -> Prefet
     Args:
         loader: any iterable; each loop over the result iterates over it again.
         model: what is called with the batches: a `DataParallel`, or a module after ``composable.replicate`` or
-            ``fully_shard``. Its slots, ``dim`` and ``chunk_sizes`` decide which slot gets which samples. With
-            ``chunk_sizes="balanced"`` a batch is sent as the call before was split. While the split is being measured
-            it may change, and then the call copies its chunks itself.
+            ``fully_shard``. Its slots, ``dim`` and ``chunk_sizes`` decide which slot gets which samples.
         depth: how many batches are read and sent before the loop asks for them. The devices hold ``depth`` batches
             besides the current one.
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import ChunkSizes
 from dataparallel.batches.padding import Pad
-from dataparallel.call.losses import Criterion
 from dataparallel.call.options import CallOptions
 from dataparallel.call.scalars import ScalarRule
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
@@ -147,7 +146,6 @@ def _prepare(
     average: bool = True,
     compile: bool | dict[str, Any] | None = None,
     graphs: bool | Literal["auto"] | None = None,
-    loss: Criterion | None = None,
     scalars: ScalarRule = None,
     pad: Pad = None,
     sync_batch_norm: bool | Literal["across_machines"] = False,
@@ -199,7 +197,7 @@ def _prepare(
             by ``module.compile()``, needs no argument: its replicas are compiled, and its own call is not.
         graphs: capture the replicas as CUDA graphs: as for `dataparallel.DataParallel`. What was captured is in
             ``replicate.state(module).graphs``.
-        loss, scalars, pad: the loss of the replicas, scalars that they return, and a value that fills outputs: as for
+        scalars, pad: scalars that the replicas return, and a value that fills outputs: as for
             `dataparallel.DataParallel`.
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
             ``"across_machines"``: with the batch of all machines.
@@ -236,7 +234,6 @@ def _prepare(
         slots = resolve_slots(device_ids, devices) or ([] if machines is None else [CPU])
         first_bytes = cap_in_bytes(first_bucket_mb, "first_bucket_mb")
         options = CallOptions(
-            [module],
             slots,
             output_device=output_device,
             dim=dim,
@@ -244,7 +241,6 @@ def _prepare(
             bucket_cap_mb=bucket_cap_mb,
             workers=workers,
             serial=serial,
-            loss=loss,
             scalars=scalars,
             pad=pad,
         )

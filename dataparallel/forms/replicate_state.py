@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.call.engine import Method
 from dataparallel.call.options import CallOptions
+from dataparallel.forms.kept_tensors import KeptTensors
 from dataparallel.forms.managed import FORM_ATTRIBUTE, StateOnSlots, Twin
-from dataparallel.forms.persistent_tensors import PersistentTensors
 from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookedSums
 from dataparallel.replicas.compiled.calls import CompileArgument, call_of, compiled_here
 from dataparallel.replicas.graphs.calls import GraphedReplicas
@@ -76,7 +76,7 @@ class ReplicateState(StateOnSlots):
         }
         self._agreement: Agreement | None = None
         self._hook: CommHook | None = None
-        self.tensors = PersistentTensors(self.slots, first_bytes, options.cap_bytes, broadcast_buffers)
+        self.tensors = KeptTensors(self.slots, first_bytes, options.cap_bytes, broadcast_buffers)
         self._compile = compile
         self.graphs = GraphedReplicas() if graphs else None
         self.kept = KeptReplicas(self.tensors, compile, graphs=self.graphs)

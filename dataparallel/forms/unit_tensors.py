@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dataparallel import comm
 from dataparallel.comm.streams.arrivals import Arrivals
+from dataparallel.forms.kept_buffers import KeptBuffers
 from dataparallel.forms.managed import has_forward
-from dataparallel.forms.staying_buffers import StayingBuffers
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, Compiled, compiled_in_place
 from dataparallel.replicas.plan import UNIT_MODULE, ModuleEntry, ModulePlan, dotted
 from dataparallel.replicas.references import Rebinding, reached
@@ -43,7 +43,7 @@ class UnitTensors(TensorStore):
         graphs: bool,
     ) -> None:
         self._units, self._compile = list(units), list(compile)
-        self._buffers = StayingBuffers() if graphs else None
+        self._buffers = KeptBuffers() if graphs else None
         self._modules = [[weakref.ref(module) for module in modules] for modules in tops]
         # Of each unit, in the tree of the last call: paths of its modules, and path, name and number of its parameters.
         self._tops: list[list[str]] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 from dataparallel.call.options import CallOptions
 from dataparallel.devices import resolve
-from dataparallel.forms.staying_copies import StayingCopies
+from dataparallel.forms.kept_tensors import KeptTensors
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.kept_replicas import KeptReplicas
@@ -43,7 +43,7 @@ class WrapperOptions(CallOptions):
         """
         slots = [resolve(slot) for slot in self.slots]
         fresh = FreshCopies(as_torch)
-        tensors = StayingCopies(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else fresh
+        tensors = _TensorsOfWrapper(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else fresh
         kept = KeptReplicas(tensors, compiled, not as_torch, GraphedReplicas() if has_graphs else None)
         vars(self).update(compiled=compiled, kept=kept)
 
@@ -65,11 +65,18 @@ class WrapperOptions(CallOptions):
         return self.kept.frozen()
 
 
+class _TensorsOfWrapper(KeptTensors):
+    """The tensors of a wrapper whose replicas launch graphs. A copy of it, and an unpickled one, is empty."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._slots, self._first_bytes, self._cap_bytes, self._broadcast_buffers)
+
+
 def own_options(wrapper: Any) -> WrapperOptions:
     """Returns what the wrapper has beside torch's attributes. They get the defaults if only torch's have been set."""
     own: WrapperOptions | None = wrapper._dataparallel
     if own is None:
-        own = WrapperOptions([], wrapper.device_ids, **_DEFAULTS)
+        own = WrapperOptions(wrapper.device_ids, **_DEFAULTS)
         own.keep_replicas(None, wrapper._dataparallel_as_torch)
         own = vars(wrapper).setdefault("_dataparallel", own)  # several threads may call at once
     if own.slots is not wrapper.device_ids:

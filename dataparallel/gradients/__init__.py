@@ -1,1 +1,1 @@
-"""Sums of the gradients of persistent replicas: over the slots, over machines, and through communication hooks."""
+"""Sums of the gradients of kept replicas: over the slots, over machines, and through communication hooks."""

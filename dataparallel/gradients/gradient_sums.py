@@ -1,4 +1,4 @@
-"""`PersistentToSlots` sums gradients of persistent replicas in backward, or `GradientSums` keeps them for a later one.
+"""`KeptToSlots` sums gradients of kept replicas in backward, or `GradientSums` keeps them for a later one.
 
 Each bucket of parameters has one such node, which many passes use. The module has one `GradientSums` for all buckets.
 """
@@ -24,7 +24,7 @@ from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.comm.streams.current import streams_joined, streams_set
 
 
-class PersistentToSlots(ToSlots):
+class KeptToSlots(ToSlots):
     """The `ToSlots` node of a bucket that many passes use. ``node.bucket`` is its `SourceBucket`.
 
     Its backward runs once in each pass, when the last slot has the bucket's gradients. Its last input is a token: the

@@ -20,7 +20,7 @@ from dataparallel.autograd.bucket_nodes import FromSource, ToSlots
 from dataparallel.autograd.node import Node, run_before_last, run_last
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass, wait_for_passes
 from dataparallel.batches.structures import tensors_in
-from dataparallel.gradients.gradient_sums import PersistentToSlots, reached_sources
+from dataparallel.gradients.gradient_sums import KeptToSlots, reached_sources
 from dataparallel.gradients.ordered_pass import OrderedPass, Reducer
 from dataparallel.gradients.reducer_buckets import ReducerBucket, ReducerSums
 from dataparallel.weak_members import WeakMembers
@@ -113,8 +113,8 @@ class BucketRow:
         ]
 
 
-class LaunchBucket(PersistentToSlots):
-    """The `PersistentToSlots` of a bucket in a `BucketRow`: bucket ``node.index`` of ``node.row``.
+class LaunchBucket(KeptToSlots):
+    """The `KeptToSlots` of a bucket in a `BucketRow`: bucket ``node.index`` of ``node.row``.
 
     The engine runs the first node that it reaches and all later ones. The first one launches the earlier buckets too,
     which have no gradients. So each pass launches all buckets in their order, on every machine.

@@ -23,7 +23,7 @@ from dataparallel.forks import in_forked_child
 from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import GraphedReplicas
-from dataparallel.replicas.persistent import Lease, PersistentReplicas
+from dataparallel.replicas.kept_modules import KeptModules, Lease
 from dataparallel.replicas.placement import placement_error, refuse_constants
 from dataparallel.replicas.plan import ModulePlan, names_of
 from dataparallel.replicas.replicate import build_replicas
@@ -189,7 +189,7 @@ class KeptReplicas:
             return build_replicas(plan, copies, record, arrivals)
         replicas = self._tensors.replicas
         if replicas is None or not replicas.serves(plan, len(slots), arrivals):
-            replicas = self._tensors.replicas = PersistentReplicas(plan, copies, arrivals, self.graphs)
+            replicas = self._tensors.replicas = KeptModules(plan, copies, arrivals, self.graphs)
         return replicas.lease(copies, arrivals)
 
 

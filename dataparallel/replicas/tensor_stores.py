@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm.streams.arrivals import Arrivals
-from dataparallel.replicas.persistent import PersistentReplicas
+from dataparallel.replicas.kept_modules import KeptModules
 from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.replicate import copy_tensors, make_leaves
 
@@ -27,7 +27,7 @@ class TensorStore(ABC):
 
     are_copies = True
     stay = False
-    replicas: PersistentReplicas | None = None
+    replicas: KeptModules | None = None
 
     @abstractmethod
     def for_call(

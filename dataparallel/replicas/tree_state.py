@@ -1,6 +1,6 @@
 """`TreeState` tells if other code has changed the attributes of a tree's modules since. It is asked at each call.
 
-It compares identities and looks into no value. ``snapshot`` uses it for the source, ``persistent`` for replicas.
+It compares identities and looks into no value. ``snapshot`` uses it for the source, ``kept_modules`` for replicas.
 """
 
 from __future__ import annotations

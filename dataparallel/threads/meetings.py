@@ -13,7 +13,6 @@ import torch
 from dataparallel import _torch
 from dataparallel.replicas.compiled.gate import gate
 from dataparallel.threads.pool import POLL_SECONDS, Turn
-from dataparallel.threads.slot_costs import waiting
 
 T = TypeVar("T")
 
@@ -187,8 +186,7 @@ class Meeting:
         elif have_all_come or is_decided:
             self._fail_waiting("the replicas do not wait for the same")
         try:
-            with waiting():
-                self._wait(index, visit, is_last=are_equal)
+            self._wait(index, visit, is_last=are_equal)
         finally:
             visit.value = None
         if visit.error is not None:

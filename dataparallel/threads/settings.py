@@ -295,17 +295,16 @@ class CallerState:
         return any(setting.one_at_a_time and value not in ([], (None, None)) for setting, value in self._carried)
 
     @property
-    def streams(self) -> list[torch.Stream]:
-        """The caller's current streams on the slots' accelerators."""
-        return [*current_streams(self.slots).values()]
+    def streams(self) -> dict[torch.device, torch.Stream]:
+        """The caller's current stream on each accelerator among the slots."""
+        return current_streams(self.slots)
 
     @contextmanager
-    def intra_op_threads_divided(self, workers: int, here: bool = False) -> Iterator[None]:
+    def intra_op_threads_divided(self, workers: int) -> Iterator[None]:
         """Divides the caller's intra-op threads among replicas on CPU slots, of which ``workers`` run at a time.
 
         torch keeps this number for each thread, and gives new threads the number that was set last. Workers set their
-        own number. With ``here`` the calling thread gets it too, because it runs replicas. At the end of the block the
-        calling thread and new threads get the caller's number again.
+        own number. At the end of the block new threads get the caller's number again.
         """
         whole = torch.get_num_threads()
         each = max(1, whole // workers)
@@ -314,8 +313,6 @@ class CallerState:
             return
         self._carried = [(s, each if s.name == INTRA_OP_THREADS else value) for s, value in self._carried]
         try:
-            if here:
-                torch.set_num_threads(each)
             yield
         finally:
             torch.set_num_threads(whole)

@@ -102,7 +102,7 @@ class Step:
 
     def run(self) -> None:
         x = torch.ones(2 * len(self.slots), 8, dtype=torch.float64, device=self.slots[0])
-        for _ in range(2):  # after that, persistent replicas know the order of gradients
+        for _ in range(2):  # after that, kept replicas know the order of gradients
             self.call(x).square().sum().backward()
         self.net.zero_grad()
         if self.form == "replicate after no_sync":

@@ -1,10 +1,8 @@
-"""The forms split batches by shares, or by a split that they choose, and results do not depend on it."""
+"""The forms split batches by numbers of samples or by shares, and results do not depend on it."""
 
 import copy
-import gc
 import pickle
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,11 +13,8 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.threads import balance, permit_numbers
 from dataparallel.threads.meetings import here
-from dataparallel.threads.slot_costs import SlotTimes
 from each_form import FORMS
-from memory import WITHOUT_LOCK
 
 
 class Net(nn.Module):
@@ -103,47 +98,6 @@ def test_results_equal_one_device_under_any_split(
     check()
 
 
-Costs = Callable[[int, int], float]
-
-
-@pytest.fixture
-def costs(monkeypatch: pytest.MonkeyPatch) -> list[Costs]:
-    """Replaces the clock: the first entry gives the seconds of a slot with so many samples."""
-    costs: list[Costs] = [lambda slot, samples: samples * 1e-3]
-
-    class Counted(SlotTimes):
-        def end_call(self) -> None:
-            super().end_call()
-            assert {*self.seconds} == {*range(len(self.slots))}, "every replica has been timed"
-            self.seconds = {slot: costs[0](slot, samples) for slot, samples in seen.items()}
-            self.span = max(self.seconds.values())
-
-    monkeypatch.setattr(balance, "SlotTimes", Counted)
-    return costs
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_balanced_finds_the_slow_slot_and_changes_no_result(
-    form: str, single: nn.Module, slots: list, root: torch.device, costs: list[Costs]
-) -> None:
-    def one_is_slow(slot: int, samples: int) -> float:
-        return samples * (3e-3 if slot == 1 else 1e-3)
-
-    costs[0] = one_is_slow
-    model = FORMS[form](copy.deepcopy(single), slots, chunk_sizes="balanced")
-    splits = []
-    for _ in range(20):
-        check_step(model, single, torch.randn(21, 4, dtype=torch.float64, device=root))
-        model(torch.zeros(21, 4, dtype=torch.float64, device=root))
-        splits.append(tuple(seen[slot] for slot in range(3)))
-    assert splits[0] == (7, 7, 7)
-    # Where slots take turns, as on the CPU with gradients, a slow one is best left with a single sample.
-    assert splits[-1][1] in (1, 3)
-    assert abs(splits[-1][0] - splits[-1][2]) <= 2
-    for total in (8, 3, 2, 1):  # a smaller last batch
-        check_step(model, single, torch.randn(total, 4, dtype=torch.float64, device=root))
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_chunk_sizes_may_be_assigned_between_calls(
     form: str, single: nn.Module, slots: list, root: torch.device
@@ -152,7 +106,6 @@ def test_chunk_sizes_may_be_assigned_between_calls(
     for chunk_sizes, sizes in (
         ([2, 2, 3], (2, 2, 3)),
         ([3.0, 1, 3], (3, 1, 3)),
-        ("balanced", (3, 2, 2)),
         (None, (3, 3, 1)),
     ):
         assign(form, model, chunk_sizes)
@@ -161,7 +114,7 @@ def test_chunk_sizes_may_be_assigned_between_calls(
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("bad", [[1, -1, 1], [0.5, 0.5], [0.0, 1.0, 1.0], [float("nan"), 1, 1], "even"])
+@pytest.mark.parametrize("bad", [[1, -1, 1], [0.5, 0.5], [0.0, 1.0, 1.0], [float("nan"), 1, 1], "even", "balanced"])
 def test_bad_values_are_refused_before_anything_changes(form: str, single: nn.Module, slots: list, bad: Any) -> None:
     with pytest.raises(ValueError, match="chunk_sizes="):
         FORMS[form](copy.deepcopy(single), slots, chunk_sizes=bad)
@@ -181,77 +134,19 @@ def test_shares_are_checked_again_where_slots_have_changed(single: nn.Module, sl
         model(torch.zeros(7, 4, dtype=torch.float64, device=root))
 
 
-def test_balanced_leaves_the_choice_of_permits_alone(
-    single: nn.Module, slots: list, root: torch.device, costs: list[Costs], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the split is being chosen no number of permits is measured, and a changed chunk is no other situation."""
-    # All slots run at once, also in a Python without a lock on fewer cores than slots.
-    monkeypatch.setattr(permit_numbers, "has_lock", lambda: True)
-    costs[0] = lambda slot, samples: samples * (3e-3 if slot == 0 else 1e-3)
-    model = DataParallel(single.eval(), slots, chunk_sizes="balanced")
-    splits = []
-
-    def measured_permits() -> int:
-        return sum(len(times) for each in model.options.permits._situations.values() for times in each._times.values())
-
-    with torch.no_grad():
-        for number in range(40):
-            model(torch.zeros(42, 4, dtype=torch.float64, device=root))
-            splits.append(seen[0])
-            balancer = model.options.split._balancer
-            assert balancer is not None
-            (situation,) = balancer._situations.values()
-            if number > 1 and situation._current is not None:
-                assert measured_permits() == 0
-                assert len({*splits[:-1]}) < 4
-    assert splits[0] == 14
-    assert splits[20] == splits[39] == 6
-    assert len(model.options.permits._situations) == 1
-    assert measured_permits() > 0
-
-
-def test_waiting_for_a_slow_replica_is_not_a_slots_own_time(
-    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Meets(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            place = here()
-            assert place is not None
-            if place.index == 1:
-                time.sleep(0.1)
-            place.meet("all are here", None, lambda values: values)
-            return x
-
-    measured: list[dict[int, float]] = []
-
-    class Kept(SlotTimes):
-        def end_call(self) -> None:
-            super().end_call()
-            measured.append(self.seconds)
-
-    monkeypatch.setattr(balance, "SlotTimes", Kept)
-    model = DataParallel(Meets(), slots, chunk_sizes="balanced", workers=3)
-    for _ in range(3):
-        model(torch.zeros(6, 1, device=root))
-    (seconds,) = measured
-    assert seconds[1] >= 0.1
-    assert max(seconds[0], seconds[2]) < 0.05
-
-
 def test_calls_with_one_slot_or_without_arguments_are_not_split(root: torch.device, slots: list) -> None:
-    alone = DataParallel(Net().to(root), slots[:1], chunk_sizes="balanced")
+    alone = DataParallel(Net().to(root), slots[:1], chunk_sizes=[2.0])
     assert alone(torch.zeros(5, 4, device=root)).shape == (5, 2)
 
     class Constant(nn.Module):
         def forward(self) -> Tensor:
             return torch.zeros(2)
 
-    for chunk_sizes in ("balanced", [0.5, 1, 1]):
-        assert DataParallel(Constant(), slots, chunk_sizes=chunk_sizes)().shape == (2,)
+    assert DataParallel(Constant(), slots, chunk_sizes=[0.5, 1, 1])().shape == (2,)
 
 
 def test_a_copy_keeps_what_was_given(single: nn.Module, slots: list, root: torch.device) -> None:
-    for chunk_sizes in ("balanced", (0.5, 1, 1), (1, 4, 2)):
+    for chunk_sizes in ((0.5, 1, 1), (1, 4, 2)):
         model = DataParallel(single, slots, chunk_sizes=chunk_sizes)
         assert model.options.chunk_sizes == chunk_sizes
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -259,39 +154,10 @@ def test_a_copy_keeps_what_was_given(single: nn.Module, slots: list, root: torch
             other(torch.zeros(7, 4, dtype=torch.float64, device=root))
 
 
-@pytest.mark.parametrize("chunk_sizes", [[0.5, 1, 1], "balanced", [7, 7, 7]])
-def test_prefetched_batches_are_split_as_the_calls_say(
-    chunk_sizes: Any, single: nn.Module, slots: list, costs: list[Costs]
-) -> None:
-    costs[0] = lambda slot, samples: samples * (3e-3 if slot == 0 else 1e-3)
+@pytest.mark.parametrize("chunk_sizes", [[0.5, 1, 1], [7, 7, 7]])
+def test_prefetched_batches_are_split_as_the_calls_say(chunk_sizes: Any, single: nn.Module, slots: list) -> None:
     model = DataParallel(copy.deepcopy(single), slots, chunk_sizes=chunk_sizes)
-    batches = [torch.randn(21 if number < 20 else 8, 4, dtype=torch.float64) for number in range(22)]
-    if chunk_sizes == [7, 7, 7]:
-        batches = batches[:20]
-    for batch in prefetch(batches, model):
+    for batch in prefetch([torch.randn(21, 4, dtype=torch.float64) for _ in range(3)], model):
         output = model(batch)
+        assert [seen[slot] for slot in range(3)] == ([4, 9, 8] if chunk_sizes[0] == 0.5 else chunk_sizes)
         torch.testing.assert_close(output, single(batch.to(output.device)), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.devices("sim")
-def test_a_slot_whose_device_is_nearly_full_gets_fewer_samples(root: torch.device, costs: list[Costs]) -> None:
-    sim, slots = torch.sim, [0, 1, 2]  # type: ignore[attr-defined]
-    net = Net()
-    net.layers = nn.Sequential(*(layer for _ in range(10) for layer in (nn.Linear(4, 4), nn.Tanh())))
-    model = DataParallel(net.double().to("sim:0"), slots, output_device=1, chunk_sizes="balanced")
-    x = torch.zeros(600, 4, dtype=torch.float64)  # about 350 bytes of activations each
-    try:
-        for slot, room in enumerate((60_000, 400_000, 400_000)):
-            sim.set_memory_capacity(sim.memory_allocated(slot) + room, slot)
-        splits = []
-        for _ in range(20):
-            model(x).sum().backward()
-            splits.append([seen[slot] for slot in slots])
-            if WITHOUT_LOCK:  # what threads of the engine have made stays until their next backward
-                gc.collect()
-    finally:
-        for slot in slots:
-            sim.set_memory_capacity(None, slot)
-    assert 50 < splits[0][0] < 90, "before anything is measured, the free memory says so"
-    assert 60 < splits[-1][0] < 170, splits
-    assert abs(splits[-1][1] - splits[-1][2]) < 20

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 from dataparallel.call.engine import Call, run_alone
-from dataparallel.call.options import BatchSplit
 from dataparallel.replicas.kept_replicas import KeptReplicas
 
 
@@ -68,7 +67,7 @@ def test_a_dimension_is_any_integer(net: nn.Module, slots: list, x: Tensor) -> N
 
 
 def call_of(devices: list[torch.device], kept: KeptReplicas | None = None) -> Call:
-    return Call(devices, kept or KeptReplicas(), None, False, BatchSplit(None, len(devices)))
+    return Call(devices, kept or KeptReplicas(), None, False)
 
 
 @pytest.fixture

@@ -54,11 +54,6 @@ def x(root: torch.device) -> Tensor:
     return torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
 
 
-@pytest.fixture
-def target(root: torch.device) -> Tensor:
-    return torch.randint(3, (9,), generator=torch.Generator().manual_seed(2)).to(root)
-
-
 def gradients(model: nn.Module) -> list[Tensor]:
     return [whole(parameter.grad).cpu() for parameter in model.parameters()]
 
@@ -93,31 +88,13 @@ def test_workers_limit_how_many_replicas_run(form: Form, single: Net, slots: lis
         form(Net(), slots, workers=0)
 
 
-@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")], ids=str)
-def test_the_loss_is_that_of_one_device(
-    form: Form, criterion: nn.Module, single: Net, slots: list, x: Tensor, target: Tensor
-) -> None:
-    single.eval()
-    model = form(copy.deepcopy(single).eval(), slots, loss=criterion)
-    loss, outputs = model(x, target=target, outputs=True)
-    expected = single(x)
-    close(outputs, expected)
-    close(loss, criterion(expected, target))
-    loss.backward()
-    criterion(expected, target).backward()
-    close(gradients(model), gradients(single))
-    close(model(x), expected)
-    with pytest.raises(TypeError, match="outputs= goes with target="):
-        model(x, outputs=True)
-
-
-def test_without_slots_the_module_computes_the_loss(
-    form: Form, single: Net, x: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch
+def test_without_slots_the_module_runs_itself(
+    form: Form, single: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: None)
-    expected = nn.functional.cross_entropy(copy.deepcopy(single)(x), target)
-    close(form(single, None, loss=nn.CrossEntropyLoss())(x, target=target), expected)
+    expected = copy.deepcopy(single)(x)
+    close(form(single, None, scalars="mean")(x), expected)
 
 
 def test_batch_norm_sees_the_whole_batch(form: Form, single: Net, slots: list, x: Tensor) -> None:

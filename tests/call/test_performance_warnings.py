@@ -1,7 +1,6 @@
 """Each performance warning comes where a line of the user's code makes calls slow, and not where all is well."""
 
 import pickle
-import time
 import warnings
 from typing import Any
 
@@ -11,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dataparallel import DataParallel, PerformanceWarning, data_parallel, prefetch, whole
-from dataparallel.call import engine, performance_warnings
-from dataparallel.threads import permits
+from dataparallel.call import performance_warnings
 from each_form import Form
 
 pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("performance_warnings")]
@@ -21,18 +19,13 @@ LARGE = 12 * 2**20 // 4  # elements of a batch that is large, of 12 samples
 
 
 class Mean(nn.Module):
-    """Of each sample. ``spin``: seconds of Python code that each replica runs."""
-
-    spin = 0.0
+    """Of each sample."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor, *others: Any) -> Tensor:
-        end = time.perf_counter() + self.spin
-        while time.perf_counter() < end:
-            pass
         return self.weight * x.to(self.weight.dtype).flatten(1).mean(1)
 
 
@@ -159,63 +152,6 @@ class TestMemoryThatIsNotPinned:
         DataParallel(net, slots)(large())
 
 
-class TestModelSmallerThanItsOverhead:
-    @pytest.fixture(autouse=True)
-    def each_number_of_permits_is_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Whatever else the machine does. On three slots a choice takes at most 21 calls."""
-        monkeypatch.setattr(performance_warnings, "CALLS", 25)
-        monkeypatch.setattr(permits, "MAY_WIN", (float("inf"),) * 3)
-        monkeypatch.setattr(permits, "HOPELESS", float("inf"))
-
-    @pytest.fixture
-    def slow(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The host needs long beside the replicas."""
-        gather = engine.gather_outputs
-
-        def gather_late(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(0.05)
-            return gather(*args, **kwargs)
-
-        monkeypatch.setattr(engine, "gather_outputs", gather_late)
-
-    def run(self, model: nn.Module) -> None:
-        for _ in range(performance_warnings.CALLS):
-            model(small(12))
-
-    @pytest.mark.usefixtures("slow")
-    def test_it_is(self, form: Form, net: nn.Module, slots: list) -> None:
-        with coming(r"smaller than the overhead.* device_ids=\[0\]") as caught:
-            self.run(form(net, slots))
-        assert caught[0].filename == __file__
-
-    @pytest.mark.usefixtures("well")
-    def test_it_is_not(self, form: Form, net: nn.Module, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Mean, "spin", 0.005)
-        model = form(net, slots)
-        self.run(model)
-
-    @pytest.mark.usefixtures("well", "slow")
-    def test_a_gather_to_the_cpu_waits_for_the_devices(self, net: nn.Module, slots: list) -> None:
-        self.run(DataParallel(net, slots, "cpu"))
-
-    @pytest.mark.usefixtures("well", "slow")
-    def test_the_user_has_chosen(self, net: nn.Module, slots: list) -> None:
-        self.run(DataParallel(net, slots, workers=1))
-
-    @pytest.mark.usefixtures("well")
-    @pytest.mark.parametrize(
-        ("devices", "comes"), [(0.010, True), (0.020, False)], ids=["devices are done", "devices compute"]
-    )
-    def test_time_that_devices_compute_after_the_host_counts_for_each_chunk(self, devices: float, comes: bool) -> None:
-        """Replicas were launched in 9 ms. If the last one takes 11 ms more, one device takes 9 + 8 * 11 for all."""
-        times = [permits.TimesInTurn(0.009, devices)] * 3
-        if comes:
-            with pytest.raises(PerformanceWarning, match=r"8 slots takes 50 ms, .* at most 17 ms"):
-                performance_warnings._check_overhead(0.05, times, 8)
-        else:
-            performance_warnings._check_overhead(0.05, times, 8)
-
-
 class TestFirstDeviceThatHoldsMost:
     @pytest.fixture(autouse=True)
     def total(self, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +169,7 @@ class TestFirstDeviceThatHoldsMost:
     def test_it_is_nearly_full(self, form: Form, net: nn.Module, slots: list, root: torch.device) -> None:
         model = form(net, slots)
         state = torch.empty(36 * 2**20, dtype=torch.uint8, device=root)
-        with coming(f"{root} has held .* loss=.*output_device='{slots[-1]}'.*fully_shard") as caught:
+        with coming(f"{root} has held .*in forward.*output_device='{slots[-1]}'.*fully_shard") as caught:
             self.run(model)
         assert caught[0].filename == __file__
         del state

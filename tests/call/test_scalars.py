@@ -1,5 +1,7 @@
 """``scalars=`` combines the scalars that replicas return, by the samples of their chunks, in every form."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -58,6 +60,30 @@ def test_a_sum(form, slots, root):
     assert output["right"].item() == build(root)(x, y)["right"].item()
 
 
+def test_sums_of_a_loss_and_of_what_it_divides_by(form, slots, root):
+    """A chunk in which nothing counts does no harm."""
+
+    class Totals(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x, y):
+            return nn.functional.cross_entropy(self.layer(x), y, reduction="sum"), (y != -100).sum()
+
+    torch.manual_seed(0)
+    single = Totals().double().to(root)
+    model = form(copy.deepcopy(single), slots, scalars="sum")
+    x, _ = batch(root, 7)
+    y = torch.tensor([2, -100, 0, -100, -100, -100, 1], device=root)
+    (total, count), expected = model(x, y), nn.functional.cross_entropy(single.layer(x), y)
+    close(total / count, expected)
+    (total / count).backward()
+    expected.backward()
+    for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
+        close(whole(ours.grad), theirs.grad)
+
+
 def test_a_mean_of_counts_is_a_float(slots, root):
     x, y = batch(root, 6)
     output = DataParallel(build(root), slots, scalars="mean")(x, y)
@@ -86,27 +112,6 @@ def test_chunks_of_the_users_sizes(form, slots, root):
 
 def test_without_it_scalars_are_a_vector(form, slots, root):
     assert form(build(root), slots)(*batch(root, 7))["loss"].shape == (3,)
-
-
-def test_a_loss_of_the_wrapper_is_left_as_it_is(form, slots, root):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.layer(x), self.layer.weight.sum()
-
-    def criterion(output, target):
-        return nn.functional.mse_loss(output[0], target)
-
-    torch.manual_seed(0)
-    net = Net().double().to(root)
-    x, y = batch(root, 7)
-    expected, sum_of_weights = criterion(net(x), y), net.layer.weight.detach().sum()
-    loss, (_, found) = form(net, slots, loss=criterion, scalars="mean")(x, target=y, outputs=True)
-    close(loss, expected)
-    close(found, sum_of_weights)
 
 
 def test_a_subclass_that_overrides_gather(slots, root):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from persistent import Branched, build
+from kept import Branched, build
 from torch import Tensor
 
 from affine import Affine, build_affine

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from persistent import Branched
+from kept import Branched
 from torch import Tensor, nn
 
 from dataparallel.composable import replicate

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
+from kept import Branched, numbers
 from loops import FORMS, adamw, assert_same_loop, mean_square, waits
-from persistent import Branched, numbers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

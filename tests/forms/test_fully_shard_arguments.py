@@ -123,7 +123,7 @@ class TestWhatItTakes:
         ours = inspect.signature(fully_shard).parameters
         names = ["reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params"]
         more = ["output_device", "dim", "chunk_sizes", "process_group", "mesh", "compile", "graphs"]
-        more += ["loss", "scalars", "pad", "sync_batch_norm", "workers", "serial", "device_ids"]
+        more += ["scalars", "pad", "sync_batch_norm", "workers", "serial", "device_ids"]
         assert list(ours) == ["module", "devices", *names, *more]
         for name in [*names, "mesh"]:
             assert ours[name].kind is theirs[name].kind is inspect.Parameter.KEYWORD_ONLY

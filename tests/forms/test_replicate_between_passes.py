@@ -1,4 +1,4 @@
-"""Persistent replicas between passes: gradients are added on the right streams, and no former memory is held."""
+"""Kept replicas between passes: gradients are added on the right streams, and no former memory is held."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

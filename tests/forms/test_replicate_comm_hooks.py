@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from kept import Branched, assert_same, build, gradients, loss, numbers
 from loops import SMALL, wait_for_the_engine
-from persistent import Branched, assert_same, build, gradients, loss, numbers
 from torch import Tensor, nn
 from torch.futures import Future
 

@@ -5,8 +5,8 @@ import threading
 import psutil
 import pytest
 import torch
+from kept import Branched, assert_same, gradients, numbers
 from loops import SMALL, adamw, mean_square, waits
-from persistent import Branched, assert_same, gradients, numbers
 from torch import nn
 
 from dataparallel.composable import replicate

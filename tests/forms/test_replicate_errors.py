@@ -6,8 +6,8 @@ test_replicate_errors_meanwhile.
 
 import pytest
 import torch
+from kept import Branched, assert_same, gradients, kept_on_slots, numbers_of_slots
 from loops import SMALL, left_behind, mean_square, wait_for_the_engine, waits
-from persistent import Branched, assert_same, gradients, kept_on_slots, numbers_of_slots
 from torch import Tensor
 
 from dataparallel.composable import replicate

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from kept import assert_same, gradients, kept_on_slots, loss, numbers, numbers_of_slots
 from loops import SMALL, left_behind, wait_for_the_engine, waits
-from persistent import assert_same, gradients, kept_on_slots, loss, numbers, numbers_of_slots
 from torch import Tensor, nn
 
 from dataparallel.composable import replicate

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from kept import assert_same, gradients
 from loops import SMALL
-from persistent import assert_same, gradients
 from torch import Tensor, nn
 
 from affine import Affine

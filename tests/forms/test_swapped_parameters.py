@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from kept import loss
 from loops import waits
-from persistent import loss
 from torch import Tensor, nn
 
 from dataparallel.composable import replicate

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from persistent import assert_same, build, gradients, kept_on_slots, loss, numbers, tensors_of, with_persistent_replicas
+from kept import assert_same, build, gradients, kept_on_slots, loss, numbers, tensors_of, with_kept_replicas
 from torch import Tensor, nn
 
 
 class Both:
-    """``net`` has persistent replicas, which ``wrapped`` calls; ``twin`` is the same module on one device."""
+    """``net`` has kept replicas, which ``wrapped`` calls; ``twin`` is the same module on one device."""
 
     def __init__(self, build: Callable[[torch.device], Any], slots: list, root: torch.device) -> None:
         self.net, self.twin = build(root), build(root)
-        self.wrapped = with_persistent_replicas(self.net, slots)
+        self.wrapped = with_kept_replicas(self.net, slots)
         self.slots, self.root = slots, root
 
     @property

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from persistent import Branched, assert_same, build, gradients, loss, numbers, tensors_of, with_persistent_replicas
+from kept import Branched, assert_same, build, gradients, loss, numbers, tensors_of, with_kept_replicas
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
 from dataparallel.comm.streams.current import streams_set
-from dataparallel.forms.persistent_tensors import PersistentTensors
+from dataparallel.forms.kept_tensors import KeptTensors
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from freed_later import freed_later
 
@@ -204,7 +204,7 @@ def test_an_optimizer_in_backward(both: Any) -> None:
 @freed_later
 def test_what_is_dropped_is_freed_without_a_collection(slots: list, root: torch.device) -> None:
     net = build(root)
-    wrapped = with_persistent_replicas(net, slots)
+    wrapped = with_kept_replicas(net, slots)
     for are_on in (True, True, False):
         tensors_of(wrapped).sums.are_on = are_on
         loss(wrapped(numbers(root, 2 * len(slots)))).backward()
@@ -237,8 +237,8 @@ def test_gradients_that_were_added_on_a_slot_which_has_none_in_the_pass_that_sum
     """The sum waits for the addition, although it has nothing else to wait for on that slot."""
     both = both_of(Sometimes)
     slots = [*map(torch.device, both.slots)]
-    both.wrapped = DataParallel(both.net, slots, workers=1)  # to measure the number of permits, the host would wait
-    vars(both.wrapped.options)["kept"] = KeptReplicas(PersistentTensors(slots, 2**20, 2**20, True))
+    both.wrapped = DataParallel(both.net, slots, workers=1)  # in one order, and without marks on the streams
+    vars(both.wrapped.options)["kept"] = KeptReplicas(KeptTensors(slots, 2**20, 2**20, True))
     x = both.x()
     for are_on, samples in ((True, len(x)), (False, len(x)), (False, len(x)), (True, len(x) - 1)):
         both.sums_are(are_on)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kept import Branched, assert_same, loss, numbers, tensors_of
 from loops import assert_same_loop, mean_square, waits
-from persistent import Branched, assert_same, loss, numbers, tensors_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

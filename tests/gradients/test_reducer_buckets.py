@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from kept import Branched, assert_same, build, gradients, kept_on_slots, loss, numbers
 from loops import wait_for_the_engine
-from persistent import Branched, assert_same, build, gradients, kept_on_slots, loss, numbers
 from torch import Tensor
 from torch.futures import Future
 

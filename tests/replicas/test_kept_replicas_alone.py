@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.call.engine import Call
-from dataparallel.call.options import BatchSplit
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.tensor_stores import TensorStore
@@ -35,7 +34,7 @@ def test_tensors_may_come_from_somebody_else(slots: list, root: torch.device) ->
     module = nn.Linear(2, 1, bias=False).to(root)
 
     def call(features: int = 2) -> None:
-        with Call(devices, kept, None, False, BatchSplit(None, len(devices))) as around:
+        with Call(devices, kept, None, False) as around:
             for replica, device in zip(around.uses(kept.replicas(module, devices, 2**20)), devices, strict=True):
                 assert replica(torch.ones(1, features, device=device)).item() == 2
 

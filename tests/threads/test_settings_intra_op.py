@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, parallel_apply
-from dataparallel.threads.permit_numbers import numbers_for
+from dataparallel.threads.permits import cores
 from probe import Probe, intra_op_threads
 
 pytestmark = pytest.mark.devices("cpu")
@@ -46,9 +46,8 @@ def test_those_that_run_at_the_same_time_divide_them(number: int, workers: int |
 
 
 def test_without_a_number_of_workers_as_many_run_as_the_cores_allow() -> None:
-    """With a lock all of them. Without one, as many as there are cores."""
     with intra_op_threads(6):
-        assert seen(CPU) == {6 // numbers_for(len(CPU)).first}
+        assert seen(CPU) == {6 // min(cores(), len(CPU))}
 
 
 def test_again_at_every_call() -> None:

@@ -283,8 +283,15 @@ class DeviceClock:
             return {}
 
     def seconds(self, begin: Marks, end: Marks) -> dict[Any, float]:
-        """The seconds between two marks, for each key that has both. The devices must have passed them."""
-        return {key: begin[key].seconds_until(end[key]) for key in begin.keys() & end.keys()}
+        """The seconds between two marks, for each key that has both. The devices must have passed them.
+
+        None if the backend's events turn out to have no times.
+        """
+        try:
+            return {key: begin[key].seconds_until(end[key]) for key in begin.keys() & end.keys()}
+        except RuntimeError:
+            self._has_times = False
+            return {}
 
     @staticmethod
     def have_passed(marks: Marks) -> bool:

@@ -21,7 +21,6 @@ from dataparallel.replicas.compiled.gate import gate
 from dataparallel.sharded.units.buffers import out_of_memory_error
 from dataparallel.sharded.units.shards import OwnedShards, PullSource, wait_for
 from dataparallel.threads.meetings import Place, Scheduler, here
-from dataparallel.threads.slot_costs import waiting
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
@@ -129,18 +128,17 @@ class GatherBudget:
                 return result
             if any(gather is not needed and gather.has_arrived(place.index) for gather in [*self._gathers]):
                 return None
-            with waiting():
-                turn = turns.park(place.index)
-                with self._lock:
-                    self._slots_aside[place.index] = turns
-                    is_late = self._movements != before
-                if is_late:
+            turn = turns.park(place.index)
+            with self._lock:
+                self._slots_aside[place.index] = turns
+                is_late = self._movements != before
+            if is_late:
+                self._wake_slots()
+            while not turn.wait(_PATIENCE):
+                if self._movements == before:
+                    self._has_given_up = True
                     self._wake_slots()
-                while not turn.wait(_PATIENCE):
-                    if self._movements == before:
-                        self._has_given_up = True
-                        self._wake_slots()
-                    before = self._movements
+                before = self._movements
         return None
 
 

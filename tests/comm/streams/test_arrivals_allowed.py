@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import dataparallel as dp
 from dataparallel import DataParallel
 from dataparallel.call.engine import Call
-from dataparallel.call.options import BatchSplit
 from dataparallel.comm import broadcast_into
 from dataparallel.comm.buckets import plan_buckets
 from dataparallel.comm.streams import arrivals as room
@@ -165,7 +164,7 @@ def test_a_forward_on_a_single_slot_may_replicate_and_write(x: Tensor) -> None:
 
 
 def call_of(serial: bool = False, may_use_source: bool = False) -> Call:
-    return Call(slots(), KeptReplicas(), serial, may_use_source, BatchSplit(None, len(slots())))
+    return Call(slots(), KeptReplicas(), serial, may_use_source)
 
 
 def may_be_late() -> bool:

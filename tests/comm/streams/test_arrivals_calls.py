@@ -42,7 +42,7 @@ def test_several_threads_call_one_wrapper(slots: list, root: torch.device, x: Te
     in_threads(3, run)
 
 
-def test_a_thread_does_not_write_to_persistent_replicas_of_another(
+def test_a_thread_does_not_write_to_kept_replicas_of_another(
     slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a second thread's call gave them new values, the first thread might read them at the same time."""

@@ -32,6 +32,7 @@ from dataparallel import DataParallel
 from dataparallel.compiled import Counts, counts
 from dataparallel.replicas.compiled.functions import CompiledFunctions
 from dataparallel.replicas.compiled.gate import gate
+from dataparallel.threads import permits
 from freed_later import first_call_is_shared
 
 Way = Callable[..., DataParallel]
@@ -100,6 +101,21 @@ def test_one_compilation_for_each_device_and_mode(whole: Way, slots: list, root:
     wrapper(x).sum().backward()
     assert since().compilations == dict.fromkeys(devices, 3)
     assert since().eager.total() == 0
+
+
+@pytest.mark.devices("cpu")
+def test_the_first_call_of_a_size_compiles_in_one_replica(
+    whole: Way, slots: list, root: torch.device, since: Since, monkeypatch: pytest.MonkeyPatch
+):
+    """Replicas that run together would all find no graph, as a replica that is about to compile is slow here."""
+    take_turn = gate._take_turn
+    monkeypatch.setattr(gate, "_take_turn", lambda thread: (time.sleep(0.1), take_turn(thread)))
+    monkeypatch.setattr(permits, "cores", lambda: len(slots))
+    wrapper = whole(build(root).eval(), slots)
+    for number, size in enumerate((4 * len(slots), 8 * len(slots))):
+        with torch.no_grad():
+            wrapper(batch(root, size))
+        assert since().compilations == {root: number + 1}
 
 
 @pytest.mark.long

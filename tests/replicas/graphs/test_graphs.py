@@ -576,9 +576,11 @@ def test_memory_is_free_when_the_model_is(form: Form, slots: list, root: torch.d
 class TestTogether:
     """With options and other things of a training loop: the gradients are those without graphs."""
 
-    def gradients(self, form: Form, slots: list, root: torch.device, graphs: bool, step: Any, **options: Any) -> Any:
+    def gradients(
+        self, form: Form, slots: list, root: torch.device, graphs: bool, step: Any, kind: Any = Net, **options: Any
+    ) -> Any:
         torch.manual_seed(1)
-        source = build(root)
+        source = build(root, kind)
         network = form(source, slots, graphs=graphs, **options)
         for _ in range(SETTLE + 3):
             source.zero_grad()
@@ -593,10 +595,11 @@ class TestTogether:
 
     @on_cuda
     def test_a_loss_of_the_replicas(self, form: Form, slots: list, root: torch.device) -> None:
-        def step(network: Any) -> None:
-            network(inputs(root), target=torch.ones(12, 3, dtype=torch.double, device=root)).backward()
+        class WithLoss(Net):
+            def forward(self, x: Tensor) -> Tensor:
+                return (super().forward(x) - 1).square().mean()
 
-        self.check(form, slots, root, step, loss=nn.MSELoss())
+        self.check(form, slots, root, lambda network: network(inputs(root)).backward(), kind=WithLoss, scalars="mean")
 
     @on_cuda
     def test_a_gradient_scaler(self, form: Form, slots: list, root: torch.device) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kept import Branched, numbers, settled, tensors_of, with_kept_replicas
 from loops import adamw, assert_same_loop, mean_square, waits
-from persistent import Branched, numbers, settled, tensors_of, with_persistent_replicas
 from torch import Tensor, nn
 
 from clocked import counted
@@ -109,7 +109,7 @@ def test_every_replica_has_the_sources_values_at_each_call(
     else:
         moved.move = MOVES[how]
     moved.name = name
-    wrapped = with_persistent_replicas(moved, slots)
+    wrapped = with_kept_replicas(moved, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for context in (torch.enable_grad, torch.enable_grad, torch.enable_grad, torch.no_grad, torch.inference_mode) * 2:
         with torch.no_grad():
@@ -123,7 +123,7 @@ def test_every_replica_has_the_sources_values_at_each_call(
 
 
 def test_tensors_and_nodes_stay_when_their_memory_does_not(moved: Moved, slots: list, root: torch.device) -> None:
-    wrapped = with_persistent_replicas(moved, slots)
+    wrapped = with_kept_replicas(moved, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for _ in range(2):
         wrapped(x).sum().backward()
@@ -137,7 +137,7 @@ def test_tensors_and_nodes_stay_when_their_memory_does_not(moved: Moved, slots: 
 def test_a_buffer_that_moves_on_slot_0_moves_in_the_module(moved: Moved, slots: list, root: torch.device) -> None:
     """As on one device; the other replicas get its values at the next call."""
     moved.name, moved.move = "shift", data(lambda old: old + 1)
-    wrapped = with_persistent_replicas(moved, slots)
+    wrapped = with_kept_replicas(moved, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for _ in range(3):
         before = moved.shift.clone()
@@ -152,7 +152,7 @@ def test_a_buffer_that_moves_on_slot_0_moves_in_the_module(moved: Moved, slots: 
 
 def test_memory_that_is_gone_is_made_anew(moved: Moved, slots: list, root: torch.device) -> None:
     moved.name, moved.move = "shift", not_of(moved.shift, lambda tensor: tensor.untyped_storage().resize_(0))
-    wrapped = with_persistent_replicas(moved, slots)
+    wrapped = with_kept_replicas(moved, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for _ in range(4):
         wrapped(x)
@@ -163,7 +163,7 @@ def test_buffers_of_their_own_keep_what_forward_gave_to_them(moved: Moved, slots
     """Buffers that are not sent at each call keep their values, whether they get other memory or change in place."""
     source = moved.shift
     moved.name, moved.move = "shift", not_of(source, data(lambda old: old + 1))
-    wrapped = with_persistent_replicas(moved, slots, broadcast_buffers=False)
+    wrapped = with_kept_replicas(moved, slots, broadcast_buffers=False)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for _ in range(2):
         wrapped(x).sum().backward()
@@ -237,7 +237,7 @@ def test_copies_that_are_in_several_pieces_are_filled_one_by_one(
 def test_a_forward_sends_the_values_in_a_few_launches(trained: bool, slots: list, root: torch.device) -> None:
     """At most three for each slot and bucket, whatever the number of tensors, also where nothing was ever trained."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100))).to(root)
-    wrapped = with_persistent_replicas(model, slots)
+    wrapped = with_kept_replicas(model, slots)
     tensors_of(wrapped)._first_bytes = tensors_of(wrapped)._cap_bytes = 2**20
     x = torch.ones(len(slots), 2, device=root)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""`StayingBuffers`: copies that stay where they are, with the values of the source at each call."""
+"""`KeptBuffers`: copies that stay where they are, with the values of the source at each call."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from dataparallel.devices import resolve_slots
-from dataparallel.forms.staying_buffers import StayingBuffers
+from dataparallel.forms.kept_buffers import KeptBuffers
 
 
 def sources(root: torch.device) -> list[Tensor]:
     return [torch.arange(5.0).to(root), torch.ones(2, 3, dtype=torch.double).to(root), torch.tensor(7).to(root)]
 
 
-def on_slots(buffers: StayingBuffers, tensors: list[Tensor], slots: list) -> list[list[Tensor]]:
+def on_slots(buffers: KeptBuffers, tensors: list[Tensor], slots: list) -> list[list[Tensor]]:
     return buffers.on_slots(tensors, resolve_slots(slots), 1 << 20)
 
 
@@ -24,7 +24,7 @@ def addresses(by_slot: list[list[Tensor]]) -> list[list[int]]:
 
 @pytest.mark.slots(1, 3)
 def test_they_have_the_values_of_each_call_in_one_place(slots: list, root: torch.device) -> None:
-    buffers, tensors = StayingBuffers(), sources(root)
+    buffers, tensors = KeptBuffers(), sources(root)
     first = addresses(on_slots(buffers, tensors, slots))
     for tensor in tensors:
         tensor.add_(1)
@@ -36,7 +36,7 @@ def test_they_have_the_values_of_each_call_in_one_place(slots: list, root: torch
 
 def test_the_first_slot_has_the_tensors_of_the_source(slots: list, root: torch.device) -> None:
     tensors = sources(root)
-    first, *others = on_slots(StayingBuffers(), tensors, slots)
+    first, *others = on_slots(KeptBuffers(), tensors, slots)
     assert all(found is tensor for found, tensor in zip(first, tensors, strict=True))
     for on_slot in others:
         assert not {*addresses([on_slot])[0]} & {*addresses([tensors])[0]}
@@ -44,14 +44,14 @@ def test_the_first_slot_has_the_tensors_of_the_source(slots: list, root: torch.d
 
 @pytest.mark.slots(3)
 def test_fewer_slots_use_the_same_copies(slots: list, root: torch.device) -> None:
-    buffers, tensors = StayingBuffers(), sources(root)
+    buffers, tensors = KeptBuffers(), sources(root)
     first = addresses(on_slots(buffers, tensors, slots))
     assert addresses(on_slots(buffers, tensors, slots[:2])) == first[:2]
     assert addresses(on_slots(buffers, tensors, slots)) == first
 
 
 def test_other_tensors_get_other_copies(slots: list, root: torch.device) -> None:
-    buffers, tensors = StayingBuffers(), sources(root)
+    buffers, tensors = KeptBuffers(), sources(root)
     kept = on_slots(buffers, tensors, slots)
     others = [tensor + 1 for tensor in tensors]
     for found in on_slots(buffers, others, slots):
@@ -62,7 +62,7 @@ def test_other_tensors_get_other_copies(slots: list, root: torch.device) -> None
 
 def test_a_graph_that_has_read_a_copy_finds_out_about_a_write(slots: list, root: torch.device) -> None:
     """Like on one device: the source was changed between forward and backward."""
-    buffers, tensors = StayingBuffers(), sources(root)
+    buffers, tensors = KeptBuffers(), sources(root)
     (copy, *_), *_ = on_slots(buffers, tensors, slots)[1:]
     weight = torch.ones_like(copy, requires_grad=True)
     unchanged = (weight * copy).sum()
@@ -76,7 +76,7 @@ def test_a_graph_that_has_read_a_copy_finds_out_about_a_write(slots: list, root:
 
 
 def test_calls_in_inference_mode(slots: list, root: torch.device) -> None:
-    buffers, tensors = StayingBuffers(), sources(root)
+    buffers, tensors = KeptBuffers(), sources(root)
     with torch.inference_mode():
         made = on_slots(buffers, tensors, slots)
     assert not any(tensor.is_inference() for on_slot in made for tensor in on_slot)

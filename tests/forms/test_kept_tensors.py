@@ -1,4 +1,4 @@
-"""Tensors of persistent replicas are outputs of one kept broadcast, and have the source's values at every forward.
+"""Tensors of kept replicas are outputs of one kept broadcast, and have the source's values at every forward.
 
 Their buckets, and the sums, are in the order in which gradients arrived in the first pass.
 """
@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from kept import Branched, assert_same, gradients, loss, numbers, settled, tensors_of, with_kept_replicas
 from loops import assert_same_loop, mean_square, waits
-from persistent import Branched, assert_same, gradients, loss, numbers, settled, tensors_of, with_persistent_replicas
 from torch import Tensor, nn
 
 from at_once import in_threads
@@ -126,7 +126,7 @@ def test_graphs_over_former_tensors_still_count(net: Branched, twin: Branched, s
 
 def test_buffers_are_slot_0s(slots: list, root: torch.device) -> None:
     net = nn.BatchNorm1d(4, momentum=0.5).double().to(root)
-    wrapped = with_persistent_replicas(net, slots)
+    wrapped = with_kept_replicas(net, slots)
     for step in range(3):
         wrapped(numbers(root, 4 * len(slots), seed=step))
     first = copies_of(wrapped)[0]
@@ -172,7 +172,7 @@ def test_a_thread_writes_to_no_copies_of_another(net: Branched, slots: list, x: 
 
 
 def test_they_belong_to_one_module_and_cannot_be_copied(net: Branched, slots: list) -> None:
-    kept = with_persistent_replicas(net, slots).options.kept
+    kept = with_kept_replicas(net, slots).options.kept
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="belong to one module and cannot be copied"):
             copied(kept)
@@ -211,7 +211,7 @@ def test_sums_are_launched_in_the_order_of_buckets(
             return x
 
     net = EitherWay().double().to(root)
-    wrapped = with_persistent_replicas(net, slots)
+    wrapped = with_kept_replicas(net, slots)
     for _ in range(2):
         loss(wrapped(x, [0, 1, 2, 3, 4])).backward()
     take = GradientSums.take
@@ -254,7 +254,7 @@ def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeyp
         return brought(*arguments)
 
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))).double().to(root)
-    wrapped = with_persistent_replicas(net, [root, other])
+    wrapped = with_kept_replicas(net, [root, other])
     with monkeypatch.context() as patch:
         patch.setattr(OnSlot, "backward", noted)
         patch.setattr(ToSlots, "take_gradients", late)
@@ -298,7 +298,7 @@ def test_a_change_in_place_reaches_all_replicas(
     slots: list, root: torch.device, change: Callable, name: str, context: Callable
 ) -> None:
     net = seeded(Sparse)().to(root)
-    wrapped = with_persistent_replicas(net, slots)
+    wrapped = with_kept_replicas(net, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for step in range(4):
         with torch.no_grad():

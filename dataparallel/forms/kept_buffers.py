@@ -1,4 +1,4 @@
-"""`StayingBuffers`: copies of the buffers of a fully sharded tree whose replicas launch graphs. See `UnitTensors`."""
+"""`KeptBuffers`: copies of the buffers of a fully sharded tree whose replicas launch graphs. See `UnitTensors`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from dataparallel import comm
 from dataparallel.comm.streams.current import current_streams
-from dataparallel.forms.persistent_tensors import kinds_of
+from dataparallel.forms.kept_tensors import kinds_of
 from dataparallel.replicas.kept_values import CurrentValues
 
 
-class StayingBuffers:
+class KeptBuffers:
     """Copies that stay where they are, and get new values at each call. The first slot has the source's own tensors."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`PersistentTensors` makes replicas' parameters and buffers once, and gives them the source's values at each forward.
+"""`KeptTensors` makes replicas' parameters and buffers once, and gives them the source's values at each forward.
 
 They are outputs of one broadcast and keep its autograd nodes, so autograd works as with new copies. Leaf parameters
 would not do: ``torch.autograd.grad`` finds no path through them to the source, and hooks on them run several times.
@@ -26,7 +26,7 @@ from dataparallel.comm.kinds import inner_tensors
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
-from dataparallel.gradients.gradient_sums import GradientSums, PersistentToSlots, SourceBucket
+from dataparallel.gradients.gradient_sums import GradientSums, KeptToSlots, SourceBucket
 from dataparallel.gradients.ordered_nodes import BucketRow, ModulePasses
 from dataparallel.gradients.ordered_pass import Reducer
 from dataparallel.gradients.reducer_buckets import ReducerBucket
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dataparallel.gradients.machine_sums import Agreement
 
 
-class PersistentTensors(TensorStore):
+class KeptTensors(TensorStore):
     """The tensors of one module on all of its slots. One thread at a time may use them.
 
     Copies belong to the thread whose call has made them. A call of another thread makes new copies: it would write to
@@ -63,7 +63,7 @@ class PersistentTensors(TensorStore):
         self.sums = GradientSums()
         self.passes: ModulePasses | None = None
         self._agreement: Agreement | None = None
-        self.copies: _PersistentCopies | None = None
+        self.copies: _KeptCopies | None = None
         self._slots, self._broadcast_buffers = slots, broadcast_buffers
         self._first_bytes, self._cap_bytes = first_bytes, cap_bytes
         self._order = BucketOrder(None)
@@ -72,7 +72,7 @@ class PersistentTensors(TensorStore):
     stay = True
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("the tensors of persistent replicas belong to one module and cannot be copied")
+        raise TypeError("the tensors of kept replicas belong to one module and cannot be copied")
 
     def for_call(
         self,
@@ -125,7 +125,7 @@ class PersistentTensors(TensorStore):
         self.passes.sums.are_on, self.sums.are_on = self.sums.are_on, True  # graphs over the old copies sum
         self.sums = self.passes.sums
 
-    def _may_use_again(self, copies: _PersistentCopies, plan: ModulePlan, record: bool) -> bool:
+    def _may_use_again(self, copies: _KeptCopies, plan: ModulePlan, record: bool) -> bool:
         if record and self._order.known is None and not copies.learns_order:
             return False
         if self._agreement is None:
@@ -146,12 +146,12 @@ class PersistentTensors(TensorStore):
         elif self._order.is_due and self._order.known is None:
             self._order.known = agreement.order(self._order.from_arrivals())
 
-    def _make_copies(self, plan: ModulePlan, record: bool, arrivals: Arrivals | None) -> _PersistentCopies:
+    def _make_copies(self, plan: ModulePlan, record: bool, arrivals: Arrivals | None) -> _KeptCopies:
         self.clear()
         order = self._order if self._order.is_of(plan) else BucketOrder(plan)
         if record or self._agreement is None:
             self._order = order
-        copies = _PersistentCopies(plan, self._slots, order, record)
+        copies = _KeptCopies(plan, self._slots, order, record)
         # Until the order is known, for one pass, each parameter is a bucket: so each gradient's arrival is noted.
         first, cap = (1, 1) if copies.learns_order else (self._first_bytes, self._cap_bytes)
         # Only the first time: a call that makes new copies in each step should start no thread for it.
@@ -212,7 +212,7 @@ def _positions_with_grad(plan: ModulePlan) -> list[int]:
     return [i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad]
 
 
-class _PersistentCopies:
+class _KeptCopies:
     """Copies that were made together, with the state of the source and of the caller at that time.
 
     Attributes:
@@ -325,7 +325,7 @@ class _PersistentCopies:
             if row is not None:
                 *on_slots, token = row.make_launch_node(position, arguments, token)
             else:
-                *on_slots, token = PersistentToSlots.apply(*arguments, token)
+                *on_slots, token = KeptToSlots.apply(*arguments, token)
                 token.grad_fn.bucket = SourceBucket(sums, sources[position], self._streams)
             return on_slots
 

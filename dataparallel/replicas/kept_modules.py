@@ -1,4 +1,4 @@
-"""`PersistentReplicas` lets the module objects of replicas serve one call after the other, if their tensors stay.
+"""`KeptModules` lets the module objects of replicas serve one call after the other, if their tensors stay.
 
 They differ from the source in their tensors and children only (``ModulePlan.is_plain``). What a ``forward`` has
 assigned to attributes is not there in the next call: such replicas are dropped.
@@ -19,7 +19,7 @@ from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.tree_state import Contents, TreeState
 
 
-class PersistentReplicas:
+class KeptModules:
     """Replicas for as many slots as there are lists of tensors in ``copies``.
 
     They serve one call at a time. Graphs are not waited for: like the source itself, a replica may run for another call

@@ -1,4 +1,4 @@
-"""A wrapper with persistent replicas, and a model with several buckets whose gradients tests compare."""
+"""A wrapper with kept replicas, and a model with several buckets whose gradients tests compare."""
 
 from typing import Any
 
@@ -7,26 +7,24 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 from dataparallel.composable import replicate
-from dataparallel.forms.persistent_tensors import PersistentTensors
+from dataparallel.forms.kept_tensors import KeptTensors
 from dataparallel.replicas.kept_replicas import KeptReplicas
 
 FIRST_BYTES, CAP_BYTES = 64, 600
 
 
-def with_persistent_replicas(
-    module: nn.Module, slots: list, dim: int = 0, broadcast_buffers: bool = True
-) -> DataParallel:
+def with_kept_replicas(module: nn.Module, slots: list, dim: int = 0, broadcast_buffers: bool = True) -> DataParallel:
     """A wrapper whose replicas persist; buckets hold a few parameters."""
     wrapped = DataParallel(module, slots, dim=dim)
     devices = [torch.device(slot) for slot in slots]
     # No form combines the two: the wrapper shows the tensors without what `replicate` does to a module.
-    vars(wrapped.options)["kept"] = KeptReplicas(PersistentTensors(devices, FIRST_BYTES, CAP_BYTES, broadcast_buffers))
+    vars(wrapped.options)["kept"] = KeptReplicas(KeptTensors(devices, FIRST_BYTES, CAP_BYTES, broadcast_buffers))
     return wrapped
 
 
 def settled(net: nn.Module, slots: list, x: Tensor, **options: bool) -> DataParallel:
     """After the steps in which the order of gradients is learnt."""
-    wrapped = with_persistent_replicas(net, slots, **options)
+    wrapped = with_kept_replicas(net, slots, **options)
     for _ in range(2):
         loss(wrapped(x)).backward()
         net.zero_grad()
@@ -85,8 +83,8 @@ def assert_same(found: list, expected: list) -> None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
-def tensors_of(module: nn.Module) -> PersistentTensors:
-    """The tensors of a replicated module's replicas, or of a wrapper's from `with_persistent_replicas`."""
+def tensors_of(module: nn.Module) -> KeptTensors:
+    """The tensors of a replicated module's replicas, or of a wrapper's from `with_kept_replicas`."""
     found: Any = module.options.kept._tensors if isinstance(module, DataParallel) else replicate.state(module).tensors
     return found
 
