@@ -41,7 +41,7 @@ def saved_instead(held: object) -> AbstractContextManager[Any]:
     That is until the node has run in a pass without ``retain_graph``, or until the graph is gone. The node may not ask
     for the tensors. Where saved-tensor hooks are disabled, nothing is kept.
     """
-    if held is None or _torch.why_saved_tensors_hooks_are_disabled() is not None:
+    if held is None or _torch.why_hooks_are_disabled() is not None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: held, lambda held: None)  # type: ignore[arg-type, return-value]
 

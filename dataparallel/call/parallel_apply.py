@@ -21,6 +21,7 @@ from dataparallel.call.error_hints import hint_of
 from dataparallel.devices import DeviceLike, current_device, resolve, resolve_slots
 from dataparallel.environment import says_no
 from dataparallel.profiling import Replicas, replicas
+from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.gate import gate
 from dataparallel.replicas.plan import HAS_COMPILED
 from dataparallel.threads.gang import Gang
@@ -110,7 +111,7 @@ def run_replicas(
         for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
     meeting = Meeting(slots, machines, is_serial(serial))
-    _torch.trace_branches_by(gate.run_alone)
+    torch_compile.trace_branches_by(gate.run_alone)
     if len(calls) > 1 or machines is not None:  # otherwise the only replica meets no other
         calls = [partial(meeting.run_replica, slot, call) for slot, call in enumerate(calls)]
     state = CallerState(slots)

@@ -137,7 +137,7 @@ def _hold_torch_function(value: str, slots: Slots, device: torch.device) -> End:
 
 def _read_saved_tensor_hooks(slots: Slots) -> tuple[Any, str | None]:
     # torch calls the innermost pair of hooks only, so only that pair is carried.
-    return _torch.top_saved_tensors_hooks(True), _torch.why_saved_tensors_hooks_are_disabled()
+    return _torch.top_saved_tensors_hooks(True), _torch.why_hooks_are_disabled()
 
 
 def _hold_saved_tensor_hooks(value: tuple[Any, str | None], slots: Slots, device: torch.device) -> End:

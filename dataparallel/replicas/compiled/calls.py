@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dataparallel import _torch
+from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.functions import CompiledFunctions, by_call, by_call_impl, functions_for
 
 CALL = "_compiled_call_impl"
@@ -44,7 +45,7 @@ class CompiledCall:
         self.functions, self._module, self._seen = functions, weakref.ref(module), seen
         self.device: torch.device | None = None
         if functions is None or functions.is_disabled:
-            _torch.say_that_it_is_disabled(self)
+            torch_compile.say_that_it_is_disabled(self)
 
     @property
     def module(self) -> Any:
@@ -100,7 +101,7 @@ def compiled_here(module: nn.Module, others: Iterable[Compiled | None] = ()) -> 
     if original is None:
         return None
     functions = _functions(original, by_call, module, others)
-    return Compiled(functions, "forward", _torch.ORIGINAL_OF_COMPILED, _torch.OWN_OF_COMPILED)
+    return Compiled(functions, "forward", _torch.ORIGINAL_OF_COMPILED, torch_compile.OWN_OF_COMPILED)
 
 
 def compiled_in_place(module: nn.Module, call: Any, others: Iterable[Compiled | None] = ()) -> Compiled:
@@ -143,7 +144,7 @@ def call_of(module: nn.Module, compiled: Compiled) -> CompiledCall:
 def _functions(
     module: nn.Module, body: Callable[..., Any], compiled: Any, others: Iterable[Compiled | None]
 ) -> CompiledFunctions:
-    context = _torch.compiler_context(compiled)
+    context = torch_compile.compiler_context(compiled)
     if context is None:
         raise LookupError(f"{compiled!r} is not what torch.compile makes")
     return functions_for(module, body, context, [other.functions for other in others if other and other.functions])
@@ -207,8 +208,8 @@ def use_cuda_graphs(modules: Iterable[nn.Module], argument: CompileArgument | No
     compiled = [vars(child).get(CALL) or child for module in modules for child in module.modules()]
     if argument is not None:
         compiled.append(argument._call)
-    contexts = map(_torch.compiler_context, compiled)
-    return any(context is not None and _torch.uses_cuda_graphs(context) for context in contexts)
+    contexts = map(torch_compile.compiler_context, compiled)
+    return any(context is not None and torch_compile.uses_cuda_graphs(context) for context in contexts)
 
 
 def _is_compiled(module: nn.Module) -> bool:

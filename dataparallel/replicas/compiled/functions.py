@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from dataparallel import _torch
+from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.gate import gate
 
 log = logging.getLogger("dataparallel")
@@ -74,7 +75,7 @@ class CompiledFunctions:
 
     def __init__(self, structure: Hashable, body: Callable[..., Any], context: Any) -> None:
         self._structure, self._body = structure, body
-        self._context = _torch.copy_of_context(context)  # not the one whose end is the end of the functions
+        self._context = torch_compile.copy_of_context(context)  # not the one whose end is the end of the functions
         self._number = next(_numbers)
         self.are_captured = False
         self._lock = threading.Lock()
@@ -82,12 +83,16 @@ class CompiledFunctions:
 
     def are_for(self, structure: Hashable, body: Callable[..., Any], context: Any) -> bool:
         """True if a module of this structure, compiled in that way, can call these functions."""
-        return structure == self._structure and body is self._body and _torch.are_contexts_alike(context, self._context)
+        return (
+            structure == self._structure
+            and body is self._body
+            and torch_compile.are_contexts_alike(context, self._context)
+        )
 
     @property
     def is_disabled(self) -> bool:
         """True if they run without the compiler, because the user said so with ``torch.compiler.disable``."""
-        return _torch.is_disabled(self._context)
+        return torch_compile.is_disabled(self._context)
 
     def call(self, device: torch.device | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the module, all of whose tensors are on ``device``, by the compiled function of this device."""
@@ -101,9 +106,9 @@ class CompiledFunctions:
 
     def _make(self, device: torch.device | None) -> _CompiledFunction:
         context = self._context
-        if device is not None and device.type == "cuda" and _torch.uses_cuda_graphs(context):
+        if device is not None and device.type == "cuda" and torch_compile.uses_cuda_graphs(context):
             # The compiler's own graphs cannot follow several threads, nor parameters that move.
-            context = _torch.without_cuda_graphs(context)
+            context = torch_compile.without_cuda_graphs(context)
             if not self.are_captured:
                 _say_that_they_run_without()
         with self._lock:
@@ -138,8 +143,8 @@ class _CompiledFunction:
         original = cast(FunctionType, body)
         self._code = original.__code__.replace(co_name=f"{original.__name__}_{number}")
         function = FunctionType(self._code, original.__globals__, self._code.co_name)
-        self._compiled = _torch.compile_within(context, function, self._compile)
-        _torch.let_backwards_run_at_once()
+        self._compiled = torch_compile.compile_within(context, function, self._compile)
+        torch_compile.let_backwards_run_at_once()
         self._graphs, self._made_by, self._made_at = 0, 0, -math.inf
         self._seen: dict[int, int] = {}  # for each thread that looks again: how many graphs there were before
 
@@ -162,17 +167,17 @@ class _CompiledFunction:
     def _convert(self, code: CodeType, convert: Callable[[], Any]) -> Any:
         if code is self._code:
             self._check_that_it_has_seen_all_graphs()
-        _torch.refuse_parameters_in_graphs()
-        family, failed, is_compiled = self._family(), _torch.frames_that_failed(), False
+        torch_compile.refuse_parameters_in_graphs()
+        family, failed, is_compiled = self._family(), torch_compile.frames_that_failed(), False
         try:
-            with _torch.compiling_for(1 if family is None else family.devices):
+            with torch_compile.compiling_for(1 if family is None else family.devices):
                 result = convert()
-            is_compiled = _torch.has_graph(result)
+            is_compiled = torch_compile.has_graph(result)
             return result
         finally:
-            _note(self._device, int(is_compiled), _torch.frames_that_failed() - failed)
+            _note(self._device, int(is_compiled), torch_compile.frames_that_failed() - failed)
             if code is self._code and is_compiled:
-                self._graphs = _torch.number_of_graphs(code) + 1
+                self._graphs = torch_compile.number_of_graphs(code) + 1
                 self._made_by, self._made_at = threading.get_ident(), time.monotonic()
 
     def _check_that_it_has_seen_all_graphs(self) -> None:
@@ -185,7 +190,7 @@ class _CompiledFunction:
         if self._made_by == me or time.monotonic() > self._made_at + _RETURN_SECONDS:
             return
         before = self._seen.get(me, -1)
-        self._seen[me] = _torch.number_of_graphs(self._code)
+        self._seen[me] = torch_compile.number_of_graphs(self._code)
         if before < self._graphs:
             raise _LookAgain
 

@@ -22,6 +22,7 @@ from dataparallel import _torch
 from dataparallel.autograd.node import saved_instead
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
 from dataparallel.replicas.build import ParameterRegistry, collector_paused
+from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.calls import call_inside
 from dataparallel.replicas.compiled.functions import none_compiled
 from dataparallel.replicas.graphs.copied import copy_for_capture
@@ -177,7 +178,7 @@ class Captured:
         # Not in the pool of backwards: another one may be launched before the piece below, and would write over them.
         stage.grads_below = [torch.empty_like(boundary.tensor) for boundary in below]
         torch.clear_autocast_cache()  # a checkpoint would find what the forward has converted, which is freed later
-        with stage.recording.runs(), _torch.compiled_backwards_keep_graphs():
+        with stage.recording.runs(), torch_compile.compiled_backwards_keep_graphs():
             # The graph is kept: what the forward has saved must keep its memory as long as the forward is launched.
             found = torch.autograd.grad(piece.begins, wanted, stage.grad_outputs, retain_graph=True, allow_unused=True)
             for place, grad in zip(stage.grads_below, found, strict=False):

@@ -173,7 +173,7 @@ class Captures:
         captured = self._of_kind[kind]
         if captured is None:
             return call_inside(module, *args, **kwargs)
-        if _torch.why_saved_tensors_hooks_are_disabled() is None:
+        if _torch.why_hooks_are_disabled() is None:
             with self._pools.launching:
                 if captured.may_be_launched():
                     self.segment.launches += 1

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dataparallel import _torch
+from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.calls import CALL, CompiledCall
 
 MOST_PIECES = 6
@@ -179,7 +180,7 @@ class Pieces:
 
         def piece(below: Boundary | None, reached: set[Any]) -> BackwardPiece:
             leaves = [leaf for node, leaf in nodes.items() if node in reached]
-            return BackwardPiece(outputs, begins, below, leaves, any(map(_torch.is_compiled_backward, reached)))
+            return BackwardPiece(outputs, begins, below, leaves, any(map(torch_compile.is_compiled_backward, reached)))
 
         found = []
         # Both a backward that ends at a tensor with hooks and one that begins there would call them.

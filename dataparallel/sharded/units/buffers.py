@@ -233,7 +233,7 @@ class FullBuffer:
     def allocate(self) -> None:
         """Gives the parameters memory. `fill` gives them values, and calls this first if nobody has."""
         self._storage.resize_(self.nbytes)
-        if self._versions and _torch.set_versions:
+        if self._versions:
             _torch.set_versions(tuple(self.tensors), self._versions)
 
     def fill(self) -> Tensor:
@@ -256,6 +256,5 @@ class FullBuffer:
         if self._storage.nbytes():
             self._memory.restore()
             self._storage.resize_(0)
-            if _torch.set_versions:
-                self._versions = tuple(map(_torch.version_of, self.tensors))
-                torch.autograd.graph.increment_version(self.tensors)
+            self._versions = tuple(map(_torch.version_of, self.tensors))
+            torch.autograd.graph.increment_version(self.tensors)

@@ -243,8 +243,7 @@ class InputNodes:
         for tensor, passed in self.changed():
             version = _torch.version_of(tensor)
             tensor.copy_(passed)
-            if _torch.set_versions:  # the values are the same, and other nodes may have saved them
-                _torch.set_versions((tensor,), (version,))
+            _torch.set_versions((tensor,), (version,))  # the values are the same, and other nodes may have saved them
         if not self._by_id:
             return output
         originals = {id(passed): tensor for tensor, passed, _ in self._by_id.values()}

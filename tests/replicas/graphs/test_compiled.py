@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import graphed_models
 from dataparallel import _torch
 from dataparallel.composable import fully_shard
+from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.calls import compiled_here
 from dataparallel.replicas.compiled.functions import _say_that_they_run_without
 from dataparallel.replicas.compiled.gate import gate
@@ -273,13 +274,15 @@ def test_a_launch_converts_weights_that_autocast_has_converted_before(
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_the_compilers_own_graphs_are_left_out(mode: str) -> None:
     limit = {"recompile_limit": 3} if "recompile_limit" in signature(torch.compile).parameters else {}
-    made = _torch.compiler_context(torch.compile(nn.Linear(2, 2), mode=mode, dynamic=True, fullgraph=True, **limit))
+    made = torch_compile.compiler_context(
+        torch.compile(nn.Linear(2, 2), mode=mode, dynamic=True, fullgraph=True, **limit)
+    )
     plain = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}[mode]
     without = torch.compile(nn.Linear(2, 2), mode=plain, dynamic=True, fullgraph=True)
-    assert _torch.uses_cuda_graphs(made)
-    found = _torch.without_cuda_graphs(made)
-    assert not _torch.uses_cuda_graphs(found)
-    expected = _torch._callbacks(_torch.compiler_context(without).callback)[-1]
+    assert torch_compile.uses_cuda_graphs(made)
+    found = torch_compile.without_cuda_graphs(made)
+    assert not torch_compile.uses_cuda_graphs(found)
+    expected = _torch._callbacks(torch_compile.compiler_context(without).callback)[-1]
     backend = _torch._callbacks(found.callback)[-1]
     assert backend.config == {**expected.config, "triton.cudagraphs": False}
     assert (backend.dynamic, found.fullgraph) == (True, True)
@@ -298,8 +301,8 @@ def test_code_without_the_compilers_graphs_has_the_same_guards(how: dict[str, An
         return [True for _ in guards]
 
     options = {**how.get("options", {}), "guard_filter_fn": keep}
-    made = _torch.compiler_context(torch.compile(nn.Linear(2, 2), **{**how, "options": options}))
-    found = _torch.without_cuda_graphs(made)(nn.Linear(2, 2))
+    made = torch_compile.compiler_context(torch.compile(nn.Linear(2, 2), **{**how, "options": options}))
+    found = torch_compile.without_cuda_graphs(made)(nn.Linear(2, 2))
     found(torch.ones(1, 2))
     assert seen
 
@@ -313,7 +316,7 @@ def test_functions_for_cuda_devices_are_compiled_without_them() -> None:
     assert compiled.functions is not None
     compiled.functions.are_captured = True
     function = compiled.functions._make(torch.device("cuda", 0))
-    assert not _torch.uses_cuda_graphs(_torch.compiler_context(function._compiled))
+    assert not torch_compile.uses_cuda_graphs(torch_compile.compiler_context(function._compiled))
 
 
 class Notes(Net):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel import _torch
 from dataparallel.composable import fully_shard
+from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.calls import CALL, CompiledCall
 from dataparallel.replicas.compiled.functions import by_call_impl, functions_for
 from dataparallel.replicas.graphs.captures import WARM_UP
@@ -100,7 +100,7 @@ def test_a_part_begins_a_piece_also_if_it_is_compiled() -> None:
     for part in module:
         vars(part)[CALL] = Around()
     functions = functions_for(
-        module[1], by_call_impl, _torch.compiler_context(torch.compile(Net(), backend="eager")), []
+        module[1], by_call_impl, torch_compile.compiler_context(torch.compile(Net(), backend="eager")), []
     )
     vars(module[1])[CALL].compiled = CompiledCall(functions, module[1])
     pieces = Noted(module, [], lambda: None, lambda: True)

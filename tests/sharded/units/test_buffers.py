@@ -212,7 +212,6 @@ def test_memory_that_forward_has_given_to_a_parameter_goes_too(full):
         full.free()
 
 
-@pytest.mark.skipif(not _torch.set_versions, reason="this torch cannot set versions")
 def test_autograd_refuses_to_read_a_free_one_and_reads_it_once_it_is_full_again(full):
     fill(full)
     x = torch.ones(3, dtype=torch.float64, device=full.tensors[0].device, requires_grad=True)
