@@ -1,5 +1,5 @@
 """The public path of compiled replicas: how many functions have been compiled, and how often."""
 
-from dataparallel.replicas.compiled.functions import Counts, counts
+from dataparallel.replicas.compiled.functions import FrameCounts, counts
 
-__all__ = ["Counts", "counts"]
+__all__ = ["FrameCounts", "counts"]

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from dataparallel.comm.peers import PEER_CHECK_VARIABLE, Pair
-from dataparallel.comm.settings import Settings
+from dataparallel.comm.settings import CommSettings
 
 Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "all_gather", "reduce_scatter"]
 
@@ -50,7 +50,7 @@ def choose(
     work: Collective,
     devices: Sequence[torch.device],
     nbytes: int,
-    settings: Settings,
+    settings: CommSettings,
     unavailable: str | None,
     failed_pairs: Collection[Pair],
 ) -> Choice:
@@ -94,7 +94,7 @@ def choose(
     return Choice("copy", route, f"{preface}; {route}: {reason}")
 
 
-def _route(work: Collective, distinct: Sequence[torch.device], nbytes: int, settings: Settings) -> tuple[str, str]:
+def _route(work: Collective, distinct: Sequence[torch.device], nbytes: int, settings: CommSettings) -> tuple[str, str]:
     """The route of plain copies between distinct devices, and the reason."""
     if work not in ("broadcast", "reduce_add"):
         return "star", f"a {work} has no routes"
@@ -111,7 +111,7 @@ def _route(work: Collective, distinct: Sequence[torch.device], nbytes: int, sett
 
 
 def _why_not_supported(
-    transport: str, work: Collective, devices: Sequence[torch.device], settings: Settings
+    transport: str, work: Collective, devices: Sequence[torch.device], settings: CommSettings
 ) -> str | None:
     """Why the transport does not support this call, which then falls back to plain copies; ``None`` if it does."""
     adds = work in ("reduce_add", "reduce_scatter")

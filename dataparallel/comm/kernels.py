@@ -61,7 +61,7 @@ _SMALLEST_CHUNK = THREADS * _VECTOR_BYTES  # one vector for each thread
 _LARGEST_CHUNK = 16 * _SMALLEST_CHUNK
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """One launch: the kernel's name, its arguments (the address of ``table`` and three numbers), and its blocks."""
 
     kernel: str
@@ -72,7 +72,7 @@ class Launch(NamedTuple):
     blocks: int
 
 
-def pack(kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int], *, max_blocks: int) -> Launch:
+def pack(kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int], *, max_blocks: int) -> KernelLaunch:
     """Prepares the launch of a kernel on dense memory. The launch has 0 blocks if all tensors are empty.
 
     Args:
@@ -92,7 +92,7 @@ def pack(kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int
     chunk = _chunk_bytes(sum(counts) * kernel.itemsize, max_blocks) // kernel.itemsize
     first_chunks = list(accumulate((-(-count // chunk) for count in counts), initial=0))
     table = torch.frombuffer(array("q", chain(*pointers, counts, first_chunks)), dtype=torch.int64)
-    return Launch(kernel.name, table, len(counts), len(pointers), chunk, min(first_chunks[-1], max_blocks))
+    return KernelLaunch(kernel.name, table, len(counts), len(pointers), chunk, min(first_chunks[-1], max_blocks))
 
 
 def _chunk_bytes(total: int, max_blocks: int) -> int:
@@ -182,7 +182,7 @@ def launch(
     _launch(pack(kernel, pointers, counts, max_blocks=_max_blocks(device)), device, others)
 
 
-def _launch(packed: Launch, device: torch.device, others: Iterable[torch.device]) -> None:
+def _launch(packed: KernelLaunch, device: torch.device, others: Iterable[torch.device]) -> None:
     if packed.blocks == 0:
         return
     import cupy

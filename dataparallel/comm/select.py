@@ -16,7 +16,7 @@ from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.peers import failed_pairs, peers_are_checked
 from dataparallel.comm.routes import STAR, TorchCopies
-from dataparallel.comm.settings import Settings
+from dataparallel.comm.settings import CommSettings
 from dataparallel.comm.transport import Transport
 from dataparallel.forks import in_forked_child
 
@@ -45,7 +45,7 @@ def transport_for(
 
 @lru_cache(maxsize=4096)
 def _cached_transport(
-    work: Collective, devices: tuple[torch.device, ...], is_large: bool, user_settings: Settings, check_peers: bool
+    work: Collective, devices: tuple[torch.device, ...], is_large: bool, user_settings: CommSettings, check_peers: bool
 ) -> Transport:
     failed = failed_pairs(devices) if check_peers else []
     problem = _why_unavailable(user_settings.transport, devices)

@@ -1,4 +1,4 @@
-"""`Settings`: the user's transport and route, and whether sums keep their order.
+"""`CommSettings`: the user's transport and route, and whether sums keep their order.
 
 `using` sets them for a block of code, two environment variables for the process. ``choice`` reads them.
 """
@@ -20,7 +20,7 @@ ROUTE_VARIABLE = "DATAPARALLEL_ROUTE"
 
 
 @dataclass(frozen=True)
-class Settings:
+class CommSettings:
     """The settings of a call; ``None`` leaves the choice to the library.
 
     Attributes:
@@ -39,11 +39,11 @@ _NOTHING: Mapping[str, Any] = {}
 
 # The settings of all blocks around this code, or all settings where some are held. A context variable, so that threads
 # which run in a copy of the caller's context see the caller's settings.
-_in_blocks: ContextVar[Mapping[str, Any] | Settings] = ContextVar("dataparallel.comm.settings", default=_NOTHING)
+_in_blocks: ContextVar[Mapping[str, Any] | CommSettings] = ContextVar("dataparallel.comm.settings", default=_NOTHING)
 
 
 @contextmanager
-def _set(settings: Mapping[str, Any] | Settings) -> Iterator[None]:
+def _set(settings: Mapping[str, Any] | CommSettings) -> Iterator[None]:
     token = _in_blocks.set(settings)
     try:
         yield
@@ -64,7 +64,7 @@ def using(
         transport: one of `TRANSPORTS`. It serves the calls that it supports; other calls fall back to plain copies, see
             ``dataparallel.comm.choice``.
         route: one of `ROUTES`, for a broadcast or a sum between more than two devices.
-        deterministic: see `Settings`.
+        deterministic: see `CommSettings`.
 
     Raises:
         ValueError: an unknown transport or route.
@@ -79,25 +79,25 @@ def using(
     arguments = {"transport": transport, "route": route, "deterministic": deterministic}
     named = {name: value for name, value in arguments.items() if value is not None}
     around = _in_blocks.get()
-    with _set({**(vars(around) if isinstance(around, Settings) else around), **named}):
+    with _set({**(vars(around) if isinstance(around, CommSettings) else around), **named}):
         yield
 
 
-def held(settings: Settings) -> AbstractContextManager[None]:
+def held(settings: CommSettings) -> AbstractContextManager[None]:
     """Inside, `current` returns ``settings``: for a call with many tensors, and for later work in another thread."""
     return _set(settings)
 
 
-def current() -> Settings:
+def current() -> CommSettings:
     """The settings that hold here: those of `using`, else those of the environment, else the defaults.
 
     Raises:
         ValueError: an environment variable that counts has an impossible value.
     """
     named = _in_blocks.get()
-    if isinstance(named, Settings):
+    if isinstance(named, CommSettings):
         return named
-    return Settings(
+    return CommSettings(
         transport=named.get("transport") or _from_environment(TRANSPORT_VARIABLE, TRANSPORTS),
         route=named.get("route") or _from_environment(ROUTE_VARIABLE, ROUTES),
         deterministic=named.get("deterministic", True),

@@ -13,7 +13,7 @@ from dataparallel import _torch
 from dataparallel.call.engine import Method
 from dataparallel.forms.contract import are_in_one_tree
 from dataparallel.forms.fully_shard_arguments import check_reshard
-from dataparallel.forms.managed import ManagedModule, OnSlots, state_of
+from dataparallel.forms.managed import ManagedModule, SlotsMethod, state_of
 from dataparallel.replicas.compiled.calls import CALL
 from dataparallel.replicas.plan import UNIT_MODULE
 
@@ -38,7 +38,7 @@ class FullyShardedModule(ManagedModule):
     )
     _instead_of_a_wrapper = "the outermost module that is fully sharded runs on all slots by itself"
 
-    forward: Any = OnSlots("forward")
+    forward: Any = SlotsMethod("forward")
 
     @_torch.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

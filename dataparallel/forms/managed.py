@@ -1,7 +1,7 @@
 """`ManagedModule` is the base class that a form (``forms.contract``) gives to a module; its methods run on the slots.
 
-`OnSlots` is such a method, `StateOnSlots` makes the calls, and replicas are made from a `Twin` of the module. This file
-knows no form.
+`SlotsMethod` is such a method, `StateOnSlots` makes the calls, and replicas are made from a `Twin` of the module. This
+file knows no form.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def _resolve(reference: weakref.ref[nn.Module]) -> nn.Module:
     return module
 
 
-class OnSlots:
+class SlotsMethod:
     """A descriptor for a method that runs on the slots. It gives a function or a method with the original signature.
 
     Python finds a data descriptor before an attribute of the instance. So ``m.forward = f`` stores ``f`` in the
@@ -362,5 +362,5 @@ def register_forward_method(module: nn.Module, name: str, *, pad: Pad = None) ->
     pad = checked_pad(pad)
     cls = type(module)
     if name != "forward" and name not in vars(cls):
-        setattr(cls, name, OnSlots(name))
+        setattr(cls, name, SlotsMethod(name))
     state_of(module).methods[name] = pad

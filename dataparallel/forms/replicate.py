@@ -20,7 +20,7 @@ from dataparallel.call.options import CallOptions
 from dataparallel.call.scalars import ScalarRule
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.forms.contract import Form
-from dataparallel.forms.managed import ManagedModule, OnSlots, has_forward, state_of
+from dataparallel.forms.managed import ManagedModule, SlotsMethod, has_forward, state_of
 from dataparallel.forms.replicate_state import ReplicateState
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument
@@ -52,7 +52,7 @@ class _CallOfReplicas:
 class ReplicatedModule(ManagedModule):
     """The class that `replicate` adds to the class of a module."""
 
-    forward: Any = OnSlots("forward")
+    forward: Any = SlotsMethod("forward")
     _compiled_call_impl: Any = _CallOfReplicas()
 
     def set_requires_gradient_sync(self, flag: bool) -> None:

@@ -17,7 +17,7 @@ from dataparallel.comm.checks import near_equal_sizes
 from dataparallel.user_warnings import warn_user
 
 
-class Counts:
+class FallbackCounts:
     """How often each name was called, and what has fallen back to torch's rule. Threads may call at the same time."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Counts:
             return dict(self._fallbacks)
 
 
-counts = Counts()
+counts = FallbackCounts()
 """Of this process."""
 
 

@@ -22,7 +22,7 @@ from torch.futures import Future
 from dataparallel.machines.errors import MachinesDiffer, PeerFailed
 
 if TYPE_CHECKING:
-    from dataparallel.machines.group import Group
+    from dataparallel.machines.group import MachineGroup
 
 _FIRST_BYTES, _LENGTH_BYTES = 1024, 8  # of the first message, and of the length at its beginning
 
@@ -61,7 +61,7 @@ class ControlChannel:
     device, and they answer while a collective of the group is under way.
     """
 
-    def __init__(self, group: Group, name: str) -> None:
+    def __init__(self, group: MachineGroup, name: str) -> None:
         self.size = group.size
         store = distributed.distributed_c10d.PrefixStore(f"dataparallel/{name}", group.store)
         timeout = timedelta(seconds=group.timeout)
@@ -93,7 +93,7 @@ class ControlChannel:
         return [row.numpy().tobytes() for row in rows]
 
 
-def agree(group: Group, control: ControlChannel, kind: str, contents: str, failed: str | None) -> Steps:
+def agree(group: MachineGroup, control: ControlChannel, kind: str, contents: str, failed: str | None) -> Steps:
     """Raises `PeerFailed` if a rank has ``failed``, and `MachinesDiffer` if ranks do different things next."""
     checksum = zlib.crc32(f"{kind}\n{contents}".encode())
     maxima = yield from control.all_reduce_max(torch.tensor([checksum, -checksum, failed is not None]))
@@ -104,7 +104,7 @@ def agree(group: Group, control: ControlChannel, kind: str, contents: str, faile
         raise MachinesDiffer(_differences(group, (yield from control.all_gather_object((kind, contents)))))
 
 
-def exchange_used(group: Group, control: ControlChannel, used: Sequence[bool], failed: str | None) -> Steps:
+def exchange_used(group: MachineGroup, control: ControlChannel, used: Sequence[bool], failed: str | None) -> Steps:
     """True for each entry of ``used`` that is true on any rank. Raises `PeerFailed` if a rank has ``failed``."""
     maxima = yield from control.all_reduce_max(torch.tensor([*used, failed is not None], dtype=torch.uint8))
     *used_anywhere, has_failed = maxima.tolist()
@@ -113,7 +113,7 @@ def exchange_used(group: Group, control: ControlChannel, used: Sequence[bool], f
     return [bool(entry) for entry in used_anywhere]
 
 
-def error_of_failures(group: Group, failures: Sequence[str | None]) -> PeerFailed | None:
+def error_of_failures(group: MachineGroup, failures: Sequence[str | None]) -> PeerFailed | None:
     """The error made of the failures of all ranks, ``None`` for a rank that has not failed; ``None`` if no rank has."""
     texts = [f"{group.names([rank])} failed{text}" for rank, text in enumerate(failures) if text is not None]
     if not texts:
@@ -125,14 +125,14 @@ def error_of_failures(group: Group, failures: Sequence[str | None]) -> PeerFaile
     return error
 
 
-def _raise_failures(group: Group, control: ControlChannel, failed: str | None) -> Steps:
+def _raise_failures(group: MachineGroup, control: ControlChannel, failed: str | None) -> Steps:
     failures = yield from control.all_gather_object(None if failed is None else f" {failed}")
     error = error_of_failures(group, failures)
     assert error is not None
     raise error
 
 
-def _differences(group: Group, items: list[tuple[str, str]]) -> str:
+def _differences(group: MachineGroup, items: list[tuple[str, str]]) -> str:
     """The message of `MachinesDiffer`. ``items``: for each rank the kind and the contents that it has for `agree`."""
     kinds = {kind: [rank for rank, item in enumerate(items) if item[0] == kind] for kind, _ in items}
     if len(kinds) > 1:

@@ -25,7 +25,7 @@ from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.health import SLICE, Check
 
 if TYPE_CHECKING:
-    from dataparallel.machines.group import Group
+    from dataparallel.machines.group import MachineGroup
 
 ALIGNED = 16
 """Bytes. Tensors of several dtypes in one message begin at multiples of this, the largest size of an element."""
@@ -68,7 +68,7 @@ class Staged:
 
 
 def stage(
-    group: Group,
+    group: MachineGroup,
     tensor: Tensor,
     receives: int | None = None,
     taken_on: Mapping[torch.device, torch.Stream] | None = None,
@@ -119,7 +119,7 @@ class Transfer:
     needed, which would hold unused memory while the host is ahead.
     """
 
-    def __init__(self, group: Group, work: distributed.Work | None, staged: Staged, result: Tensor) -> None:
+    def __init__(self, group: MachineGroup, work: distributed.Work | None, staged: Staged, result: Tensor) -> None:
         if work is None:  # what torch returns to ranks outside of the group
             raise MachinesError(
                 "the process group has been destroyed: destroy_process_group belongs after the last step, and a new "
@@ -171,7 +171,7 @@ class Transfer:
         return Staged(self._staged.tensor, self._result, self._staged.event, stream=self._staged.stream)
 
 
-def all_reduce(group: Group, staged: Staged) -> Transfer:
+def all_reduce(group: MachineGroup, staged: Staged) -> Transfer:
     """The sum over ranks, in place if the tensor can be sent directly.
 
     With gloo, floating-point and complex numbers are added in rank order, so equal inputs give equal bits in every run.
@@ -185,7 +185,7 @@ def all_reduce(group: Group, staged: Staged) -> Transfer:
     return Transfer(group, work, staged, staged.payload)
 
 
-def _sum_in_rank_order(group: Group, staged: Staged, flat: Tensor) -> Transfer:
+def _sum_in_rank_order(group: MachineGroup, staged: Staged, flat: Tensor) -> Transfer:
     """The sum over three ranks or more, added in rank order. Returns when the first of two exchanges is done.
 
     gloo's own sum begins at a rank that depends on the position in the tensor. After a restart gradients travel in
@@ -207,14 +207,14 @@ def _sum_in_rank_order(group: Group, staged: Staged, flat: Tensor) -> Transfer:
     return Transfer(group, work, staged, staged.payload)
 
 
-def broadcast(group: Group, staged: Staged) -> Transfer:
+def broadcast(group: MachineGroup, staged: Staged) -> Transfer:
     """The values of the group's rank 0, in place if the tensor can be sent directly."""
     with _launching(staged):
         work = distributed.broadcast(_bytes(staged.payload), group=group.group, group_src=0, async_op=True)
     return Transfer(group, work, staged, staged.payload)
 
 
-def all_gather(group: Group, staged: Staged) -> Transfer:
+def all_gather(group: MachineGroup, staged: Staged) -> Transfer:
     """The 1-D tensors of all ranks, one after the other. All have the same size."""
     with _launching(staged):
         work = distributed.all_gather_into_tensor(
@@ -223,7 +223,7 @@ def all_gather(group: Group, staged: Staged) -> Transfer:
     return Transfer(group, work, staged, _receive_buffer(staged))
 
 
-def reduce_scatter(group: Group, staged: Staged) -> Transfer:
+def reduce_scatter(group: MachineGroup, staged: Staged) -> Transfer:
     """This rank's slice of the sum over ranks: from 1-D tensors of ``size * n`` elements to ``n`` elements."""
     with _launching(staged):
         work = distributed.reduce_scatter_tensor(
@@ -232,7 +232,7 @@ def reduce_scatter(group: Group, staged: Staged) -> Transfer:
     return Transfer(group, work, staged, _receive_buffer(staged))
 
 
-def all_to_all(group: Group, staged: Staged, send: Sequence[int], receive: Sequence[int]) -> Transfer:
+def all_to_all(group: MachineGroup, staged: Staged, send: Sequence[int], receive: Sequence[int]) -> Transfer:
     """Sends a slice of a 1-D tensor to each rank. Returns the slices from all ranks, in rank order.
 
     ``send`` and ``receive``: how many elements go to each rank, and come from each. All ranks have the same dtype.

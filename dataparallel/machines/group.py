@@ -30,7 +30,7 @@ _given: dict[int, Machines] = {}
 _lock = threading.Lock()
 
 
-class Group:
+class MachineGroup:
     """The properties of a process group of torch: its ranks, its timeout, and the devices whose tensors it sends."""
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
@@ -79,12 +79,12 @@ class Group:
         return of_ranks(self.ranks[rank] for rank in ranks)
 
 
-class Machines(Group):
+class Machines(MachineGroup):
     """The machines of a process group for one purpose, which has a number and a queue of rounds of its own."""
 
     def __init__(self, group: distributed.ProcessGroup, health: Health | None = None, number: int = 0) -> None:
         super().__init__(group)
-        plain = Group(group)  # the queue and the health may outlive this object, so they do not hold it
+        plain = MachineGroup(group)  # the queue and the health may outlive this object, so they do not hold it
         self._health = health or Health(plain, launcher())
         self.queue = RoundQueue(plain, self._health, f"{group.group_name}/{number}")
         self._health.include(self.queue, plain, self)

@@ -20,7 +20,7 @@ from dataparallel.machines.errors import MachinesError, PeerFailed, PeerGone, co
 from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
-    from dataparallel.machines.group import Group
+    from dataparallel.machines.group import MachineGroup
     from dataparallel.machines.launcher import Launcher
     from dataparallel.machines.round_queue import RoundQueue
 
@@ -57,7 +57,7 @@ class Health:
     They share one, because one collective that a rank has not issued leaves later collectives without partners.
     """
 
-    def __init__(self, group: Group, launcher: Launcher) -> None:
+    def __init__(self, group: MachineGroup, launcher: Launcher) -> None:
         self.launcher = launcher
         launcher.include(self)
         self._process = os.getpid()  # a forked child is no rank
@@ -67,9 +67,9 @@ class Health:
         self.group = group
         self.name = group.names([group.rank])
         self._queues: WeakMembers[RoundQueue] = WeakMembers()
-        self._groups: WeakMembers[Group] = WeakMembers()
+        self._groups: WeakMembers[MachineGroup] = WeakMembers()
 
-    def include(self, queue: RoundQueue, *groups: Group) -> None:
+    def include(self, queue: RoundQueue, *groups: MachineGroup) -> None:
         """Adds a queue, which drops its rounds when the group breaks, and groups, which `free_groups` frees."""
         self._queues.add(queue)
         for group in groups:
@@ -211,7 +211,7 @@ class Notices:
         broken: why the group is broken, if a rank has published a reason.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: MachineGroup) -> None:
         self.broken: dict[str, Any] | None = None
         self._rank, self._size = group.rank, group.size
         try:

@@ -25,7 +25,7 @@ from dataparallel.machines.health import Health, WaitCheck, is_of_network
 from dataparallel.machines.rounds import Item, Round, run_call
 
 if TYPE_CHECKING:
-    from dataparallel.machines.group import Group
+    from dataparallel.machines.group import MachineGroup
 
 _Pauses = Iterator[None]
 """A generator that yields where it has to wait. The launcher's thread then runs other queues, and resumes it later."""
@@ -40,7 +40,7 @@ class RoundQueue:
         call_count: how many calls of communication hooks this queue has begun.
     """
 
-    def __init__(self, group: Group, health: Health, name: str) -> None:
+    def __init__(self, group: MachineGroup, health: Health, name: str) -> None:
         self.name, self.health, self.is_waiting = name, health, False
         self.group, self._launcher = group, health.launcher
         self.changed, self.wake = self._launcher.changed, self._launcher.wake

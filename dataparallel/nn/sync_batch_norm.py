@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from dataparallel import _torch
 from dataparallel.nn.batch_norm import Normalised, Statistics, merged, values_of_a_channel
 from dataparallel.peers.checkpoint import replayed_place
-from dataparallel.peers.joint import Request, Span, described, joint, span_of_caller
+from dataparallel.peers.joint import JointSpan, Request, described, joint, span_of_caller
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -61,7 +61,7 @@ class SyncBatchNorm(BatchNorm):
         return super().forward(input) if span is None else self._synchronised(input, span)
 
     @_torch.not_traced
-    def _synchronised(self, chunk: Tensor, span: Span) -> Tensor:
+    def _synchronised(self, chunk: Tensor, span: JointSpan) -> Tensor:
         with torch.autocast(chunk.device.type, enabled=False):
             statistics, *carriers = Statistics.apply(chunk)
             is_across = span.peer_call is not None

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
 from dataparallel import _torch
-from dataparallel.threads.meetings import Place, here
+from dataparallel.threads.meetings import MeetingPlace, here
 
 if TYPE_CHECKING:
     from dataparallel.peers.joint import Request
@@ -90,8 +90,8 @@ class Tape:
     """The results of collectives in one checkpoint, in order, and the place of the replica that ran it."""
 
     def __init__(self) -> None:
-        self.place: Place | None = replayed_place() or here()
-        self._entered_at: Place | None = None  # the place of the thread that has entered the tape
+        self.place: MeetingPlace | None = replayed_place() or here()
+        self._entered_at: MeetingPlace | None = None  # the place of the thread that has entered the tape
         self._results: list[tuple[Request, list[Tensor]]] = []
         self._next: int | None = None  # the position of the recomputation; None while recording
 
@@ -177,13 +177,13 @@ def results_of_forward(request: Request) -> list[Tensor] | None:
     return results
 
 
-def replayed_place() -> Place | None:
+def replayed_place() -> MeetingPlace | None:
     """The place of the replica whose forward is recomputed here; ``None`` if this is no recomputation."""
     tape = _replayed_tape()
     return None if tape is None else tape.place
 
 
-def check_checkpoints(place: Place) -> None:
+def check_checkpoints(place: MeetingPlace) -> None:
     """Checks, before a meeting, that a checkpoint around the collective can recompute it.
 
     A checkpoint around the whole parallel call recomputes the call with its meetings. So only checkpoints matter that

@@ -20,7 +20,7 @@ from dataparallel import _torch
 from dataparallel.autograd.functions import Broadcast, Gather, ReduceAddCoalesced, Scatter
 from dataparallel.comm.checks import tensor_split_sizes
 from dataparallel.peers import across_machines as across
-from dataparallel.peers.joint import Request, Span, described, joint, span_of_caller
+from dataparallel.peers.joint import JointSpan, Request, described, joint, span_of_caller
 
 S = TypeVar("S")
 Operation = Literal["sum", "mean", "max", "min", "prod"]
@@ -30,7 +30,7 @@ Devices: TypeAlias = Sequence[torch.device]
 TensorsOfSlots: TypeAlias = list[list[Tensor]]
 """For each replica of this machine its tensors or its results."""
 
-Collective: TypeAlias = Callable[[Span, str, Devices, TensorsOfSlots], TensorsOfSlots]
+Collective: TypeAlias = Callable[[JointSpan, str, Devices, TensorsOfSlots], TensorsOfSlots]
 """As `joint.Combine`, with the span and the request's text, which is equal on all machines, in place of notes."""
 
 
@@ -120,7 +120,7 @@ def broadcast(tensor: S, source: int, across_machines: bool = False) -> S:
     return rebuild(_exchange(span, request, tensors, partial(_broadcast, source=source)))
 
 
-def _broadcast(span: Span, text: str, devices: Devices, of_slots: TensorsOfSlots, source: int) -> TensorsOfSlots:
+def _broadcast(span: JointSpan, text: str, devices: Devices, of_slots: TensorsOfSlots, source: int) -> TensorsOfSlots:
     if span.peer_call is None:
         return _copies_for_all(devices, of_slots[source], source)
     rank = next(rank for rank in range(len(span.counts)) if source < sum(span.counts[: rank + 1]))
@@ -161,7 +161,7 @@ def reduce_scatter(tensor: S, sizes: Sequence[int] | None = None, across_machine
 
 
 def _reduce_scatter(
-    span: Span, text: str, devices: Devices, of_slots: TensorsOfSlots, sizes: Sequence[int] | None
+    span: JointSpan, text: str, devices: Devices, of_slots: TensorsOfSlots, sizes: Sequence[int] | None
 ) -> TensorsOfSlots:
     totals, counts, first = _sums_on_first(devices, of_slots), span.counts, sum(span.counts[: span.rank])
     of_all = [sizes if sizes is not None else tensor_split_sizes(each.shape[0], span.count) for each in totals]
@@ -194,7 +194,7 @@ def all_to_all(tensors: Sequence[Tensor], across_machines: bool = False) -> list
     return _exchange(span, Request("all_to_all", "", shapes), found, _all_to_all)
 
 
-def _all_to_all(span: Span, text: str, devices: Devices, of_slots: TensorsOfSlots) -> TensorsOfSlots:
+def _all_to_all(span: JointSpan, text: str, devices: Devices, of_slots: TensorsOfSlots) -> TensorsOfSlots:
     if span.peer_call is None:
         of_targets = [[of_slot[target] for of_slot in of_slots] for target in range(len(devices))]
     else:
@@ -227,7 +227,7 @@ def barrier(across_machines: bool = False) -> None:
         RuntimeError: as `all_reduce`.
     """
 
-    def all_here(span: Span, text: str, devices: Devices, of_slots: TensorsOfSlots) -> TensorsOfSlots:
+    def all_here(span: JointSpan, text: str, devices: Devices, of_slots: TensorsOfSlots) -> TensorsOfSlots:
         if span.peer_call is not None:
             span.peer_call.all_gather_object(text, None)
         return of_slots
@@ -235,7 +235,7 @@ def barrier(across_machines: bool = False) -> None:
     _exchange(span_of_caller(across_machines), Request("barrier"), [], all_here)
 
 
-def _exchange(span: Span | None, request: Request, tensors: list[Tensor], collective: Collective) -> list[Tensor]:
+def _exchange(span: JointSpan | None, request: Request, tensors: list[Tensor], collective: Collective) -> list[Tensor]:
     if span is None:
         return tensors
     is_across = span.peer_call is not None
@@ -262,14 +262,14 @@ def _sums_on_first(devices: Devices, of_slots: TensorsOfSlots) -> list[Tensor]:
     return [*ReduceAddCoalesced.apply(devices[0], count, *chain.from_iterable(of_slots))] if count else []
 
 
-def _all_reduce(span: Span, text: str, devices: Devices, of_slots: TensorsOfSlots) -> TensorsOfSlots:
+def _all_reduce(span: JointSpan, text: str, devices: Devices, of_slots: TensorsOfSlots) -> TensorsOfSlots:
     totals = _sums_on_first(devices, of_slots)
     if span.peer_call is not None:
         totals = across.summed(span.peer_call, text, totals)
     return _copies_for_all(devices, totals)
 
 
-def _all_gather(span: Span, text: str, devices: Devices, of_slots: TensorsOfSlots, dim: int) -> TensorsOfSlots:
+def _all_gather(span: JointSpan, text: str, devices: Devices, of_slots: TensorsOfSlots, dim: int) -> TensorsOfSlots:
     found = [Gather.apply(devices[0], dim, *parts) for parts in zip(*of_slots, strict=True)]
     if span.peer_call is not None:
         found, _ = across.gathered(span.peer_call, text, found, dim)

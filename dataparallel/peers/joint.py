@@ -1,4 +1,4 @@
-"""`joint` runs one collective for all replicas of a `Span`: it gathers their tensors, and hands out the results.
+"""`joint` runs one collective for all replicas of a `JointSpan`: it gathers their tensors, and hands out the results.
 
 The last replica to arrive computes for all, with nodes of the graph that span all devices, so that a backward reaches
 all devices at once. The state of its thread must not matter: see `_Input`, `_hooks_disabled` and `_on_streams`.
@@ -20,11 +20,11 @@ from dataparallel.comm.streams.current import Event, current_streams, memory_of,
 from dataparallel.peers.checkpoint import check_checkpoints, note_results, replayed_place, results_of_forward
 from dataparallel.replicas.graphs.captured import CannotBeCaptured
 from dataparallel.replicas.graphs.pieces import is_capturing
-from dataparallel.threads.meetings import Place, here
+from dataparallel.threads.meetings import MeetingPlace, here
 
 
 @dataclass(frozen=True)
-class Span:
+class JointSpan:
     """The replicas of a collective, seen from one of them.
 
     Attributes:
@@ -35,7 +35,7 @@ class Span:
         peer_call: a ``machines.peer_rounds.PeerCall`` if the collective spans several machines.
     """
 
-    place: Place
+    place: MeetingPlace
     index: int
     counts: tuple[int, ...]
     rank: int = 0
@@ -47,7 +47,7 @@ class Span:
         return sum(self.counts)
 
 
-def span_of_caller(across_machines: bool = False) -> Span | None:
+def span_of_caller(across_machines: bool = False) -> JointSpan | None:
     """The span of a collective that the calling replica begins; ``None`` if there is only one replica.
 
     The first call with ``across_machines`` in a forward is a collective itself: all replicas on all machines make it.
@@ -59,10 +59,10 @@ def span_of_caller(across_machines: bool = False) -> Span | None:
         raise CannotBeCaptured("a collective between replicas waits for the others, which are not captured meanwhile")
     if across_machines and place.meeting.machines is not None and place.meeting.machines.size > 1:
         return _across(place, place.meeting.machines)
-    return None if place.count == 1 else Span(place, place.index, (place.count,))
+    return None if place.count == 1 else JointSpan(place, place.index, (place.count,))
 
 
-def _across(place: Place, peer_call: Any) -> Span:
+def _across(place: MeetingPlace, peer_call: Any) -> JointSpan:
     if peer_call.counts is None:
 
         def begin(values: list[Any]) -> list[Any]:
@@ -71,7 +71,7 @@ def _across(place: Place, peer_call: Any) -> Span:
 
         place.meet("the first collective across machines", None, begin)
     counts, rank = tuple(peer_call.counts), peer_call.rank
-    return Span(place, sum(counts[:rank]) + place.index, counts, rank, peer_call)
+    return JointSpan(place, sum(counts[:rank]) + place.index, counts, rank, peer_call)
 
 
 @_torch.not_traced
@@ -102,7 +102,7 @@ Combine: TypeAlias = Callable[[Sequence[torch.device], list[list[Tensor]], list[
 
 
 @dataclass(frozen=True)
-class _Signature:
+class _CollectiveSignature:
     """The dtype and shape that a tensor must have in all replicas. A size that may differ is ``None``."""
 
     dtype: torch.dtype
@@ -127,7 +127,7 @@ class Request:
 
     name: str
     detail: str = ""
-    tensors: tuple[_Signature, ...] = ()
+    tensors: tuple[_CollectiveSignature, ...] = ()
     inference: bool = False
     across_machines: bool = False
 
@@ -137,14 +137,14 @@ class Request:
         return f"{self.name}({self.detail}){of}{where}{' in inference mode' if self.inference else ''}"
 
 
-def described(tensors: Sequence[Tensor], free_dim: int | None = None) -> tuple[_Signature, ...]:
+def described(tensors: Sequence[Tensor], free_dim: int | None = None) -> tuple[_CollectiveSignature, ...]:
     """The signatures of ``tensors``; sizes along ``free_dim`` may differ."""
     signatures = []
     for tensor in tensors:
         shape: list[int | None] = [*tensor.shape]
         if free_dim is not None:
             shape[free_dim] = None
-        signatures.append(_Signature(tensor.dtype, tuple(shape)))
+        signatures.append(_CollectiveSignature(tensor.dtype, tuple(shape)))
     return tuple(signatures)
 
 
@@ -164,7 +164,7 @@ class _Input:
 
 
 def joint(
-    place: Place, request: Request, tensors: Sequence[Tensor], combine: Combine, note: Any = None
+    place: MeetingPlace, request: Request, tensors: Sequence[Tensor], combine: Combine, note: Any = None
 ) -> list[Tensor]:
     """Runs a collective and returns this replica's results. All replicas have to call it with an equal request.
 

@@ -25,7 +25,7 @@ from dataparallel.forms.replicate_state import ReplicateState
 from dataparallel.testing.cases import Batch, Build, adamw
 from dataparallel.testing.steps import (
     Loss,
-    Step,
+    StepResults,
     as_leaves,
     assert_equal,
     assert_steps_match,
@@ -63,7 +63,7 @@ def reference_step_by_chunks(
     dim: int = 0,
     loss: Loss = mean_square_loss,
     perturbation: Perturbation | None = None,
-) -> Step:
+) -> StepResults:
     """The step that `source` takes on `slots` slots, computed by separate modules on one device.
 
     The batch is cut as by `torch.chunk`. Each chunk runs through its own module from `build`, which
@@ -82,7 +82,7 @@ def reference_step_by_chunks(
     for name, _ in source.named_parameters():
         present = [g for weights in parameters if (g := weights[name].grad) is not None]
         gradients[name] = sum(present[1:], start=present[0]) if present else None
-    return Step(
+    return StepResults(
         detached(output),
         gradients,
         [detached(leaf.grad) for leaf in inputs],
@@ -240,7 +240,7 @@ def _copy(build: Build, source: nn.Module, slot: int, perturbation: Perturbation
     return copy
 
 
-def _adopt(module: nn.Module, step: Step) -> None:
+def _adopt(module: nn.Module, step: StepResults) -> None:
     for name, parameter in module.named_parameters():
         parameter.grad = step.gradients[name]
     with torch.no_grad():

@@ -24,7 +24,7 @@ Loss = Callable[[Any], Tensor]
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResults:
     """The results of one forward and one backward.
 
     `gradients` has an entry for every parameter (`None` if it has no gradient), `input_gradients`
@@ -53,7 +53,7 @@ def run_step(
     *,
     loss: Loss = mean_square_loss,
     call: Callable[..., Any] | None = None,
-) -> Step:
+) -> StepResults:
     """Runs forward through `call` (`module` itself by default) and backward, and returns the results.
 
     `batch` is a tuple of positional arguments and a dict of keyword arguments on any device.
@@ -63,7 +63,7 @@ def run_step(
     (args, kwargs), inputs = as_leaves(batch, device_of(module))
     output = (call or module)(*args, **kwargs)
     loss(output).backward()
-    return Step(
+    return StepResults(
         detached(output),
         {name: detached(parameter.grad) for name, parameter in module.named_parameters()},
         [detached(leaf.grad) for leaf in inputs],
@@ -71,7 +71,7 @@ def run_step(
     )
 
 
-def assert_steps_match(actual: Step, expected: Step, *, atol: float = 1e-9) -> None:
+def assert_steps_match(actual: StepResults, expected: StepResults, *, atol: float = 1e-9) -> None:
     """Fail with the name of the first tensor that differs by more than `atol`, or is missing.
 
     Two sparse tensors are compared by their dense values. A sparse and a dense one differ.

@@ -50,10 +50,10 @@ class Scheduler(Protocol):
         """Lets parked slots go on as soon as they have permits, in slot order. Any thread may call this."""
 
 
-_current_place: ContextVar[Place | None] = ContextVar("dataparallel_place", default=None)
+_current_place: ContextVar[MeetingPlace | None] = ContextVar("dataparallel_place", default=None)
 
 
-def here() -> Place | None:
+def here() -> MeetingPlace | None:
     """Returns the place of the replica whose forward calls this; ``None`` outside of a parallel forward.
 
     A nested call on several slots has places of its own. A nested call on one slot has no replica, so its module has
@@ -62,7 +62,7 @@ def here() -> Place | None:
     return _current_place.get()
 
 
-class Place:
+class MeetingPlace:
     """One replica in the meeting of its call.
 
     Attributes:
@@ -156,7 +156,7 @@ class Meeting:
 
     def run_replica(self, index: int, task: Callable[[], T]) -> T:
         """Runs the replica's ``task`` at the place ``index``."""
-        token = _current_place.set(Place(index, self))
+        token = _current_place.set(MeetingPlace(index, self))
         try:
             result = task()
         except BaseException as error:

@@ -53,18 +53,18 @@ class HostWait:
 
 
 @contextmanager
-def counted() -> Iterator[Counts]:
+def counted() -> Iterator[CudaCounts]:
     """Counts what the whole process, all threads, asks of CUDA while inside.
 
     Blocks may be nested, and several threads may be inside: each block counts everything that happens. Launches and
     copied bytes are those of `torch.sim.counted`.
 
     Yields:
-        `Counts`. Inside the block they are the counts so far; after it they stay.
+        `CudaCounts`. Inside the block they are the counts so far; after it they stay.
     """
     compiled().keep_lines(True)
     try:
-        with shared.counting(Counts()) as result:
+        with shared.counting(CudaCounts()) as result:
             yield result
     finally:
         compiled().keep_lines(False)
@@ -78,7 +78,7 @@ class _Reading:
     in_graphs: list[int]
 
 
-class Counts(shared.Counts):
+class CudaCounts(shared.Counts):
     """What has been counted since `counted` was entered, until its end or, inside the block, until now.
 
     Besides what it has of `torch.sim.counted` (``launches``, ``copied``, ``sent``, ``received``):

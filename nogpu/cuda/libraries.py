@@ -26,7 +26,7 @@ from nogpu.compiling import (
     build_library,
 )
 from nogpu.cuda import cupy_imports, possible
-from nogpu.cuda.machine import Machine
+from nogpu.cuda.machine import CudaMachine
 from nogpu.cuda.possible import CUDA
 
 SOURCES = Path(__file__).parents[1] / "csrc" / "nvrtc"
@@ -62,7 +62,7 @@ LINKS = {"works": 0, "missing": 1, "broken": 2}
 _opened: dict[str, ctypes.CDLL] = {}
 
 
-def open_libraries(machine: Machine | None = None) -> Path:
+def open_libraries(machine: CudaMachine | None = None) -> Path:
     """Compiles the libraries if they are not in the cache, opens them for the whole process, and sets up the machine.
 
     Args:
@@ -170,7 +170,7 @@ def _call(name: str, *arguments: Any) -> None:
         raise ValueError(message.decode())
 
 
-def _set_machine(machine: Machine) -> None:
+def _set_machine(machine: CudaMachine) -> None:
     try:
         _call(
             "standin_set_machine",
@@ -199,7 +199,7 @@ def set_capacity(device: int, size: int) -> None:
 
 
 @dataclass(frozen=True)
-class Counts:
+class RuntimeCounts:
     """What this process has called since it began, or since `forget_counts`.
 
     Attributes:
@@ -215,11 +215,11 @@ class Counts:
     host_waits: int
 
 
-def counts() -> Counts:
+def counts() -> RuntimeCounts:
     """Returns what this process has called."""
     function = _library()["standin_counts"]
     function.restype = ctypes.c_char_p
-    return Counts(**json.loads(function()))
+    return RuntimeCounts(**json.loads(function()))
 
 
 def forget_counts() -> None:

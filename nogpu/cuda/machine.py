@@ -14,7 +14,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Machine:
+class CudaMachine:
     """Devices that are all alike.
 
     Attributes:
@@ -51,7 +51,7 @@ LIKE: dict[str, tuple[str, int, int, int, int, bool]] = {
 """What a device can be like."""
 
 
-def machine_like(like: str, devices: int) -> Machine:
+def machine_like(like: str, devices: int) -> CudaMachine:
     """Returns the machine with so many devices of that kind.
 
     Raises:
@@ -65,4 +65,4 @@ def machine_like(like: str, devices: int) -> Machine:
     if like not in LIKE:
         raise ValueError(f"a stand-in's devices are like one of {', '.join(LIKE)}; got {like!r}")
     name, major, minor, gib, processors, peers = LIKE[like]
-    return Machine(devices, like, f"{name} (stand-in, no GPU)", major, minor, gib * _GIB, processors, peers)
+    return CudaMachine(devices, like, f"{name} (stand-in, no GPU)", major, minor, gib * _GIB, processors, peers)

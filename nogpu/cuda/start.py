@@ -19,13 +19,13 @@ from typing import Any
 
 from nogpu.compiling import SimulationUnavailable
 from nogpu.cuda import libraries, possible
-from nogpu.cuda.machine import Machine, machine_like
+from nogpu.cuda.machine import CudaMachine, machine_like
 
 VARIABLE = "NOGPU_STAND_IN"
 FOLDER = str(Path(__file__).with_name("inherited"))
 
 
-def tell_children(machine: Machine, hide_gpus: bool, torch_file: Path) -> None:
+def tell_children(machine: CudaMachine, hide_gpus: bool, torch_file: Path) -> None:
     """Lets the processes that this one starts from now on have the same stand-in."""
     os.environ[VARIABLE] = json.dumps(
         {"devices": machine.devices, "like": machine.like, "hide_gpus": hide_gpus, "torch": str(torch_file)}
@@ -44,17 +44,17 @@ def told() -> dict[str, Any] | None:
 
 
 _lock = threading.RLock()
-_machine: Machine | None = None
+_machine: CudaMachine | None = None
 _finished = False
 _failed: SimulationUnavailable | None = None  # raised again by every later call
 
 
-def machine() -> Machine | None:
+def machine() -> CudaMachine | None:
     """The machine whose devices this process has, or ``None`` if no stand-in has been started."""
     return _machine
 
 
-def begin(wanted: Machine, hide_gpus: bool) -> None:
+def begin(wanted: CudaMachine, hide_gpus: bool) -> None:
     """Puts libraries in the place of CUDA's, here and in processes that this one starts. torch comes next.
 
     Raises:
@@ -146,7 +146,7 @@ def spec_of_torch() -> ModuleSpec | None:
 class _Starting(Loader):
     """Loads torch as its own loader does, after the first step of the start and before the second."""
 
-    def __init__(self, own: Loader, machine: Machine, hide_gpus: bool) -> None:
+    def __init__(self, own: Loader, machine: CudaMachine, hide_gpus: bool) -> None:
         self._own, self._machine, self._hide_gpus = own, machine, hide_gpus
 
     def __getattr__(self, name: str) -> Any:

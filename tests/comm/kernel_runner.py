@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import dataparallel.comm
-from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, THREADS, Launch, pack
+from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, THREADS, KernelLaunch, pack
 
 SOURCE = Path(dataparallel.comm.__file__).parent / "kernels.cu"
 SHIM = Path(__file__).with_name("kernel_shim.cpp")
@@ -35,7 +35,7 @@ class Kernels:
         assert done.returncode == 0, done.stderr
         self.library = ctypes.CDLL(str(library))
 
-    def run(self, launch: Launch, *, threads: int = THREADS, backwards: bool = False) -> None:
+    def run(self, launch: KernelLaunch, *, threads: int = THREADS, backwards: bool = False) -> None:
         name, table, *numbers, blocks = launch
         assert threads <= THREADS
         self.library.launch(
@@ -55,12 +55,12 @@ class Kernels:
         return rounded
 
 
-def copying(sources: Sequence[Tensor], destinations: Sequence[Sequence[Tensor]], *, max_blocks: int) -> Launch:
+def copying(sources: Sequence[Tensor], destinations: Sequence[Sequence[Tensor]], *, max_blocks: int) -> KernelLaunch:
     """Copies each contiguous source into the tensors at its position in every list of destinations."""
     return pack(COPY_KERNEL, _pointers([sources, *destinations]), [t.nbytes for t in sources], max_blocks=max_blocks)
 
 
-def summing(slots: Sequence[Sequence[Tensor]], out: Sequence[Tensor], *, max_blocks: int) -> Launch:
+def summing(slots: Sequence[Sequence[Tensor]], out: Sequence[Tensor], *, max_blocks: int) -> KernelLaunch:
     """Sums the slots' contiguous tensors, all of one dtype, into those of ``out``."""
     kernel = SUM_KERNELS[out[0].dtype]
     counts = [tensor.nbytes // kernel.itemsize for tensor in out]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataparallel.comm.choice import Choice, choose
-from dataparallel.comm.settings import ROUTES, TRANSPORTS, Settings
+from dataparallel.comm.settings import ROUTES, TRANSPORTS, CommSettings
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -49,7 +49,7 @@ def decide(
     work: str,
     where: list[torch.device],
     nbytes: int = LARGE,
-    settings: Settings = Settings(),  # noqa: B008
+    settings: CommSettings = CommSettings(),  # noqa: B008
     available: dict[str, str | None] = PLAIN,
     failed_pairs: object = frozenset(),
 ) -> Choice:
@@ -95,7 +95,7 @@ TABLE = [
 def test_by_default_plain_copies_take_a_route(
     where: list, work: str, nbytes: int, route: str, deterministic: bool, available: dict
 ) -> None:
-    settings = Settings(deterministic=deterministic)
+    settings = CommSettings(deterministic=deterministic)
     assert decide(work, where, nbytes, settings, available)[:2] == ("copy", route)
 
 
@@ -115,7 +115,7 @@ def test_a_route_that_is_asked_for_is_taken_by_plain_copies(
     work: str, asked: str, route: str, where: list, transport: str | None
 ) -> None:
     for nbytes in (SMALL, LARGE):
-        assert decide(work, where, nbytes, Settings(transport, asked), ALL)[:2] == ("copy", route)
+        assert decide(work, where, nbytes, CommSettings(transport, asked), ALL)[:2] == ("copy", route)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_route_that_is_asked_for_is_taken_by_plain_copies(
 )
 def test_a_transport_that_is_asked_for_is_used(transport: str, work: str, where: list, deterministic: bool) -> None:
     for nbytes in (SMALL, LARGE):
-        choice = decide(work, where, nbytes, Settings(transport, deterministic=deterministic), ALL)
+        choice = decide(work, where, nbytes, CommSettings(transport, deterministic=deterministic), ALL)
         assert choice.transport == transport
         assert "asked for" in choice.reason
 
@@ -161,8 +161,8 @@ def test_a_call_that_a_transport_does_not_support_falls_back_to_plain_copies(
     transport: str, work: str, where: list, also: dict, words: str, available: dict
 ) -> None:
     for route in (None, *ROUTES):
-        choice = decide(work, where, settings=Settings(transport, route, **also), available=available)
-        assert choice[:2] == decide(work, where, settings=Settings("copy", route, **also), available=available)[:2]
+        choice = decide(work, where, settings=CommSettings(transport, route, **also), available=available)
+        assert choice[:2] == decide(work, where, settings=CommSettings("copy", route, **also), available=available)[:2]
     assert f"{transport!r} was asked for, but this {work} falls back to plain copies" in choice.reason
     assert words in choice.reason
 
@@ -171,7 +171,7 @@ def test_a_call_that_a_transport_does_not_support_falls_back_to_plain_copies(
 def test_a_call_that_falls_back_is_not_refused_for_a_broken_pair(transport: str) -> None:
     with_cpu = [CPU, *cuda(0, 1, 2)]
     for work, where in (("gather", CUDA_8), ("scatter", with_cpu), ("broadcast", with_cpu), ("reduce_add", with_cpu)):
-        assert decide(work, where, settings=Settings(transport), failed_pairs={BROKEN}).transport == "host"
+        assert decide(work, where, settings=CommSettings(transport), failed_pairs={BROKEN}).transport == "host"
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_transport_that_cannot_is_refused_with_the_reason(
     transport: str, where: list, available: dict, words: list[str]
 ) -> None:
     with pytest.raises(ValueError, match=f"'{transport}' was asked for") as caught:
-        decide("broadcast", where, settings=Settings(transport), available=available)
+        decide("broadcast", where, settings=CommSettings(transport), available=available)
     for word in words:
         assert word in str(caught.value)
 
@@ -198,7 +198,7 @@ def test_a_transport_that_cannot_is_refused_with_the_reason(
 @pytest.mark.parametrize("where", [ONE, ONE_TWICE, CPU_SLOTS])
 def test_where_nothing_travels_no_transport_is_refused(transport: str, where: list) -> None:
     for work in WORK:
-        assert decide(work, where, settings=Settings(transport), available={})[:2] == ("copy", "star")
+        assert decide(work, where, settings=CommSettings(transport), available={})[:2] == ("copy", "star")
 
 
 # A broken pair
@@ -207,8 +207,10 @@ BROKEN = (torch.device("cuda", 2), torch.device("cuda", 1))
 
 
 @pytest.mark.parametrize("work", WORK)
-@pytest.mark.parametrize("settings", [Settings(), Settings("copy"), Settings("host"), Settings(route="chain")])
-def test_a_call_with_a_broken_pair_goes_through_the_host(work: str, settings: Settings) -> None:
+@pytest.mark.parametrize(
+    "settings", [CommSettings(), CommSettings("copy"), CommSettings("host"), CommSettings(route="chain")]
+)
+def test_a_call_with_a_broken_pair_goes_through_the_host(work: str, settings: CommSettings) -> None:
     choice = decide(work, CUDA_8, LARGE, settings, ALL, {BROKEN})
     assert choice[:2] == ("host", "star")
     if settings.transport != "host":
@@ -224,7 +226,7 @@ def test_calls_without_the_broken_pair_are_as_ever() -> None:
 @pytest.mark.parametrize("transport", ["nccl", "cupy"])
 def test_a_transport_that_needs_the_broken_pair_is_refused(transport: str) -> None:
     with pytest.raises(ValueError, match="from cuda:2 to cuda:1") as caught:
-        decide("broadcast", CUDA_8, settings=Settings(transport), available=ALL, failed_pairs=[BROKEN])
+        decide("broadcast", CUDA_8, settings=CommSettings(transport), available=ALL, failed_pairs=[BROKEN])
     assert "'host'" in str(caught.value)
     assert "DATAPARALLEL_PEER_CHECK" in str(caught.value)
 
@@ -232,7 +234,9 @@ def test_a_transport_that_needs_the_broken_pair_is_refused(transport: str) -> No
 # Whatever is asked, wherever
 
 DEVICES = st.sampled_from([cuda(0, 1, 2, 3), sim(0, 1, 2, 3), [CPU, *cuda(0, 1)], [CPU]])
-SETTINGS = st.builds(Settings, st.sampled_from([None, *TRANSPORTS]), st.sampled_from([None, *ROUTES]), st.booleans())
+SETTINGS = st.builds(
+    CommSettings, st.sampled_from([None, *TRANSPORTS]), st.sampled_from([None, *ROUTES]), st.booleans()
+)
 AVAILABLE = st.fixed_dictionaries({name: st.sampled_from([None, "it is not here"]) for name in ("nccl", "cupy")})
 
 
@@ -244,7 +248,7 @@ def test_a_choice_can_always_be_carried_out(
     work: str,
     where: list,
     nbytes: int,
-    settings: Settings,
+    settings: CommSettings,
     available: dict,
     data: st.DataObject,
 ) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 from dataparallel.comm import settings
-from dataparallel.comm.settings import ROUTES, TRANSPORTS, Settings, current, held, using
+from dataparallel.comm.settings import ROUTES, TRANSPORTS, CommSettings, current, held, using
 
 pytestmark = pytest.mark.devices("cpu")  # no settings of devices: once is enough
 
@@ -22,25 +22,25 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable in NAMES:
         monkeypatch.delenv(variable, raising=False)
     with settings._set({}):  # as in a thread that is in no block
-        assert current() == Settings(transport=None, route=None, deterministic=True)
+        assert current() == CommSettings(transport=None, route=None, deterministic=True)
         yield
 
 
 def test_nested_blocks_change_only_what_they_name() -> None:
     with using(transport="copy", deterministic=False):
         with using(route="chain"):
-            assert current() == Settings("copy", "chain", False)
+            assert current() == CommSettings("copy", "chain", False)
             with using(transport="host", deterministic=True):
-                assert current() == Settings("host", "chain", True)
-            assert current() == Settings("copy", "chain", False)
-        assert current() == Settings("copy", None, False)
-    assert current() == Settings()
+                assert current() == CommSettings("host", "chain", True)
+            assert current() == CommSettings("copy", "chain", False)
+        assert current() == CommSettings("copy", None, False)
+    assert current() == CommSettings()
 
 
 def test_an_error_ends_a_block_too() -> None:
     with pytest.raises(KeyError), using(route="star"):
         raise KeyError
-    assert current() == Settings()
+    assert current() == CommSettings()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -48,22 +48,22 @@ def test_an_error_ends_a_block_too() -> None:
 def test_the_environment_says_it_at_each_call(transport: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATAPARALLEL_TRANSPORT", transport)
     monkeypatch.setenv("DATAPARALLEL_ROUTE", route)
-    assert current() == Settings(transport, route)
+    assert current() == CommSettings(transport, route)
     monkeypatch.delenv("DATAPARALLEL_TRANSPORT")
-    assert current() == Settings(None, route)
+    assert current() == CommSettings(None, route)
 
 
 def test_a_block_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATAPARALLEL_TRANSPORT", "nccl")
     monkeypatch.setenv("DATAPARALLEL_ROUTE", "star")
     with using(transport="copy"):
-        assert current() == Settings("copy", "star")
+        assert current() == CommSettings("copy", "star")
 
 
 @pytest.mark.parametrize("variable", NAMES)
 def test_an_empty_variable_says_nothing(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "")
-    assert current() == Settings()
+    assert current() == CommSettings()
 
 
 @pytest.mark.parametrize("variable", NAMES)
@@ -88,7 +88,7 @@ def test_deterministic_is_a_bool(value: object) -> None:
         pytest.fail("the block has begun")
 
 
-def seen_in_a_thread(context: contextvars.Context) -> Settings:
+def seen_in_a_thread(context: contextvars.Context) -> CommSettings:
     seen = []
     thread = threading.Thread(target=lambda: seen.append(context.run(current)))
     thread.start()
@@ -98,8 +98,8 @@ def seen_in_a_thread(context: contextvars.Context) -> Settings:
 
 def test_a_thread_sees_what_its_context_has_been_told() -> None:
     with using(transport="host"):
-        assert seen_in_a_thread(contextvars.copy_context()) == Settings("host")
-        assert seen_in_a_thread(contextvars.Context()) == Settings()
+        assert seen_in_a_thread(contextvars.copy_context()) == CommSettings("host")
+        assert seen_in_a_thread(contextvars.Context()) == CommSettings()
 
 
 def test_replicas_see_it(slots: list, root: torch.device) -> None:
@@ -113,7 +113,7 @@ def test_replicas_see_it(slots: list, root: torch.device) -> None:
     model = DataParallel(Looks(), slots)
     with using(transport="copy", route="star"):
         model(torch.zeros(len(slots), 2, device=root))
-    assert seen == [Settings("copy", "star")] * len(slots)
+    assert seen == [CommSettings("copy", "star")] * len(slots)
 
 
 def test_what_is_held_comes_before_the_environment(

@@ -115,7 +115,7 @@ def test_a_program_chooses_the_gpus_that_it_sees(slots, tmp_path, options):
 
 
 def test_a_program_that_wraps_nothing_is_told(script, capsys, monkeypatch):
-    monkeypatch.setattr(torch_rules, "counts", torch_rules.Counts())
+    monkeypatch.setattr(torch_rules, "counts", torch_rules.FallbackCounts())
     script.write_text("print('plain')")
     for options in ([], ["--report"]):
         main([*options, str(script)])

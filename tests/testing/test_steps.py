@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import (
-    Step,
+    StepResults,
     assert_steps_match,
     chunks,
     concatenate,
@@ -18,11 +18,11 @@ from dataparallel.testing.steps import (
 
 
 @pytest.fixture
-def step() -> Step:
+def step() -> StepResults:
     return run_step(seeded(nn.Linear, 6, 3)(), numbers(6)(4, 0))
 
 
-def test_a_step_has_gradients_of_parameters_and_inputs(step: Step) -> None:
+def test_a_step_has_gradients_of_parameters_and_inputs(step: StepResults) -> None:
     assert sorted(step.gradients) == ["bias", "weight"]
     assert [gradient.shape for gradient in step.input_gradients] == [(4, 6)]
     assert step.output.grad_fn is None
@@ -40,14 +40,14 @@ def test_a_step_has_gradients_of_parameters_and_inputs(step: Step) -> None:
     ],
     ids=["missing", "sparse", "2e-9", "dtype"],
 )
-def test_a_difference_is_named(step: Step, change, message: str) -> None:
+def test_a_difference_is_named(step: StepResults, change, message: str) -> None:
     gradients = {**step.gradients, "weight": change(step.gradients["weight"])}
     other = dataclasses.replace(step, gradients=gradients)
     with pytest.raises(AssertionError, match=message):
         assert_steps_match(other, step)
 
 
-def test_another_structure_is_a_difference(step: Step) -> None:
+def test_another_structure_is_a_difference(step: StepResults) -> None:
     with pytest.raises(AssertionError, match="output is"):
         assert_steps_match(dataclasses.replace(step, output=[step.output]), step)
 

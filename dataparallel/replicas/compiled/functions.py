@@ -240,7 +240,7 @@ def _hooks(module: nn.Module) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True)
-class Counts:
+class FrameCounts:
     """How often frames of Python were compiled, and how often that failed, so that a frame runs as it is.
 
     A call without graph breaks is one frame. Each further part between two graph breaks is one more.
@@ -253,9 +253,9 @@ class Counts:
     compilations: Counter[torch.device | None] = field(default_factory=Counter)
     eager: Counter[torch.device | None] = field(default_factory=Counter)
 
-    def __sub__(self, earlier: Counts) -> Counts:
+    def __sub__(self, earlier: FrameCounts) -> FrameCounts:
         """What has happened since ``earlier``."""
-        return Counts(self.compilations - earlier.compilations, self.eager - earlier.eager)
+        return FrameCounts(self.compilations - earlier.compilations, self.eager - earlier.eager)
 
     @property
     def total(self) -> int:
@@ -264,13 +264,13 @@ class Counts:
 
 
 _counts_lock = threading.Lock()
-_now = Counts()
+_now = FrameCounts()
 
 
-def counts() -> Counts:
+def counts() -> FrameCounts:
     """The counts of this process until now."""
     with _counts_lock:
-        return Counts(_now.compilations.copy(), _now.eager.copy())
+        return FrameCounts(_now.compilations.copy(), _now.eager.copy())
 
 
 def _note(device: torch.device | None, compilations: int, eager: int) -> None:

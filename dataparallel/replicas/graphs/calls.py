@@ -21,7 +21,7 @@ from dataparallel.replicas.build import ParameterRegistry
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, call_inside, compiled_call, use_cuda_graphs
 from dataparallel.replicas.graphs.captures import Captures, Segment, warn_once
 from dataparallel.replicas.graphs.kinds import contents_of
-from dataparallel.replicas.graphs.places import Place
+from dataparallel.replicas.graphs.places import CapturePlace
 from dataparallel.replicas.graphs.pools import Pools
 from dataparallel.replicas.graphs.segments import Segments, why_none
 from dataparallel.replicas.plan import ModulePlan
@@ -64,7 +64,7 @@ class GraphedReplicas:
     """
 
     def __init__(self) -> None:
-        self._places: dict[torch.device, Place] = {}
+        self._places: dict[torch.device, CapturePlace] = {}
         self._pools: dict[int, Pools] = {}
         self._tensors: dict[int, list[Tensor]] = {}
         self._captures: dict[tuple[int, str, Hashable], Captures] = {}
@@ -123,7 +123,7 @@ class GraphedReplicas:
         device = next(iter(devices), None)
         if device is None or device.type != "cuda" or len(devices) > 1:
             return
-        place, pools = self._places.setdefault(device, Place(device)), self._pools.setdefault(slot, Pools())
+        place, pools = self._places.setdefault(device, CapturePlace(device)), self._pools.setdefault(slot, Pools())
         segments = Segments.of(replica)
         for name, module in segments.modules.items():
             key = slot, name, contents_of(module)

@@ -26,11 +26,11 @@ from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.calls import call_inside
 from dataparallel.replicas.compiled.functions import none_compiled
 from dataparallel.replicas.graphs.copied import copy_for_capture
-from dataparallel.replicas.graphs.launch import Launch, Stage, Waiting, reads
-from dataparallel.replicas.graphs.pieces import BackwardPiece, Pieces, capturing
-from dataparallel.replicas.graphs.places import FlatGrads, Place
+from dataparallel.replicas.graphs.launch import BackwardStage, LaunchNode, Waiting, reads
+from dataparallel.replicas.graphs.pieces import BackwardPiece, CapturedPieces, capturing
+from dataparallel.replicas.graphs.places import CapturePlace, FlatGrads
 from dataparallel.replicas.graphs.pools import ForwardPool, Pools
-from dataparallel.replicas.graphs.recording import Recording
+from dataparallel.replicas.graphs.recording import CapturedGraphs
 from dataparallel.replicas.plan import UNIT_MODULE
 
 _one_at_a_time = threading.Lock()
@@ -60,7 +60,7 @@ class Captured:
     """
 
     def __init__(
-        self, module: nn.Module, leaves: Sequence[Any], spec: Any, place: Place, pool: ForwardPool, pools: Pools
+        self, module: nn.Module, leaves: Sequence[Any], spec: Any, place: CapturePlace, pool: ForwardPool, pools: Pools
     ) -> None:
         self._place, self._pool = place, pool
         self._records = torch.is_grad_enabled()
@@ -71,7 +71,7 @@ class Captured:
         tensors = [*module.parameters(), *module.buffers()]
         self._tensors = [tensor for tensor in tensors if id(tensor) not in gathered]
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]
-        self._stages: list[Stage] = []
+        self._stages: list[BackwardStage] = []
         self._first_graph: Mapping[int, int] = {}
         self.is_waiting = False
         self.launches = self.misses = 0
@@ -101,13 +101,13 @@ class Captured:
         generator = torch.cuda.default_generators[device.index]
         before = generator.clone_state()  # a capture that fails may leave the generator in it
         parameters = [p for p in module.parameters() if p.requires_grad]
-        self._forward = Recording(self._pool.pool)
+        self._forward = CapturedGraphs(self._pool.pool)
 
         def is_here() -> bool:
             return _torch.current_stream_at(device.index) == stream
 
         has_backward = self._records and bool(parameters)
-        pieces = Pieces(module, parameters, self._forward.cut if has_backward else None, is_here)
+        pieces = CapturedPieces(module, parameters, self._forward.cut if has_backward else None, is_here)
         Event(current).make_wait(stream)
         try:
             with (
@@ -144,7 +144,7 @@ class Captured:
         if any(tensor.device != self._place.device for tensor in self.outputs):
             raise CannotBeCaptured("it returns tensors on another device")
 
-    def _capture_backward(self, leaves: Sequence[Any], pieces: Pieces) -> None:
+    def _capture_backward(self, leaves: Sequence[Any], pieces: CapturedPieces) -> None:
         memory = self._memory
         assert memory is not None  # gradients are recorded
         self._first_graph = pieces.first_graph
@@ -158,21 +158,21 @@ class Captured:
             is_top = not self._stages
             inputs = [i for i, place in enumerate(static) if any(place is leaf for leaf in piece.leaves)]
             leaves_of_parameters = piece.leaves[len(inputs) :]
-            stage = Stage(
+            stage = BackwardStage(
                 outputs=self.outputs if is_top else [*piece.outputs],
                 have_grads=[output.requires_grad for output in self.outputs] if is_top else [True],
                 grad_outputs=grad_outputs,
                 inputs=inputs,
                 parameters=[pieces.parameter_of[id(leaf)][0] for leaf in leaves_of_parameters],
                 targets=[self._place.claim_grad(wanted[i]) for i in inputs],
-                recording=Recording(memory.pool),
+                recording=CapturedGraphs(memory.pool),
                 runs_once=piece.runs_once,
             )
             self._capture_stage(stage, piece, memory.buffers_for(piece.leaves))
             self._stages.insert(0, stage)
             grad_outputs = [*stage.grads_below]
 
-    def _capture_stage(self, stage: Stage, piece: BackwardPiece, buffers: Mapping[torch.dtype, Tensor]) -> None:
+    def _capture_stage(self, stage: BackwardStage, piece: BackwardPiece, buffers: Mapping[torch.dtype, Tensor]) -> None:
         below = [] if piece.below is None else [piece.below]
         wanted: list[Any] = [*(boundary.edge for boundary in below), *piece.leaves]
         # Not in the pool of backwards: another one may be launched before the piece below, and would write over them.
@@ -223,7 +223,7 @@ class Captured:
                 for stage in self._stages:
                     tensors = [wanted[i] for i in stage.inputs]
                     direct = {i for i, leaf in enumerate(tensors) if reads(leaf.grad_fn, stage.targets[i])}
-                    outputs = Launch.apply(self, stage, direct, *outputs, *tensors, *stage.parameters)
+                    outputs = LaunchNode.apply(self, stage, direct, *outputs, *tensors, *stage.parameters)
         found = iter(outputs)
         return _torch.pytree.tree_unflatten(
             [next(found) if isinstance(leaf, Tensor) else leaf for leaf in self._output_leaves], self._output_spec
@@ -239,11 +239,11 @@ class Captured:
             self._replay(graph)
 
     def launch_stage(
-        self, stage: Stage, grads: Sequence[Tensor | None], direct: Collection[int]
+        self, stage: BackwardStage, grads: Sequence[Tensor | None], direct: Collection[int]
     ) -> list[Tensor | None]:
         """Launches a piece of the backward. Returns the gradients of what its node has taken.
 
-        ``direct``: see `Launch`.
+        ``direct``: see `LaunchNode`.
         """
         for place, grad in zip(stage.grad_outputs, grads, strict=True):
             if grad is None:

@@ -23,7 +23,7 @@ from dataparallel.replicas.compiled.calls import call_inside
 from dataparallel.replicas.compiled.gate import gate
 from dataparallel.replicas.graphs.captured import CannotBeCaptured, Captured
 from dataparallel.replicas.graphs.kinds import kind_of
-from dataparallel.replicas.graphs.places import Place
+from dataparallel.replicas.graphs.places import CapturePlace
 from dataparallel.replicas.graphs.pools import ForwardPool, Pools
 from dataparallel.replicas.tree_state import TreeState
 
@@ -120,7 +120,7 @@ class _WarmUps:
 class Captures:
     """The captures of one module of one replica, for each kind of arguments. Any thread may call it."""
 
-    def __init__(self, segment: Segment, place: Place, pools: Pools, said: set[str]) -> None:
+    def __init__(self, segment: Segment, place: CapturePlace, pools: Pools, said: set[str]) -> None:
         self.segment, self._place, self._pools, self._said = segment, place, pools, said
         self._without_gradients: ForwardPool | None = None  # one launch after the other, each with its copies
         self._warm_ups: dict[Hashable, _WarmUps] = {}

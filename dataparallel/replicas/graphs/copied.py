@@ -13,11 +13,11 @@ from torch import nn
 
 from dataparallel.replicas.build import bare_module, give_attributes
 from dataparallel.replicas.compiled.calls import CALL, CompiledCall, call_inside, compiled_calls
-from dataparallel.replicas.graphs.pieces import Pieces, current_pieces, is_part
+from dataparallel.replicas.graphs.pieces import CapturedPieces, current_pieces, is_part
 from dataparallel.replicas.plan import instance_slots
 
 
-def copy_for_capture(root: nn.Module, pieces: Pieces) -> Any:
+def copy_for_capture(root: nn.Module, pieces: CapturedPieces) -> Any:
     """A copy of a tree whose modules differ in tensors and children only. It shares buffers and other attributes."""
     modules = [*root.modules()]
     copies = {id(module): bare_module(type(module)) for module in modules}
@@ -58,7 +58,7 @@ class _Lookups(dict[str, Any]):
     `Module.__getattr__` looks them up one by one, and gets those of the piece.
     """
 
-    def __init__(self, leaves: dict[str, Any], number: int, pieces: Pieces) -> None:
+    def __init__(self, leaves: dict[str, Any], number: int, pieces: CapturedPieces) -> None:
         super().__init__(leaves)
         self._number, self._pieces = number, pieces
 

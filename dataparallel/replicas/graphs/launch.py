@@ -1,4 +1,4 @@
-"""`Launch`, the nodes of a launched forward in autograd's graph. Their backwards launch the captured backward.
+"""`LaunchNode`, the nodes of a launched forward in autograd's graph. Their backwards launch the captured backward.
 
 Only ``captured`` uses this file.
 """
@@ -18,11 +18,11 @@ from dataparallel.autograd.node import Node
 if TYPE_CHECKING:
     from dataparallel.replicas.graphs.captured import Captured
     from dataparallel.replicas.graphs.places import FlatGrads
-    from dataparallel.replicas.graphs.recording import Recording
+    from dataparallel.replicas.graphs.recording import CapturedGraphs
 
 
 @dataclass(kw_only=True)
-class Stage:
+class BackwardStage:
     """A piece of a captured backward, and what its node takes and gives.
 
     Attributes:
@@ -43,7 +43,7 @@ class Stage:
     inputs: Sequence[int]
     parameters: Sequence[Tensor]
     targets: Sequence[Tensor | None]
-    recording: Recording
+    recording: CapturedGraphs
     runs_once: bool
     grads_below: Sequence[Tensor] = ()
     grads: FlatGrads | None = None
@@ -53,7 +53,7 @@ class Stage:
         return [_torch.version_of(output) for output in self.outputs]
 
 
-class Launch(Node):
+class LaunchNode(Node):
     """The node of one piece of a launch. Its backward launches that piece of the captured backward.
 
     The nodes of a launch follow each other: each but the first takes what the one below gives.
@@ -61,7 +61,7 @@ class Launch(Node):
 
     @staticmethod
     def forward(
-        ctx: Any, captured: Captured, stage: Stage, direct: Collection[int], *tensors: Tensor
+        ctx: Any, captured: Captured, stage: BackwardStage, direct: Collection[int], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         """Called after the forward has been launched. ``tensors``: what needs gradients.
 
@@ -87,7 +87,7 @@ class Launch(Node):
             RuntimeError: what the forward has saved was overwritten by a later launch, by other code, or perhaps by
                 this piece itself, if it is compiled and was launched before.
         """
-        stage: Stage = ctx.stage
+        stage: BackwardStage = ctx.stage
         if ctx.captured.launches != ctx.launch:
             raise RuntimeError(
                 "this backward needs what a forward has saved in a captured graph, and the graph was launched again "

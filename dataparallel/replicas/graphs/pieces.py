@@ -1,4 +1,4 @@
-"""`Pieces`: where one capture is cut into several graphs, so that copies between devices overlap with them.
+"""`CapturedPieces`: where one capture is cut into several graphs, so that copies between devices overlap with them.
 
 A forward is cut where parts of the module begin: each graph waits only for the parameters that its piece looks up. The
 backward is cut there too, if the one tensor with which the part begins carries all gradients back. So the gradients of
@@ -35,14 +35,14 @@ def is_capturing() -> bool:
     return current_pieces() is not None
 
 
-def current_pieces() -> Pieces | None:
+def current_pieces() -> CapturedPieces | None:
     """The pieces of what the calling thread captures."""
-    found: Pieces | None = getattr(_of_thread, "pieces", None)
+    found: CapturedPieces | None = getattr(_of_thread, "pieces", None)
     return found
 
 
 @contextmanager
-def capturing(pieces: Pieces) -> Iterator[None]:
+def capturing(pieces: CapturedPieces) -> Iterator[None]:
     """Inside the block the calling thread captures."""
     _of_thread.pieces = pieces
     try:
@@ -83,7 +83,7 @@ class BackwardPiece:
     runs_once: bool
 
 
-class Pieces:
+class CapturedPieces:
     """The pieces of one capture.
 
     Args:

@@ -18,7 +18,7 @@ from dataparallel.comm.buckets import flatten_into, plan_buckets, unflatten
 from dataparallel.replicas.graphs.launch import reads
 
 
-class Place:
+class CapturePlace:
     """A device, and which tensors on it have fixed places.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""`Recording`: graphs that are captured one after the other while one piece of code runs; `Pool`: memory for graphs.
+"""`CapturedGraphs`: graphs that are captured one after the other while one piece of code runs; `Pool`: their memory.
 
 ``captured`` and ``pools`` use this file.
 """
@@ -29,7 +29,7 @@ class Pool:
         self._graphs.add(graph)
 
 
-class Recording:
+class CapturedGraphs:
     """Graphs whose memory comes from ``pool``. They have to be launched in this order.
 
     Attributes:

@@ -1,8 +1,8 @@
 """`on_lists` runs an operator on lists of tensors, as optimizers do, once for each owner with all tensors of the list.
 
 Such operators are ``_foreach_*`` of pointwise operators, ``_fused_*`` of optimizers, and the check of gradient scaling.
-A list may mix plain tensors and sharded ones of several sets of owners; each set is a `Group` with calls of its own. As
-little Python as possible runs for each tensor. ``reductions`` has norms and maxima of lists.
+A list may mix plain tensors and sharded ones of several sets of owners; each set is a `SameOwners` with calls of its
+own. As little Python as possible runs for each tensor. ``reductions`` has norms and maxima of lists.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _is_pointwise(name: str) -> bool:
     )
 
 
-class _Signature(NamedTuple):
+class _ListSignature(NamedTuple):
     """Which arguments of an operator are lists with one item for each tensor.
 
     Attributes:
@@ -69,16 +69,16 @@ class _Signature(NamedTuple):
 
 
 @cache
-def _signature(func: OpOverload) -> _Signature:
+def _signature(func: OpOverload) -> _ListSignature:
     arguments = _torch.schema_of(func).arguments
     lists = [i for i, a in enumerate(arguments) if isinstance(a.type, torch.ListType)]
     infos = [(i, arguments[i].name, arguments[i].alias_info) for i in lists]
     written = [(i, name) for i, name, info in infos if info is not None and info.is_write and name != "state_steps"]
     numbers = [i for i, a in enumerate(arguments) if a.name == "scalars" and i not in lists]
-    return _Signature(tuple(lists), tuple(written), tuple(numbers), bool(_torch.schema_of(func).returns))
+    return _ListSignature(tuple(lists), tuple(written), tuple(numbers), bool(_torch.schema_of(func).returns))
 
 
-class Group(NamedTuple):
+class SameOwners(NamedTuple):
     """Tensors of a list that have the same owners.
 
     Attributes:
@@ -91,11 +91,11 @@ class Group(NamedTuple):
     positions: list[int]
 
 
-def groups_of(columns: Sequence[Sequence[Any]]) -> list[Group]:
+def groups_of(columns: Sequence[Sequence[Any]]) -> list[SameOwners]:
     """Groups the positions of lists of one length by the owners of the tensors there."""
     if _have_same_owners(columns[0]):  # nearly always
-        return [Group([*columns[0]], [*range(len(columns[0]))])]
-    groups: dict[Any, Group] = {}
+        return [SameOwners([*columns[0]], [*range(len(columns[0]))])]
+    groups: dict[Any, SameOwners] = {}
     for position, row in enumerate(zip(*columns, strict=True)):
         template = None
         for value in row:
@@ -104,7 +104,7 @@ def groups_of(columns: Sequence[Sequence[Any]]) -> list[Group]:
         key = None if template is None else template._devices
         group = groups.get(key)
         if group is None:
-            group = groups[key] = Group([], [])
+            group = groups[key] = SameOwners([], [])
         group.positions.append(position)
         if template is not None:
             group.templates.append(template)
@@ -163,7 +163,7 @@ def _only_reads(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _check_written(
-    func: OpOverload, signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any], group: Group
+    func: OpOverload, signature: _ListSignature, args: tuple[Any, ...], kwargs: dict[str, Any], group: SameOwners
 ) -> None:
     """Raises `NeedsWhole` if the operator would write to a slice of a plain tensor."""
     for i, name in signature.written:
@@ -181,7 +181,7 @@ def _check_written(
                 raise NeedsWhole(refusal(func, why))
 
 
-def _check_dtypes(func: OpOverload, columns: Sequence[Sequence[Any]], group: Group) -> None:
+def _check_dtypes(func: OpOverload, columns: Sequence[Sequence[Any]], group: SameOwners) -> None:
     """Raises `NeedsWhole` if machines might compute several dtypes for a result: only one machine has a 0-dim shard."""
     for position, template in zip(group.positions, group.templates, strict=True):
         tensors = [column[position] for column in columns if isinstance(column[position], Tensor)]
@@ -191,11 +191,11 @@ def _check_dtypes(func: OpOverload, columns: Sequence[Sequence[Any]], group: Gro
 
 def _calls(
     func: OpOverload,
-    signature: _Signature,
+    signature: _ListSignature,
     lists: list[int],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    group: Group,
+    group: SameOwners,
 ) -> list[tuple[list[Any], dict[str, Any]]]:
     """For each owner of a group the arguments of its call."""
     everything = len(group.positions) == len(args[lists[0]])
@@ -216,7 +216,7 @@ def _calls(
     return [([column[i] for column in columns], {name: column[i] for name, column in named.items()}) for i in owners]
 
 
-def _chosen(i: int, value: Any, signature: _Signature, lists: list[int], group: Group) -> Any:
+def _chosen(i: int, value: Any, signature: _ListSignature, lists: list[int], group: SameOwners) -> Any:
     if i in lists:
         return [value[position] for position in group.positions]
     return value[group.positions] if i in signature.single_values else value

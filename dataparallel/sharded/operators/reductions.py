@@ -19,7 +19,7 @@ from dataparallel._torch import OpOverload
 from dataparallel.comm.transport import summed_in
 from dataparallel.sharded.operators import NeedsWhole, refusal, register
 from dataparallel.sharded.operators.layout import scalar_value
-from dataparallel.sharded.operators.lists import Group, groups_of
+from dataparallel.sharded.operators.lists import SameOwners, groups_of
 from dataparallel.sharded.placements import Replicate, moved, shard_shapes
 from dataparallel.sharded.shards import all_gather_owners, stack_on_first
 from dataparallel.sharded.tensor import ShardedTensor
@@ -238,11 +238,11 @@ def _of_list(
     return results
 
 
-def _by_dtype(group: Group) -> list[Group]:
+def _by_dtype(group: SameOwners) -> list[SameOwners]:
     """Divides a group by dtype, and by whether tensors are replicated: of those only the first copy is reduced."""
-    by_key: dict[Any, Group] = {}
+    by_key: dict[Any, SameOwners] = {}
     for template, position in zip(group.templates, group.positions, strict=True):
-        subgroup = by_key.setdefault((template.dtype, isinstance(template._placement, Replicate)), Group([], []))
+        subgroup = by_key.setdefault((template.dtype, isinstance(template._placement, Replicate)), SameOwners([], []))
         subgroup.templates.append(template)
         subgroup.positions.append(position)
     return [*by_key.values()]

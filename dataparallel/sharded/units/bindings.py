@@ -1,4 +1,4 @@
-"""Connects a unit to the user (`Settings`), the user's modules (`ModuleRegistries`) and its tree (`TreeBinding`)."""
+"""A unit's ties: to the user (`UnitSettings`), the user's modules (`ModuleRegistries`), its tree (`TreeBinding`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Precision:
 
 
 @dataclass(eq=False, repr=False)
-class Settings:
+class UnitSettings:
     """The settings of a unit, which a user may change at any time.
 
     Attributes:

@@ -20,7 +20,7 @@ from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.replicas.compiled.gate import gate
 from dataparallel.sharded.units.buffers import out_of_memory_error
 from dataparallel.sharded.units.shards import OwnedShards, PullSource, wait_for
-from dataparallel.threads.meetings import Place, Scheduler, here
+from dataparallel.threads.meetings import MeetingPlace, Scheduler, here
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
@@ -118,7 +118,9 @@ class GatherBudget:
             return None
         return gate.run_aside(self._wait, place, place.meeting.scheduler, needed, attempt)
 
-    def _wait(self, place: Place, turns: Scheduler, needed: JointGathers, attempt: Attempt) -> Arrived | bool | None:
+    def _wait(
+        self, place: MeetingPlace, turns: Scheduler, needed: JointGathers, attempt: Attempt
+    ) -> Arrived | bool | None:
         while not self._has_given_up:
             before = self._movements
             for gather in [*self._gathers]:

@@ -1,4 +1,4 @@
-"""`Pieces` keeps parts of a unit on groups of slots between forward and backward (``reshard_after_forward=k``).
+"""`UnitPieces` keeps parts of a unit on groups of slots between forward and backward (``reshard_after_forward=k``).
 
 Slots 0 to k - 1 are a group, the next k another, and so on. After forward a slot keeps its *piece*: the shard that it
 would own if the parameters were sharded over its group. In backward a slot gathers from its group if all members have
@@ -46,7 +46,7 @@ class Piece:
     _number_of_readers: int = 0  # slots that launch reads now
 
 
-class Pieces:
+class UnitPieces:
     """The pieces of one unit on all slots. Any thread may use it.
 
     A piece is freed once all slots of its group have read it, at the latest when the pass of backward ends.

@@ -16,13 +16,13 @@ from dataparallel.devices import CPU
 from dataparallel.profiling import note_copy
 from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.bindings import ModuleRegistries, Precision, Settings, TreeBinding
+from dataparallel.sharded.units.bindings import ModuleRegistries, Precision, TreeBinding, UnitSettings
 from dataparallel.sharded.units.buffers import naming_out_of_memory
 from dataparallel.sharded.units.chosen_inputs import reach_parameters
 from dataparallel.sharded.units.gradients import UnitGradients
 from dataparallel.sharded.units.joint_gathers import JointGathers
 from dataparallel.sharded.units.nodes import Receiver, make_outputs
-from dataparallel.sharded.units.pieces import Pieces
+from dataparallel.sharded.units.pieces import UnitPieces
 from dataparallel.sharded.units.shards import OwnedShards, PullSource, TreeStreams, cut_of, wait_for
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
 
 
-class Unit(Settings):
+class Unit(UnitSettings):
     """The parameters of one unit at their owners, and a `SlotUnit` for each slot (``slot_units``).
 
     Args:
@@ -92,7 +92,7 @@ class Unit(Settings):
         self.cuts = [cut_of(parameter) for parameter in self.parameters]
         self._parameter_flags = self._present_flags()
         self.trainable = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
-        self.pieces = Pieces(self)
+        self.pieces = UnitPieces(self)
         self.joint = JointGathers(self)
         self.gradients = UnitGradients(self)
         self.slot_units: list[SlotUnit] = []

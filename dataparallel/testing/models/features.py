@@ -106,7 +106,7 @@ class _ParameterContainers(nn.Module):
         return x * self.vectors["scale"] + self.vectors["shift"]
 
 
-class _Around(nn.Module):
+class _AroundForward(nn.Module):
     """A Python module around another one."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -280,7 +280,7 @@ CASES: tuple[Case, ...] = (
     Case("parameter_containers", seeded(_ParameterContainers), _x),
     Case("scripted", seeded(_scripted), _x),
     Case("traced", seeded(_traced), _x),
-    Case("scripted_child", seeded(lambda: _Around(_scripted())), _x),
+    Case("scripted_child", seeded(lambda: _AroundForward(_scripted())), _x),
     Case("checkpoint_reentrant", seeded(_reentrant, 0.0), _x),
     Case("checkpoint", seeded(_not_reentrant, 0.0), _x),
     Case("bound_methods", seeded(_Bound), _x),

@@ -149,7 +149,7 @@ _kept: list[TextIO] = []
 
 
 @dataclass
-class Call:
+class RankCall:
     """What all ranks of one run do.
 
     Attributes:
@@ -201,7 +201,7 @@ def run(folder: str, number: int, word: int) -> NoReturn:
 
 
 def _call(folder: Path, number: int) -> Ended:
-    call: Call = pickle.loads((folder / "call").read_bytes())
+    call: RankCall = pickle.loads((folder / "call").read_bytes())
     _settle(folder, number, call)
     function = call.found.load()
     arguments, keywords = pickle.loads(call.arguments)
@@ -211,13 +211,13 @@ def _call(folder: Path, number: int) -> Ended:
     rank = Rank(number, call.count, device, [device], "processes")
     torch.manual_seed(0)
     # Longer than the test's own timeout, which shows the stacks of all ranks.
-    comms.ours = comms.Group(f"file://{folder}/store", call.backend, call.timeout + 30)
+    comms.ours = comms.GroupOfRanks(f"file://{folder}/store", call.backend, call.timeout + 30)
     with comms.ours.made(rank) if call.comms else nullcontext():
         result = function(rank, *arguments, **keywords)
     return Ended(number, "returned", at=time.monotonic(), result=result)
 
 
-def _settle(folder: Path, number: int, call: Call) -> None:
+def _settle(folder: Path, number: int, call: RankCall) -> None:
     """Makes this process like one that the test has started itself."""
     os.environ.clear()
     os.environ.update(call.variables)

@@ -22,7 +22,7 @@ from dataparallel.testing.ranks.slots import count_devices
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ours: Group | None = None
+ours: GroupOfRanks | None = None
 """In the process of a rank: how its process group is made."""
 
 
@@ -57,7 +57,7 @@ def require(backend: str | None) -> None:
         raise unittest.SkipTest(reason)
 
 
-class Group:
+class GroupOfRanks:
     """How the ranks of one run find each other: through a file of the run, so that no port is guessed.
 
     Args:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dataparallel.testing.ranks import comms
-from dataparallel.testing.ranks.child import Call, find
+from dataparallel.testing.ranks.child import RankCall, find
 from dataparallel.testing.ranks.reports import TAIL, Ended, How, conclude
 from dataparallel.testing.ranks.start import server
 
@@ -87,7 +87,7 @@ def on_processes(
     if not hasattr(os, "fork"):
         raise unittest.SkipTest("tests in several processes fork them, which this system cannot")
     backend = _backend(backend, ranks, comms)
-    call = Call(
+    call = RankCall(
         found=found,
         arguments=arguments,
         count=ranks,
@@ -101,7 +101,7 @@ def on_processes(
         argv=list(sys.argv),
     )
     began = time.monotonic()
-    ended = _Run(call).ended()
+    ended = _ProcessRun(call).ended()
     results = conclude("processes", ended, time.monotonic() - began)
     for end in ended:
         if end.output:
@@ -139,10 +139,10 @@ class _Rank:
         del self.output[: -2 * TAIL]
 
 
-class _Run:
+class _ProcessRun:
     """One run: from the pipes to what has become of each rank."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: RankCall) -> None:
         self.call = call
         self.ranks = [_Rank(number) for number in range(call.count)]
         self.processes: list[int] = []

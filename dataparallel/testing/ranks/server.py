@@ -39,7 +39,7 @@ LINGER = 0.5
 
 
 @dataclass
-class _Run:
+class _ServedRun:
     folder: str
     socket: socket.socket
     alive: dict[int, int] = field(default_factory=dict)  # from process id to rank
@@ -80,7 +80,7 @@ def _adopt() -> None:
 class _Server:
     def __init__(self, control: socket.socket) -> None:
         self.control = control
-        self.runs: list[_Run] = []
+        self.runs: list[_ServedRun] = []
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ, None)
         # A signal that arrives between two waits makes this socket readable, so that no death is missed.
@@ -118,7 +118,7 @@ class _Server:
             return False
         folder, preload = json.loads(message)
         import_all(preload)
-        run = _Run(folder, socket.socket(fileno=descriptors[0]))
+        run = _ServedRun(folder, socket.socket(fileno=descriptors[0]))
         pipes = [(descriptors[at], descriptors[at + 1]) for at in range(1, len(descriptors), 2)]
         for number, (output, word) in enumerate(pipes):
             process = os.fork()
@@ -150,7 +150,7 @@ class _Server:
         finally:
             os._exit(child.LOST)  # `run` never returns
 
-    def obey(self, run: _Run) -> None:
+    def obey(self, run: _ServedRun) -> None:
         try:
             order = run.socket.recv(1)
         except OSError:
@@ -162,7 +162,7 @@ class _Server:
             self.selector.unregister(run.socket)
             self.signal(run, signal.SIGKILL)
 
-    def signal(self, run: _Run, number: int) -> None:
+    def signal(self, run: _ServedRun, number: int) -> None:
         for process in run.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
@@ -196,7 +196,7 @@ class _Server:
                         }
                     )
 
-    def clear(self, run: _Run) -> None:
+    def clear(self, run: _ServedRun) -> None:
         """Tells of dead ranks once all their children are gone; forgets the run once nothing is left of it."""
         for process, until in list(run.lingering.items()):
             try:
@@ -221,7 +221,7 @@ class _Server:
             run.socket.close()
             self.runs.remove(run)
 
-    def tell(self, run: _Run, news: object) -> None:
+    def tell(self, run: _ServedRun, news: object) -> None:
         with contextlib.suppress(OSError):  # nobody listens any more
             run.socket.sendall(json.dumps(news).encode() + b"\n")
 

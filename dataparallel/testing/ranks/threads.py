@@ -89,11 +89,11 @@ def on_threads(
             )
         began = time.monotonic()
         with contextlib.nullcontext() if threaded is None else installed(threaded, lambda: bool(_abandoned)):
-            ended = _Run(function, args, kwargs, ranks, timeout, threaded).ended()
+            ended = _ThreadRun(function, args, kwargs, ranks, timeout, threaded).ended()
         return conclude("threads", ended, time.monotonic() - began)
 
 
-class _Run:
+class _ThreadRun:
     """One run: its threads, and what has become of each."""
 
     def __init__(

@@ -20,7 +20,7 @@ from dataparallel.testing.sharding.targets import Target
 
 
 @dataclass
-class Outcome:
+class OperatorOutcome:
     """What a call has done.
 
     Attributes:
@@ -40,7 +40,7 @@ class Outcome:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
 
 
-class Call:
+class OperatorCall:
     """A call that is repeated on other tensors.
 
     Attributes:
@@ -67,7 +67,7 @@ class Call:
         if gradients and not any(flat[place][1].requires_grad for place in self._places):
             raise ValueError(f"gradients of {self.name} are to be compared, but no argument requires one")
 
-    def on_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
+    def on_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OperatorOutcome:
         """What is right: the outcome on copies of the arguments. Finds out what the operator writes to.
 
         Raises:
@@ -82,7 +82,7 @@ class Call:
                 )
         return first
 
-    def on_distributed(self, args: Any, kwargs: Any, target: Target) -> Outcome:
+    def on_distributed(self, args: Any, kwargs: Any, target: Target) -> OperatorOutcome:
         """The outcome on distributed arguments, without gradients."""
         inputs = self._inputs(args, kwargs)
         given_args, given_kwargs = self._given(args, kwargs, inputs)
@@ -97,9 +97,9 @@ class Call:
             if not all(map(same_bits, before[name], (part.detach() for part in target.local(tensor))))
         ]
         written = {name: given[name] for name in self.written}
-        return Outcome(inputs, result, _identities(result, given), written, spoilt)
+        return OperatorOutcome(inputs, result, _identities(result, given), written, spoilt)
 
-    def gradients_of_distributed(self, outcome: Outcome, target: Target) -> None:
+    def gradients_of_distributed(self, outcome: OperatorOutcome, target: Target) -> None:
         """Adds the gradients to an outcome of `on_distributed`; collective on a mesh."""
 
         def start(output: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ class Call:
 
         outcome.gradients = self._backward(outcome, start)
 
-    def _on_copies(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
+    def _on_copies(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OperatorOutcome:
         original = self._inputs(args, kwargs)
         copied_args, copied_kwargs = replaced(args, kwargs, {id(value): _copy(value) for value in original.values()})
         inputs = self._inputs(copied_args, copied_kwargs)
@@ -120,14 +120,14 @@ class Call:
             self._on_clones = True
             return self._on_copies(args, kwargs)
 
-    def _plain(self, args: Any, kwargs: Any, inputs: dict[str, Tensor], original: dict[str, Tensor]) -> Outcome:
+    def _plain(self, args: Any, kwargs: Any, inputs: dict[str, Tensor], original: dict[str, Tensor]) -> OperatorOutcome:
         args, kwargs = self._given(args, kwargs, inputs)
         given = self._inputs(args, kwargs)
         with _seeded():
             result = self.op(*args, **kwargs)
         written = {name: given[name] for name, value in original.items() if not same_bits(given[name], value)}
         self.written = {*written}
-        outcome = Outcome(inputs, result, _identities(result, given), written)
+        outcome = OperatorOutcome(inputs, result, _identities(result, given), written)
         if self.gradients:
             outcome.gradients = self._backward(outcome, lambda output, cotangent: (output, cotangent))
         return outcome
@@ -147,7 +147,7 @@ class Call:
         return replaced(args, kwargs, {id(value): value.clone() for value in inputs.values()})
 
     def _backward(
-        self, outcome: Outcome, start: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+        self, outcome: OperatorOutcome, start: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     ) -> dict[str, Tensor | None]:
         """Gradients of everything that comes out, in fixed directions."""
         results = [value for _, value in leaves(outcome.result, "result") if isinstance(value, Tensor)]

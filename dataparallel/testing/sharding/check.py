@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dataparallel.devices import DeviceLike
-from dataparallel.testing.sharding.calls import Call, Outcome
+from dataparallel.testing.sharding.calls import OperatorCall, OperatorOutcome
 from dataparallel.testing.sharding.converter import Placements, ShardingConverter
 from dataparallel.testing.sharding.differences import differences
 from dataparallel.testing.sharding.targets import Target
@@ -70,7 +70,7 @@ class _Found:
     name: str
     code: int = RIGHT
     lines: list[str] = field(default_factory=list)
-    outcome: Outcome | None = None
+    outcome: OperatorOutcome | None = None
     error: Exception | None = None
 
     def has_raised(self, error: Exception, target: Target) -> None:
@@ -118,7 +118,7 @@ def check_op(
     __tracebackhide__ = True
     converter = ShardingConverter(args, kwargs, devices, even_only=even_only)
     target = converter.target
-    call = Call(op, args, kwargs, gradients)
+    call = OperatorCall(op, args, kwargs, gradients)
     wanted = call.on_plain(args, kwargs)
     found = []
     for of_one in converter:
@@ -147,7 +147,7 @@ def check_op(
     return _concluded(call, found, target)
 
 
-def _right(found: list[_Found]) -> list[tuple[_Found, Outcome]]:
+def _right(found: list[_Found]) -> list[tuple[_Found, OperatorOutcome]]:
     return [(one, one.outcome) for one in found if one.code == RIGHT and one.outcome is not None]
 
 
@@ -165,7 +165,7 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _compared(got: Outcome, wanted: Outcome, target: Target) -> Iterator[str]:
+def _compared(got: OperatorOutcome, wanted: OperatorOutcome, target: Target) -> Iterator[str]:
     def whole(tensor: Tensor) -> Tensor:
         return target.whole(tensor) if target.holds(tensor) else tensor
 
@@ -181,7 +181,7 @@ def _compared(got: Outcome, wanted: Outcome, target: Target) -> Iterator[str]:
         yield from differences(got.gradients.get(name), gradient, f"the gradient of {name}", whole)
 
 
-def _concluded(call: Call, found: list[_Found], target: Target) -> Checked:
+def _concluded(call: OperatorCall, found: list[_Found], target: Target) -> Checked:
     """The counts, or the error. Ranks have agreed."""
     counts = Counter(one.code for one in found)
     refusals = tuple(f"{one.name}: {one.lines[0]}" for one in found if one.code == REFUSED)

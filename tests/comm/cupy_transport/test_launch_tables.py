@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, THREADS, Launch, pack
+from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, THREADS, KernelLaunch, pack
 
 # They know no slots: once is enough.
 pytestmark = pytest.mark.devices("cpu")
 
 
-def parts_of(launch: Launch) -> tuple[list[list[int]], list[int], list[int]]:
+def parts_of(launch: KernelLaunch) -> tuple[list[list[int]], list[int], list[int]]:
     """A table taken apart again: rows of pointers, counts, first chunks."""
     entries, tensors = launch.table.tolist(), launch.tensors
     rows = [entries[row * tensors : (row + 1) * tensors] for row in range(launch.rows)]

@@ -20,7 +20,7 @@ from dataparallel.replicas.compiled.calls import CALL, CompiledCall
 from dataparallel.replicas.compiled.functions import by_call_impl, functions_for
 from dataparallel.replicas.graphs.captures import WARM_UP
 from dataparallel.replicas.graphs.copied import copy_for_capture
-from dataparallel.replicas.graphs.pieces import Pieces, capturing
+from dataparallel.replicas.graphs.pieces import CapturedPieces, capturing
 from each_form import by_wrapper, replicated, whole
 from graphed_nets import SETTLE, Block, build, captured, inputs, read_by_the_host, reasons, step
 from graphed_nets import Net as Blocks
@@ -39,8 +39,8 @@ class Net(nn.Module):
         return self.last(self.norm(self.twice(self.first(x)))) * self.scale[0]
 
 
-def pieces_of(module: nn.Module) -> Pieces:
-    return Pieces(module, [p for p in module.parameters() if p.requires_grad], lambda: None, lambda: True)
+def pieces_of(module: nn.Module) -> CapturedPieces:
+    return CapturedPieces(module, [p for p in module.parameters() if p.requires_grad], lambda: None, lambda: True)
 
 
 @on_cpu
@@ -90,7 +90,7 @@ def test_a_part_begins_a_piece_also_if_it_is_compiled() -> None:
     module: Any = nn.Sequential(Net(), Net())
     begun = []
 
-    class Noted(Pieces):
+    class Noted(CapturedPieces):
         def part_begins(self, part: nn.Module, *arguments: Any) -> None:
             begun.append(part)
 
@@ -224,12 +224,12 @@ def test_a_copy_that_a_checkpoint_holds_is_gone_with_the_capture(
 ) -> None:
     made = []
 
-    def noted(self: Pieces, *arguments: Any) -> None:
+    def noted(self: CapturedPieces, *arguments: Any) -> None:
         made.append(weakref.ref(self))
         begin(self, *arguments)
 
-    begin = Pieces.__init__
-    monkeypatch.setattr(Pieces, "__init__", noted)
+    begin = CapturedPieces.__init__
+    monkeypatch.setattr(CapturedPieces, "__init__", noted)
     network: Any = by_wrapper(build(root, lambda: Parts(False)), slots[:1], graphs=True)
     for _ in range(SETTLE):
         step(network, inputs(root))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dataparallel.replicas.compiled.calls import CALL
 from dataparallel.replicas.graphs import pieces as pieces_of
 from dataparallel.replicas.graphs.copied import copy_for_capture
-from dataparallel.replicas.graphs.pieces import BackwardPiece, Pieces
+from dataparallel.replicas.graphs.pieces import BackwardPiece, CapturedPieces
 from each_form import Form, replicating_forms
 from graphed_nets import SETTLE, Block, Net, build, captured, inputs, step
 from nogpu import cuda
@@ -58,16 +58,16 @@ class Parts(nn.Module):
         self.cuts += 1
 
 
-def cut_up(model: Parts, x: Tensor) -> tuple[list[Tensor], list[BackwardPiece], Pieces]:
+def cut_up(model: Parts, x: Tensor) -> tuple[list[Tensor], list[BackwardPiece], CapturedPieces]:
     """Outputs of a forward in pieces, and the pieces of its backward."""
-    pieces = Pieces(model, [*model.parameters()], model.cut, lambda: True)
+    pieces = CapturedPieces(model, [*model.parameters()], model.cut, lambda: True)
     with pieces_of.capturing(pieces):
         output = copy_for_capture(model, pieces)(x)
     outputs = [output] if isinstance(output, Tensor) else [*output]
     return outputs, pieces.of_backward(outputs, [x]), pieces
 
 
-def gradients(found: Sequence[BackwardPiece], pieces: Pieces, model: Parts, x: Tensor) -> list[Tensor | None]:
+def gradients(found: Sequence[BackwardPiece], pieces: CapturedPieces, model: Parts, x: Tensor) -> list[Tensor | None]:
     """Of the sum of all outputs, piece by piece."""
     sums: dict[int, Tensor] = {}
     grads = [torch.ones_like(output) for output in found[0].outputs]
@@ -250,7 +250,7 @@ class TestForward:
 
     def test_is_one_graph_if_no_gradients_are_recorded(self) -> None:
         model = Parts(3, row)
-        pieces = Pieces(model, [*model.parameters()], None, lambda: True)
+        pieces = CapturedPieces(model, [*model.parameters()], None, lambda: True)
         with torch.no_grad(), pieces_of.capturing(pieces):
             copy_for_capture(model, pieces)(torch.randn(2, WIDTH, dtype=torch.double))
         assert {*pieces.first_graph.values()} == {0}

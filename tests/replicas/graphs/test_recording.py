@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dataparallel.replicas.graphs.recording import Pool, Recording
+from dataparallel.replicas.graphs.recording import CapturedGraphs, Pool
 from spare_streams import spare_stream
 
 pytestmark = pytest.mark.devices("cuda")
@@ -18,7 +18,7 @@ def on_a_stream(root: torch.device) -> object:
 
 
 def test_what_runs_after_a_cut_is_in_another_graph(root: torch.device) -> None:
-    recording, x = Recording(Pool()), torch.ones(3, device=root)
+    recording, x = CapturedGraphs(Pool()), torch.ones(3, device=root)
     with recording.runs():
         y = x + 1
         recording.cut()
@@ -34,7 +34,7 @@ def test_what_runs_after_a_cut_is_in_another_graph(root: torch.device) -> None:
 
 
 def test_an_error_ends_the_capture(root: torch.device) -> None:
-    recording = Recording(Pool())
+    recording = CapturedGraphs(Pool())
 
     def fails() -> None:
         with recording.runs():
@@ -50,7 +50,7 @@ def test_an_error_ends_the_capture(root: torch.device) -> None:
 def test_a_pool_can_be_used_again_when_all_its_graphs_are_gone(root: torch.device) -> None:
     pool, x = Pool(), torch.ones(3, device=root)
     for _ in range(3):
-        recording = Recording(pool)
+        recording = CapturedGraphs(pool)
         with recording.runs():
             y = x * 3
         recording.graphs[0].replay()
@@ -63,7 +63,7 @@ def test_graphs_share_a_pool_as_long_as_one_is_there(root: torch.device) -> None
     recordings = []
     before = torch.cuda.memory_reserved(root)
     for _ in range(4):
-        recordings.append(Recording(pool))
+        recordings.append(CapturedGraphs(pool))
         with recordings[-1].runs():
             x * 3  # its memory is free for the next one
     assert torch.cuda.memory_reserved(root) - before < 2 * x.nbytes
