@@ -22,7 +22,7 @@ from dataparallel.devices import DeviceLike, current_device, resolve, resolve_sl
 from dataparallel.environment import says_no
 from dataparallel.profiling import Replicas, replicas
 from dataparallel.replicas.compiled import torch_compile
-from dataparallel.replicas.compiled.gate import gate
+from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.replicas.plan import HAS_COMPILED
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.in_turn import SerialTasks
@@ -111,7 +111,7 @@ def run_replicas(
         for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
     meeting = Meeting(slots, machines, is_serial(serial))
-    torch_compile.trace_branches_by(gate.run_alone)
+    torch_compile.trace_branches_by(compile_lock.run_alone)
     if len(calls) > 1 or machines is not None:  # otherwise the only replica meets no other
         calls = [partial(meeting.run_replica, slot, call) for slot, call in enumerate(calls)]
     state = CallerState(slots)
@@ -131,12 +131,12 @@ def run_replicas(
             call = permits.begin_call(kind, training, at_once, state.streams, has_compiled)
             divisor = min(cores(), permits.largest if has_compiled else at_once)
         number, stall_timeout = (at_once, None) if call is None else (call.number, call.stall_timeout)
-        tasks, turns = _tasks(state.run_in_worker, calls, recorder), gate.turns
+        tasks, turns = _tasks(state.run_in_worker, calls, recorder), compile_lock.turns
         meeting.scheduler = gang = Gang(tasks, number, groups, stall_timeout, slots, recorder=recorder)
         with state.intra_op_threads_divided(divisor):
             outcomes = gang.run_tasks()
         # A call in which somebody compiled takes longer than the next one will.
-        is_usual = gate.turns == turns and not gate.is_taken
+        is_usual = compile_lock.turns == turns and not compile_lock.is_taken
         if permits is not None and call is not None and is_usual and all(outcome.error is None for outcome in outcomes):
             permits.end_call(call, gang.stalled)
     if any(outcome.error is not None for outcome in outcomes):

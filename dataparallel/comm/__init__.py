@@ -22,11 +22,10 @@ from dataparallel.comm.checks import (
     near_equal_sizes,
     why_not_gatherable,
 )
-from dataparallel.comm.choice import Choice
 from dataparallel.comm.matrices import Allocate, allocate, are_apart
-from dataparallel.comm.select import choose_transport, transport_for
 from dataparallel.comm.settings import using
 from dataparallel.comm.transport import FlatBroadcast, Later, Transport, Travelling
+from dataparallel.comm.transport_choice import Choice, choose_transport, transport_for
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
 __all__ = [

@@ -13,7 +13,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from dataparallel.comm.duplex import RECEIVING, SENDING, piece_streams, wavefront
+from dataparallel.comm.piece_streams import RECEIVING, SENDING, piece_streams, wavefront
 from dataparallel.comm.streams.current import Event
 from dataparallel.devices import CPU
 

@@ -1,8 +1,8 @@
 """`failed_pairs`: copies random data once between each two accelerators, and finds pairs where data arrives changed.
 
 If an IOMMU or PCIe access control sits between two GPUs, a copy may return without an error and bring garbage. So each
-ordered pair is checked before its first use; ``comm.choice`` sends calls with a failed pair through the host. No test
-shows that the check finds a broken pair of real GPUs.
+ordered pair is checked before its first use; ``comm.transport_choice`` sends calls with a failed pair through the host.
+No test shows that the check finds a broken pair of real GPUs.
 """
 
 from __future__ import annotations

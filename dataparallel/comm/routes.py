@@ -1,6 +1,7 @@
 """`TorchCopies`: a transport that uses torch's copies. Its route says who sends to whom, in pieces, in which order.
 
-``comm.choice`` describes the routes. Sums add in slot order along every route, so all routes give the same bits.
+``comm.transport_choice`` describes the routes. Sums add in slot order along every route, so all routes give the same
+bits.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dataparallel.comm.duplex import are_pieces_under_way, piece_streams, shared_piece_streams, wavefront
+from dataparallel.comm.piece_streams import are_pieces_under_way, piece_streams, shared_piece_streams, wavefront
 from dataparallel.comm.transport import Transport, summed_in
 from dataparallel.profiling import note_copy
 

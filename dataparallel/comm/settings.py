@@ -62,7 +62,7 @@ def using(
 
     Args:
         transport: one of `TRANSPORTS`. It serves the calls that it supports; other calls fall back to plain copies, see
-            ``dataparallel.comm.choice``.
+            ``dataparallel.comm.transport_choice``.
         route: one of `ROUTES`, for a broadcast or a sum between more than two devices.
         deterministic: see `CommSettings`.
 

@@ -15,7 +15,7 @@ from dataparallel.batches.padding import Pad
 from dataparallel.call.options import CallOptions
 from dataparallel.call.scalars import ScalarRule
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
-from dataparallel.forms.contract import Form
+from dataparallel.forms.form import Form
 from dataparallel.forms.full_state import full_state_dict, load_full_state_dict
 from dataparallel.forms.fully_shard_arguments import (
     MixedPrecisionPolicy,

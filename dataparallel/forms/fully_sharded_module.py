@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.call.engine import Method
-from dataparallel.forms.contract import are_in_one_tree
+from dataparallel.forms.form import are_in_one_tree
 from dataparallel.forms.fully_shard_arguments import check_reshard
 from dataparallel.forms.managed import ManagedModule, SlotsMethod, state_of
 from dataparallel.replicas.compiled.calls import CALL

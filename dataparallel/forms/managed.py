@@ -1,4 +1,4 @@
-"""`ManagedModule` is the base class that a form (``forms.contract``) gives to a module; its methods run on the slots.
+"""`ManagedModule` is the base class that a form (``forms.form``) gives to a module; its methods run on the slots.
 
 `SlotsMethod` is such a method, `StateOnSlots` makes the calls, and replicas are made from a `Twin` of the module. This
 file knows no form.

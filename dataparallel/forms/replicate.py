@@ -19,7 +19,7 @@ from dataparallel.batches.padding import Pad
 from dataparallel.call.options import CallOptions
 from dataparallel.call.scalars import ScalarRule
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
-from dataparallel.forms.contract import Form
+from dataparallel.forms.form import Form
 from dataparallel.forms.managed import ManagedModule, SlotsMethod, has_forward, state_of
 from dataparallel.forms.replicate_state import ReplicateState
 from dataparallel.nn.sync_batch_norm import prepare

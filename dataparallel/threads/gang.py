@@ -15,7 +15,7 @@ from typing import Any
 
 from dataparallel.forks import in_forked_child
 from dataparallel.profiling import Replicas
-from dataparallel.replicas.compiled.gate import gate
+from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.threads import pool
 from dataparallel.threads.pool import Outcome, Skipped, StallClock, Turn
 
@@ -129,7 +129,7 @@ class Gang:
 
     def _run(self, steps: Sequence[Callable[[], None]]) -> list[Outcome]:
         # The caller may be a task inside compiled code, and the tasks of this gang may have to compile code.
-        return gate.run_aside(self._run_steps, steps) if self._tasks else []
+        return compile_lock.run_aside(self._run_steps, steps) if self._tasks else []
 
     def _run_steps(self, steps: Sequence[Callable[[], None]]) -> list[Outcome]:
         outer, slot = _current.gang, _current.slot

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from dataparallel import _torch
-from dataparallel.replicas.compiled.gate import gate
+from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.threads.pool import POLL_SECONDS, Turn
 
 T = TypeVar("T")
@@ -98,9 +98,9 @@ class MeetingPlace:
                 f"forward, not by {threading.current_thread().name}"
             )
         if self.count == 1:  # ``combine`` still meets other machines
-            (result,) = gate.run_aside(combine, [value])
+            (result,) = compile_lock.run_aside(combine, [value])
             return result
-        return gate.run_aside(self.meeting.meet, self.index, request, value, combine)
+        return compile_lock.run_aside(self.meeting.meet, self.index, request, value, combine)
 
 
 class _Visit:
@@ -226,7 +226,7 @@ class Meeting:
             while not turn.wait(POLL_SECONDS):
                 # Polls are counted instead of seconds, because time in which the whole process was stopped must not
                 # count. Nor must time in which a thread compiles, or in which this replica waits for its permit.
-                polls += not (visit.is_over or gate.is_taken)
+                polls += not (visit.is_over or compile_lock.is_taken)
                 if polls * POLL_SECONDS >= limit and not self._is_combining:
                     self._fail_waiting(f"not every replica has come within {limit:g} seconds")
         finally:

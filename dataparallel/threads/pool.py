@@ -21,7 +21,6 @@ import torch
 
 from dataparallel import _torch
 from dataparallel.forks import in_forked_child
-from dataparallel.replicas.compiled.gate import gate
 
 POLL_SECONDS = 0.2
 """A thread that waits for a gang wakes up this often, to see signals and stalls."""

@@ -23,8 +23,8 @@ import torch.cuda.nccl
 
 from dataparallel._version import __version__
 from dataparallel.comm import choose_transport
-from dataparallel.comm.choice import PLAIN, Collective
 from dataparallel.comm.settings import current
+from dataparallel.comm.transport_choice import PLAIN, Collective
 from dataparallel.devices import CPU, all_devices
 from dataparallel.tracing.report_parts import Facts, Links, Section, Table, as_text
 

@@ -9,7 +9,7 @@ import torch
 from kernel_launches import Launches
 from kernel_runner import Kernels
 
-from dataparallel.comm import cupy, select
+from dataparallel.comm import cupy, transport_choice
 from dataparallel.comm import kernels as launching
 from dataparallel.comm.kernels import Kernel, pack
 
@@ -17,9 +17,9 @@ from dataparallel.comm.kernels import Kernel, pack
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """Other tests know nothing of what this test has made transports available for."""
-    select.forget()
+    transport_choice.forget()
     yield
-    select.forget()
+    transport_choice.forget()
 
 
 @pytest.fixture

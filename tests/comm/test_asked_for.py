@@ -14,12 +14,11 @@ from nccl_stand_in import Library
 from torch import nn
 
 from dataparallel import DataParallel, comm
-from dataparallel.comm import kernels, nccl, select
-from dataparallel.comm.choice import Choice, Collective, choose
+from dataparallel.comm import kernels, nccl, transport_choice
 from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.select import transport_for
 from dataparallel.comm.settings import TRANSPORT_VARIABLE
+from dataparallel.comm.transport_choice import Choice, Collective, choose, transport_for
 
 LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
 CPU = torch.device("cpu")
@@ -114,7 +113,7 @@ def taken_for_cuda(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Libra
 
     library = Library()
     monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", "0")
-    monkeypatch.setattr(select, "choose", choose_for_cuda)
+    monkeypatch.setattr(transport_choice, "choose", choose_for_cuda)
     monkeypatch.setattr(nccl, "why_not", lambda: None)
     monkeypatch.setattr(nccl, "nccl", library)
     monkeypatch.setattr(kernels, "why_not", lambda devices: None)

@@ -11,11 +11,11 @@ from tensor_kinds import devices_of
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
-from dataparallel.comm import peers, select
+from dataparallel.comm import peers, transport_choice
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.routes import STAR, TorchCopies
-from dataparallel.comm.select import transport_for
 from dataparallel.comm.settings import ROUTE_VARIABLE
+from dataparallel.comm.transport_choice import transport_for
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "forgetful")
 LARGE, SMALL = [torch.empty(2**27, device="meta")], [torch.empty(10)]
@@ -23,7 +23,7 @@ BUCKET = [torch.empty(10 * 2**18)]
 
 
 def test_within_one_device_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "settings", None)
+    monkeypatch.setattr(transport_choice, "settings", None)
     assert transport_for("broadcast", [torch.device("cpu")] * 3, LARGE) is STAR
 
 

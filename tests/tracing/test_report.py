@@ -192,7 +192,7 @@ UNASKED = """
 import sys
 import torch
 from dataparallel import comm
-from dataparallel.comm import select
+from dataparallel.comm import transport_choice
 from dataparallel.comm import kernels
 from dataparallel.tracing.report import report
 
@@ -201,8 +201,8 @@ print(report())
 places = [torch.device("cpu"), torch.device("cpu", 0)]  # two names, so that a transport is chosen
 for said in ({"transport": "copy"}, {"transport": "host"}, {"transport": "nccl"}, *[{}] * (sys.argv[1] == "")):
     with comm.using(**said):
-        select.transport_for("gather", places, [torch.ones(3)])
-        select.transport_for("reduce_add", places, [torch.ones(3)])
+        transport_choice.transport_for("gather", places, [torch.ones(3)])
+        transport_choice.transport_for("reduce_add", places, [torch.ones(3)])
 assert "cupy" not in sys.modules
 print("now")
 print(kernels.why_not())

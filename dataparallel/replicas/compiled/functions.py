@@ -25,7 +25,7 @@ from torch import nn
 
 from dataparallel import _torch
 from dataparallel.replicas.compiled import torch_compile
-from dataparallel.replicas.compiled.gate import gate
+from dataparallel.replicas.compiled.compile_lock import compile_lock
 
 log = logging.getLogger("dataparallel")
 
@@ -97,7 +97,7 @@ class CompiledFunctions:
     def call(self, device: torch.device | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the module, all of whose tensors are on ``device``, by the compiled function of this device."""
         function = self._on.get(device) or self._make(device)
-        return gate.run_inside(function.call, module, args, kwargs)
+        return compile_lock.run_inside(function.call, module, args, kwargs)
 
     @property
     def devices(self) -> int:
@@ -125,7 +125,7 @@ def _say_that_they_run_without() -> None:
 class _CompiledFunction:
     """The compiled function of one device.
 
-    Several threads may call it, and miss the same graph. The first one compiles it, alone (see ``gate``). The others
+    Several threads may call it, and miss the same graph. The first one compiles it, alone. The others
     were outside meanwhile. They look again, because they may find it now. That is possible only where the frame has not
     begun: in the function itself. A frame further inside is compiled again, once for each thread that has missed it.
     """
@@ -162,7 +162,7 @@ class _CompiledFunction:
         """Called by the compiler, inside, where none of the code's graphs fits."""
         if getattr(_of_thread, "may_not_compile", False):
             raise RuntimeError("none of its compiled code fits the call that is captured")
-        return gate.run_alone(self._convert, code, convert)
+        return compile_lock.run_alone(self._convert, code, convert)
 
     def _convert(self, code: CodeType, convert: Callable[[], Any]) -> Any:
         if code is self._code:

@@ -29,8 +29,7 @@ from dataparallel.replicas.graphs.copied import copy_for_capture
 from dataparallel.replicas.graphs.launch import BackwardStage, LaunchNode, Waiting, reads
 from dataparallel.replicas.graphs.pieces import BackwardPiece, CapturedPieces, capturing
 from dataparallel.replicas.graphs.places import CapturePlace, FlatGrads
-from dataparallel.replicas.graphs.pools import ForwardPool, Pools
-from dataparallel.replicas.graphs.recording import CapturedGraphs
+from dataparallel.replicas.graphs.pools import CapturedGraphs, ForwardPool, Pools
 from dataparallel.replicas.plan import UNIT_MODULE
 
 _one_at_a_time = threading.Lock()

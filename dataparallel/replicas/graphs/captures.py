@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.replicas.build import ParameterRegistry
 from dataparallel.replicas.compiled.calls import call_inside
-from dataparallel.replicas.compiled.gate import gate
+from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.replicas.graphs.captured import CannotBeCaptured, Captured
 from dataparallel.replicas.graphs.kinds import kind_of
 from dataparallel.replicas.graphs.places import CapturePlace
@@ -210,8 +210,8 @@ class Captures:
 
     def _capture(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> Captured | None:
         try:
-            # Inside the gate: a capture that has begun waits for nobody who compiles.
-            captured = gate.run_inside(Captured, module, leaves, spec, self._place, self._pool(), self._pools)
+            # Inside the lock: a capture that has begun waits for nobody who compiles.
+            captured = compile_lock.run_inside(Captured, module, leaves, spec, self._place, self._pool(), self._pools)
         except CannotBeCaptured as error:
             self._say(str(error))
             return None

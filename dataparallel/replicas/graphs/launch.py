@@ -18,7 +18,7 @@ from dataparallel.autograd.node import Node
 if TYPE_CHECKING:
     from dataparallel.replicas.graphs.captured import Captured
     from dataparallel.replicas.graphs.places import FlatGrads
-    from dataparallel.replicas.graphs.recording import CapturedGraphs
+    from dataparallel.replicas.graphs.pools import CapturedGraphs
 
 
 @dataclass(kw_only=True)

@@ -7,13 +7,13 @@ left there, and is not made while one of them still needs it. ``captured`` and `
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dataparallel.replicas.graphs.recording import Pool
 from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
@@ -94,3 +94,52 @@ class Pools:
     def for_backward(self, stream: torch.Stream) -> BackwardMemory:
         """The memory for backwards that are launched on this stream."""
         return self._backward.setdefault(stream, BackwardMemory())
+
+
+class Pool:
+    """Memory that graphs share. torch cannot use a pool whose graphs are all gone, so this is another one then."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._graphs: WeakMembers[Any] = WeakMembers()
+
+    def begin(self, graph: Any) -> None:
+        """Begins the capture of a graph."""
+        if not any(True for _ in self._graphs):
+            self._handle = torch.cuda.graph_pool_handle()
+        graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+        self._graphs.add(graph)
+
+
+class CapturedGraphs:
+    """Graphs whose memory comes from ``pool``. They have to be launched in this order.
+
+    Attributes:
+        graphs: in the order in which they were captured.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.graphs: list[Any] = []
+
+    @contextmanager
+    def runs(self) -> Iterator[None]:
+        """What the block launches on the current stream is captured, and does not run."""
+        self._begin()
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # it says that the capture has failed
+                self.graphs[-1].capture_end()
+            raise
+        self.graphs[-1].capture_end()
+
+    def cut(self) -> None:
+        """Inside the block of `runs`: what comes next is in another graph."""
+        self.graphs[-1].capture_end()
+        self._begin()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self._pool.begin(graph)
+        self.graphs.append(graph)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.comm.streams.current import Event, streams_set
-from dataparallel.replicas.compiled.gate import gate
+from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.sharded.units.buffers import out_of_memory_error
 from dataparallel.sharded.units.shards import OwnedShards, PullSource, wait_for
 from dataparallel.threads.meetings import MeetingPlace, Scheduler, here
@@ -116,7 +116,7 @@ class GatherBudget:
             return None
         if place.meeting.scheduler is None or place.meeting.is_serial:
             return None
-        return gate.run_aside(self._wait, place, place.meeting.scheduler, needed, attempt)
+        return compile_lock.run_aside(self._wait, place, place.meeting.scheduler, needed, attempt)
 
     def _wait(
         self, place: MeetingPlace, turns: Scheduler, needed: JointGathers, attempt: Attempt

@@ -11,9 +11,9 @@ from kernel_launches import Launches, assert_alike, made
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
-from dataparallel.comm import choice, select
-from dataparallel.comm.choice import Choice
+from dataparallel.comm import transport_choice
 from dataparallel.comm.routes import STAR, TorchCopies
+from dataparallel.comm.transport_choice import Choice
 from dataparallel.composable import replicate
 
 pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.slots(3), pytest.mark.devices("sim")]
@@ -24,15 +24,15 @@ def asked_for(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """What ``transport="cupy"`` means for CUDA devices holds for simulated ones."""
 
     def choose(work: str, *known: object) -> Choice:
-        if work in choice.SUPPORTED["cupy"]:
+        if work in transport_choice.SUPPORTED["cupy"]:
             return Choice("cupy", "star", "these devices are taken for CUDA's")
         return Choice("copy", "star", "cupy does not support it")
 
-    select.forget()
-    monkeypatch.setattr(select, "kernels", launches)
-    monkeypatch.setattr(select, "choose", choose)
+    transport_choice.forget()
+    monkeypatch.setattr(transport_choice, "kernels", launches)
+    monkeypatch.setattr(transport_choice, "choose", choose)
     yield
-    select.forget()
+    transport_choice.forget()
 
 
 class Calls:

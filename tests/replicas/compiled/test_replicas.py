@@ -30,8 +30,8 @@ from compiled_nets import (
 )
 from dataparallel import DataParallel
 from dataparallel.compiled import Counts, counts
+from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.replicas.compiled.functions import CompiledFunctions
-from dataparallel.replicas.compiled.gate import gate
 from dataparallel.threads import permits
 from freed_later import first_call_is_shared
 
@@ -108,8 +108,8 @@ def test_the_first_call_of_a_size_compiles_in_one_replica(
     whole: Way, slots: list, root: torch.device, since: Since, monkeypatch: pytest.MonkeyPatch
 ):
     """Replicas that run together would all find no graph, as a replica that is about to compile is slow here."""
-    take_turn = gate._take_turn
-    monkeypatch.setattr(gate, "_take_turn", lambda thread: (time.sleep(0.1), take_turn(thread)))
+    take_turn = compile_lock._take_turn
+    monkeypatch.setattr(compile_lock, "_take_turn", lambda thread: (time.sleep(0.1), take_turn(thread)))
     monkeypatch.setattr(permits, "cores", lambda: len(slots))
     wrapper = whole(build(root).eval(), slots)
     for number, size in enumerate((4 * len(slots), 8 * len(slots))):
@@ -266,7 +266,7 @@ def test_six_threads_call_at_once(slots: list, root: torch.device):
     gradients = expected[-len(found[0]) :]
     for index in range(6):
         assert_same(found[index], gradients)
-    assert not gate.is_taken
+    assert not compile_lock.is_taken
 
 
 @first_call_is_shared
@@ -319,7 +319,7 @@ def test_errors_in_compiled_code_are_raised_and_the_next_call_works(whole: Way, 
     for _ in range(2):
         with pytest.raises(ZeroDivisionError, match="in forward"):
             wrapper(batch(root), wrong=True)
-        assert not gate.is_taken
+        assert not compile_lock.is_taken
         torch.testing.assert_close(wrapper(batch(root)), net.layer(batch(root)))
 
 
@@ -335,7 +335,7 @@ def test_an_error_of_the_backend_is_raised_and_the_gate_is_open(slots: list, roo
     wrapper = DataParallel(net, slots, compile={"backend": backend})
     with pytest.raises(Exception, match="no such kernel"):
         wrapper(batch(root))
-    assert not gate.is_taken
+    assert not compile_lock.is_taken
     broken.clear()
     assert_same(steps(wrapper, net, [batch(root)]), expected_steps(slots, root, [batch(root)]))
 
@@ -425,7 +425,7 @@ def test_a_graph_break_is_an_error_with_fullgraph(whole: Way, slots: list, root:
     wrapper = whole(build(root, Breaks), slots, fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         wrapper(batch(root))
-    assert not gate.is_taken
+    assert not compile_lock.is_taken
 
 
 def test_nothing_is_compiled_for_a_wrapper_that_is_not_to_compile(slots: list, root: torch.device):

@@ -20,8 +20,8 @@ from dataparallel import _torch
 from dataparallel.composable import fully_shard
 from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.calls import compiled_here
+from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.replicas.compiled.functions import _say_that_they_run_without
-from dataparallel.replicas.compiled.gate import gate
 from dataparallel.replicas.graphs.captures import WARM_UP
 from each_form import Form, by_wrapper, replicated, sharded_whole, whole
 from graphed_models import FORMS, MODELS
@@ -328,7 +328,7 @@ class Notes(Net):
 
     def begin(self, x: Tensor) -> Tensor:
         if torch.cuda.is_current_stream_capturing():
-            self.noted.append(gate.is_taken)
+            self.noted.append(compile_lock.is_taken)
         return super().begin(x)
 
 
@@ -350,7 +350,7 @@ def test_a_capture_begins_when_nobody_compiles(slots: list, root: torch.device) 
     with ThreadPoolExecutor(1) as calls, ThreadPoolExecutor(1) as compilations:
         for _ in range(WARM_UP):
             calls.submit(call).result()
-        compiling = compilations.submit(gate.run_alone, compile)
+        compiling = compilations.submit(compile_lock.run_alone, compile)
         assert compiles.wait(60)
         calling = calls.submit(call)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dataparallel.replicas.graphs.recording import CapturedGraphs, Pool
+from dataparallel.replicas.graphs.pools import CapturedGraphs, Pool
 from spare_streams import spare_stream
 
 pytestmark = pytest.mark.devices("cuda")

@@ -1,4 +1,4 @@
-"""The gate: one thread compiles at a time, and no other thread is in compiled code meanwhile."""
+"""The lock: one thread compiles at a time, and no other thread is in compiled code meanwhile."""
 
 import os
 import signal
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from at_once import in_threads
-from dataparallel.replicas.compiled import gate as room
-from dataparallel.replicas.compiled.gate import Gate, gate
+from dataparallel.replicas.compiled import compile_lock as room
+from dataparallel.replicas.compiled.compile_lock import CompileLock, compile_lock
 from dataparallel.threads.gang import Gang
 
 pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
@@ -44,7 +44,7 @@ def wait(event: threading.Event) -> None:
     assert event.wait(TIMEOUT)
 
 
-def inside(one: Gate, left: threading.Event) -> tuple[Thread, threading.Event]:
+def inside(one: CompileLock, left: threading.Event) -> tuple[Thread, threading.Event]:
     """A thread that is inside until ``left`` is set, once it is inside."""
     entered = threading.Event()
 
@@ -58,7 +58,7 @@ def inside(one: Gate, left: threading.Event) -> tuple[Thread, threading.Event]:
 
 
 def test_results_and_errors_are_those_of_the_functions() -> None:
-    one = Gate()
+    one = CompileLock()
     assert one.run_inside(lambda a, b: (a, b), 1, b=2) == (1, 2)
     assert one.run_inside(one.run_alone, lambda a: a + 1, 1) == 2
     assert one.run_inside(one.run_aside, lambda a: a + 1, 1) == 2
@@ -71,12 +71,12 @@ def test_results_and_errors_are_those_of_the_functions() -> None:
 
 
 def test_many_are_inside_at_once() -> None:
-    one = Gate()
+    one = CompileLock()
     in_threads(4, lambda index, barrier: one.run_inside(barrier.wait, TIMEOUT))
 
 
 def test_who_is_to_be_alone_waits_until_the_others_are_outside() -> None:
-    one, left, order = Gate(), threading.Event(), []
+    one, left, order = CompileLock(), threading.Event(), []
     stays, _ = inside(one, left)
     compiles = Thread(lambda: one.run_inside(one.run_alone, order.append, "alone"))
     time.sleep(0.05)
@@ -90,7 +90,7 @@ def test_who_is_to_be_alone_waits_until_the_others_are_outside() -> None:
 
 
 def test_nobody_enters_while_one_is_alone() -> None:
-    one, begun, end, order = Gate(), threading.Event(), threading.Event(), []
+    one, begun, end, order = CompileLock(), threading.Event(), threading.Event(), []
 
     def compile() -> None:
         begun.set()
@@ -109,7 +109,7 @@ def test_nobody_enters_while_one_is_alone() -> None:
 
 
 def test_one_is_alone_at_a_time_and_those_that_wait_for_a_turn_are_outside() -> None:
-    one, inside_now, most = Gate(), [], []
+    one, inside_now, most = CompileLock(), [], []
 
     def compile() -> None:
         inside_now.append(1)
@@ -127,7 +127,7 @@ def test_one_is_alone_at_a_time_and_those_that_wait_for_a_turn_are_outside() -> 
 
 
 def test_it_may_be_nested() -> None:
-    one = Gate()
+    one = CompileLock()
     assert one.run_inside(one.run_inside, one.run_alone, one.run_alone, one.run_inside, lambda: 5) == 5
     left = threading.Event()
     left.set()
@@ -136,14 +136,14 @@ def test_it_may_be_nested() -> None:
 
 def test_who_waits_aside_holds_nobody_up() -> None:
     """A thread waits, in compiled code, for one that compiles."""
-    one, compiled = Gate(), threading.Event()
+    one, compiled = CompileLock(), threading.Event()
     waits = Thread(lambda: one.run_inside(one.run_aside, wait, compiled))
     Thread(lambda: one.run_inside(one.run_alone, compiled.set)).end()
     waits.end()
 
 
 def test_who_was_aside_is_inside_again_only_when_nobody_compiles() -> None:
-    one, begun, end, order = Gate(), threading.Event(), threading.Event(), []
+    one, begun, end, order = CompileLock(), threading.Event(), threading.Event(), []
 
     def compile() -> None:
         begun.set()
@@ -168,13 +168,15 @@ def test_who_was_aside_is_inside_again_only_when_nobody_compiles() -> None:
 def test_a_gang_inside_compiled_code_may_compile() -> None:
     """Its tasks compile in other threads, while the thread that waits for them is in compiled code."""
     outcomes = Thread(
-        lambda: gate.run_inside(Gang([lambda: gate.run_inside(gate.run_alone, lambda: 1)] * 3, 2).run_tasks)
+        lambda: compile_lock.run_inside(
+            Gang([lambda: compile_lock.run_inside(compile_lock.run_alone, lambda: 1)] * 3, 2).run_tasks
+        )
     )
     outcomes.end()
 
 
 def test_a_failure_while_others_wait_lets_them_go_on() -> None:
-    one, begun, fail, order = Gate(), threading.Event(), threading.Event(), []
+    one, begun, fail, order = CompileLock(), threading.Event(), threading.Event(), []
 
     def compile() -> None:
         begun.set()
@@ -197,7 +199,7 @@ def test_a_failure_while_others_wait_lets_them_go_on() -> None:
 @pytest.mark.parametrize("what", ["compiles", "waits for others", "waits for a turn", "waits to enter"])
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="Ctrl-C is sent to this thread")
 def test_ctrl_c_leaves_it_open(what: str, ctrl_c: None) -> None:
-    one, left = Gate(), threading.Event()
+    one, left = CompileLock(), threading.Event()
     others: list[Thread] = []
     if what == "waits for others":
         others.append(inside(one, left)[0])
@@ -223,8 +225,8 @@ def test_ctrl_c_leaves_it_open(what: str, ctrl_c: None) -> None:
 
 
 def test_ctrl_c_at_any_moment_leaves_it_open(ctrl_c: None) -> None:
-    """Python may raise it after any step of the gate's own code, which is what this thread does most of the time."""
-    one, stop, armed = Gate(), threading.Event(), []
+    """Python may raise it after any step of the lock's own code, which is what this thread does most of the time."""
+    one, stop, armed = CompileLock(), threading.Event(), []
 
     def raise_once(*_: Any) -> None:
         if armed:
@@ -256,12 +258,12 @@ def test_ctrl_c_at_any_moment_leaves_it_open(ctrl_c: None) -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
 def test_a_forked_child_does_not_wait_for_threads_of_its_parent() -> None:
     left = threading.Event()
-    stays, _ = inside(gate, left)
+    stays, _ = inside(compile_lock, left)
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            status = 0 if room.gate.run_alone(lambda: 3) == 3 else 1
+            status = 0 if room.compile_lock.run_alone(lambda: 3) == 3 else 1
         finally:
             os._exit(status)
     deadline = time.monotonic() + TIMEOUT

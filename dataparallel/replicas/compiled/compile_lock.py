@@ -1,8 +1,8 @@
-"""The gate: while one thread compiles, no other thread of the library is in compiled code.
+"""The lock: while one thread compiles, no other thread of the library is in compiled code.
 
 While ``torch.compile`` traces it sets flags of the whole process, and compiled code that another thread enters then
 raises or runs without its graphs. ``torch.cond`` and its relatives do the same, in each call and each backward. The
-gate is a lock that many share (`run_inside`) and one has alone (`run_alone`).
+lock is one that many share (`run_inside`) and one has alone (`run_alone`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.002
 
 
-class Gate:
-    """A lock of compiled code. There is one for the process, `gate`; tests make others. Who waits for whom:
+class CompileLock:
+    """A lock of compiled code. There is one for the process, `compile_lock`; tests make others. Who waits for whom:
 
     - A thread that enters compiled code waits until nobody compiles.
     - A thread that has to compile is inside compiled code, where it looked for a graph. It counts as outside from then
       on, waits for its turn, and then until every other thread is outside. At the end it goes inside again.
-    - A thread that waits at the gate is outside. So is one that waits, inside compiled code, for other threads of the
+    - A thread that waits at the lock is outside. So is one that waits, inside compiled code, for other threads of the
       library: `run_aside` says so. So no thread waits for one that waits for it.
 
     The tables are keyed by thread. Each thread writes its own entries only, each by one atomic operation; those that
-    let others pass are in a ``finally``, so an interrupt leaves the gate open. A thread that enters and a thread that
+    let others pass are in a ``finally``, so an interrupt leaves the lock open. A thread that enters and a thread that
     takes its turn hold a lock while they look and write. So one of the two comes first, and the other one sees it.
     Nobody is woken: threads look again and again, which is cheap beside compiling.
     """
@@ -101,11 +101,11 @@ class Gate:
             time.sleep(_POLL_SECONDS)
 
 
-gate = Gate()
-"""The gate of this process."""
+compile_lock = CompileLock()
+"""The lock of this process."""
 
 
 @in_forked_child
 def _start_afresh_after_fork() -> None:
     """Threads of the parent that were inside, or compiled, do not exist in a forked child."""
-    gate.__init__()  # type: ignore[misc]
+    compile_lock.__init__()  # type: ignore[misc]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_shard, replicate
-from dataparallel.forms.contract import Form, are_in_one_tree
+from dataparallel.forms.form import Form, are_in_one_tree
 from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, Twin, original_class, own_modules, own_parameters
 from dataparallel.replicas.plan import TWIN_INFO, ModulePlan, TwinInfo
 from each_form import composable_forms

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataparallel.comm.choice import Choice, choose
 from dataparallel.comm.settings import ROUTES, TRANSPORTS, CommSettings
+from dataparallel.comm.transport_choice import Choice, choose
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 

@@ -11,7 +11,7 @@ from tensor_kinds import devices_of, of_many_magnitudes
 from torch import Tensor
 
 from clocked import check_clocks
-from dataparallel.comm.duplex import piece_streams, shared_piece_streams
+from dataparallel.comm.piece_streams import piece_streams, shared_piece_streams
 from dataparallel.comm.routes import TorchCopies
 from dataparallel.comm.streams.current import streams_set
 from orders import race
