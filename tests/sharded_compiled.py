@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dataparallel.compiled import Counts, counts
+from dataparallel.compiled import FrameCounts, counts
 from dataparallel.composable import fully_shard
 from sharded_steps import (
     Loop,
@@ -151,7 +151,7 @@ def assert_same_compiled(
     atol: float = 1e-9,
     how: Options | None = None,
     **options: Any,
-) -> Counts:
+) -> FrameCounts:
     """Asserts that a sharded model with compiled units trains as its twin does on one device.
 
     Nothing may run as it is because it could not be compiled. Returns what was compiled.

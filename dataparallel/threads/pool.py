@@ -225,7 +225,7 @@ class StallClock:
 
     def poll(self, progress: int, is_anyone_waiting: bool) -> float:
         """Returns the seconds without progress. ``progress`` is any number that changes when a task gets further."""
-        is_stalled = is_anyone_waiting and progress == self._progress and not gate.is_taken
+        is_stalled = is_anyone_waiting and progress == self._progress and not compile_lock.is_taken
         self._polls = self._polls + 1 if is_stalled else 0
         self._progress = progress
         return self._polls * POLL_SECONDS

@@ -7,7 +7,7 @@ import torch
 
 from compiled_nets import WAYS
 from dataparallel import DataParallel
-from dataparallel.compiled import Counts, counts
+from dataparallel.compiled import FrameCounts, counts
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
@@ -29,7 +29,7 @@ def nothing_stays_compiled() -> Iterator[None]:
 
 
 @pytest.fixture
-def since() -> Callable[[], Counts]:
+def since() -> Callable[[], FrameCounts]:
     """What has been compiled since the test began."""
     before = counts()
     return lambda: counts() - before

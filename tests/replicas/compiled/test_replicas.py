@@ -29,14 +29,14 @@ from compiled_nets import (
     steps,
 )
 from dataparallel import DataParallel
-from dataparallel.compiled import Counts, counts
+from dataparallel.compiled import FrameCounts, counts
 from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.replicas.compiled.functions import CompiledFunctions
 from dataparallel.threads import permits
 from freed_later import first_call_is_shared
 
 Way = Callable[..., DataParallel]
-Since = Callable[[], Counts]
+Since = Callable[[], FrameCounts]
 
 
 @pytest.mark.slots(2, long=[3, 8])
