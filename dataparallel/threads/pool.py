@@ -21,6 +21,7 @@ import torch
 
 from dataparallel import _torch
 from dataparallel.forks import in_forked_child
+from dataparallel.replicas.compiled.compile_lock import compile_lock
 
 POLL_SECONDS = 0.2
 """A thread that waits for a gang wakes up this often, to see signals and stalls."""
