@@ -520,6 +520,12 @@ pytree: Any = _private("torch.utils._pytree", "walk containers that users have r
 _private(
     "torch.autograd.profiler._is_profiler_enabled", "name ranges in profiles", False, "profiles have no named ranges"
 )
+_ProfilerOptions = _private(
+    "torch._C._profiler._ExperimentalConfig",
+    "record all threads in a profile",
+    lambda **options: None,
+    "a trace sees its own thread only",
+)
 UnsupportedFakeTensor: type = _private(
     "torch._subclasses.UnsupportedFakeTensorException",
     "tell torch.compile that a tensor cannot be in a graph",
@@ -568,6 +574,11 @@ def is_profiler_enabled() -> bool:
     It asks about the process: a profiler of all threads leaves no mark in the state of a single thread.
     """
     return bool(getattr(profiler, "_is_profiler_enabled", False))
+
+
+def profiler_of_all_threads() -> Any:
+    """The ``experimental_config`` of a profiler that records all threads."""
+    return _ProfilerOptions(profile_all_threads=True)
 
 
 def not_traced(function: F) -> F:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -60,12 +59,10 @@ class ReplicaMaker(ABC):
     """Makes the replicas of a form: from fresh copies, from copies that stay, or from shards. Forms subclass it.
 
     Attributes:
-        form: the form's name, for recordings.
         may_use_source: true if code of the user may write to parameters between the stages: see `Call`.
         kept: makes and keeps the replicas.
     """
 
-    form: str
     may_use_source = False
     kept: KeptReplicas
 
@@ -143,7 +140,7 @@ class CallEngine:
                 output = self._stages(call, slots, output_device, method, inputs, kwargs, loss, peers)
         if options.checks.are_open:
             is_training = getattr(maker.source(), "training", False)  # frozen ScriptModules have no mode
-            options.checks.look_at(options, slots, (inputs, kwargs), is_training, call.seconds)
+            options.checks.look_at(options, slots, (inputs, kwargs), is_training)
         return output
 
     def _stages(
@@ -175,11 +172,11 @@ class CallEngine:
             for entry in written_into(call.copied or ()):
                 entry.hand_back(moved(entry.values[0], output_device))
             return output
-        slots, start = slots[: len(inputs)], time.perf_counter()
+        slots = slots[: len(inputs)]
         call.combine_scalars = options.combines.of_chunks(inputs, kwargs, options.dim)
         call.pad = options.pad if method.pad is None else method.pad
         with maker.lends(slots) as lent, _InsideReplicas(maker.source(), method.name):
-            with stage("replicate", maker.form), call.replicates():
+            with stage("replicate"), call.replicates():
                 overridden = self._overridden("replicate", call)
                 replicas = maker.replicas(method, lent, slots) if overridden is None else overridden(slots)
                 replicas = call.uses(replicas)
@@ -213,7 +210,6 @@ class CallEngine:
                 output = join(outputs) if loss is None else loss.loss_of_batch(outputs, own, join)
                 if written:
                     gather([None] * len(outputs), written=written)
-        call.seconds = time.perf_counter() - start
         returned = (output, [entry.joined for entry in written]) if written else output
         call.returns(returned)
         maker.returns(returned)
@@ -337,7 +333,6 @@ class Call:
         self._copies = LateCopies(allowed=not (is_compiler_in_use or is_serial(serial) or may_use_source))
         self.reads = HostReads()
         self.copied: list[CopiedContainer] | None = None
-        self.seconds: float | None = None
 
     @property
     def split(self) -> Split:

@@ -11,9 +11,9 @@ from torch import nn
 
 from dataparallel.batches.chunk_sizes import BALANCED, ChunkSizes, FixedSplit
 from dataparallel.batches.padding import Pad, checked_pad
+from dataparallel.call.advice import PerformanceChecks
 from dataparallel.call.losses import Criterion, ReplicaLoss
 from dataparallel.call.parallel_apply import check_workers
-from dataparallel.call.performance_warnings import PerformanceChecks
 from dataparallel.call.scalars import ScalarRule, Scalars
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
 from dataparallel.replicas.replicate import cap_in_bytes

@@ -20,7 +20,7 @@ from dataparallel.batches.structures import tensors_in
 from dataparallel.call.error_hints import hint_of
 from dataparallel.devices import CPU, DeviceLike, current_device, resolve, resolve_slots
 from dataparallel.environment import says_no
-from dataparallel.profiling import Replicas, replicas
+from dataparallel.profiling import in_ranges
 from dataparallel.replicas.compiled.gate import gate
 from dataparallel.replicas.plan import HAS_COMPILED
 from dataparallel.threads.balance import BalancedCall
@@ -124,24 +124,24 @@ def run_replicas(
     times = None if balanced is None else balanced.measures(slots)
     if times is not None:
         calls = [partial(times.run_replica, slot, call) for slot, call in enumerate(calls)]
+    calls = [*in_ranges(calls, slots)]
     state = CallerState(slots)
-    recorder = replicas(type(modules[0]).__name__, slots)
     permits, groups = (1, None) if meeting.is_serial else _permits_and_groups(modules[0], slots, state, workers)
     if times is not None:
         times.begin_call(state.streams, zip(arguments, keywords, strict=True))
     if balanced is not None:
         balanced.runs_with(permits, groups)
     if permits == 1:
-        tasks, worker_tasks = (_tasks(run, calls, recorder) for run in (state.run_here, state.run_in_worker))
-        meeting.scheduler = SerialTasks(tasks, worker_tasks, devices=slots, recorder=recorder)
+        tasks, worker_tasks = (_tasks(run, calls) for run in (state.run_here, state.run_in_worker))
+        meeting.scheduler = SerialTasks(tasks, worker_tasks, devices=slots)
         outcomes = meeting.scheduler.run_tasks()
     elif chooser is None or workers is not None or (times is not None and slots[0] != CPU):
         # A replica that is timed waits for its device, so all replicas have to run at the same time.
         # Code is compiled for a number of intra-op threads, so for compiled code it does not depend on the permits.
         divisor = workers if workers is not None and _has_compiled(modules[0]) else permits
         with state.intra_op_threads_divided(divisor):
-            tasks = _tasks(state.run_in_worker, calls, recorder)
-            meeting.scheduler = Gang(tasks, permits, groups, devices=slots, recorder=recorder)
+            tasks = _tasks(state.run_in_worker, calls)
+            meeting.scheduler = Gang(tasks, permits, groups, devices=slots)
             outcomes = meeting.scheduler.run_tasks()
     else:
         has_compiled = _has_compiled(modules[0])
@@ -151,7 +151,7 @@ def run_replicas(
         if balanced is not None:
             balanced.runs_with(call.permits, groups)
         divisor = chooser.largest if has_compiled else call.permits
-        outcomes = _run_with_permits(chooser, call, calls, permits, groups, state, divisor, recorder, meeting)
+        outcomes = _run_with_permits(chooser, call, calls, permits, groups, state, divisor, meeting)
     if any(outcome.error is not None for outcome in outcomes):
         raise _first_error(outcomes, slots, modules)
     if times is not None:
@@ -174,12 +174,9 @@ def is_serial(serial: bool | None) -> bool:
     return bool(os.environ.get(SERIAL_VARIABLE)) and not says_no(SERIAL_VARIABLE)
 
 
-def _tasks(
-    run: Callable[[int, Callable[[], Any]], Any], calls: Sequence[Callable[[], Any]], recorder: Replicas | None
-) -> list[Callable[[], Any]]:
+def _tasks(run: Callable[[int, Callable[[], Any]], Any], calls: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
     """Returns a task for each of ``calls``. ``run``, a method of `CallerState`, makes the call in the task."""
-    tasks: list[Callable[[], Any]] = [partial(run, slot, call) for slot, call in enumerate(calls)]
-    return tasks if recorder is None else [partial(recorder.run_replica, slot, task) for slot, task in enumerate(tasks)]
+    return [partial(run, slot, call) for slot, call in enumerate(calls)]
 
 
 def _run_with_permits(
@@ -190,20 +187,19 @@ def _run_with_permits(
     groups: Sequence[Hashable | None] | None,
     state: CallerState,
     divisor: int,
-    recorder: Replicas | None,
     meeting: Meeting,
 ) -> list[Outcome]:
     """Runs ``calls`` with the chosen permits, and tells the chooser how long they took.
 
     Each replica has as many intra-op threads as the caller, divided by ``divisor``.
     """
-    worker_tasks, slots = _tasks(state.run_in_worker, calls, recorder), state.slots
+    worker_tasks, slots = _tasks(state.run_in_worker, calls), state.slots
     # `SerialTasks` has no groups: after a stall all tasks run at the same time.
     if call.permits == 1 and at_once == len(slots):
-        caller_tasks = _tasks(state.run_here, calls, recorder)
-        scheduler: SerialTasks | Gang = SerialTasks(caller_tasks, worker_tasks, call.stall_timeout, slots, recorder)
+        caller_tasks = _tasks(state.run_here, calls)
+        scheduler: SerialTasks | Gang = SerialTasks(caller_tasks, worker_tasks, call.stall_timeout, slots)
     else:
-        scheduler = Gang(worker_tasks, call.permits, groups, call.stall_timeout, slots, recorder=recorder)
+        scheduler = Gang(worker_tasks, call.permits, groups, call.stall_timeout, slots)
     meeting.scheduler = scheduler
     seconds, after, turns = None, None, gate.turns
     before = chooser.marks(call, state.streams)

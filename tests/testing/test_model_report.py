@@ -7,14 +7,14 @@ import warnings
 
 import pytest
 import torch
+from dataparallel.tracing.report_page import as_page
+from dataparallel.tracing.report_parts import Facts, Table, Timeline, as_text
 from torch import nn
 
 from dataparallel.testing import model_report
 from dataparallel.testing.compiling import ToolsMissing
 from dataparallel.testing.planned import WAYS
 from dataparallel.testing.simulated.timeline.presets import A100, RTX_3090, V100
-from dataparallel.tracing.report_page import as_page
-from dataparallel.tracing.report_parts import Facts, Table, Timeline, as_text
 from processes import environment, skip_without_tools
 
 

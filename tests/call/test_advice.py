@@ -1,7 +1,6 @@
 """Each performance warning comes where a line of the user's code makes calls slow, and not where all is well."""
 
 import pickle
-import time
 import warnings
 from typing import Any
 
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dataparallel import DataParallel, PerformanceWarning, data_parallel, prefetch, whole
-from dataparallel.call import engine, performance_warnings
-from dataparallel.threads import permits
+from dataparallel.call import advice
+from dataparallel.call.advice import what_to_try
 from each_form import Form
 
 pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("performance_warnings")]
@@ -21,18 +20,13 @@ LARGE = 12 * 2**20 // 4  # elements of a batch that is large, of 12 samples
 
 
 class Mean(nn.Module):
-    """Of each sample. ``spin``: seconds of Python code that each replica runs."""
-
-    spin = 0.0
+    """Of each sample."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor, *others: Any) -> Tensor:
-        end = time.perf_counter() + self.spin
-        while time.perf_counter() < end:
-            pass
         return self.weight * x.to(self.weight.dtype).flatten(1).mean(1)
 
 
@@ -155,85 +149,28 @@ class TestMemoryThatIsNotPinned:
 
     @pytest.mark.usefixtures("well")
     def test_a_backend_that_pins_nothing(self, net: nn.Module, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(performance_warnings, "can_pin", lambda _: False)
+        monkeypatch.setattr(advice, "can_pin", lambda _: False)
         DataParallel(net, slots)(large())
-
-
-class TestModelSmallerThanItsOverhead:
-    @pytest.fixture(autouse=True)
-    def each_number_of_permits_is_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Whatever else the machine does. On three slots a choice takes at most 21 calls."""
-        monkeypatch.setattr(performance_warnings, "CALLS", 25)
-        monkeypatch.setattr(permits, "MAY_WIN", (float("inf"),) * 3)
-        monkeypatch.setattr(permits, "HOPELESS", float("inf"))
-
-    @pytest.fixture
-    def slow(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The host needs long beside the replicas."""
-        gather = engine.gather_outputs
-
-        def gather_late(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(0.05)
-            return gather(*args, **kwargs)
-
-        monkeypatch.setattr(engine, "gather_outputs", gather_late)
-
-    def run(self, model: nn.Module) -> None:
-        for _ in range(performance_warnings.CALLS):
-            model(small(12))
-
-    @pytest.mark.usefixtures("slow")
-    def test_it_is(self, form: Form, net: nn.Module, slots: list) -> None:
-        with coming(r"smaller than the overhead.* device_ids=\[0\]") as caught:
-            self.run(form(net, slots))
-        assert caught[0].filename == __file__
-
-    @pytest.mark.usefixtures("well")
-    def test_it_is_not(self, form: Form, net: nn.Module, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Mean, "spin", 0.005)
-        model = form(net, slots)
-        self.run(model)
-
-    @pytest.mark.usefixtures("well", "slow")
-    def test_a_gather_to_the_cpu_waits_for_the_devices(self, net: nn.Module, slots: list) -> None:
-        self.run(DataParallel(net, slots, "cpu"))
-
-    @pytest.mark.usefixtures("well", "slow")
-    def test_the_user_has_chosen(self, net: nn.Module, slots: list) -> None:
-        self.run(DataParallel(net, slots, workers=1))
-
-    @pytest.mark.usefixtures("well")
-    @pytest.mark.parametrize(
-        ("devices", "comes"), [(0.010, True), (0.020, False)], ids=["devices are done", "devices compute"]
-    )
-    def test_time_that_devices_compute_after_the_host_counts_for_each_chunk(self, devices: float, comes: bool) -> None:
-        """Replicas were launched in 9 ms. If the last one takes 11 ms more, one device takes 9 + 8 * 11 for all."""
-        times = [permits.TimesInTurn(0.009, devices)] * 3
-        if comes:
-            with pytest.raises(PerformanceWarning, match=r"8 slots takes 50 ms, .* at most 17 ms"):
-                performance_warnings._check_overhead(0.05, times, 8)
-        else:
-            performance_warnings._check_overhead(0.05, times, 8)
 
 
 class TestFirstDeviceThatHoldsMost:
     @pytest.fixture(autouse=True)
     def total(self, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
         """Devices with 40 MiB more than they hold, in a process that has held no more before."""
-        monkeypatch.setattr(performance_warnings, "CALLS", 3)
+        monkeypatch.setattr(advice, "CALLS", 3)
         for device in {*slots}:
             torch.accelerator.reset_peak_memory_stats(device)
         held = torch.accelerator.max_memory_allocated(slots[0])
         monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (0, held + 40 * 2**20))
 
     def run(self, model: nn.Module) -> None:
-        for _ in range(performance_warnings.CALLS):
+        for _ in range(advice.CALLS):
             model(small(12)).sum().backward()
 
     def test_it_is_nearly_full(self, form: Form, net: nn.Module, slots: list, root: torch.device) -> None:
         model = form(net, slots)
         state = torch.empty(36 * 2**20, dtype=torch.uint8, device=root)
-        with coming(f"{root} has held .* loss=.*output_device='{slots[-1]}'.*fully_shard") as caught:
+        with coming(f"{root} has held .* in forward, .*output_device='{slots[-1]}'.*fully_shard") as caught:
             self.run(model)
         assert caught[0].filename == __file__
         del state
@@ -270,7 +207,7 @@ class TestAllOfThem:
 
     @pytest.fixture
     def batches(self, root: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-        monkeypatch.setattr(performance_warnings, "LARGE_BATCH", 1)
+        monkeypatch.setattr(advice, "LARGE_BATCH", 1)
         return [small(3, device=root), small(3)]
 
     def run(self, model: Any, batches: list[Tensor]) -> int:
@@ -308,7 +245,7 @@ class TestAllOfThem:
     def test_the_function_counts_its_calls(
         self, net: nn.Module, slots: list, batches: list[Tensor], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        checks = performance_warnings.PerformanceChecks()
+        checks = advice.PerformanceChecks()
         monkeypatch.setattr("dataparallel.forms.data_parallel._checks", checks)
         assert self.run(lambda batch: data_parallel(net, batch, slots), batches * 20) == 3
         assert not checks.are_open
@@ -318,17 +255,17 @@ class TestAllOfThem:
         self, form: Form, net: nn.Module, slots: list, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks = []
-        look_at = performance_warnings.PerformanceChecks.look_at
+        look_at = advice.PerformanceChecks.look_at
 
         def counted(*args: Any) -> None:
             looks.append(args)
             look_at(*args)
 
-        monkeypatch.setattr(performance_warnings.PerformanceChecks, "look_at", counted)
+        monkeypatch.setattr(advice.PerformanceChecks, "look_at", counted)
         model = form(net, slots)
-        for _ in range(performance_warnings.CALLS + 5):
+        for _ in range(advice.CALLS + 5):
             model(small(12))
-        assert len(looks) == performance_warnings.CALLS
+        assert len(looks) == advice.CALLS
 
     def test_a_wrapper_can_be_pickled(self, net: nn.Module, slots: list) -> None:
         model = DataParallel(net, slots)
@@ -339,6 +276,38 @@ class TestAllOfThem:
 @pytest.mark.devices("cpu")
 def test_slots_on_the_cpu_are_to_try_things_out(form: Form, slots: list, well: None) -> None:
     model = form(Mean(), slots)
-    for _ in range(performance_warnings.CALLS):
+    for _ in range(advice.CALLS):
         model(small(3))
         model(large())
+
+
+class TestWhatATraceShows:
+    pytestmark = pytest.mark.devices("cpu")
+
+    @pytest.mark.parametrize(
+        ("largest", "words"),
+        [
+            ("scatter", "prefetch"),
+            ("replicate", "composable.replicate"),
+            ("forward", "torch.compile"),
+            ("unshard", "larger units"),
+            ("gather", "the loss in forward"),
+            ("backward", "the loss in forward"),
+            ("sums", "set_requires_gradient_sync"),
+            ("optimizer", "fused=True"),
+            ("your code", ".item()"),
+        ],
+    )
+    def test_the_largest_stage_has_a_sentence(self, largest: str, words: str) -> None:
+        shares = {"forward": 0.1, "backward": 0.2, "your code": 0.1, largest: 0.6}
+        (sentence,) = what_to_try(shares, 0.0, 0, 1.0, 0.0)
+        assert words in sentence
+
+    def test_no_stage(self) -> None:
+        (sentence,) = what_to_try({}, 0.0, 0, 1.0, 0.0)
+        assert "call the wrapped module" in sentence
+
+    def test_all_else_that_costs_is_named_beside_it(self) -> None:
+        found = what_to_try({"forward": 0.6}, behind=0.2, slowest=3, uneven=1.8, launching=0.7)
+        assert [words in " ".join(found) for words in ("launch less", "replica 3 is slow, 1.8", "devices go on")]
+        assert len(found) == 4
