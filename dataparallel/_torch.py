@@ -520,12 +520,7 @@ pytree: Any = _private("torch.utils._pytree", "walk containers that users have r
 _private(
     "torch.autograd.profiler._is_profiler_enabled", "name ranges in profiles", False, "profiles have no named ranges"
 )
-_ProfilerOptions = _private(
-    "torch._C._profiler._ExperimentalConfig",
-    "record all threads in a profile",
-    lambda **options: None,
-    "a trace sees its own thread only",
-)
+_ProfilerOptions = _private("torch._C._profiler._ExperimentalConfig", "record all threads in a trace")
 UnsupportedFakeTensor: type = _private(
     "torch._subclasses.UnsupportedFakeTensorException",
     "tell torch.compile that a tensor cannot be in a graph",
