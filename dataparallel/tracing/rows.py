@@ -81,7 +81,7 @@ def rows_of(events: Iterable[FunctionEvent], seconds: float, ran: Sequence[Ran])
                 pieces[place] += without(_interval(event), inside[id(event)])
                 is_part = place[1] is None and event.name.startswith("dataparallel::replica ")
                 calls[place] += not (is_part or event.name.startswith(_NODE))
-            elif event.kernels and not event.is_user_annotation:
+            if event.kernels and not event.is_user_annotation:  # torch links those to kernels that others launch
                 kernels[place] += 1e-6 * sum([kernel.duration for kernel in event.kernels])
 
     def row(stage: str, slot: int | None) -> Row:

@@ -36,7 +36,7 @@ def numbers(tmp_path, monkeypatch, capsys, slots, root):
         capsys.readouterr()
         try:
             if way == "ours":
-                programs.main(arguments, plan=None)
+                programs.main(arguments)
                 assert torch_rules.counts.calls()["DataParallel.forward"] > 0
                 assert torch_rules.counts.fallbacks() == {}
             else:

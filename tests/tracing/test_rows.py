@@ -81,7 +81,7 @@ def test_a_thread_of_the_engine_works_for_the_replica_whose_ranges_it_has() -> N
 
 
 def test_kernels_count_for_the_stage_and_the_replica_that_launched_them() -> None:
-    replica, node = event("dataparallel::replica 1", 0, 2), event(f"{NODE}MmBackward", 3, 4, thread=2)
+    replica, node = event("dataparallel::replica 1", 0, 2, kernel=8), event(f"{NODE}MmBackward", 3, 4, thread=2)
     mm = event("aten::linear", 0, 1, replica)
     events = [
         replica,
@@ -91,10 +91,11 @@ def test_kernels_count_for_the_stage_and_the_replica_that_launched_them() -> Non
         event("dataparallel::gradients 1", 3.5, 3.6, node, thread=2),
         event("aten::mm", 3, 3.5, node, thread=2, kernel=5),
         event("aten::add", 5, 6, kernel=2),
+        event(f"{NODE}MmBackward", 6, 7, thread=2, kernel=1),
     ]
     found = milliseconds(rows_of(events, 0.01, [Ran(1, torch.device("cuda", 1), 0.5, 0.25)]))
     assert found["forward", 1] == found["forward", None] == (2, 8)
-    assert found["backward", 1][1] == 5
+    assert found["backward", 1][1] == 6
     assert found[REST, None][1] == 2
 
 
