@@ -94,7 +94,7 @@ def text(tmp_path, monkeypatch, capsys):
         capsys.readouterr()
         try:
             if way == "ours":
-                programs.main([path], plan=None)
+                programs.main([path])
                 assert torch_rules.counts.calls()
             else:
                 runpy.run_path(path, run_name="__main__")

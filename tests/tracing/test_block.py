@@ -88,6 +88,7 @@ def test_every_form_has_a_row_for_each_stage_and_each_replica(form: Form, slots:
     if root.type == "cpu":
         assert all(row.device is None for row in trace.rows)
     else:
+        assert ("CUDA" in {each.name for each in trace.profile.activities}) == (root.type == "cuda")  # kernels, if any
         assert all(row.device is not None and row.device > 0 for row in replicas)
         if len({*slots}) == len(slots):  # a thread of the engine works for one device
             assert all(row(trace, "backward", slot).host > 0 for slot in range(3))
@@ -136,6 +137,28 @@ def test_a_slow_slot_is_named(slots: list, root: torch.device, capsys: pytest.Ca
     assert any("replica 2 is slow" in sentence for sentence in trace.advice)
     assert capsys.readouterr().out == f"{trace}\n"
     assert f"\n           2 on {slots[2]}" in str(trace)
+
+
+def test_the_host_waits_at_the_end_for_the_devices_that_have_run(
+    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long is in the last row. After an error it does not wait: a device may have failed."""
+    model, x = DataParallel(Net().to(root), slots[:2]), torch.ones(6, 8, device=root)
+    model(x)
+    waited: list[torch.device] = []
+
+    def synchronize(device: torch.device) -> None:
+        waited.append(device)
+        time.sleep(SLEPT)
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    with pytest.raises(ValueError, match="as asked"), dataparallel.trace():
+        raise ValueError("as asked", model(x))
+    assert waited == []
+    with dataparallel.trace() as trace:
+        model(x)
+    assert {*waited} == {*map(torch.device, slots[:2])} - {torch.device("cpu")}
+    assert (trace.behind >= SLEPT) == bool(waited)
 
 
 def test_calls_of_all_threads_are_in_it(slots: list, root: torch.device) -> None:
@@ -320,11 +343,14 @@ def test_a_forked_child_may_trace_while_its_parent_does(slots: list) -> None:
 
 
 UNTOUCHED = """
+import os
 import torch
 import dataparallel
 with dataparallel.trace() as trace:
     assert not torch.cuda.is_initialized()
-assert not torch.cuda.is_initialized()
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    assert torch.cuda.device_count() <= 1
+assert [each.name for each in trace.profile.activities] == ["CPU"]  # to ask for kernels would touch devices
 print("untouched")
 """
 
