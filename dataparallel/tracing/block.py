@@ -48,7 +48,7 @@ class Trace:
     def __init__(self, path: str | os.PathLike[str] | None = None, *, prints: bool = True) -> None:
         self._path, self._prints, self._table = path, prints, "the block of the trace has not ended"
         self._profile: profile | None = None
-        self._clock, self._ran = DeviceClock(), list[tuple[int, torch.device, float, Marks, Marks]]()
+        self._clock, self._ran = DeviceClock(), list[tuple[int, torch.device, float, tuple[Marks, Marks]]]()
 
     def __enter__(self) -> Trace:
         """
@@ -84,7 +84,7 @@ class Trace:
         streams = current_streams([device])
         before = self._clock.marks(streams)
         output = call()
-        self._ran.append((slot, device, waiting, before, self._clock.marks(streams)))  # atomic: threads do the same
+        self._ran.append((slot, device, waiting, (before, self._clock.marks(streams))))  # atomic, for several threads
         return output
 
     def __exit__(
@@ -103,28 +103,36 @@ class Trace:
 
     def _end(self, has_failed: bool) -> None:
         """Ends the profile and makes the table. If the block has failed, a device may have, so none is waited for."""
-        begin, ran = time.perf_counter(), [*self._ran]
-        devices = set() if has_failed else {device for _, device, *_ in ran} - {CPU}
-        for device in devices:
-            torch.accelerator.synchronize(device)
         assert self._profile is not None
-        self.behind, self.profile = bool(devices) * (time.perf_counter() - begin), self._profile
-        was_running = _torch.is_profiler_enabled()
-        self.profile.__exit__(None, None, None)
+        begin, ran, self.profile = time.perf_counter(), [*self._ran], self._profile
+        devices = set() if has_failed else {device for _, device, *_ in ran} - {CPU}
+        try:
+            for device in devices:
+                torch.accelerator.synchronize(device)
+            self.behind = time.perf_counter() - begin if devices else 0.0
+        finally:
+            was_running = _torch.is_profiler_enabled()
+            self.profile.__exit__(None, None, None)
         if not was_running:
             raise RuntimeError(
                 "a profile of torch that began inside of this block has ended the trace, because torch allows one at a "
                 "time: let only one of the two run"
             )
-        times = [{} if has_failed else self._clock.seconds(before, after) for *_, before, after in ran]
-        replicas = [Ran(*each[:3], next(iter(time.values()), None)) for each, time in zip(ran, times, strict=True)]
+        seconds = [None if has_failed else self._seconds(*marks) for *_, marks in ran]
+        replicas = [Ran(slot, on, waited, took) for (slot, on, waited, _), took in zip(ran, seconds, strict=True)]
         self.rows = rows_of(self.profile.events(), self.seconds, replicas)
         self.advice = _advice(self.rows, self.seconds, self.behind)
         self._table = text_of(self.rows, self.seconds, self.behind, self.advice)
-        if self._path is not None:
-            self.profile.export_chrome_trace(os.fspath(self._path))
         if self._prints:
             print(self)
+        if self._path is not None:
+            self.profile.export_chrome_trace(os.fspath(self._path))
+
+    def _seconds(self, before: Marks, after: Marks) -> float | None:
+        try:
+            return next(iter(self._clock.seconds(before, after).values()), None)
+        except RuntimeError:  # events of such a backend have no times
+            return None
 
     def __str__(self) -> str:
         return self._table
@@ -134,11 +142,8 @@ def _advice(rows: list[Row], seconds: float, behind: float) -> list[str]:
     shares = {row.stage: row.host / seconds for row in rows if row.replica is None}
     replicas = [row for row in rows if row.stage == "forward" and row.replica is not None]
     times = {row.replica or 0: row.host if row.device is None else row.device for row in replicas}
-    slowest, all_times, host = (
-        max(times, key=lambda s: times[s], default=0),
-        sum(times.values()),
-        sum(r.host for r in replicas),
-    )
+    all_times, host = sum(times.values()), sum([row.host for row in replicas])
+    slowest = max(times, key=lambda slot: times[slot], default=0)
     # Between two events there are gaps, so only kernels tell for how long a device has computed.
     has_kernels = any(row.device is not None for row in rows if row.stage != "forward")
     launching = 1 - all_times / host if has_kernels and host else 0.0

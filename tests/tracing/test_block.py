@@ -295,6 +295,37 @@ def test_a_profile_of_torch_inside_of_a_trace_is_told_at_its_end() -> None:
         pass
 
 
+def test_a_device_that_fails_at_the_end_leaves_no_profiler_behind(
+    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if root.type == "cpu":
+        pytest.skip("no device")
+
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("the device is lost")
+
+    model, x = DataParallel(Net().to(root), slots), torch.ones(6, 8, device=root)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.accelerator, "synchronize", fails)
+        with pytest.raises(RuntimeError, match="is lost"), dataparallel.trace():
+            model(x)
+    with dataparallel.trace():
+        pass
+
+
+def test_events_without_times_leave_the_device_time_unknown(
+    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_none(*events: Any) -> float:
+        raise RuntimeError("no times")
+
+    monkeypatch.setattr("dataparallel.comm.streams.current.TimedEvent.seconds_until", has_none)
+    model, x = DataParallel(Net().to(root), slots), torch.ones(6, 8, device=root)
+    with dataparallel.trace() as trace:
+        model(x)
+    assert all(row.device is None for row in trace.rows)
+
+
 def test_a_trace_is_for_one_block() -> None:
     trace = dataparallel.trace()
     with pytest.raises(AttributeError):
