@@ -1,8 +1,7 @@
-"""Functions that run before and after each step of every optimizer. Any thread may add and remove some at any time.
+"""Functions that run before each step of every optimizer. Any thread may add and remove some at any time.
 
 torch walks through its global hooks at each step, and fails if another thread changes them meanwhile. So it gets one
-hook for each of both moments, when the first function is added, and keeps them. They call what is in a tuple, which is
-replaced as a whole.
+hook, when the first function is added, and keeps it. The hook calls what is in a tuple, which is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -12,18 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dataparallel import _torch
 
 Function = Callable[[Optimizer], object]
 
 
-class _Moment:
-    """What runs before each step, or after it. ``register`` is torch's function for a hook at this moment."""
+class _BeforeSteps:
+    """What runs before each step."""
 
-    def __init__(self, register: Callable[[Any], object]) -> None:
-        self._register = register
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._functions: tuple[Function, ...] = ()
         self._is_registered = False
@@ -32,7 +30,7 @@ class _Moment:
         """Adds a function. Returns one that removes it."""
         with self._lock:
             if not self._is_registered:
-                self._register(_torch.not_traced(self._make_hook()))
+                register_optimizer_step_pre_hook(_torch.not_traced(self._make_hook()))
                 self._is_registered = True
             self._functions += (function,)
         return lambda: self._remove(function)
@@ -49,14 +47,9 @@ class _Moment:
         return run
 
 
-_before, _after = _Moment(register_optimizer_step_pre_hook), _Moment(register_optimizer_step_post_hook)
+_before = _BeforeSteps()
 
 
 def before_each_step(function: Function) -> Callable[[], None]:
     """Calls ``function`` with the optimizer before each step of every optimizer. Returns a function that ends this."""
     return _before.add(function)
-
-
-def after_each_step(function: Function) -> Callable[[], None]:
-    """Calls ``function`` with the optimizer after each step of every optimizer. Returns a function that ends this."""
-    return _after.add(function)

@@ -22,7 +22,7 @@ from dataparallel import DataParallel
 from dataparallel.comm import kernels
 from dataparallel.comm.nccl import Nccl
 from dataparallel.comm.nccl import why_not as why_not_nccl
-from dataparallel.tracing import report
+from dataparallel.integrations import machine
 
 pytestmark = [
     pytest.mark.devices("cpu"),
@@ -156,7 +156,7 @@ def test_nccl_takes_the_arguments_and_looks_at_the_tensors(use: Callable) -> Non
 
 @without_gpu
 def test_the_report_tells_of_the_build_and_of_no_gpu() -> None:
-    text = report.report()
+    text = machine.description()
     assert f"CUDA {torch.version.cuda}" in text
     assert "accelerator   none" in text
     assert re.search(r"NCCL +\d+\.\d+", text)

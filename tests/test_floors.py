@@ -1,6 +1,6 @@
 """The house: a room imports only from rooms below it, and no two files import each other.
 
-Imports for types only do not count: they run nowhere.
+Files of one room may import each other for types only: such imports run nowhere.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FLOORS = """
     samples            the mark of a list with one entry for each sample
     replica_parameter  the class of a replica's parameters
     progress           a line on the terminal while something takes long
-    optimizer_steps    what runs around the steps of all optimizers
+    optimizer_steps    what runs before the steps of all optimizers
     profiling          named ranges, and who records them
     user_warnings      warnings at the line of the user's code
     devices            which devices a caller may pass
@@ -118,6 +118,13 @@ def graph() -> dict[str, set[str]]:
     return {name: {*imported_by(path, names)} - {name} for name, path in names.items()}
 
 
+def all_imports_of(path: Path, names: dict[str, Path]) -> set[str]:
+    """The files that a file imports, also for types."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
+    found = [f"{node.module}.{alias.name}" for node in nodes for alias in node.names]
+    return {file_of(name.split(".")[1:], names) for name in found if name.split(".")[0] == "dataparallel"}
+
+
 def in_circles(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     """What is left of the graph when files that import none of the rest are taken away, again and again."""
     left = dict(graph)
@@ -167,6 +174,17 @@ def test_devices_without_hardware_know_nothing_of_the_library() -> None:
         if line.strip().startswith(("import dataparallel", "from dataparallel"))
     ]
     assert imports == []
+
+
+def test_files_that_import_each_other_for_types_are_of_one_room() -> None:
+    names = files()
+    reached = {name: all_imports_of(path, names) - {name} for name, path in names.items()}
+    for middle in names:  # Warshall, "A Theorem on Boolean Matrices", 1962
+        for name in names:
+            if middle in reached[name]:
+                reached[name] |= reached[middle]
+    circles = {(a, b) for a in names for b in reached[a] if a in reached[b]}
+    assert [(a, b) for a, b in sorted(circles) if ROOMS[floor_of(a)] != ROOMS[floor_of(b)]] == []
 
 
 def test_no_cpp_files_include_each_other() -> None:

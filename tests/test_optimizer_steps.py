@@ -1,4 +1,4 @@
-"""Functions around the steps of all optimizers, which any thread may add and remove at any time."""
+"""Functions before the steps of all optimizers, which any thread may add and remove at any time."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from dataparallel.optimizer_steps import after_each_step, before_each_step
+from dataparallel.optimizer_steps import before_each_step
 
 
 @pytest.fixture
@@ -26,14 +26,13 @@ def value_of(optimizer: torch.optim.Optimizer) -> float:
     return optimizer.param_groups[0]["params"][0][0].item()
 
 
-def test_they_run_before_and_after_each_step_of_every_optimizer(added: ExitStack) -> None:
+def test_they_run_before_each_step_of_every_optimizer(added: ExitStack) -> None:
     seen = []
-    added.callback(before_each_step(lambda optimizer: seen.append(("before", optimizer, value_of(optimizer)))))
-    added.callback(after_each_step(lambda optimizer: seen.append(("after", optimizer, value_of(optimizer)))))
+    added.callback(before_each_step(lambda optimizer: seen.append((optimizer, value_of(optimizer)))))
     first, second = sgd(), sgd()
     first.step()
     second.step()
-    assert seen == [("before", first, 1.0), ("after", first, 0.5), ("before", second, 1.0), ("after", second, 0.5)]
+    assert seen == [(first, 1.0), (second, 1.0)]
 
 
 def test_they_end_when_they_are_removed() -> None:
@@ -45,16 +44,15 @@ def test_they_end_when_they_are_removed() -> None:
     assert seen == []
 
 
-@pytest.mark.parametrize("each_step", [before_each_step, after_each_step])
-def test_they_may_be_added_and_removed_while_another_thread_steps(each_step, added: ExitStack) -> None:
+def test_they_may_be_added_and_removed_while_another_thread_steps(added: ExitStack) -> None:
     """As if it were another thread: one that runs in a step adds others. torch's own hooks fail here."""
     seen = []
 
     def adds(optimizer: torch.optim.Optimizer) -> None:
-        added.callback(each_step(seen.append))
-        each_step(seen.append)()
+        added.callback(before_each_step(seen.append))
+        before_each_step(seen.append)()
 
-    added.callback(each_step(adds))
+    added.callback(before_each_step(adds))
     optimizer = sgd()
     optimizer.step()
     assert seen == []

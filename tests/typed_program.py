@@ -126,7 +126,7 @@ def tools() -> None:
     model = DataParallel(Net(), SLOTS)
     with dataparallel.trace() as trace:
         model(x).sum().backward()
-    print(trace)
+    assert_type(trace.advice, list[str])
     with dataparallel.replace_torch() as replacement:
         assert_type(replacement.report(), str)
     replicas = dataparallel.replicate(model.module, SLOTS)

@@ -34,7 +34,7 @@ from dataparallel.comm import settings
 from dataparallel.comm.buckets import unflatten
 from dataparallel.comm.streams.current import memory_of, streams_set
 from dataparallel.comm.transport import Later
-from dataparallel.profiling import note_gradients, stage
+from dataparallel.profiling import stage
 
 
 def broadcast_bucket(
@@ -105,10 +105,10 @@ class OnSlot(Node):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        note_gradients(ctx.slot)
         if ctx.when_complete is not None:
             ctx.when_complete()
-        slot_grads = SlotGradients(grads, ctx.packing.bucket_of(grads))
+        with stage("gradients", ctx.slot):
+            slot_grads = SlotGradients(grads, ctx.packing.bucket_of(grads))
         if slot_grads.is_empty:
             return (None,) * 7
         if ctx.needs_event:

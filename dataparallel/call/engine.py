@@ -56,12 +56,10 @@ class ReplicaMaker(ABC):
     """Makes the replicas of a form: from fresh copies, from copies that stay, or from shards. Forms subclass it.
 
     Attributes:
-        form: the form's name, for recordings.
         may_use_source: true if code of the user may write to parameters between the stages: see `Call`.
         kept: makes and keeps the replicas.
     """
 
-    form: str
     may_use_source = False
     kept: KeptReplicas
 
@@ -168,7 +166,7 @@ class CallEngine:
         call.combine_scalars = options.combines.of_chunks(inputs, kwargs, options.dim)
         call.pad = options.pad if method.pad is None else method.pad
         with maker.lends(slots) as lent, _InsideReplicas(maker.source(), method.name):
-            with stage("replicate", maker.form), call.replicates():
+            with stage("replicate"), call.replicates():
                 overridden = self._overridden("replicate", call)
                 replicas = maker.replicas(method, lent, slots) if overridden is None else overridden(slots)
                 replicas = call.uses(replicas)

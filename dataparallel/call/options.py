@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from dataparallel.batches.chunk_sizes import ChunkSizes, Split
 from dataparallel.batches.padding import Pad, checked_pad
+from dataparallel.call.advice import PerformanceChecks
 from dataparallel.call.parallel_apply import check_workers
-from dataparallel.call.performance_warnings import PerformanceChecks
 from dataparallel.call.scalars import ScalarRule, Scalars
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
 from dataparallel.replicas.replicate import cap_in_bytes

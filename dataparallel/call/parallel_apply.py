@@ -20,7 +20,7 @@ from dataparallel.batches.structures import tensors_in
 from dataparallel.call.error_hints import hint_of
 from dataparallel.devices import DeviceLike, current_device, resolve, resolve_slots
 from dataparallel.environment import says_no
-from dataparallel.profiling import Replicas, replicas
+from dataparallel.profiling import in_ranges
 from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.replicas.plan import HAS_COMPILED
@@ -114,12 +114,12 @@ def run_replicas(
     torch_compile.trace_branches_by(compile_lock.run_alone)
     if len(calls) > 1 or machines is not None:  # otherwise the only replica meets no other
         calls = [partial(meeting.run_replica, slot, call) for slot, call in enumerate(calls)]
+    calls = [*in_ranges(calls, slots)]
     state = CallerState(slots)
-    recorder = replicas(type(modules[0]).__name__, slots)
     at_once, groups = (1, None) if meeting.is_serial else _permits_and_groups(modules[0], slots, state, workers)
     if at_once == 1:
-        tasks, worker_tasks = (_tasks(run, calls, recorder) for run in (state.run_here, state.run_in_worker))
-        meeting.scheduler = SerialTasks(tasks, worker_tasks, slots, recorder)
+        tasks, worker_tasks = (_tasks(run, calls) for run in (state.run_here, state.run_in_worker))
+        meeting.scheduler = SerialTasks(tasks, worker_tasks, slots)
         outcomes = meeting.scheduler.run_tasks()
     else:
         call, has_compiled = None, _has_compiled(modules[0])
@@ -131,8 +131,8 @@ def run_replicas(
             call = permits.begin_call(kind, training, at_once, state.streams, has_compiled)
             divisor = min(cores(), permits.largest if has_compiled else at_once)
         number, stall_timeout = (at_once, None) if call is None else (call.number, call.stall_timeout)
-        tasks, turns = _tasks(state.run_in_worker, calls, recorder), compile_lock.turns
-        meeting.scheduler = gang = Gang(tasks, number, groups, stall_timeout, slots, recorder=recorder)
+        tasks, turns = _tasks(state.run_in_worker, calls), compile_lock.turns
+        meeting.scheduler = gang = Gang(tasks, number, groups, stall_timeout, slots)
         with state.intra_op_threads_divided(divisor):
             outcomes = gang.run_tasks()
         # A call in which somebody compiled takes longer than the next one will.
@@ -159,12 +159,9 @@ def is_serial(serial: bool | None) -> bool:
     return bool(os.environ.get(SERIAL_VARIABLE)) and not says_no(SERIAL_VARIABLE)
 
 
-def _tasks(
-    run: Callable[[int, Callable[[], Any]], Any], calls: Sequence[Callable[[], Any]], recorder: Replicas | None
-) -> list[Callable[[], Any]]:
+def _tasks(run: Callable[[int, Callable[[], Any]], Any], calls: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
     """Returns a task for each of ``calls``. ``run``, a method of `CallerState`, makes the call in the task."""
-    tasks: list[Callable[[], Any]] = [partial(run, slot, call) for slot, call in enumerate(calls)]
-    return tasks if recorder is None else [partial(recorder.run_replica, slot, task) for slot, task in enumerate(tasks)]
+    return [partial(run, slot, call) for slot, call in enumerate(calls)]
 
 
 def _callable_of(module: Any, method: str) -> Callable[..., Any]:

@@ -21,7 +21,6 @@ from dataparallel.comm.buckets import Bucket, FlatLayout, Planned, is_dense, pla
 from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.transport import FlatBroadcast, Later, Transport, Travelling, travel_flat_on_every_slot
-from dataparallel.profiling import note_copied_bytes, note_copy
 
 
 class Cupy(Transport):
@@ -69,8 +68,6 @@ class Cupy(Transport):
         if not out or not all(_lies_alike(target, tensor) for target in out) or _overlap([tensor, *out]):
             STAR.broadcast_into(out, tensor)
             return
-        for target in out:
-            note_copy("cupy", tensor, target.device)
         rows = [[each.data_ptr()] for each in (tensor, *out)]
         kernels.launch(COPY_KERNEL, rows, [tensor.nbytes], tensor.device, [target.device for target in out])
         # Autograd does not see writes by kernels, so this tells it that these tensors have changed.
@@ -128,8 +125,6 @@ def _copy_bucket(
     addresses += [_addresses(buffer, nbytes) for buffer in buffers]
 
     def read_and_write() -> Tensor:
-        for buffer in buffers:
-            note_copied_bytes("cupy", sum(nbytes), first.device, buffer.device)
         kernels.launch(COPY_KERNEL, addresses, nbytes, first.device, [buffer.device for buffer in buffers])
         return buffers[0]
 
@@ -172,8 +167,6 @@ def _sum_bucket(
         results[index] = total
     rows = [_addresses(buffer, [numel * dtype.itemsize for numel in numels]), *addresses]
     counts = [numel * (dtype.itemsize // kernel.itemsize) for numel in numels]
-    for tensor in first_on_slots:
-        note_copied_bytes("cupy", sum(numels) * dtype.itemsize, tensor.device, destination)
     kernels.launch(kernel, rows, counts, destination, [tensor.device for tensor in first_on_slots])
     return unread
 

@@ -19,7 +19,6 @@ from dataparallel.comm.routes import STAR
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.transport import Transport
 from dataparallel.devices import CPU
-from dataparallel.profiling import note_copy
 
 
 def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
@@ -31,7 +30,6 @@ def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
         return STAR.to_device(tensor, device, own=own)
     original, tensor = tensor, Tensor.detach(tensor)
     with _streams_ordered(tensor.device, [device]):
-        note_copy("host", original, CPU)
         if travels_flat(original) and can_pin(tensor.device.type):
             # Devices read and write pinned memory at full speed. The strides are those that `Tensor.to` gives.
             staging = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -39,7 +37,6 @@ def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
         else:
             # Sparse, quantised and lazily conjugated tensors and subclasses have their own way to the CPU.
             staging = Tensor.cpu(tensor)
-        note_copy("host", staging, device)
         return same_kind(Tensor.to(staging, device), original, send)
 
 
@@ -89,5 +86,4 @@ class ThroughHost(Transport):
             with _streams_ordered(source.device, [buffer.device for buffer in buffers]):
                 on_host = send(source, CPU)
                 for buffer in buffers:
-                    note_copy("host", on_host, buffer.device)
                     buffer.copy_(on_host)

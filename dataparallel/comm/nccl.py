@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from dataparallel import _torch
 from dataparallel.comm.matrices import Allocate
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.transport import Transport
-from dataparallel.profiling import note_copy
 
 _SUMMED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -53,8 +51,6 @@ class Nccl(Transport):
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         """Broadcasts with one launch on every device, on its current stream."""
         if buffers:
-            for buffer in buffers:
-                note_copy("nccl", source, buffer.device)
             # As bytes, because torch refuses to pass NCCL int16, complex numbers and unsigned 16 to 64 bits.
             with _launching:
                 nccl.broadcast([flat.view(torch.uint8) for flat in (source, *buffers)], root=0)
@@ -67,8 +63,6 @@ class Nccl(Transport):
         roots = [rank for rank, flat in enumerate(flats) if flat.device == destination]
         if not self._sums or not roots or flats[0].dtype not in _SUMMED:
             return STAR.add_up(flats, destination)
-        for flat in flats:
-            note_copy("nccl", flat, destination)
         total = torch.empty_like(flats[roots[0]])
         with _launching:
             nccl.reduce(flats, output=total, root=roots[0])
@@ -76,8 +70,6 @@ class Nccl(Transport):
 
     def all_gather(self, matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         """Gathers with one launch on every device."""
-        for row, matrix in product(rows, matrices):
-            note_copy("nccl", row, matrix.device)
         with _launching:
             nccl.all_gather([row.view(torch.uint8) for row in rows], [m.view(torch.uint8).flatten() for m in matrices])
         increment_version(matrices)
@@ -91,9 +83,6 @@ class Nccl(Transport):
         if not self._sums or not is_square or len(dtypes) > 1 or not dtypes <= _SUMMED:
             super().reduce_scatter(matrices, out, empty, overwrite)
             return
-        for owner, target in enumerate(out):
-            for matrix in matrices:
-                note_copy("nccl", matrix[owner], target.device)
         with _launching:
             nccl.reduce_scatter([matrix.flatten() for matrix in matrices], out)
         increment_version(out)

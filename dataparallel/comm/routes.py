@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dataparallel.comm.piece_streams import are_pieces_under_way, piece_streams, shared_piece_streams, wavefront
 from dataparallel.comm.transport import Transport, summed_in
-from dataparallel.profiling import note_copy
 
 _ALIGNED = 128
 """Pieces begin at multiples of this number of elements, where a load or store of any width may begin."""
@@ -51,7 +50,6 @@ class TorchCopies(Transport):
             _broadcast_along_chain(source, buffers, 1)
         else:
             for buffer in buffers:
-                note_copy(self.route, source, buffer.device)
                 buffer.copy_(source)
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
@@ -94,7 +92,6 @@ def _broadcast_along_chain(source: Tensor, buffers: Sequence[Tensor], count: int
         for hop, piece in wavefront(len(buffers), len(pieces[0])):
             streams.use(devices[hop], first + piece if hop else 0)
             streams.use(devices[hop + 1], first + piece)
-            note_copy("chain", pieces[hop][piece], devices[hop + 1])
             pieces[hop + 1][piece].copy_(pieces[hop][piece])
 
 
@@ -124,11 +121,9 @@ def _sum_along_chain(flats: Sequence[Tensor], destination: torch.device, count: 
             # The first device sends on stream 0, so the destination, which is often the first, receives on the other.
             streams.use(devices[at], 1 if at > last else piece if at else 0)
             if at > last:
-                note_copy("chain", totals[piece], destination)
                 results[piece].copy_(totals[piece])
                 continue
             if at:
-                note_copy("chain", sums[at - 1][piece], devices[at])
                 sums[at][piece].copy_(sums[at - 1][piece])
             for term in terms[at]:
                 sums[at][piece].add_(term[piece])

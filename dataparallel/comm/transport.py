@@ -28,7 +28,6 @@ from dataparallel.comm.buckets import (
     unflatten,
 )
 from dataparallel.comm.kinds import same_kind, send_by_torch
-from dataparallel.profiling import note_copy
 
 Travelling: TypeAlias = "Callable[[Sequence[Tensor]], AbstractContextManager[None]]"
 """Opens the context in which flat buffers are copied and added. The argument lists all buffers that are used there."""
@@ -71,12 +70,10 @@ class Transport(ABC):
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A copy of the tensor's data on ``device``. By default torch copies it."""
-        note_copy("direct", tensor, device)
         return send_by_torch(tensor, device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copies the data into ``target``, of the same shape, on any device. By default torch copies it."""
-        note_copy("direct", source, target.device)
         target.copy_(source)
 
     @abstractmethod
@@ -271,7 +268,6 @@ class Transport(ABC):
         with travelling([*flats, total]):
             added = self.add_up(flats, destination)
             if added.data_ptr() != total.data_ptr():
-                note_copy("direct", added, destination)
                 total.copy_(added)
         return total
 

@@ -17,10 +17,10 @@ from dataparallel.batches.chunk_sizes import ChunkSizes
 from dataparallel.batches.gather import gather_outputs
 from dataparallel.batches.padding import Pad
 from dataparallel.batches.scatter import scatter_arguments
+from dataparallel.call.advice import PerformanceChecks
 from dataparallel.call.engine import CallEngine, Method, ReplicaMaker, call_of_this_thread
 from dataparallel.call.options import CallOptions
 from dataparallel.call.parallel_apply import CALL, run_replicas
-from dataparallel.call.performance_warnings import PerformanceChecks
 from dataparallel.call.scalars import ScalarRule
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
@@ -316,8 +316,6 @@ _INSTEAD = {
 
 class _Maker(ReplicaMaker):
     """Makes the replicas of a wrapper. They get new tensors in each call that records a graph, unless they stay."""
-
-    form = "DataParallel"
 
     def __init__(self, wrapper: DataParallel[Any]) -> None:
         self._wrapper, own = wrapper, own_options(wrapper)

@@ -53,7 +53,6 @@ class FullyShardState(StateOnSlots):
         graphs: the captured graphs; ``None`` without.
     """
 
-    form = "fully_shard"
     may_use_source = True  # forward reads the source's shards, and copies of these are never late
     unit: Unit
 

@@ -43,8 +43,6 @@ class ReplicateState(StateOnSlots):
         machines: the same machines, with a process group for this module only.
     """
 
-    form = "replicate"
-
     def __init__(
         self,
         module: nn.Module,

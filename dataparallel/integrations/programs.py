@@ -1,6 +1,6 @@
 """``python -m dataparallel SCRIPT ARGS`` runs a program in which this library takes the place of torch's.
 
-``__main__`` calls `main`. Without a program it prints the report of this machine, or writes it as a page.
+``__main__`` calls `main`. Without a program it prints what ``integrations.machine`` says of this machine.
 """
 
 from __future__ import annotations
@@ -8,36 +8,25 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import pkgutil
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any
 
 import torch
 
 from dataparallel.forks import main_is_the_program
 from dataparallel.integrations import torch_rules, torch_wrapper
+from dataparallel.integrations.machine import description
 from dataparallel.integrations.replacement import Replacement, replace_torch
-from dataparallel.tracing import trace
-from dataparallel.tracing.block import Trace
-from dataparallel.tracing.report import look
-from dataparallel.tracing.report_page import as_page
-from dataparallel.tracing.report_parts import Section, as_text
-
-Plan: TypeAlias = Callable[[Callable[[], Any], str, str], list[Section]]
-"""``plan`` of ``testing.model_report``, a room above: of the user's function, its name, and the name of a machine.
-
-It raises ``argparse.ArgumentTypeError`` if one of them is not what it expects.
-"""
+from dataparallel.tracing import Trace
 
 
-def main(arguments: Sequence[str], plan: Plan) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Runs the program that ``arguments`` name, as Python would with ``arguments`` in place of its own.
-
-    ``plan`` plans the model of ``--model``.
 
     Raises:
         SystemExit: the arguments are wrong (status 2), or the program has called ``sys.exit``.
@@ -50,22 +39,67 @@ def main(arguments: Sequence[str], plan: Plan) -> None:
     if not program:
         if options.report or is_module:
             parser.error("--report and -m need a program: python -m dataparallel --report SCRIPT")
-        _describe(parser, options, plan)
+        print(description())
         return
-    if options.html or options.model or options.machine:
-        parser.error(f"--html, --model and --machine describe this machine: leave out the program {program[0]!r}")
     with ExitStack() as stack:
         replacement = stack.enter_context(replace_torch())
         if (reason := _why_not(program[0], is_module)) is not None:
             parser.error(reason)
         if "--report" in program[1:] and not (is_module or "--report" in Path(program[0]).read_text(errors="ignore")):
             stack.callback(_say_where_options_go, program[0])
-        recorded = trace() if options.report else None
+        times = FewCalls() if options.report else None
         # Printed after the trace has ended, and also if the program fails or exits.
-        stack.callback(lambda: print(_what_happened(replacement, recorded), end="", file=sys.stderr))
-        if recorded is not None:
-            stack.enter_context(recorded)
+        stack.callback(lambda: print(_what_happened(replacement, times), end="", file=sys.stderr))
+        if times is not None:
+            stack.enter_context(times)
         _run(program, is_module)
+
+
+_SETTLED, _ENOUGH = 4, 14
+
+
+class FewCalls:
+    """A trace of a few calls of a program: the fourth to the thirteenth or, if there are fewer, the first three.
+
+    A profile of a whole training would fill the memory, and the first calls allocate and compile. By the first call a
+    program has chosen its devices. ``table``: what to print.
+    """
+
+    def __init__(self) -> None:
+        self.table = "Where the time goes is not known: there was no call of DataParallel or data_parallel."
+        self._name = ""
+        self._trace: Trace | None = None
+
+    def __enter__(self) -> FewCalls:
+        torch_rules.counts.before_call = self._before_call
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        torch_rules.counts.before_call = None
+        self._end(kind, error, traceback)
+
+    def _before_call(self, name: str, number: int) -> None:
+        if name not in ("DataParallel.forward", "data_parallel") or self._name not in ("", name):
+            return
+        self._name = name
+        if number in (_SETTLED, _ENOUGH):
+            self._end()
+        if number in (1, _SETTLED):
+            try:
+                self._trace = Trace(prints=False).__enter__()
+            except RuntimeError as error:  # the program has a profiler of its own
+                self.table = f"Where the time goes is not known: {error}."
+
+    def _end(self, *error: Any) -> None:
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            try:
+                trace.__exit__(*(error or (None, None, None)))
+                self.table = f"Where the time of a few calls of {self._name} went:\n{trace}"
+            except RuntimeError as failure:
+                self.table = f"Where the time goes is not known: {failure}."
 
 
 def _why_not(name: str, is_module: bool) -> str | None:
@@ -101,10 +135,10 @@ def _say_where_options_go(script: str) -> None:
     )
 
 
-def _what_happened(replacement: Replacement, recorded: Trace | None) -> str:
+def _what_happened(replacement: Replacement, times: FewCalls | None) -> str:
     """What a program's reader has to know at its end. Without ``--report`` that is nothing, if the library was used."""
     calls = torch_rules.counts.calls()
-    report = "" if recorded is None or not calls else f"\n{replacement.report()}\n\n{recorded}\n"
+    report = "" if times is None or not calls else f"\n{replacement.report()}\n\n{times.table}\n"
     if not calls:
         what = "the program called neither torch.nn.DataParallel nor its relatives, and ran as it is"
     elif torch_wrapper.WITHOUT_SLOTS in calls:
@@ -115,40 +149,6 @@ def _what_happened(replacement: Replacement, recorded: Trace | None) -> str:
         f"{report}\ndataparallel: {what}; here are {torch.cuda.device_count()} GPUs. To try two replicas on the CPU: "
         'torch.nn.DataParallel(model, device_ids=["cpu", "cpu"])\n'
     )
-
-
-def _describe(parser: argparse.ArgumentParser, options: argparse.Namespace, plan: Plan) -> None:
-    """Prints the report, or writes the page. What is wrong with the options is found before anything is planned."""
-    page = options.html and Path(options.html)
-    if page and not page.parent.is_dir():
-        parser.error(f"--html {page}: there is no folder {page.parent}")
-    if options.machine and not options.model:
-        parser.error("--machine is for --model: python -m dataparallel --model package:function --machine H100")
-    make = options.model and _function(parser, options.model)
-    machine, *others = look()  # before devices are simulated, which are accelerators afterwards
-    try:
-        planned = plan(make, options.model, options.machine or "A100") if make else []
-    except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
-    sections = [machine, *planned, *others]
-    if page:
-        page.write_text(as_page("dataparallel on this machine", sections), encoding="utf-8")
-        print(f"{page} is written: open it in a browser")
-    else:
-        print(as_text(sections))
-
-
-def _function(parser: argparse.ArgumentParser, name: str) -> Callable[[], Any]:
-    wanted = "expected package:function, where function() returns (module, arguments)"
-    if ":" not in name:
-        parser.error(f"--model {name}: {wanted}")
-    try:
-        found = pkgutil.resolve_name(name)
-    except (ValueError, ImportError, AttributeError) as error:
-        parser.error(f"--model {name}: {type(error).__name__}: {error}; {wanted}")
-    if not callable(found):
-        parser.error(f"--model {name}: this is of type {type(found).__name__}; {wanted}")
-    return found
 
 
 def _run(program: Sequence[str], is_module: bool) -> None:
@@ -172,15 +172,6 @@ def _parser() -> argparse.ArgumentParser:
         "this machine. Options go before the program; what follows it is for the program.",
     )
     parser.add_argument("--report", action="store_true", help="print at the end what was replaced, and where time went")
-    parser.add_argument("--html", metavar="FILE", help="write the description of this machine as a page of one file")
-    parser.add_argument(
-        "--model",
-        metavar="PACKAGE:FUNCTION",
-        help="predict a training step of the model that function() returns: (module, arguments)",
-    )
-    parser.add_argument(
-        "--machine", help="for --model: a published machine, such as A100 (default), H100, V100, RTX_3090"
-    )
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="a module, as for python -m, with arguments"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -24,11 +25,15 @@ class FallbackCounts:
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
+        self.before_call: Callable[[str, int], object] | None = None  # gets the name and the number of each call
 
     def note_call(self, name: str) -> None:
-        """Counts a call."""
+        """Counts a call that begins."""
         with self._lock:
             self._calls[name] += 1
+            number = self._calls[name]
+        if self.before_call is not None:
+            self.before_call(name, number)
 
     def note_fallback(self, rule: str) -> bool:
         """Counts a call that follows a rule of torch. Returns true the first time."""

@@ -19,7 +19,6 @@ from dataparallel.comm.buckets import Bucket, flatten, plan_buckets, unflatten
 from dataparallel.comm.kinds import alias, copy_values, give_attributes
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.transport import FlatBroadcast
-from dataparallel.profiling import note_copy
 
 # Functions in C: they are called for thousands of tensors at each call.
 _READS: tuple[Callable[[Tensor], Any], ...] = (
@@ -151,7 +150,6 @@ class CurrentValues:
             self.launch(late, arrivals)
         for i, copies in [each for each in self._singles if each[0] not in sent]:
             for copy in copies:
-                note_copy("direct", tensors[i], copy.device)
                 copy_values(copy, tensors[i])
         # Sparse tensors are sent to new memory, because the source may have new indices.
         for i, own in [each for each in self._sparse if each[0] not in sent]:

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from dataparallel.forks import in_forked_child
-from dataparallel.profiling import Replicas
 from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.threads import pool
 from dataparallel.threads.pool import Outcome, Skipped, StallClock, Turn
@@ -52,7 +51,6 @@ class Gang:
         stall_timeout: in seconds; ``None``: never.
         devices: for each slot the device, or another key, whose threads run the task.
         outer_gang: the gang whose task the waiting thread runs. Default: the gang whose task makes this one.
-        recorder: is told when a task gets its permit.
 
     A task is in ``_waiting``, then in ``_running``. While it waits for a nested call it is in ``_paused``, then in
     ``_resuming`` until it has a permit again. While it waits for other tasks it is in ``_parked``, then in
@@ -71,7 +69,6 @@ class Gang:
         stall_timeout: float | None = None,
         devices: Sequence[Hashable] | None = None,
         outer_gang: Gang | None = None,
-        recorder: Replicas | None = None,
     ) -> None:
         if permits < 1:
             raise ValueError(f"a gang needs at least 1 permit; got {permits}")
@@ -81,7 +78,6 @@ class Gang:
         self._permits = permits
         self._stall_timeout = stall_timeout
         self._outer_gang = current_gang() if outer_gang is None else outer_gang
-        self._recorder = recorder
         self.stalled = False  # true once ``stall_timeout`` has run out
         self._outcomes = [Outcome() for _ in self._tasks]
         self._lock = threading.Lock()
@@ -219,8 +215,6 @@ class Gang:
                     continue
                 busy |= {self._groups[slot]} - {None}
             self._running.add(slot)
-            if self._recorder is not None:
-                self._recorder.admitted(slot)
             turn = self._resuming.pop(slot, None) or self._unparked.pop(slot, None)
             if turn is not None:
                 turn.give()
@@ -286,8 +280,6 @@ class Gang:
         with self._lock:
             self._paused.discard(slot)
             self._resuming[slot] = turn
-            if self._recorder is not None:
-                self._recorder.waits(slot)
             slots = self._give_permits()
         self._start_workers(slots)
         turn.wait()
@@ -302,8 +294,6 @@ class Gang:
                 turn.give()
                 return turn
             self._parked[slot] = turn
-            if self._recorder is not None:
-                self._recorder.waits(slot)
             self._move_to_unparked(unpark)
             slots = self._give_permits()
         self._start_workers(slots)

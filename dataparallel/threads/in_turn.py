@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from dataparallel.profiling import Replicas
 from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang, current_gang
 from dataparallel.threads.pool import Outcome, Skipped, Turn
@@ -27,7 +26,7 @@ class SerialTasks:
     Args:
         tasks: one callable without arguments for each slot, for the calling thread.
         worker_tasks: the same tasks for worker threads. Needed if tasks meet.
-        devices, recorder: as in `Gang`.
+        devices: as in `Gang`.
 
     The calling thread alone takes slots from ``_waiting`` and makes the gang.
     """
@@ -37,11 +36,9 @@ class SerialTasks:
         tasks: Sequence[Callable[[], Any]],
         worker_tasks: Sequence[Callable[[], Any]] = (),
         devices: Sequence[Hashable] | None = None,
-        recorder: Replicas | None = None,
     ) -> None:
         self._tasks, self._worker_tasks = list(tasks), list(worker_tasks)
         self._devices: Sequence[Hashable] = [None] * len(self._tasks) if devices is None else devices
-        self._recorder = recorder
         self._outer_gang = current_gang()
         self._outcomes = [Outcome() for _ in self._tasks]
         self._waiting = deque(range(len(self._tasks)))
@@ -77,8 +74,6 @@ class SerialTasks:
             if self._outer_gang is not None and self._outer_gang.is_stopped:
                 outcome.error = Skipped()
                 continue
-            if self._recorder is not None:
-                self._recorder.admitted(slot)
             outcome.fill(task)
             if outcome.error is not None:
                 for skipped in self._take_waiting():
@@ -146,7 +141,7 @@ class SerialTasks:
         In one group the order of tasks is fixed: none starts while another runs a nested call.
         """
         groups = [0] * len(self._tasks)
-        gang = Gang(self._worker_tasks, 1, groups, None, self._devices, self._outer_gang, self._recorder)
+        gang = Gang(self._worker_tasks, 1, groups, None, self._devices, self._outer_gang)
         gang.add_caller(slots, [running])
         self._handed_over = slots, gang  # before a worker may start, because Ctrl-C may come right after the start
         try:

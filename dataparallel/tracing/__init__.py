@@ -1,7 +1,7 @@
-"""`dataparallel.trace`: where the time of a step went.
+"""`dataparallel.trace`: where the time of a step went, by torch's profiler.
 
-``recorder`` takes down ranges that other rooms announce to ``dataparallel.profiling``, and ``block`` adds those of
-torch. After the block ``results`` makes figures of them, which ``table`` and ``timeline`` show.
+``block`` is the block around the profiler, ``rows`` makes figures of its events, and ``table`` shows them. The ranges
+are those of ``dataparallel.profiling``, and what to try is in ``call.advice``.
 """
 
 from dataparallel.tracing.block import Trace, trace

@@ -1,247 +1,185 @@
-"""`trace` records a block of a few steps; the `Trace` then tells where the time went.
-
-torch has no hooks around a backward pass. So inside the block ``torch.autograd.backward``, which ``Tensor.backward``
-calls, and ``torch.autograd.grad`` are functions of this file. Code that has imported them by name is not recorded.
-"""
+"""`trace`: a block around torch's profiler, which prints where the time went, and saves the profile for Perfetto."""
 
 from __future__ import annotations
 
-import math
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cached_property, wraps
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from dataparallel import _torch, profiling
-from dataparallel.devices import CPU, all_devices, are_initialized
-from dataparallel.optimizer_steps import after_each_step, before_each_step
-from dataparallel.tracing import timeline
-from dataparallel.tracing.recorder import Recorder, ThreadClocks, start, stop
-from dataparallel.tracing.results import DeviceMemory, Results, results
-from dataparallel.tracing.table import advice, text_of
+from dataparallel.call.advice import what_to_try
+from dataparallel.comm.streams.current import DeviceClock, Marks, current_streams
+from dataparallel.devices import CPU, are_initialized
+from dataparallel.forks import in_forked_child
+from dataparallel.tracing.rows import Ran, Row, rows_of
+from dataparallel.tracing.table import text_of
+from dataparallel.user_warnings import warn_user
 
-_TRIES, _RANGES = 20, 10
-"""`_cost_of_a_record` records this many ranges, this many times, and takes the shortest time."""
+_running = threading.Lock()  # held by the trace that runs
+
+_KERNELS = frozenset({"CUDA", "XPU"})
+"""Activities by which the profiler records kernels. Those of other backends are a matter of their own profilers."""
 
 
 class Trace:
-    """The context that `dataparallel.trace` returns. After its block it has the results.
+    """The context that `dataparallel.trace` returns. ``str(trace)`` is the table. Until the block has ended, there is
+    none, and reading an attribute raises ``AttributeError``.
 
-    ``str(trace)`` and `table` are the tables. Before the block has ended, results, tables and files raise
-    ``RuntimeError``.
+    Attributes:
+        seconds: the time of the block.
+        behind: for how long the host then waited for devices.
+        rows: a `Row <dataparallel.tracing.rows.Row>` for each stage, and one for each replica in it.
+        advice: sentences that say what to try.
+        profile: the profile of torch, with all operators.
     """
 
-    def __init__(self) -> None:
-        self._recorder: Recorder | None = None
-        self._begin = self._end = 0
-        self._behind = 0.0
-        self._memory: list[DeviceMemory] = []
-        self._stack = ExitStack()
+    seconds: float
+    behind: float
+    rows: list[Row]
+    advice: list[str]
+    profile: profile
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, prints: bool = True) -> None:
+        self._path, self._prints, self._table = path, prints, "the block of the trace has not ended"
+        self._profile: profile | None = None
+        self._clock, self._ran = DeviceClock(), list[tuple[int, torch.device, float, tuple[Marks, Marks]]]()
 
     def __enter__(self) -> Trace:
         """
         Raises:
-            RuntimeError: another trace runs in this process, or this one has recorded a block already.
+            RuntimeError: another trace or a profiler of torch runs in this process, or this trace has had its block.
         """
-        if self._recorder is not None:
-            raise RuntimeError("a trace records one block: call dataparallel.trace() again for another one")
-        recorder = Recorder()
-        with ExitStack() as stack:  # if a step fails, it undoes the steps before
-            start(recorder)
-            stack.callback(stop, recorder)
-            stack.enter_context(torch_calls_recorded(recorder))
-            memory = MemoryBefore()
-            stack.callback(self._note_end, recorder, memory)
-            self._stack = stack.pop_all()
-        self._recorder = recorder
-        self._begin = time.perf_counter_ns()
+        if self._profile is not None:
+            raise RuntimeError("a trace is for one block: call dataparallel.trace() again for another one")
+        if not _running.acquire(blocking=False):
+            raise RuntimeError(
+                "a trace runs in this process already, and it records the calls of all threads: end its block before "
+                "another one begins"
+            )
+        try:
+            if _torch.is_profiler_enabled():
+                raise RuntimeError(
+                    "a profiler of torch runs already, and torch allows one at a time: end it before the trace begins, "
+                    "or leave the trace out, because the profile has the library's ranges too"
+                )
+            # To ask for kernels touches devices, and the program may still choose which it sees.
+            kernels = {each for each in supported_activities() if each.name in _KERNELS} if are_initialized() else set()
+            options = _torch.profiler_of_all_threads()
+            self._profile = profile(activities={ProfilerActivity.CPU, *kernels}, experimental_config=options)
+            self._profile.__enter__()
+        except BaseException:
+            _running.release()
+            raise
+        profiling.around_replica = self._around_replica
+        self._begin = time.perf_counter()
         return self
+
+    def _around_replica(self, slot: int, device: torch.device, waiting: float, call: profiling.Call) -> Any:
+        streams = current_streams([device])
+        before = self._clock.marks(streams)
+        output = call()
+        self._ran.append((slot, device, waiting, (before, self._clock.marks(streams))))  # atomic, for several threads
+        return output
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._end = time.perf_counter_ns()
-        assert self._recorder is not None
-        self._stack.close()
-        self._recorder = recorder = self._recorder.until_now()
-        if kind is None:
-            self._wait_for_devices(recorder)
-        else:  # a device may have failed, so its events are not read
-            for span in recorder.spans:
-                span.marks = None
+        self.seconds = time.perf_counter() - self._begin
+        profiling.around_replica = None
+        try:
+            self._end(has_failed=error is not None)
+        except Exception as failure:
+            if error is None:
+                raise
+            warn_user(f"the block has raised an error, and its trace is lost: {type(failure).__name__}: {failure}")
+        finally:
+            _running.release()
 
-    def _note_end(self, recorder: Recorder, memory: MemoryBefore) -> None:
-        slots = [device for _, device in sorted(recorder.devices.copy().items())]
-        self._memory = memory.until_now(slots)
+    def _end(self, has_failed: bool) -> None:
+        """Ends the profile and makes the table. If the block has failed, a device may have, so none is waited for."""
+        assert self._profile is not None
+        begin, ran, self.profile = time.perf_counter(), [*self._ran], self._profile
+        devices = set() if has_failed else {device for _, device, *_ in ran} - {CPU}
+        try:
+            for device in devices:
+                torch.accelerator.synchronize(device)
+            self.behind = time.perf_counter() - begin if devices else 0.0
+        finally:
+            was_running = _torch.is_profiler_enabled()
+            self.profile.__exit__(None, None, None)
+        if not was_running:
+            raise RuntimeError(
+                "a profile of torch that began inside of this block has ended the trace, because torch allows one at a "
+                "time: let only one of the two run"
+            )
+        seconds = [None if has_failed else self._seconds(*marks) for *_, marks in ran]
+        replicas = [Ran(slot, on, waited, took) for (slot, on, waited, _), took in zip(ran, seconds, strict=True)]
+        self.rows = rows_of(self.profile.events(), self.seconds, replicas)
+        self.advice = _advice(self.rows, self.seconds, self.behind)
+        self._table = text_of(self.rows, self.seconds, self.behind, self.advice)
+        if self._prints:
+            print(self)
+        if self._path is not None:
+            self.profile.export_chrome_trace(os.fspath(self._path))
 
-    def _wait_for_devices(self, recorder: Recorder) -> None:
-        marks = [end for span in recorder.spans if span.marks is not None for end in span.marks]
-        if not marks:
-            return
-        clocks, begin = ThreadClocks(), time.perf_counter_ns()
-        ran, core = clocks.ran(), clocks.waited_for_core() or 0
-        recorder.clock.wait_for(marks)
-        # The time in which the thread itself queries thousands of events, or has no core, is no wait for devices.
-        querying = clocks.ran() - ran + (clocks.waited_for_core() or 0) - core
-        self._behind = 1e-9 * max(0, time.perf_counter_ns() - begin - querying)
-
-    @property
-    def _ended(self) -> Recorder:
-        if self._recorder is None or not self._end:
-            raise RuntimeError("the trace has no results yet: they are made when its block has ended")
-        return self._recorder
-
-    @cached_property
-    def results(self) -> Results:
-        """All figures."""
-        return results(self._ended, 1e-9 * (self._end - self._begin), self._behind, self._memory)
-
-    @property
-    def advice(self) -> str:
-        """The last line of the tables: the largest cost, and what to try."""
-        return advice(self.results)
-
-    def table(self) -> str:
-        """The tables, as text."""
-        found = self.results
-        return text_of(found, found.records * _cost_of_a_record())
+    def _seconds(self, before: Marks, after: Marks) -> float | None:
+        try:
+            return next(iter(self._clock.seconds(before, after).values()), None)
+        except RuntimeError:  # events of such a backend have no times
+            return None
 
     def __str__(self) -> str:
-        return self.table()
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Writes a timeline as a picture, in the format of the file's ending: ``trace.plot("step.png")``.
-
-        It has a row for the caller, one for each slot, one for sums, and one for each other thread that called. Needs
-        matplotlib.
-
-        Raises:
-            RuntimeError: matplotlib is not installed.
-        """
-        found, recorder = self.results, self._ended
-        modules = ", ".join(found.modules)
-        steps = f", {found.steps} steps" if found.steps > 1 else ""
-        title = f"{modules}: {1e3 * found.seconds:.1f} ms{steps}" if modules else "no replica ran"
-        timeline.draw(recorder, self._begin, found.seconds, path, title)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file that https://ui.perfetto.dev and ``chrome://tracing`` show: ``trace.save("step.json")``."""
-        timeline.save(self._ended, self._begin, path)
+        return self._table
 
 
-def trace() -> Trace:
-    """Records a few steps, to see where their time goes: ``with dataparallel.trace() as trace: ...; print(trace)``.
+def _advice(rows: list[Row], seconds: float, behind: float) -> list[str]:
+    shares = {row.stage: row.host / seconds for row in rows if row.replica is None}
+    replicas = [row for row in rows if row.stage == "forward" and row.replica is not None]
+    times = {row.replica or 0: row.host if row.device is None else row.device for row in replicas}
+    all_times, host = sum(times.values()), sum([row.host for row in replicas])
+    slowest = max(times, key=lambda slot: times[slot], default=0)
+    # Between two events there are gaps, so only kernels tell for how long a device has computed.
+    has_kernels = any(row.device is not None for row in rows if row.stage != "forward")
+    launching = 1 - all_times / host if has_kernels and host else 0.0
+    uneven = len(times) * times[slowest] / all_times if all_times else 1.0
+    return what_to_try(shares if len(shares) > 1 else {}, behind / seconds, slowest, uneven, launching)
 
-    It records the calls of all wrappers and forms, in all threads, and on the thread of the block all that happens in
-    between. Let the steps before it settle what is only done once: the choice of permits, compilers, allocators.
 
-    The tables say how long each stage took on the calling thread, what each replica did and waited for, what was sent
-    between devices, and what memory it took. Times are the host's. Where devices have events with times, the replicas'
-    forward passes and the backward passes are timed on the devices too.
+def trace(path: str | os.PathLike[str] | None = None) -> Trace:
+    """Records a few steps with torch's profiler, and prints where their time went: ``with dataparallel.trace(): ...``.
 
-    When the block begins, the peaks of ``torch.accelerator.max_memory_allocated`` are set back on all devices, unless
-    the process has used none yet. When it ends, the host waits for the devices. Inside the block
-    ``torch.autograd.backward`` and ``torch.autograd.grad`` are replaced by functions that call torch's. One trace runs
-    at a time.
+    The table has a row for each stage and for each replica in it: time of the host, of the device, and how long a
+    replica that was called waited for its turn. Below it are sentences that say what to try. The calls of all wrappers
+    and forms in all threads are in it. Let the steps before settle what is done once: compilers, allocators.
+
+    Where the profiler records kernels (CUDA, XPU), the device time is theirs. Elsewhere, and where the program first
+    uses its devices inside of the block, it is the time between two events around each replica's forward. When the
+    block ends, the host waits for the devices that have run replicas. If the block raises, its error passes as it is,
+    and the table shows what was seen until then.
+
+    Args:
+        path: a file for the profile, which https://ui.perfetto.dev shows: ``"step.json"``, or ``"step.json.gz"``.
+
+    Returns:
+        A context. ``with dataparallel.trace() as trace:`` has the figures afterwards: ``trace.rows``,
+        ``trace.advice``, and torch's own profile, ``trace.profile``.
+
+    Raises:
+        FileNotFoundError: there is no folder for ``path``.
     """
-    return Trace()
+    if path is not None and not (folder := Path(path).parent).is_dir():
+        raise FileNotFoundError(f"trace({os.fspath(path)!r}): there is no folder {str(folder)!r}; make it before")
+    return Trace(path)
 
 
-def _cost_of_a_record() -> float:
-    """Measures how many seconds it takes to record one range."""
-    recorder, seconds = Recorder(), math.inf
-    for _ in range(_TRIES):
-        begin = time.perf_counter()
-        for _ in range(_RANGES):
-            with recorder.stage("tried"):
-                pass
-        seconds = min(seconds, (time.perf_counter() - begin) / _RANGES)
-    return seconds
-
-
-class MemoryBefore:
-    """Reads the devices' memory counters when a block begins, and resets their peaks, so that a later peak is its own.
-
-    Host memory has no such counters. Reading them makes no context on a device.
-    """
-
-    def __init__(self) -> None:
-        # Looking at devices begins them, and the program that will use them may still choose which it sees. All
-        # counters are 0 until then.
-        self._before = _allocated(all_devices(), reset=True) if are_initialized() else None
-
-    def until_now(self, slots: Sequence[torch.device]) -> list[DeviceMemory]:
-        """The counters of each device of ``slots``, at the beginning of the block and now."""
-        before, now = self._before, _allocated([device for device in dict.fromkeys(slots) if device != CPU])
-        return [
-            DeviceMemory(
-                device,
-                tuple(slot for slot, other in enumerate(slots) if other == device),
-                0 if before is None else before[device],
-                allocated,
-                torch.accelerator.max_memory_allocated(device),
-            )
-            for device, allocated in now.items()
-            if before is None or device in before
-        ]
-
-
-def _allocated(devices: Sequence[torch.device], reset: bool = False) -> dict[torch.device, int]:
-    """How many bytes are allocated on each device that counts them. ``reset``: peaks begin anew."""
-    found = {}
-    for device in devices:
-        try:
-            if reset:
-                torch.accelerator.reset_peak_memory_stats(device)
-            found[device] = torch.accelerator.memory_allocated(device)
-        except (RuntimeError, NotImplementedError):  # the backend has no such counters
-            continue
-    return found
-
-
-@contextmanager
-def torch_calls_recorded(recorder: Recorder) -> Iterator[None]:
-    """Records the backward passes and optimizer steps of all threads inside the block."""
-    with ExitStack() as stack:
-        stack.callback(before_each_step(recorder.optimizer_begins))
-        stack.callback(after_each_step(recorder.optimizer_ends))
-        for name in ("backward", "grad"):
-            stack.enter_context(_replaced(name, recorder))
-        yield
-
-
-@contextmanager
-def _replaced(name: str, recorder: Recorder) -> Iterator[None]:
-    """Records calls of this function of ``torch.autograd``, which runs the engine, inside the block."""
-    original: Callable[..., Any] = getattr(torch.autograd, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if profiling.recorder is not recorder:  # other code has kept this function after the block
-            return original(*args, **kwargs)
-        with recorder.backward():
-            return original(*args, **kwargs)
-
-    replacement = wraps(original)(_not_compiled(call))
-    setattr(torch.autograd, name, replacement)
-    try:
-        yield
-    finally:
-        # If other code has wrapped the function meanwhile, that code will restore it.
-        if getattr(torch.autograd, name) is replacement:
-            setattr(torch.autograd, name, original)
-
-
-def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the function so that ``torch.compile`` around a step breaks the graph there and does not trace it."""
-    not_traced = _torch.not_traced(function)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # ``not_traced`` imports the compiler when it is called, so it is used only if the compiler is loaded.
-        return (not_traced if _torch.is_compiler_loaded() else function)(*args, **kwargs)
-
-    return call
+@in_forked_child
+def _start_afresh_after_fork() -> None:
+    """A trace belongs to the process that began it."""
+    global _running
+    _running = threading.Lock()

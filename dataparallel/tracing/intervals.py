@@ -1,10 +1,8 @@
-"""Intervals of time: their `union`, how much of one is `covered` by others, and the `parents` of nested intervals."""
+"""Intervals of time: their `union`, its length, and what is left of one `without` others."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator
 
 Interval = tuple[float, float]
 """Beginning and end."""
@@ -26,33 +24,10 @@ def length_of_union(intervals: Iterable[Interval]) -> float:
     return sum([end - start for start, end in union(intervals)])
 
 
-def covered(interval: Interval, by: Sequence[Interval]) -> float:
-    """How much of ``interval`` is covered by intervals that are disjoint and in order."""
-    start, end = interval
-    return sum([min(end, b) - max(start, a) for a, b in _overlapping(start, end, by)])
-
-
-def _overlapping(start: float, end: float, by: Sequence[Interval]) -> Iterator[Interval]:
-    for a, b in islice(by, max(0, bisect_left(by, (start,)) - 1), None):
-        if a >= end:
-            return
-        if b > start:
-            yield a, b
-
-
-def parents(intervals: Sequence[Interval]) -> list[int | None]:
-    """For each interval of one thread the position of the smallest interval that contains it.
-
-    One thread's ranges are nested: any two are disjoint, or one contains the other. Of two equal ones the later one in
-    the list is the outer one, because a thread ends inner ranges first.
-    """
-    order = sorted(range(len(intervals)), key=lambda i: (intervals[i][0], -intervals[i][1], -i))
-    found: list[int | None] = [None] * len(intervals)
-    around: list[int] = []
-    for i in order:
-        start, end = intervals[i]
-        while around and (intervals[around[-1]][1] <= start < end or intervals[around[-1]][1] < end):
-            around.pop()
-        found[i] = around[-1] if around else None
-        around.append(i)
-    return found
+def without(interval: Interval, others: Iterable[Interval]) -> Iterator[Interval]:
+    """What is left of the interval outside of the others, which lie inside of it."""
+    at, end = interval
+    for start, stop in union(others):
+        yield at, start
+        at = stop
+    yield at, end

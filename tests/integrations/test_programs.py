@@ -1,13 +1,11 @@
 """``python -m dataparallel SCRIPT ARGS`` runs a program as Python would, with the library in the place of torch's."""
 
-import argparse
 import sys
-from html import escape
 
 import pytest
 
-from dataparallel.integrations import programs, torch_rules
-from dataparallel.tracing.report_parts import Section
+from dataparallel.integrations import torch_rules
+from dataparallel.integrations.programs import main
 from processes import run_script
 
 PROGRAM = """
@@ -19,15 +17,6 @@ print("name", __name__, "arguments", sys.argv[1:], "beside", beside.VALUE, "clas
 model = nn.DataParallel(nn.Linear(3, 2), ["cpu", "cpu"])
 model(ones(4, 3)).sum().backward()
 """
-
-
-def main(arguments):
-    """The command, with a planner that says what it was asked for."""
-
-    def plan(make, called, machine):
-        return [Section(f"the model {called}", [f"{make()} on {machine}"])]
-
-    programs.main(arguments, plan)
 
 
 @pytest.fixture
@@ -87,11 +76,42 @@ def test_workers_return_objects_of_the_programs_classes(script, capsys, monkeypa
     assert sys.modules.get("__mp_main__") is before
 
 
-def test_the_report_at_the_end(script, capsys):
+@pytest.fixture
+def counts(monkeypatch):
+    """Those of a process that has called nothing."""
+    monkeypatch.setattr(torch_rules, "counts", torch_rules.Counts())
+    return torch_rules.counts
+
+
+def test_the_report_at_the_end(script, capsys, counts):
     main(["--report", str(script)])
     error = capsys.readouterr().err
-    for words in ("names of torch", "DataParallel.forward", "backward", "your code"):
+    for words in ("names of torch", "DataParallel.forward", "\nbackward", "\nyour code", "\nto try: "):
         assert words in error
+    assert counts.before_call is None
+
+
+@pytest.mark.parametrize(("calls", "traced"), [(1, 1), (3, 3), (5, 2), (20, 10)])
+def test_the_table_is_of_a_few_calls_when_the_first_have_settled(script, capsys, counts, calls, traced):
+    """However long the program runs, a profile of all of it would fill the memory."""
+    script.write_text(f"{PROGRAM}\nfor _ in range({calls - 1}):\n    model(ones(4, 3)).sum().backward()\n")
+    main(["--report", str(script)])
+    error = capsys.readouterr().err
+    assert f"DataParallel.forward     called {calls} times" in error
+    (row,) = (line for line in error.splitlines() if line.startswith("forward "))
+    assert row.split()[1] == str(traced)
+
+
+def test_a_program_with_a_profile_of_its_own_keeps_it(script, capsys, counts):
+    wraps, calls = PROGRAM.rsplit("\n", 2)[0], "model(ones(4, 3)).sum().backward()"
+    script.write_text(
+        f"import torch\n{wraps}\nwith torch.profiler.profile() as profile:\n    {calls}\n"
+        "print(any(event.name == 'dataparallel::gather' for event in profile.events()))\n"
+    )
+    main(["--report", str(script)])
+    printed = capsys.readouterr()
+    assert printed.out.endswith("True\n")
+    assert "Where the time goes is not known: a profiler of torch runs already" in printed.err
 
 
 VISIBLE = """
@@ -110,12 +130,11 @@ print(torch.cuda.device_count(), model.device_ids)
 @pytest.mark.parametrize("options", [[], ["--report"]])
 def test_a_program_chooses_the_gpus_that_it_sees(slots, tmp_path, options):
     (tmp_path / "visible.py").write_text(VISIBLE)
-    command = f"from dataparallel.integrations import programs; programs.main({[*options, 'visible.py']!r}, None)"
+    command = f"from dataparallel.integrations import programs; programs.main({[*options, 'visible.py']!r})"
     assert run_script(f"import os; os.chdir({str(tmp_path)!r}); {command}").splitlines()[0] == "1 [0]"
 
 
-def test_a_program_that_wraps_nothing_is_told(script, capsys, monkeypatch):
-    monkeypatch.setattr(torch_rules, "counts", torch_rules.FallbackCounts())
+def test_a_program_that_wraps_nothing_is_told(script, capsys, counts):
     script.write_text("print('plain')")
     for options in ([], ["--report"]):
         main([*options, str(script)])
@@ -203,62 +222,3 @@ def test_without_a_program_the_machine_is_described(capsys):
     with pytest.raises(SystemExit):
         main(["-m"])
     assert "need a program" in capsys.readouterr().err
-
-
-@pytest.fixture
-def shop(tmp_path, monkeypatch):
-    """A module of a user with a model."""
-    (tmp_path / "shop.py").write_text("VALUE = 7\ndef make():\n    return 'a model'\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "shop", raising=False)
-    yield tmp_path
-    sys.modules.pop("shop", None)
-
-
-def test_the_model_is_planned_between_the_machine_and_what_to_do_next(shop, capsys):
-    main(["--model", "shop:make", "--machine", "H100"])
-    text = capsys.readouterr().out
-    places = [text.index(words) for words in ("dataparallel  ", "the model shop:make\n  a model on H100", "what to do")]
-    assert places == sorted(places)
-
-
-def test_what_the_planner_refuses_is_one_line(shop, capsys):
-    def plan(make, called, machine):
-        raise argparse.ArgumentTypeError("--machine H1000: there is no such machine")
-
-    with pytest.raises(SystemExit) as ended:
-        programs.main(["--model", "shop:make", "--machine", "H1000"], plan)
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith("error: --machine H1000: there is no such machine\n")
-
-
-def test_the_page_has_what_the_text_has(shop, capsys):
-    main(["--html", str(shop / "page.html"), "--model", "shop:make"])
-    assert capsys.readouterr().out == f"{shop / 'page.html'} is written: open it in a browser\n"
-    page = (shop / "page.html").read_text(encoding="utf-8")
-    assert "a model on A100" in page
-    main(["--model", "shop:make"])
-    for line in capsys.readouterr().out.splitlines():
-        name, _, found = line.strip().partition("  ")
-        if name in ("dataparallel", "torch", "accelerator", "NVML", "reuse"):
-            assert f"{name}</dt>" in page
-            assert escape(found.strip()) in page
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--html", "page.html", "train.py"], "leave out the program 'train.py'"),
-        (["--html", "no/folder/page.html"], "there is no folder no/folder"),
-        (["--machine", "H100"], "--machine is for --model"),
-        (["--model", "shop"], "expected package:function, where function() returns (module, arguments)"),
-        (["--model", "nowhere:make"], "ModuleNotFoundError: No module named 'nowhere'; expected package:function"),
-        (["--model", "shop:buy"], "AttributeError: module 'shop' has no attribute 'buy'; expected"),
-        (["--model", "shop:VALUE"], "this is of type int; expected"),
-    ],
-)
-def test_what_is_wrong_with_the_options(shop, capsys, options, words):
-    with pytest.raises(SystemExit) as ended:
-        main(options)
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err

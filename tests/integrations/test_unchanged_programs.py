@@ -36,7 +36,7 @@ def numbers(tmp_path, monkeypatch, capsys, slots, root):
         capsys.readouterr()
         try:
             if way == "ours":
-                programs.main(arguments, plan=None)
+                programs.main(arguments)
                 assert torch_rules.counts.calls()["DataParallel.forward"] > 0
                 assert torch_rules.counts.fallbacks() == {}
             else:
@@ -94,7 +94,7 @@ def text(tmp_path, monkeypatch, capsys):
         capsys.readouterr()
         try:
             if way == "ours":
-                programs.main([path], plan=None)
+                programs.main([path])
                 assert torch_rules.counts.calls()
             else:
                 runpy.run_path(path, run_name="__main__")

@@ -115,7 +115,7 @@ def traced(world: World, choose: Random) -> None:
                 if choose.random() < 0.3:
                     train(world, choose)
         assert "forward" in str(trace)
-        assert math.isfinite(trace.results.seconds)
+        assert math.isfinite(trace.seconds)
     finally:
         world.one_trace.release()
 

@@ -22,7 +22,6 @@ from dataparallel.comm.host import can_pin
 from dataparallel.comm.kinds import alias, same_kind
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
 from dataparallel.devices import CPU
-from dataparallel.profiling import note_copy
 
 _not_taken: dict[int, list[SentTensor]] = {}
 """Sent tensors whose chunks nobody has taken, by the id of the host tensor.
@@ -139,7 +138,6 @@ class SentTensor:
         """Starts the copies to one device, on its current stream."""
         for chunk, source in zip(self.chunks, self.pinned, strict=True):
             if chunk.device == device:
-                note_copy("direct", source, device)
                 chunk.copy_(source, non_blocking=True)
 
     def fits(self, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> bool:

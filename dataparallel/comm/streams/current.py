@@ -297,10 +297,3 @@ class DeviceClock:
     def have_passed(marks: Marks) -> bool:
         """True if the devices have passed all of these marks. The host does not wait."""
         return all(event.has_passed() for event in marks.values())
-
-    @staticmethod
-    def wait_for(marks: Iterable[Marks]) -> None:
-        """Makes the host wait until the devices have passed all marks."""
-        for events in marks:
-            for event in events.values():
-                event.synchronize()

@@ -150,7 +150,7 @@ class UnitGradients:
         """
         device = self._unit.slots[slot]
         joined = streams_joined({device: sums.computing[device]} if device in sums.computing else {})
-        with stage("reduce_add", slot=slot), self._packing_locks[slot], joined:
+        with stage("reduce_add", slot), self._packing_locks[slot], joined:
             return self._take(slot, grads, sums)
 
     def _take(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:

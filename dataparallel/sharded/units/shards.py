@@ -19,7 +19,6 @@ from dataparallel import _torch
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
 from dataparallel.devices import CPU
-from dataparallel.profiling import note_copy
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.buffers import Layout
@@ -266,7 +265,6 @@ class PullSource:
 
 
 def _sent(flat: Tensor, owner: torch.device) -> Tensor:
-    note_copy("direct", flat, owner)
     return flat.to(owner, non_blocking=True)
 
 

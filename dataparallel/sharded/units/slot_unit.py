@@ -107,7 +107,7 @@ class SlotUnit:
         with self._lock:
             if self.is_started:
                 return
-            with stage("unshard", slot=self.slot):
+            with stage("unshard", self.slot):
                 self._start(ready, ahead)
 
     def _start(self, ready: Mapping[torch.device, Event], ahead: bool) -> None:
@@ -166,7 +166,7 @@ class SlotUnit:
             self.start(ready)
             self._order_computing_streams()
             if not self.is_full:
-                with stage("unshard", slot=self.slot):
+                with stage("unshard", self.slot):
                     self._fill(ready)
 
     def _fill(self, ready: Mapping[torch.device, Event]) -> None:

@@ -13,7 +13,6 @@ from dataparallel import _torch
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.devices import CPU
-from dataparallel.profiling import note_copy
 from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.bindings import ModuleRegistries, Precision, TreeBinding, UnitSettings
@@ -135,7 +134,6 @@ class Unit(UnitSettings):
             return part
         pinned = self._pin and can_pin(part.device.type)
         host = torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned)
-        note_copy("direct", part, CPU)
         return host.copy_(part, non_blocking=pinned)
 
     def refresh(self, before_packing: Callable[[], None] = lambda: None) -> None:

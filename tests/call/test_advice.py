@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dataparallel import DataParallel, PerformanceWarning, data_parallel, prefetch, whole
-from dataparallel.call import performance_warnings
+from dataparallel.call import advice
+from dataparallel.call.advice import what_to_try
 from each_form import Form
 
 pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("performance_warnings")]
@@ -148,7 +149,7 @@ class TestMemoryThatIsNotPinned:
 
     @pytest.mark.usefixtures("well")
     def test_a_backend_that_pins_nothing(self, net: nn.Module, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(performance_warnings, "can_pin", lambda _: False)
+        monkeypatch.setattr(advice, "can_pin", lambda _: False)
         DataParallel(net, slots)(large())
 
 
@@ -156,20 +157,20 @@ class TestFirstDeviceThatHoldsMost:
     @pytest.fixture(autouse=True)
     def total(self, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
         """Devices with 40 MiB more than they hold, in a process that has held no more before."""
-        monkeypatch.setattr(performance_warnings, "CALLS", 3)
+        monkeypatch.setattr(advice, "CALLS", 3)
         for device in {*slots}:
             torch.accelerator.reset_peak_memory_stats(device)
         held = torch.accelerator.max_memory_allocated(slots[0])
         monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (0, held + 40 * 2**20))
 
     def run(self, model: nn.Module) -> None:
-        for _ in range(performance_warnings.CALLS):
+        for _ in range(advice.CALLS):
             model(small(12)).sum().backward()
 
     def test_it_is_nearly_full(self, form: Form, net: nn.Module, slots: list, root: torch.device) -> None:
         model = form(net, slots)
         state = torch.empty(36 * 2**20, dtype=torch.uint8, device=root)
-        with coming(f"{root} has held .*in forward.*output_device='{slots[-1]}'.*fully_shard") as caught:
+        with coming(f"{root} has held .* in forward, .*output_device='{slots[-1]}'.*fully_shard") as caught:
             self.run(model)
         assert caught[0].filename == __file__
         del state
@@ -206,7 +207,7 @@ class TestAllOfThem:
 
     @pytest.fixture
     def batches(self, root: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-        monkeypatch.setattr(performance_warnings, "LARGE_BATCH", 1)
+        monkeypatch.setattr(advice, "LARGE_BATCH", 1)
         return [small(3, device=root), small(3)]
 
     def run(self, model: Any, batches: list[Tensor]) -> int:
@@ -244,7 +245,7 @@ class TestAllOfThem:
     def test_the_function_counts_its_calls(
         self, net: nn.Module, slots: list, batches: list[Tensor], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        checks = performance_warnings.PerformanceChecks()
+        checks = advice.PerformanceChecks()
         monkeypatch.setattr("dataparallel.forms.data_parallel._checks", checks)
         assert self.run(lambda batch: data_parallel(net, batch, slots), batches * 20) == 3
         assert not checks.are_open
@@ -254,17 +255,17 @@ class TestAllOfThem:
         self, form: Form, net: nn.Module, slots: list, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks = []
-        look_at = performance_warnings.PerformanceChecks.look_at
+        look_at = advice.PerformanceChecks.look_at
 
         def counted(*args: Any) -> None:
             looks.append(args)
             look_at(*args)
 
-        monkeypatch.setattr(performance_warnings.PerformanceChecks, "look_at", counted)
+        monkeypatch.setattr(advice.PerformanceChecks, "look_at", counted)
         model = form(net, slots)
-        for _ in range(performance_warnings.CALLS + 5):
+        for _ in range(advice.CALLS + 5):
             model(small(12))
-        assert len(looks) == performance_warnings.CALLS
+        assert len(looks) == advice.CALLS
 
     def test_a_wrapper_can_be_pickled(self, net: nn.Module, slots: list) -> None:
         model = DataParallel(net, slots)
@@ -275,6 +276,38 @@ class TestAllOfThem:
 @pytest.mark.devices("cpu")
 def test_slots_on_the_cpu_are_to_try_things_out(form: Form, slots: list, well: None) -> None:
     model = form(Mean(), slots)
-    for _ in range(performance_warnings.CALLS):
+    for _ in range(advice.CALLS):
         model(small(3))
         model(large())
+
+
+class TestWhatATraceShows:
+    pytestmark = pytest.mark.devices("cpu")
+
+    @pytest.mark.parametrize(
+        ("largest", "words"),
+        [
+            ("scatter", "prefetch"),
+            ("replicate", "composable.replicate"),
+            ("forward", "torch.compile"),
+            ("unshard", "larger units"),
+            ("gather", "the loss in forward"),
+            ("backward", "the loss in forward"),
+            ("sums", "set_requires_gradient_sync"),
+            ("optimizer", "fused=True"),
+            ("your code", ".item()"),
+        ],
+    )
+    def test_the_largest_stage_has_a_sentence(self, largest: str, words: str) -> None:
+        shares = {"forward": 0.1, "backward": 0.2, "your code": 0.1, largest: 0.6}
+        (sentence,) = what_to_try(shares, 0.0, 0, 1.0, 0.0)
+        assert words in sentence
+
+    def test_no_stage(self) -> None:
+        (sentence,) = what_to_try({}, 0.0, 0, 1.0, 0.0)
+        assert "call the wrapped module" in sentence
+
+    def test_all_else_that_costs_is_named_beside_it(self) -> None:
+        found = what_to_try({"forward": 0.6}, behind=0.2, slowest=3, uneven=1.8, launching=0.7)
+        assert [words in " ".join(found) for words in ("launch less", "replica 3 is slow, 1.8", "devices go on")]
+        assert len(found) == 4
