@@ -79,7 +79,7 @@ def test_workers_return_objects_of_the_programs_classes(script, capsys, monkeypa
 @pytest.fixture
 def counts(monkeypatch):
     """Those of a process that has called nothing."""
-    monkeypatch.setattr(torch_rules, "counts", torch_rules.Counts())
+    monkeypatch.setattr(torch_rules, "counts", torch_rules.FallbackCounts())
     return torch_rules.counts
 
 
