@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataparallel.autograd.bucket_gradients import GradientStreams
-from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.autograd.bucket_gradients import GradientStreams, broadcast_bucket
 from dataparallel.comm.streams.current import current_streams
 
 

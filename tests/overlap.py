@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.autograd.bucket_nodes import ToSlots
+from dataparallel.autograd.bucket_gradients import ToSlots
 
 
 class Overlap:

@@ -1,7 +1,8 @@
 """`Broadcast`, `Collect`, `ReduceAddCoalesced`, `Scatter` and `Gather`: ``comm`` as autograd functions, one node each.
 
 Each backward calls another of these functions, so all are twice differentiable. A sum is ``None`` if every slot's
-gradient is ``None``, else it adds the gradients that exist, in slot order. ``bucket_nodes`` has the nodes of buckets.
+gradient is ``None``, else it adds the gradients that exist, in slot order. ``bucket_gradients`` has those of
+buckets.
 """
 
 from __future__ import annotations

@@ -1,19 +1,72 @@
-"""`CallOptions` holds the options of a form, which all its calls share."""
+"""`CallOptions` holds the options of a form, which all its calls share.
+
+`ScalarRule` is ``scalars=``: how scalars that replicas return, such as a loss, become one scalar of the whole batch.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
 
 from dataparallel.batches.chunk_sizes import ChunkSizes, Split
 from dataparallel.batches.padding import Pad, checked_pad
+from dataparallel.batches.structures import number_of_samples
 from dataparallel.call.advice import PerformanceChecks
 from dataparallel.call.parallel_apply import check_workers
-from dataparallel.call.scalars import ScalarRule, Scalars
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
 from dataparallel.replicas.replicate import cap_in_bytes
 from dataparallel.threads.permits import Permits
+
+ScalarRule: TypeAlias = Literal["mean", "sum"] | Callable[[Tensor, tuple[int, ...]], Tensor] | None
+"""``"mean"``, ``"sum"``, or a function of the values and of the numbers of samples; ``None``: a vector, as in torch."""
+
+
+class Scalars:
+    """Combines the scalars of a call. Without a rule they become a vector.
+
+    Attributes:
+        rule: the function that combines them, or ``None``.
+
+    Raises:
+        TypeError, ValueError: ``rule`` is something else than a `ScalarRule`.
+    """
+
+    def __init__(self, rule: ScalarRule = None) -> None:
+        if isinstance(rule, str) and rule not in _RULES:
+            raise ValueError(f"scalars={rule!r}: expected 'mean', 'sum', a function, or None for a vector")
+        if rule is not None and not callable(rule) and not isinstance(rule, str):
+            raise TypeError(f"scalars={rule!r}: expected 'mean', 'sum', a function, or None for a vector")
+        self.rule = _RULES[rule] if isinstance(rule, str) else rule
+
+    def of_chunks(self, inputs: Sequence[Any], kwargs: Sequence[Any], dim: int) -> Callable[[Tensor], Tensor] | None:
+        """Returns a function of a vector with one value for each replica, for chunks with these arguments."""
+        if self.rule is None:
+            return None
+        samples = tuple(number_of_samples(chunk, dim) for chunk in zip(inputs, kwargs, strict=True))
+        rule = self.rule
+        return lambda values: rule(values, samples)
+
+
+def _mean(values: Tensor, samples: tuple[int, ...]) -> Tensor:
+    """Weights each value with its number of samples: the mean over the batch of a mean over each chunk."""
+    if not (values.is_floating_point() or values.is_complex()):
+        values = values.to(torch.get_default_dtype())
+    total = sum(samples)
+    if len({*samples}) == 1 or total == 0:
+        return values.mean()
+    shares = [value * (count / total) for value, count in zip(values.unbind(), samples, strict=True)]
+    return torch.stack(shares).sum()
+
+
+def _sum(values: Tensor, samples: tuple[int, ...]) -> Tensor:
+    return values.sum()
+
+
+_RULES: dict[str, Callable[[Tensor, tuple[int, ...]], Tensor]] = {"mean": _mean, "sum": _sum}
 
 
 class CallOptions:

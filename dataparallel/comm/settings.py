@@ -1,6 +1,7 @@
 """`CommSettings`: the user's transport and route, and whether sums keep their order.
 
-`using` sets them for a block of code, two environment variables for the process. ``choice`` reads them.
+`using` sets them for a block of code, two environment variables for the process. ``transport_choice`` reads
+them.
 """
 
 from __future__ import annotations

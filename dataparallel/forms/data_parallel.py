@@ -19,9 +19,8 @@ from dataparallel.batches.padding import Pad
 from dataparallel.batches.scatter import scatter_arguments
 from dataparallel.call.advice import PerformanceChecks
 from dataparallel.call.engine import CallEngine, Method, ReplicaMaker, call_of_this_thread
-from dataparallel.call.options import CallOptions
+from dataparallel.call.options import CallOptions, ScalarRule
 from dataparallel.call.parallel_apply import CALL, run_replicas
-from dataparallel.call.scalars import ScalarRule
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
 from dataparallel.forms.signatures import shows_forward_of_module

@@ -12,8 +12,7 @@ from torch.distributed.tensor import Shard
 
 from dataparallel.batches.chunk_sizes import ChunkSizes
 from dataparallel.batches.padding import Pad
-from dataparallel.call.options import CallOptions
-from dataparallel.call.scalars import ScalarRule
+from dataparallel.call.options import CallOptions, ScalarRule
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.forms.form import Form
 from dataparallel.forms.full_state import full_state_dict, load_full_state_dict

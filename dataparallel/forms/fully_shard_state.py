@@ -30,7 +30,7 @@ from dataparallel.sharded.distribute import distribute_tensor
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.bindings import Precision
-from dataparallel.sharded.units.fixed_memory import FixedMemory
+from dataparallel.sharded.units.buffers import FixedMemory
 from dataparallel.sharded.units.tree import Tree
 from dataparallel.sharded.units.unit import Unit
 

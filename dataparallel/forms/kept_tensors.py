@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from dataparallel import _torch
-from dataparallel.autograd.bucket_gradients import GradientStreams
-from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel import _torch, comm
+from dataparallel.autograd.bucket_gradients import GradientStreams, broadcast_bucket
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import PLAIN_TYPES, fill_buckets, has_strides
 from dataparallel.comm.kinds import inner_tensors
@@ -27,16 +26,15 @@ from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.gradients.gradient_sums import GradientSums, KeptToSlots, SourceBucket
-from dataparallel.gradients.ordered_nodes import BucketRow, ModulePasses
-from dataparallel.gradients.ordered_pass import Reducer
+from dataparallel.gradients.ordered_pass import BucketRow, ModulePasses, Reducer
 from dataparallel.gradients.reducer_buckets import ReducerBucket
 from dataparallel.progress import progress
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.build import make_parameters
+from dataparallel.replicas.kept_replicas import TensorStore
 from dataparallel.replicas.kept_values import CurrentValues, MemoryOfCopies
 from dataparallel.replicas.plan import ModulePlan, names_of
 from dataparallel.replicas.replicate import at_positions, copy_buffers, copy_constants, put
-from dataparallel.replicas.tensor_stores import TensorStore
 
 if TYPE_CHECKING:
     from dataparallel.gradients.machine_sums import Agreement
@@ -364,3 +362,38 @@ def kinds_of(tensors: Sequence[Tensor]) -> list[Any]:
         *map(Tensor.data_ptr, dense),
         *[kinds_of([*inner_tensors(tensor).values()]) for tensor in tensors if type(tensor) not in PLAIN_TYPES],
     ]
+
+
+class KeptBuffers:
+    """Copies that stay where they are, and get new values at each call. The first slot has the source's own tensors."""
+
+    def __init__(self) -> None:
+        self._sources: list[Tensor] = []
+        self._slots: list[torch.device] = []
+
+    def on_slots(self, sources: list[Tensor], slots: list[torch.device], cap_bytes: int) -> list[list[Tensor]]:
+        """Returns copies for each of ``slots``, which are new if the sources, the thread or the streams are others."""
+        with torch.inference_mode(False):
+            if self._may_use_again(sources, slots):
+                self._values.refresh()
+            else:
+                self._make(sources, slots, cap_bytes)
+        return self._by_slot[: len(slots)]
+
+    def _may_use_again(self, sources: Sequence[Tensor], slots: list[torch.device]) -> bool:
+        return (
+            self._slots[: len(slots)] == slots
+            and len(sources) == len(self._sources)
+            and all(map(is_, sources, self._sources))
+            and kinds_of(sources) == self._kinds
+            and current_streams(slots).items() <= self._streams.items()
+            and threading.get_ident() == self._thread
+        )
+
+    def _make(self, sources: list[Tensor], slots: list[torch.device], cap_bytes: int) -> None:
+        self._sources, self._slots = sources, slots
+        self._kinds, self._streams, self._thread = kinds_of(sources), current_streams(slots), threading.get_ident()
+        self._by_slot = comm.broadcast_coalesced(sources, slots, cap_bytes, own_storage=True)
+        self._values = CurrentValues(sources, slots, self._by_slot)
+        self._values.send_at_each_forward([*range(len(sources))], cap_bytes, True)
+        self._values.note_versions()

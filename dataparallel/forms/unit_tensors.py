@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from dataparallel import comm
 from dataparallel.comm.streams.arrivals import Arrivals
-from dataparallel.forms.kept_buffers import KeptBuffers
+from dataparallel.forms.kept_tensors import KeptBuffers
 from dataparallel.forms.managed import has_forward
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, Compiled, compiled_in_place
+from dataparallel.replicas.kept_replicas import TensorStore
 from dataparallel.replicas.plan import UNIT_MODULE, ModuleEntry, ModulePlan, dotted
 from dataparallel.replicas.references import Rebinding, reached
 from dataparallel.replicas.replicate import put
-from dataparallel.replicas.tensor_stores import TensorStore
 from dataparallel.sharded.units.calls import ModuleRunner, RootCall, UnitModule
 from dataparallel.sharded.units.unit import Unit
 

@@ -10,9 +10,8 @@ from dataparallel.devices import resolve
 from dataparallel.forms.kept_tensors import KeptTensors
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import GraphedReplicas
-from dataparallel.replicas.kept_replicas import KeptReplicas
+from dataparallel.replicas.kept_replicas import FreshCopies, KeptReplicas
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes
-from dataparallel.replicas.tensor_stores import FreshCopies
 
 
 class WrapperOptions(CallOptions):

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
-from dataparallel.autograd.bucket_gradients import GradientStreams, ReadyEvent, SlotGradients
-from dataparallel.autograd.bucket_nodes import ToSlots
+from dataparallel.autograd.bucket_gradients import GradientStreams, ReadyEvent, SlotGradients, ToSlots
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.comm.streams.current import streams_joined, streams_set
 

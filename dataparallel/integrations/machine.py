@@ -26,7 +26,7 @@ from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
 from dataparallel.comm.peers import PEER_CHECK_VARIABLE, peers_are_checked
 from dataparallel.comm.transport_choice import PLAIN, Collective
 from dataparallel.devices import all_devices
-from dataparallel.tracing.table import aligned
+from dataparallel.tracing.rows import aligned
 
 _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 _READ, _WRITE, _BY_NVLINK, _OK = 0, 1, 2, 0  # numbers, because some releases of pynvml have a wrong type for the names

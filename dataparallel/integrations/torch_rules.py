@@ -1,6 +1,6 @@
 """`fall_back` and `split_where_sizes_differ`: torch's rules where the library promises more, and `counts` of calls.
 
-Only ``torch_names``, ``torch_wrapper`` and ``replacement`` use them.
+Only ``torch_wrapper`` and ``replacement`` use them.
 """
 
 from __future__ import annotations

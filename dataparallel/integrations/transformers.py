@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dataparallel.call.scalars import ScalarRule, Scalars
+from dataparallel.call.options import ScalarRule, Scalars
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.forms.data_parallel import DataParallel
 from dataparallel.forms.fully_shard import fully_shard

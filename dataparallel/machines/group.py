@@ -23,7 +23,7 @@ from dataparallel.machines.agreement import connecting, of_ranks
 from dataparallel.machines.collectives import all_gather, all_reduce, stage
 from dataparallel.machines.health import Health
 from dataparallel.machines.launcher import launcher
-from dataparallel.machines.round_queue import RoundQueue
+from dataparallel.machines.rounds import RoundQueue
 
 _given: dict[int, Machines] = {}
 """The `Machines` of users' groups, by the group's id. They hold the group until it is destroyed, on all ranks alike."""

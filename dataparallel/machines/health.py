@@ -22,7 +22,7 @@ from dataparallel.weak_members import WeakMembers
 if TYPE_CHECKING:
     from dataparallel.machines.group import MachineGroup
     from dataparallel.machines.launcher import Launcher
-    from dataparallel.machines.round_queue import RoundQueue
+    from dataparallel.machines.rounds import RoundQueue
 
 SLICE = 0.2
 """Seconds between two checks of a wait for failures and for the timeout."""

@@ -20,7 +20,7 @@ from dataparallel.machines.health import AT_EXIT, SLICE, Health
 from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
-    from dataparallel.machines.round_queue import RoundQueue
+    from dataparallel.machines.rounds import RoundQueue
 
 IDLE = 2.0
 """Seconds after which a thread ends if there is nothing to do."""

@@ -12,8 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from dataparallel import _torch
 from dataparallel.nn.batch_norm import Normalised, Statistics, merged, values_of_a_channel
-from dataparallel.peers.checkpoint import replayed_place
-from dataparallel.peers.joint import JointSpan, Request, described, joint, span_of_caller
+from dataparallel.peers.joint import JointSpan, Request, described, joint, replayed_place, span_of_caller
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -40,7 +39,7 @@ class SyncBatchNorm(BatchNorm):
 
     Arguments, parameters, buffers and the state dict are those of ``torch.nn.BatchNorm2d``. Inputs have the shape
     (samples, channels, ...), and chunks may differ in their numbers of samples; one may be empty. For half precision
-    the statistics are in float32. A recomputation by ``peers.checkpoint`` leaves the running statistics alone.
+    the statistics are in float32. A recomputation by ``peers.joint`` leaves the running statistics alone.
 
     Attributes:
         across_machines: if true, and the form spans machines, the batch is that of all machines. May be assigned, on

@@ -1,13 +1,12 @@
 """Replicas that talk to each other while they are inside ``forward``: collectives, differentiable, in slot order.
 
 ``collectives`` are the functions. ``joint`` brings the tensors of all replicas together, ``across_machines`` those of
-other machines. ``checkpoint`` keeps what a recomputation needs. Outside of a parallel forward there is one replica, and
+other machines. ``joint`` keeps what a recomputation needs. Outside of a parallel forward there is one replica, and
 each collective returns what one replica gets, so a module with collectives works unwrapped.
 """
 
-from dataparallel.peers.checkpoint import checkpoint
 from dataparallel.peers.collectives import all_gather, all_reduce, all_to_all, barrier, broadcast, reduce_scatter
-from dataparallel.peers.joint import count, index
+from dataparallel.peers.joint import checkpoint, count, index
 from dataparallel.threads.meetings import set_time_limit
 
 __all__ = [

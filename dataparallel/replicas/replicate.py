@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch, comm
-from dataparallel.autograd.bucket_gradients import GradientStreams
-from dataparallel.autograd.bucket_nodes import FromWholeSource, broadcast_bucket
+from dataparallel.autograd.bucket_gradients import FromWholeSource, GradientStreams, broadcast_bucket
 from dataparallel.autograd.node import run_last
 from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.kinds import alias

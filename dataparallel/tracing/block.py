@@ -17,8 +17,7 @@ from dataparallel.call.advice import what_to_try
 from dataparallel.comm.streams.current import DeviceClock, Marks, current_streams
 from dataparallel.devices import CPU, are_initialized
 from dataparallel.forks import in_forked_child
-from dataparallel.tracing.rows import Ran, Row, rows_of
-from dataparallel.tracing.table import text_of
+from dataparallel.tracing.rows import Ran, Row, rows_of, text_of
 from dataparallel.user_warnings import warn_user
 
 _running = threading.Lock()  # held by the trace that runs

@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import dataparallel as dp
 from dataparallel import DataParallel
-from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.autograd.bucket_gradients import broadcast_bucket
 from dataparallel.testing.models import CASES
 from dataparallel.testing.parity import assert_same_training
 from graphs import nodes_of

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from buckets import broadcast, check, expected, loss_of
 from dataparallel import comm
-from dataparallel.autograd.bucket_gradients import Packing, SlotGradients, take_contents
-from dataparallel.autograd.bucket_nodes import OnSlot
+from dataparallel.autograd.bucket_gradients import OnSlot, Packing, SlotGradients, take_contents
 from dataparallel.comm import using
 from dataparallel.comm.cupy import Cupy
 from graphs import nodes_of

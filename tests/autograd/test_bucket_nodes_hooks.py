@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from buckets import broadcast, check, expected, loss_of
-from dataparallel.autograd.bucket_gradients import GradientStreams
-from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.autograd.bucket_gradients import GradientStreams, broadcast_bucket
 from dataparallel.comm.streams.current import current_streams
 
 

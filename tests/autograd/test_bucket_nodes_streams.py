@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from buckets import broadcast, check, expected, loss_of
-from dataparallel.autograd.bucket_gradients import SlotGradients
-from dataparallel.autograd.bucket_nodes import FromSource, ToSlots
+from dataparallel.autograd.bucket_gradients import FromSource, SlotGradients, ToSlots
 
 
 @pytest.mark.devices("sim", "cuda")

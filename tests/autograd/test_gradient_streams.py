@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from clocked import check_clocks
 from dataparallel import DataParallel
-from dataparallel.autograd.bucket_gradients import GradientStreams, ReadyEvent, SourceGradients
-from dataparallel.autograd.bucket_nodes import ToSlots
+from dataparallel.autograd.bucket_gradients import GradientStreams, ReadyEvent, SourceGradients, ToSlots
 from dataparallel.comm.routes import TorchCopies
 from dataparallel.comm.streams.current import kept_stream
 from dataparallel.composable import replicate

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.autograd.bucket_gradients import Packing
-from dataparallel.autograd.bucket_nodes import ToSlots
+from dataparallel.autograd.bucket_gradients import Packing, ToSlots
 from dataparallel.comm.streams import current
 from dataparallel.comm.streams.current import Event, kept_stream, streams_set
 from dataparallel.composable import replicate

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.devices import resolve_slots
-from dataparallel.forms.kept_buffers import KeptBuffers
+from dataparallel.forms.kept_tensors import KeptBuffers
 
 
 def sources(root: torch.device) -> list[Tensor]:

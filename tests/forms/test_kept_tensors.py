@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from at_once import in_threads
 from dataparallel import DataParallel
-from dataparallel.autograd.bucket_nodes import OnSlot, ToSlots
+from dataparallel.autograd.bucket_gradients import OnSlot, ToSlots
 from dataparallel.gradients.gradient_sums import GradientSums, SourceBucket
 from dataparallel.testing.cases import seeded
 

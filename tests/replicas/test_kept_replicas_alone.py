@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.call.engine import Call
-from dataparallel.replicas.kept_replicas import KeptReplicas
+from dataparallel.replicas.kept_replicas import KeptReplicas, TensorStore
 from dataparallel.replicas.plan import ModulePlan
-from dataparallel.replicas.tensor_stores import TensorStore
 
 
 def test_tensors_may_come_from_somebody_else(slots: list, root: torch.device) -> None:

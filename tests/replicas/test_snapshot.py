@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 from dataparallel.replicas.plan import TWIN_INFO, ModulePlan, TwinInfo
-from dataparallel.replicas.snapshot import TreeSnapshot
+from dataparallel.replicas.tree_state import TreeSnapshot
 
 pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
 

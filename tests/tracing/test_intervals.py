@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataparallel.tracing.intervals import length_of_union, union, without
+from dataparallel.tracing.rows import length_of_union, union, without
 
 pytestmark = pytest.mark.devices("cpu")
 

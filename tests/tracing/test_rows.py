@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.tracing.rows import REST, Ran, Row, rows_of
-from dataparallel.tracing.table import text_of
+from dataparallel.tracing.rows import REST, Ran, Row, rows_of, text_of
 
 pytestmark = pytest.mark.devices("cpu")  # none takes part
 

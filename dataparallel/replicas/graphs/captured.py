@@ -2,7 +2,7 @@
 
 Arguments, outputs and gradients have fixed places. A launch copies arguments in, unless they are in their places, and
 hands out the outputs where they are. Parameters are read where they are; those that are gathered for a call come to the
-same addresses each time (``sharded.units.fixed_memory``). The next launch writes over gradients, so they are copied
+same addresses each time (``sharded.units.buffers``). The next launch writes over gradients, so they are copied
 out. Only the gradient of another capture's output is left where that capture reads it.
 
 The capture follows `torch.cuda.make_graphed_callables` in what it records; it warms up by calls that run as they are.

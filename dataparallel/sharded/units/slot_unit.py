@@ -23,8 +23,8 @@ from dataparallel.sharded.units.shards import PullSource, wait_for
 from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
+    from dataparallel.sharded.units.buffers import Region
     from dataparallel.sharded.units.calls import ModuleRunner
-    from dataparallel.sharded.units.fixed_memory import Region
     from dataparallel.sharded.units.unit import Unit
 
 
@@ -44,7 +44,7 @@ class SlotUnit:
             a backward ended.
         is_in_backward: the backward of a call has begun and not ended.
         last_pull: an event after the last reads of shards.
-        region: where the parameters are, if their addresses are fixed (``fixed_memory``).
+        region: where the parameters are, if their addresses are fixed (`FixedMemory`).
         home: where they were the last time, or where captured graphs read them if ``is_captured``.
     """
 

@@ -17,7 +17,7 @@ from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.bindings import ModuleRegistries, Precision, TreeBinding, UnitSettings
 from dataparallel.sharded.units.buffers import naming_out_of_memory
-from dataparallel.sharded.units.chosen_inputs import reach_parameters
+from dataparallel.sharded.units.calls import reach_parameters
 from dataparallel.sharded.units.gradients import UnitGradients
 from dataparallel.sharded.units.joint_gathers import JointGathers
 from dataparallel.sharded.units.nodes import Receiver, make_outputs
@@ -26,7 +26,7 @@ from dataparallel.sharded.units.shards import OwnedShards, PullSource, TreeStrea
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.fixed_memory import FixedMemory
+    from dataparallel.sharded.units.buffers import FixedMemory
     from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dataparallel.composable import fully_shard
-from dataparallel.sharded.units.fixed_memory import FixedAddresses, FixedMemory
+from dataparallel.sharded.units.buffers import FixedAddresses, FixedMemory
 
 pytestmark = pytest.mark.devices("cuda")
 
