@@ -19,7 +19,15 @@ from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
 from dataparallel.batches.chunk_sizes import FixedSplit, Split
 from dataparallel.batches.samples import SampleCopies, check_entries, joined_samples
 from dataparallel.batches.shared_arguments import check_shared
-from dataparallel.batches.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, with_leaves
+from dataparallel.batches.structures import (
+    Arguments,
+    ByReference,
+    is_whole,
+    leaves,
+    mark_whole,
+    number_of_replicas,
+    with_leaves,
+)
 from dataparallel.batches.written import CopiedContainer
 from dataparallel.comm.checks import why_no_batch, why_not_movable
 from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
@@ -201,16 +209,23 @@ class _Splitter:
         self.slots, self.sizes, self.dim, self.marked, self.copied = slots, sizes, dim, marked, copied
         self.keywords: Any = None  # no code outside of a replica's call has the dict of its keyword arguments
         self.samples: SampleCopies | None = None
-        # A tensor in two places becomes one chunk in two places: attention tests whether query is key.
-        # The key is the id of a tensor. The entry holds this tensor, so that no other tensor gets the id.
-        self.chunks: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
+        # What is in two places becomes one chunk in two places: attention tests whether query is key, and forward
+        # finds in one dict what it has written into the other one.
+        # The key is the id of an object. The entry holds this object, so that no other object gets the id.
+        self.chunks: dict[int, tuple[Any, Sequence[Any]]] = {}
 
     def split(self, obj: Any) -> list[Any]:
         """Returns the chunk of ``obj`` for each slot."""
+        if id(obj) not in self.chunks:
+            self.chunks[id(obj)] = obj, self.split_once(obj)
+        return list(self.chunks[id(obj)][1])
+
+    def split_once(self, obj: Any) -> Sequence[Any]:
+        """`split` for an object that has not been seen in this scatter."""
         if isinstance(obj, Tensor):
-            if id(obj) not in self.chunks:
-                self.chunks[id(obj)] = obj, self.split_tensor(obj)
-            return list(self.chunks[id(obj)][1])
+            return self.split_tensor(obj)
+        if type(obj) is ByReference:
+            return [obj.value] * len(self.slots)
         if type(obj) is Arguments:
             self.keywords = obj[1]
             return list(zip(*map(self.split, obj), strict=True))
@@ -219,7 +234,7 @@ class _Splitter:
         if isinstance(obj, Samples):
             assert self.sizes is not None
             self.samples = self.samples or SampleCopies(self.marked, self.slots, self.sizes)
-            return list(self.samples.of(obj))
+            return self.samples.of(obj)
         batch = batch_of(obj)
         if batch is not None:
             assert self.sizes is not None
