@@ -179,9 +179,15 @@ def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
             )
             raise ValueError(
                 f"batch sizes disagree along dimension {dim}: {first[0]} has {first[1]}, {path} has {size}; {do}"
-                f"{_turned(first, (path, size, leaf), dim)}"
+                f"{_turned(first, (path, size, leaf), dim)}{_filled((first[0], path))}"
             )
     return None if first is None else first[1]
+
+
+def _filled(paths: Sequence[str]) -> str:
+    """Returns what to do if a path is that of an entry of an argument, which an earlier call may have written."""
+    is_entry = any(path.startswith(("args", "kwargs")) and path.count("[") + path.count(".") > 1 for path in paths)
+    return ". A list or dict that forward fills has to be a new one for each call" if is_entry else ""
 
 
 def _turned(first: tuple[str, int, Any], second: tuple[str, int, Any], dim: int) -> str:
