@@ -135,8 +135,6 @@ class CallEngine:
         with UntilExit(), maker.spans_machines(method) as peers:
             slots = [resolve(device) for device in options.slots]
             output_device = resolve_output(options.output_device, slots)
-            if len(slots) > 1:
-                refuse_what_cannot_be_shared()
             maker.check(slots)
             may_use_source = maker.may_use_source or options.may_use_source
             with Call(slots, maker.kept, options.serial, may_use_source, options.split) as call:
@@ -289,7 +287,7 @@ which has torch's signature, with no parameter for the call."""
 
 
 class Call:
-    """A context around the stages of one call. It releases memory after the stages.
+    """A context around the stages of one call. It refuses calls that cannot run, and releases memory after the stages.
 
     When the call ends without an error, activations and copies are freed, unless the output or other code still refers
     to them. The stages are a function of their own, so their local variables are gone when the context ends. If the
@@ -314,6 +312,9 @@ class Call:
         copied: containers among the arguments, to which replicas may write. The stage ``scatter`` notes them here, if
             it is a list.
         seconds: the host's time for the stages after ``scatter``; ``None`` until they have ended.
+
+    Raises:
+        RuntimeError: several replicas cannot run here: see ``threads.settings.REFUSED``.
     """
 
     def __init__(
@@ -324,6 +325,8 @@ class Call:
         may_use_source: bool,
         split: BatchSplit,
     ) -> None:
+        if len(slots) > 1:
+            refuse_what_cannot_be_shared()
         self.kept, self._form_split = kept, split
         self.balanced: BalancedCall | None = None
         self.combine_scalars: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -280,6 +280,7 @@ class TestRefused:
         assert FORM_ATTRIBUTE not in vars(net)
         fully_shard(net, devices=slots, ignored_params={net[0].weight})
 
+    @pytest.mark.slots(1, 4)
     def test_inference_mode_and_nothing_has_changed(self, net, slots, root):
         before, x = [*map(id, net.parameters())], torch.ones(6, 4, dtype=torch.float64, device=root)
         with torch.inference_mode():
