@@ -179,7 +179,7 @@ def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
             )
             raise ValueError(
                 f"batch sizes disagree along dimension {dim}: {first[0]} has {first[1]}, {path} has {size}; {do}"
-                f"{_turned(first, (path, size, leaf), dim)}{_filled((first[0], path))}"
+                f"{_turned(first, (path, size, leaf), dim) or _filled((first[0], path))}"
             )
     return None if first is None else first[1]
 
