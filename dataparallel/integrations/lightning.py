@@ -31,10 +31,9 @@ class SlotsStrategy(ParallelStrategy):
 
     ``training_step``, ``validation_step``, ``test_step`` and ``predict_step`` run in replicas, each with its chunk of
     the batch. Scalars that they return, such as the loss, become one as ``scalars`` says. Tensors are joined. Plain
-    numbers stay those of one chunk: a `PerReplica` if chunks differ, so return a tensor. What they log with
-    ``self.log`` becomes the mean over the samples, or what ``reduce_fx`` says if that is a sum, a maximum or a minimum,
-    and is logged once. Accumulated gradients wait on their slots, except with `DataParallel`. Checkpoints are those of
-    one device.
+    numbers stay those of one chunk, a `PerReplica` if chunks differ. What they log with ``self.log`` becomes the mean
+    over the samples, or what ``reduce_fx`` says if that is a sum, a maximum or a minimum, and is logged once.
+    Accumulated gradients wait on their slots, except with `DataParallel`. Checkpoints are those of one device.
 
     A step runs in a copy of the module. What it assigns to ``self`` is lost. What it appends to a list of ``self`` is
     joined as outputs are, and appended once. It logs numbers and tensors with one element, and no metrics; update these
