@@ -230,9 +230,22 @@ class TestCodeThatRunsLater:
             forward = getattr(Decoder, name)
 
         with pytest.raises(
-            TypeError, match=r"replica 0 returned (generator|coroutine): its code would run when the call"
+            TypeError, match=r"replica 0 returned (generator|coroutine), which gives its values when the call"
         ):
             form(Later().to(root), slots)(batch)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_a_transform_around_a_call_is_refused_before_anything_runs(transform, form, slots, root):
+    model, x = form(nn.Linear(4, 2).to(root), slots), torch.ones(3, 4, device=root)
+    around = {
+        "vmap": lambda: torch.func.vmap(model)(x.unsqueeze(0)),
+        "grad": lambda: torch.func.grad(lambda x: model(x).sum())(x),
+        "jvp": lambda: torch.func.jvp(model, (x,), (x,)),
+    }
+    with pytest.raises(RuntimeError, match=r"replicas cannot run here: a torch\.func transform"):
+        around[transform]()
+    model(x).sum().backward()
 
 
 class TestWhatReplicasWouldShare:

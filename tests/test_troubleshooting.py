@@ -147,13 +147,27 @@ def an_output_of_an_own_class(slots: list[Any], root: torch.device) -> object:
     return DataParallel(Returns().to(root), slots)(batch(root)).logits
 
 
-@mistake("cannot gather")
+@mistake("cannot gather output...: replica ... has shape")
 def outputs_of_different_lengths(slots: list[Any], root: torch.device) -> object:
     class Longest(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x[:, : int(x[0, 0])]
 
     return DataParallel(Longest(), slots)(torch.arange(1, 7, device=root).unsqueeze(1).expand(6, 8))
+
+
+@mistake("cannot gather output...: replica ... returned a tensor")
+def an_output_that_some_chunks_lack(slots: list[Any], root: torch.device) -> object:
+    class Sometimes(Net):
+        def forward(self, x: Tensor, *further: Any) -> Any:
+            return self.fc(x) if len(x) > 1 else None
+
+    return DataParallel(Sometimes().to(root), slots)(batch(root, 2 * len(slots) - 1))
+
+
+@mistake("storage does not")
+def the_memory_of_a_sharded_parameter(slots: list[Any], root: torch.device) -> object:
+    return fully_shard(Net().to(root), devices=slots).fc.weight.storage()
 
 
 @mistake("'...' does not exist")

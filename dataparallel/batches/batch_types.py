@@ -145,6 +145,11 @@ def container_of(obj: Any) -> Container | None:
     return _DATACLASS if dataclasses.is_dataclass(obj) and not isinstance(obj, type) else None
 
 
+def is_registered(obj: Any) -> bool:
+    """True if somebody has said how objects of this type are split."""
+    return any(cls in _containers or cls in _batches for cls in type(obj).__mro__)
+
+
 def is_written_to(obj: Any) -> bool:
     """True if a model's forward writes to objects of this type, so that replicas cannot share them."""
     cls = type(obj)

@@ -6,8 +6,8 @@ It walks the containers that ``batch_types`` knows, and joins tensors with a fun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
+import io
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, MappingView, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,14 +25,14 @@ from dataparallel.comm.checks import why_no_batch, why_not_gatherable, why_not_m
 from dataparallel.devices import CPU, DeviceLike, resolve
 from dataparallel.samples import Samples
 
+_SOME_HAVE = (
+    "; return the same structure from all replicas. What only some of them have can be dataparallel.samples([value]), "
+    "and dataparallel.samples([]) in the others: then the output is a list with all values"
+)
 _HINT = "; if the list has one entry for each sample, return dataparallel.samples(list) from forward"
 _HOW_TO_JOIN = (
     "; return one kind from all replicas, or say how they are joined: dataparallel.batch_types.register_batch"
 )
-
-
-RUN_LATER = (GeneratorType, CoroutineType, AsyncGeneratorType)
-"""Types of objects that run code of a function when somebody asks for it, and once."""
 
 
 @_torch.not_traced
@@ -51,7 +51,7 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, *, p
         pad: fills outputs up to one size, as for `dataparallel.DataParallel`.
 
     Raises:
-        TypeError: ``pad`` is something else; an output is a generator or a coroutine.
+        TypeError: ``pad`` is something else; an output is an iterator, a view of a dict or a coroutine.
         ValueError: outputs cannot be joined, because types, keys, lengths, shapes or dtypes differ; the message names
             the place, such as ``output["logits"][2]``.
     """
@@ -156,7 +156,7 @@ def _joined(outputs: list[Any], joins: _Joins, path: str, above: tuple[int, ...]
     for replica, row in enumerate(rows):
         keys_here = [key for key, _ in row]
         if sorted(keys_here) != sorted(keys):
-            hints: dict[type, str] = {list: _HINT, tuple: PAD_HINT, dict: ""}
+            hints: dict[type, str] = {list: _HINT, tuple: PAD_HINT, dict: _SOME_HAVE}
             raise ValueError(
                 f"cannot gather {path}: replica 0 returned {len(keys)} elements {keys}, "
                 f"replica {replica} {len(row)} elements {keys_here}{hints.get(type(first), _HOW_TO_JOIN)}"
@@ -178,7 +178,7 @@ def _joined_tensors(outputs: list[Any], joins: _Joins, path: str) -> Tensor:
             other = next(i for i, found in enumerate(outputs) if isinstance(found, Tensor))
             raise ValueError(
                 f"cannot gather {path}: replica {other} returned a tensor, replica {replica} returned "
-                f"{type(output).__name__}"
+                f"{type(output).__name__}{_SOME_HAVE}"
             )
         problem = why_not_movable(output)
         if problem:
@@ -197,11 +197,24 @@ def _joined_tensors(outputs: list[Any], joins: _Joins, path: str) -> Tensor:
     problem = why_not_gatherable(outputs, dim)
     if problem:
         can_be_filled = outputs[0].layout is torch.strided and len({(o.dim(), o.dtype) for o in outputs}) == 1
-        hint = PAD_HINT if can_be_filled else ""
+        hint = f"{PAD_HINT}{_turned(outputs, dim)}" if can_be_filled else ""
         raise ValueError(f"cannot gather {path}: {problem.replace('tensor', 'replica')}{hint}")
     join = Gather.apply if torch.is_grad_enabled() else Gather.unrecorded
     joined = join(joins.target, dim, *outputs)
     return joined if joins.combine is None or outputs[0].dim() > 0 else joins.combine(joined)
+
+
+def _turned(outputs: list[Tensor], dim: int) -> str:
+    """Returns what to do if tensors of different sizes in one dimension have their samples there, as a state has."""
+    shapes = zip(*(output.shape for output in outputs), strict=True)
+    differ = [at for at, sizes in enumerate(shapes) if len({*sizes}) > 1 and at != dim % outputs[0].dim()]
+    if len(differ) != 1:
+        return ""
+    return (
+        f". But if the samples are along dimension {differ[0]}, do not fill it: return it transposed, so that they are "
+        f"along dimension {dim}, or dataparallel.samples([tensor]), which gives a list with one entry for each "
+        "replica. If forward is not yours, do so in the forward of a module around it, or leave this output out there"
+    )
 
 
 def _check_layouts(outputs: list[Tensor], dim: int, path: str) -> None:
@@ -223,13 +236,13 @@ def _check_layouts(outputs: list[Tensor], dim: int, path: str) -> None:
 def _joined_leaves(outputs: list[Any], path: str) -> Any:
     first = outputs[0]
     for replica, output in enumerate(outputs):
-        if isinstance(output, RUN_LATER):
+        if isinstance(output, (Iterator, AsyncIterator, Coroutine, MappingView)) and not isinstance(output, io.IOBase):
             for each in outputs:
-                if isinstance(each, CoroutineType):
+                if isinstance(each, Coroutine):
                     each.close()  # otherwise Python warns that nobody has awaited it
             raise TypeError(
-                f"cannot gather {path}: replica {replica} returned {type(output).__name__}: its code would run when "
-                "the call has ended; let forward return the values"
+                f"cannot gather {path}: replica {replica} returned {type(output).__name__}, which gives its values "
+                "when the call has ended; let forward return the values, in a list or a tuple"
             )
     for replica, output in enumerate(outputs[1:], start=1):
         if container_of(output) is not None or batch_of(output) is not None:

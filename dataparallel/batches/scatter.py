@@ -20,7 +20,15 @@ from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
 from dataparallel.batches.chunk_sizes import Split
 from dataparallel.batches.samples import SampleCopies, check_entries, joined_samples
 from dataparallel.batches.shared_arguments import check_shared
-from dataparallel.batches.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, with_leaves
+from dataparallel.batches.structures import (
+    Arguments,
+    ByReference,
+    is_whole,
+    leaves,
+    mark_whole,
+    number_of_replicas,
+    with_leaves,
+)
 from dataparallel.batches.written import CopiedContainer
 from dataparallel.comm import ChunkTransports, settings
 from dataparallel.comm.checks import why_no_batch, why_not_movable
@@ -175,9 +183,15 @@ def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
             )
             raise ValueError(
                 f"batch sizes disagree along dimension {dim}: {first[0]} has {first[1]}, {path} has {size}; {do}"
-                f"{_turned(first, (path, size, leaf), dim)}"
+                f"{_turned(first, (path, size, leaf), dim) or _filled((first[0], path))}"
             )
     return None if first is None else first[1]
+
+
+def _filled(paths: Sequence[str]) -> str:
+    """Returns what to do if a path is that of an entry of an argument, which an earlier call may have written."""
+    is_entry = any(path.startswith(("args", "kwargs")) and path.count("[") + path.count(".") > 1 for path in paths)
+    return ". A list or dict that forward fills has to be a new one for each call" if is_entry else ""
 
 
 def _turned(first: tuple[str, int, Any], second: tuple[str, int, Any], dim: int) -> str:
@@ -206,16 +220,23 @@ class _Splitter:
         self.transports = ChunkTransports(slots)
         self.keywords: Any = None  # no code outside of a replica's call has the dict of its keyword arguments
         self.samples: SampleCopies | None = None
-        # A tensor in two places becomes one chunk in two places: attention tests whether query is key.
-        # The key is the id of a tensor. The entry holds this tensor, so that no other tensor gets the id.
-        self.chunks: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
+        # What is in two places becomes one chunk in two places: attention tests whether query is key, and forward
+        # finds in one dict what it has written into the other one.
+        # The key is the id of an object. The entry holds this object, so that no other object gets the id.
+        self.chunks: dict[int, tuple[Any, Sequence[Any]]] = {}
 
     def split(self, obj: Any) -> list[Any]:
         """Returns the chunk of ``obj`` for each slot."""
+        if id(obj) not in self.chunks:
+            self.chunks[id(obj)] = obj, self.split_once(obj)
+        return list(self.chunks[id(obj)][1])
+
+    def split_once(self, obj: Any) -> Sequence[Any]:
+        """`split` for an object that has not been seen in this scatter."""
         if isinstance(obj, Tensor):
-            if id(obj) not in self.chunks:
-                self.chunks[id(obj)] = obj, self.split_tensor(obj)
-            return list(self.chunks[id(obj)][1])
+            return self.split_tensor(obj)
+        if type(obj) is ByReference:
+            return [obj.value] * len(self.slots)
         if type(obj) is Arguments:
             self.keywords = obj[1]
             return list(zip(*map(self.split, obj), strict=True))
@@ -224,7 +245,7 @@ class _Splitter:
         if isinstance(obj, Samples):
             assert self.sizes is not None
             self.samples = self.samples or SampleCopies(self.marked, self.slots, self.sizes)
-            return list(self.samples.of(obj))
+            return self.samples.of(obj)
         batch = batch_of(obj)
         if batch is not None:
             assert self.sizes is not None

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dataparallel.batches.batch_types import PLAIN_LEAVES, PerReplica, batch_of
-from dataparallel.batches.structures import Arguments, children_of, is_whole
+from dataparallel.batches.structures import Arguments, ByReference, children_of, is_whole
 from dataparallel.samples import Samples
 from dataparallel.user_warnings import warn_once
 
@@ -54,7 +54,7 @@ def check_shared(arguments: Any, found: Sequence[tuple[str, Any]], size: int | N
 
 
 def _is_divided(leaf: Any) -> bool:
-    return isinstance(leaf, (Tensor, Samples, PerReplica)) or batch_of(leaf) is not None
+    return isinstance(leaf, (Tensor, Samples, PerReplica, ByReference)) or batch_of(leaf) is not None
 
 
 def _tensors_of(obj: Any) -> Iterator[tuple[Any, Tensor]]:

@@ -53,6 +53,15 @@ def mark_whole(tensor: Tensor) -> None:
     setattr(tensor, _WHOLE, True)
 
 
+class ByReference:
+    """An object, or an empty container, that all replicas get as it is: torch's rule for what it does not split."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class Arguments(tuple[Any, ...]):
     """Positional and keyword arguments of one call, walked together so that their batch sizes are compared."""
 

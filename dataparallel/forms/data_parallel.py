@@ -6,6 +6,7 @@ written for ``torch.nn.DataParallel`` reads. Users call it; in the library only 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, overload
 
@@ -41,7 +42,8 @@ class _OptionsOfWrapper:
     """``model.options``: the instance's, unless the program uses the name itself.
 
     It is no data descriptor, so an attribute of the instance comes first. So does a child of this name, and what the
-    module has under this name if the class hands names to the module by a ``__getattr__`` of its own.
+    module has under this name if the class hands names to the module by a ``__getattr__`` of its own. In the place of
+    torch's class there is no such name.
     """
 
     @overload
@@ -53,7 +55,7 @@ class _OptionsOfWrapper:
             return self
         children = vars(wrapper).get("_modules", {})
         hands_on = cls.__getattr__ is not DataParallel.__getattr__ and hasattr(children.get("module"), "options")
-        if "options" in children or hands_on:
+        if wrapper._dataparallel_as_torch or "options" in children or hands_on:
             raise AttributeError("options")  # Python asks `__getattr__`
         return own_options(wrapper)
 
@@ -249,6 +251,21 @@ class DataParallel(nn.DataParallel[M]):
             error = AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, {hint}")
             raise error from None
 
+    def register_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """As of every module. Raises ``KeyError`` for the name of the wrapper's options."""
+        _check_name(self, name)
+        super().register_buffer(name, *args, **kwargs)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of every module. Raises ``KeyError`` for the name of the wrapper's options."""
+        _check_name(self, name)
+        super().register_parameter(name, param)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns all attributes, so that a copy has options of its own."""
+        own = self._dataparallel
+        return {**vars(self), **({} if own is None else {"_dataparallel": copy.copy(own)})}
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of every module. The names of a wrapper's state dict begin with ``module.``.
 
@@ -390,6 +407,14 @@ def call_once(
 
 
 _checks = PerformanceChecks()  # of all calls of `data_parallel`: each has a wrapper of its own
+
+
+def _check_name(wrapper: DataParallel[Any], name: str) -> None:
+    if name == "options" and isinstance(getattr(wrapper, name, None), WrapperOptions):
+        raise KeyError(
+            "'options' are the options of this wrapper, such as chunk_sizes: register the tensor under another name, "
+            "or in the module that is wrapped"
+        )
 
 
 def _check_module(module: Any) -> None:

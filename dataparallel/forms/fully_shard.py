@@ -140,10 +140,16 @@ def _prepare(
             that is compiled.
         RuntimeError: the module or a parent is fully sharded already, a module or a parameter of the tree has another
             form, a parameter is shared with another unit, or a lazy one is not initialised. There is no process group.
+            It is called inside ``torch.inference_mode()``.
         dataparallel.machines.errors.MachinesError: ranks differ in what they are about to do, or one has failed or is
             gone.
     """
     slots = resolve_slots(device_ids, devices)
+    if slots and torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "fully_shard was called inside torch.inference_mode(), where its shards would be inference tensors, which "
+            "no later call can use outside. Call it before, or inside torch.no_grad(); call the module where you like"
+        )
     if not slots and (process_group is not None or mesh is not None):
         slots = [CPU]
     machines, together = _machines_of(process_group, mesh, slots)

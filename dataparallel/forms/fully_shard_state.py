@@ -33,6 +33,7 @@ from dataparallel.sharded.units.bindings import Precision
 from dataparallel.sharded.units.buffers import FixedMemory
 from dataparallel.sharded.units.tree import Tree
 from dataparallel.sharded.units.unit import Unit
+from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.over_machines import MachinesOfTree
@@ -139,6 +140,8 @@ class FullyShardState(StateOnSlots):
 
     def check(self, slots: Sequence[torch.device]) -> None:
         """Checks that parameters have memory, and that buffers are on the first slot."""
+        if len(slots) > 1 or _torch.is_inside_functorch_transform():
+            refuse_what_cannot_be_shared()  # before nodes are made
         self._update_tree()
 
     def needs_no_replica(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -45,6 +46,12 @@ class WrapperOptions(CallOptions):
         tensors = _TensorsOfWrapper(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else fresh
         kept = KeptReplicas(tensors, compiled, not as_torch, GraphedReplicas() if has_graphs else None)
         vars(self).update(compiled=compiled, kept=kept)
+
+    def __copy__(self) -> WrapperOptions:
+        """Returns options with replicas of their own."""
+        copied = WrapperOptions.__new__(WrapperOptions)
+        vars(copied).update(vars(self), kept=copy.copy(self.kept))
+        return copied
 
     @property
     def graphs(self) -> GraphedReplicas | None:

@@ -23,16 +23,17 @@ from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.forms.replicate import ReplicatedModule, replicate
 from dataparallel.integrations.form_names import Form, check_form
 from dataparallel.samples import samples
+from dataparallel.user_warnings import warn_user
 
 
 class SlotsStrategy(ParallelStrategy):
     """``Trainer(strategy=SlotsStrategy())`` runs the steps of a ``LightningModule`` on all slots.
 
     ``training_step``, ``validation_step``, ``test_step`` and ``predict_step`` run in replicas, each with its chunk of
-    the batch. Scalars that they return, such as the loss, become means in which each chunk counts by its samples.
-    Tensors are joined. What they log with ``self.log`` is combined in the same way, or as ``reduce_fx`` says if that
-    is a sum, a maximum or a minimum, and is logged once. Accumulated gradients wait on their slots, except with
-    `DataParallel`. Checkpoints are those of one device.
+    the batch. Scalars that they return, such as the loss, become one as ``scalars`` says. Tensors are joined. Plain
+    numbers stay those of one chunk, a `PerReplica` if chunks differ. What they log with ``self.log`` becomes the mean
+    over the samples, or what ``reduce_fx`` says if that is a sum, a maximum or a minimum, and is logged once.
+    Accumulated gradients wait on their slots, except with `DataParallel`. Checkpoints are those of one device.
 
     A step runs in a copy of the module. What it assigns to ``self`` is lost. What it appends to a list of ``self`` is
     joined as outputs are, and appended once. It logs numbers and tensors with one element, and no metrics; update these
@@ -45,6 +46,8 @@ class SlotsStrategy(ParallelStrategy):
     Args:
         devices: the slots, as for `DataParallel`. Default: all accelerators; without any, steps run on the CPU.
         form: ``"replicate"``, ``"DataParallel"`` or ``"fully_shard"``.
+        scalars: how the losses of the chunks become one, as for `DataParallel`; default: ``"mean"``. It has to fit what
+            the steps return: ``"sum"`` for a sum over the batch. Without it a strategy for several slots warns.
         options: further options of the form, such as ``chunk_sizes``.
 
     Raises:
@@ -57,6 +60,14 @@ class SlotsStrategy(ParallelStrategy):
         check_form(form)
         slots = resolve_slots(devices)
         super().__init__(parallel_devices=slots or [CPU])
+        if len(slots) > 1 and "scalars" not in options:
+            warn_user(
+                "SlotsStrategy takes a loss that a step returns for a mean over the samples of its chunk: the loss of "
+                'the batch is the mean in which each chunk counts by its samples. If that is so, pass scalars="mean". '
+                'Pass scalars="sum" if a step returns a sum. For a mean over other items, such as tokens that are no '
+                "padding, return the sum divided by the number of items in the batch, "
+                'dataparallel.peers.all_reduce(items_of_the_chunk), and pass scalars="sum"'
+            )
         self._slots, self._form, self._options = slots, form, {"scalars": "mean", **options}
         self._steps: Any = None
 

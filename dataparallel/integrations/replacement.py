@@ -21,12 +21,13 @@ from torch.nn.parallel import comm as torch_comm
 from dataparallel import _torch, comm
 from dataparallel.batches import gather as gathers
 from dataparallel.batches import scatter as scatters
+from dataparallel.batches.structures import Arguments
 from dataparallel.call import parallel_apply as applies
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
 from dataparallel.devices import CPU, DeviceLike, current_device, resolve_slots
 from dataparallel.forms import data_parallel as wrappers
 from dataparallel.integrations import replacement, torch_rules, torch_wrapper
-from dataparallel.integrations.torch_rules import fall_back, split_where_sizes_differ
+from dataparallel.integrations.torch_rules import as_torch_splits, fall_back
 from dataparallel.integrations.torch_wrapper import DataParallel, Once
 from dataparallel.replicas import replicate as replicates
 
@@ -57,9 +58,11 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """`dataparallel.data_parallel`, with `split_where_sizes_differ`."""
+    """`dataparallel.data_parallel`, with `as_torch_splits`."""
     slots = resolve_slots(device_ids)
-    inputs, module_kwargs = split_where_sizes_differ((inputs, module_kwargs), dim, len(slots))
+    if not isinstance(inputs, tuple):
+        inputs = () if inputs is None else (inputs,)
+    inputs, module_kwargs = as_torch_splits(Arguments((inputs, module_kwargs)), dim, len(slots))
     return wrappers.call_once(Once, module, inputs, slots, output_device, dim, module_kwargs)
 
 
@@ -71,8 +74,8 @@ def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = 
 
 @_counted("scatter")
 def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> Sequence[Any]:
-    """`dataparallel.scatter`, with `split_where_sizes_differ`. The chunks of a tensor are a tuple."""
-    chunks = scatters.scatter(split_where_sizes_differ(inputs, dim, len(target_gpus)), target_gpus, dim)
+    """`dataparallel.scatter`, with `as_torch_splits`. The chunks of a tensor are a tuple."""
+    chunks = scatters.scatter(as_torch_splits(inputs, dim, len(target_gpus)), target_gpus, dim)
     return tuple(chunks) if isinstance(inputs, Tensor) else chunks
 
 
@@ -80,8 +83,8 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> Seq
 def scatter_kwargs(
     inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, target_gpus: Sequence[DeviceLike], dim: int = 0
 ) -> Any:
-    """`dataparallel.scatter_kwargs`, with `split_where_sizes_differ`."""
-    inputs, kwargs = split_where_sizes_differ((inputs, kwargs), dim, len(target_gpus))
+    """`dataparallel.scatter_kwargs`, with `as_torch_splits`."""
+    inputs, kwargs = as_torch_splits(Arguments((inputs, kwargs)), dim, len(target_gpus))
     return scatters.scatter_kwargs(inputs, kwargs, target_gpus, dim)
 
 

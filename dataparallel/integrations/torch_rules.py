@@ -1,4 +1,4 @@
-"""`fall_back` and `split_where_sizes_differ`: torch's rules where the library promises more, and `counts` of calls.
+"""`as_torch_splits` and `fall_back`: torch's rules where the library promises more, and `counts` of calls.
 
 Only ``torch_wrapper`` and ``replacement`` use them.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 from torch import Tensor
 
-from dataparallel.batches.batch_types import PerReplica
-from dataparallel.batches.structures import is_whole, leaves, with_leaves
+from dataparallel.batches.batch_types import PLAIN_LEAVES, PerReplica, container_of, is_registered, is_written_to
+from dataparallel.batches.structures import Arguments, ByReference, is_whole, leaves, with_leaves
 from dataparallel.comm.checks import near_equal_sizes
+from dataparallel.samples import Samples
 from dataparallel.user_warnings import warn_user
 
 
@@ -62,17 +64,39 @@ def fall_back(rule: str, reason: str) -> None:
         warn_user(f"as torch.nn.DataParallel does, {rule}: {reason}")
 
 
-def split_where_sizes_differ(arguments: Any, dim: int, slots: int) -> Any:
+def as_torch_splits(arguments: Any, dim: int, slots: int) -> Any:
+    """Returns what `scatter` splits as torch does: by `_by_reference` and `_split_where_sizes_differ`.
+
+    Args:
+        arguments: any structure; `Arguments` for those of a call. It is returned as it is if ``slots`` is 0.
+    """
+    return _split_where_sizes_differ(_by_reference(arguments, ()), dim, slots) if slots else arguments
+
+
+def _by_reference(obj: Any, above: tuple[int, ...]) -> Any:
+    """Marks what torch does not look into: all but tensors, and lists, tuples and dicts that are not empty.
+
+    A program finds there what ``forward`` has written. What belongs to this library is left as it is.
+    """
+    if type(obj) in PLAIN_LEAVES or isinstance(obj, (Tensor, Samples, PerReplica)) or is_registered(obj):
+        return obj
+    if is_written_to(obj) or id(obj) in above:  # refused later
+        return obj
+    container = container_of(obj) if isinstance(obj, (list, tuple, dict)) and obj else None
+    if container is None:
+        return ByReference(obj)
+    old, above = [value for _, value in container.children(obj)], (*above, id(obj))
+    is_call = type(obj) is Arguments  # its containers belong to no code of the program
+    new = [value if is_call and not value else _by_reference(value, above) for value in old]
+    return obj if all(map(is_, new, old)) else container.rebuild(obj, new)
+
+
+def _split_where_sizes_differ(arguments: Any, dim: int, slots: int) -> Any:
     """Splits each tensor by itself where batch sizes differ, as torch does. All have chunks for the replicas that run.
 
     torch drops the chunks that are left. A warning says so, unless they are entries of a tensor that has one equal
     entry for each slot: ``Trainer`` of transformers passes a count in that way, and its last batch may be small.
-
-    Args:
-        arguments: any structure. It is returned as it is if ``slots`` is 0, or if batch sizes agree.
     """
-    if not slots:
-        return arguments
     found = [
         leaf
         for _, leaf in leaves(arguments, "")

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from dataparallel.batches.structures import Arguments
 from dataparallel.devices import DeviceLike
 from dataparallel.forms import data_parallel as wrappers
 from dataparallel.forms.signatures import shows_forward_of_module
 from dataparallel.integrations import torch_rules
-from dataparallel.integrations.torch_rules import split_where_sizes_differ
+from dataparallel.integrations.torch_rules import as_torch_splits
 
 TorchDataParallel = nn.DataParallel
 """torch's own class. `replace_torch` changes the name ``torch.nn.DataParallel``, not this one."""
@@ -91,8 +92,8 @@ def _stage(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 def _scatter(
     self: DataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]
 ) -> Any:
-    """`dataparallel.DataParallel.scatter`, with `split_where_sizes_differ`."""
-    inputs, kwargs = split_where_sizes_differ((inputs, kwargs), self.dim, len(device_ids))
+    """`dataparallel.DataParallel.scatter`, with `as_torch_splits`."""
+    inputs, kwargs = as_torch_splits(Arguments((inputs, kwargs)), self.dim, len(device_ids))
     return wrappers.DataParallel.scatter(self, inputs, kwargs, device_ids)
 
 
@@ -114,7 +115,8 @@ class DataParallel(_AfterTorch, metaclass=_IsAnyWrapper):
 
     Hooks stay functions of the source, as in torch: a library may find what they saved by the module in their closure.
     The gradient of a parameter that no replica used is zeros, as in torch, if another one has a gradient.
-    What ``forward`` writes into a dict or list that it got is lost, as in torch: a program may go on with its own.
+    What ``forward`` writes into a list or dict that it got is lost, as in torch: a program may go on with its own.
+    All other objects, and empty lists and dicts, are the program's own in all replicas.
 
     A class that was derived from torch's before calls this one's methods by the name, on its own instances. They are
     torch's.
@@ -131,13 +133,13 @@ class DataParallel(_AfterTorch, metaclass=_IsAnyWrapper):
 
     @shows_forward_of_module
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As `dataparallel.DataParallel.forward`, with `split_where_sizes_differ`, unless a subclass splits inputs."""
+        """As `dataparallel.DataParallel.forward`, with `as_torch_splits`, unless a subclass splits inputs."""
         if not isinstance(self, wrappers.DataParallel):
             return TorchDataParallel.forward(self, *inputs, **kwargs)
         if not torch.compiler.is_dynamo_compiling():  # without devices the compiler traces this, and knows no locks
             torch_rules.counts.note_call("DataParallel.forward")
         if self.device_ids and wrappers.is_own_stage(self.scatter):
-            inputs, kwargs = split_where_sizes_differ((inputs, kwargs), self.dim, len(self.device_ids))
+            inputs, kwargs = as_torch_splits(Arguments((inputs, kwargs)), self.dim, len(self.device_ids))
         return _forward(self, *inputs, **kwargs)
 
     scatter = _stage("scatter", _scatter)

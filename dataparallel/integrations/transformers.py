@@ -18,8 +18,9 @@ from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.forms.data_parallel import DataParallel
 from dataparallel.forms.fully_shard import fully_shard
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
-from dataparallel.forms.managed import ManagedModule, register_forward_method, state_of
+from dataparallel.forms.managed import ManagedModule, name_of_form, register_forward_method, state_of
 from dataparallel.forms.replicate import replicate
+from dataparallel.forms.wrapper_options import own_options
 from dataparallel.integrations.accelerate import Accelerator
 from dataparallel.integrations.form_names import Form, check_form
 from dataparallel.integrations.packing import unpacked
@@ -55,8 +56,8 @@ class OnSlots(_Trainer):
         args, kwargs: those of the trainer.
 
     Raises:
-        ValueError: ``form`` is another string; ``devices``, ``form`` or ``scalars`` is given for a model that has a
-            form; devices or ``scalars`` are wrong as for `DataParallel`.
+        ValueError: ``form`` is another string; the model has a form, and others than its ``devices``, ``form`` or
+            ``scalars`` are given; devices or ``scalars`` are wrong as for `DataParallel`.
     """
 
     def __init__(
@@ -73,12 +74,21 @@ class OnSlots(_Trainer):
         self._scalars = Scalars(scalars).rule
         self._form, self._wrapper = form or "replicate", None
         if isinstance(model, (DataParallel, ManagedModule)):
-            if devices is not None or form is not None or scalars is not None:
+            is_wrapper = isinstance(model, DataParallel)
+            options = own_options(model) if is_wrapper else state_of(model).options
+            has_form = "DataParallel" if is_wrapper else name_of_form(model)
+            is_same = (
+                form in (None, has_form)
+                and (devices is None or resolve_slots(devices) == resolve_slots(options.slots or None))
+                and (scalars is None or self._scalars == Scalars(options.scalars).rule)
+            )
+            if not is_same:
                 raise ValueError(
                     f"devices={devices}, form={form!r}, scalars={scalars!r}: this {type(model).__name__} has a form "
-                    "and slots already; pass it without these arguments, or pass a plain model"
+                    f"and slots already, {has_form!r} on {[*map(str, options.slots)]} scalars={options.scalars!r}. "
+                    "Pass it without these arguments or with the same ones, or pass a plain model"
                 )
-            devices = (model.device_ids if isinstance(model, DataParallel) else state_of(model).slots) or None
+            devices = options.slots or None
         if isinstance(model, DataParallel):
             self._form, self._wrapper, model = "DataParallel", model, model.module
         self._slots = resolve_slots(devices)
@@ -103,7 +113,7 @@ class OnSlots(_Trainer):
                 replicate(model, devices=self._slots)
         device = self.args.device
         if self._wrapper is not None:
-            options = self._wrapper.options
+            options = own_options(self._wrapper)
             options.scalars, self._wrapper.output_device = self._rule(options.scalars, self._wrapper), device
             self._wrapper = self.accelerator.prepare(self._wrapper)  # for mixed precision; the trainer prepares others
         else:

@@ -114,7 +114,7 @@ REFUSED = (
 )
 
 
-class _NoMemory(TypeError, _torch.UnsupportedFakeTensor):
+class NoStorage(TypeError, _torch.UnsupportedFakeTensor):
     """``torch.compile`` takes this error as a graph break: it ends the graph, and goes on after the call."""
 
     def __init__(self, sentence: str) -> None:
@@ -126,9 +126,11 @@ class _NoMemory(TypeError, _torch.UnsupportedFakeTensor):
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def method(self: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _NoMemory(
+        raise NoStorage(
             f"{name} does not work on sharded tensors, whose memory is that of their shards; "
-            "use full_tensor() to get the whole tensor first"
+            "use full_tensor() to get the whole tensor first. To save a model, save "
+            "fully_shard.full_state_dict(model), model.save_pretrained(folder, state_dict=...) for example, or use the "
+            "trainer's save_model"
         )
 
     method.__name__ = method.__qualname__ = name

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from dataparallel import gather
+from dataparallel import gather, samples
 from dataparallel.batches import batch_types
 from dataparallel.batches.scatter import moved
 
@@ -142,6 +142,75 @@ def test_outputs_that_cannot_be_joined_are_named(outputs: list, path: str, messa
     assert f"cannot gather {path}:" in str(caught.value)
 
 
+MANY = [ones(2, 3), zeros(1, 3)]
+ADVICE = {
+    "a tensor that some have": (
+        [ones(2), None],
+        "return the same structure.*samples",
+        [samples([ones(2)]), samples([])],
+        lambda joined: torch.equal(joined[0], ones(2)) and len(joined) == 1,
+    ),
+    "a key that some have": (
+        [{"a": ones(2), "b": ones(2)}, {"a": ones(2)}],
+        "return the same structure.*samples",
+        [{"a": ones(2), "b": samples([ones(2)])}, {"a": ones(2), "b": samples([])}],
+        lambda joined: len(joined["a"]) == 4 and len(joined["b"]) == 1,
+    ),
+    "samples along another dimension": (
+        [part.T for part in MANY],
+        "samples are along dimension 1, do not fill it: return it transposed.*along dimension 0",
+        MANY,
+        lambda joined: torch.equal(joined, torch.cat(MANY)),
+    ),
+    "one for each replica": (
+        [part.T for part in MANY],
+        r"or dataparallel.samples\(\[tensor\]\), which gives a list with one entry for each replica",
+        [samples([part.T]) for part in MANY],
+        lambda joined: [part.shape for part in joined] == [(3, 2), (3, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("outputs", "message", "advised", "is_right"), ADVICE.values(), ids=ADVICE.keys())
+def test_what_the_message_says_to_do_works(outputs: list, message: str, advised: list, is_right: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        gather(outputs, "cpu")
+    assert is_right(gather(advised, "cpu"))
+
+
+def test_other_sizes_in_two_dimensions_are_filled() -> None:
+    with pytest.raises(ValueError, match="pad=NUMBER") as caught:
+        gather([ones(2, 3, 4), ones(2, 4, 5)], "cpu")
+    assert "transposed" not in str(caught.value)
+
+
+LATER: dict[str, Any] = {
+    "map": lambda x: map(abs, [x]),
+    "zip": lambda x: zip([x], [x], strict=True),
+    "iterator": lambda x: iter([x]),
+    "generator": lambda x: (each for each in [x]),
+    "keys": lambda x: {"x": x}.keys(),
+    "values": lambda x: {"x": x}.values(),
+    "items": lambda x: [{"x": x}.items()],
+    "iterator of a dict": lambda x: {"key": reversed({"x": x})},
+}
+
+
+@pytest.mark.parametrize("make", LATER.values(), ids=LATER.keys())
+def test_iterators_and_views_of_dicts_are_no_outputs(make: Any, form: Any, slots: list, root: torch.device) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return make(self.layer(x))
+
+    model = form(Net().to(root), slots)
+    with pytest.raises(TypeError, match=r"cannot gather output.*replica 0 returned .*let forward return the values"):
+        model(ones(6, 3, device=root))
+
+
 def made_here(kind: str, fields: str) -> Any:
     """Each call makes another class, as a ``forward`` does that defines what it returns."""
     if kind == "namedtuple":
@@ -207,7 +276,7 @@ async def lazily_later(x: Tensor) -> Any:
 @pytest.mark.usefixtures("warnings_are_errors")
 @pytest.mark.parametrize("function", [lazily, later, lazily_later], ids=lambda each: each.__name__)
 def test_code_that_has_not_run_is_refused(function: Any) -> None:
-    with pytest.raises(TypeError, match=r'output\["x"\]: replica 0 returned \w+: its code would run when the call'):
+    with pytest.raises(TypeError, match=r'output\["x"\]: replica 0 returned \w+, which gives its values when the call'):
         gather([{"x": function(ones(1))} for _ in range(2)], "cpu")
 
 

@@ -109,6 +109,29 @@ def test_an_entry_that_is_returned_too_is_one_tensor(form, slots, root) -> None:
     assert model(batch)["hidden"] is batch["hidden"]
 
 
+@pytest.mark.slots(1, 3)
+def test_a_container_in_two_places_is_one_object_in_each_replica(form, slots, root) -> None:
+    def write(layer: Any, inputs: Any, batch: Any, pair: Any) -> None:
+        batch["hidden"] = layer(inputs["x"])
+        pair[0]["seen"] = inputs["hidden"] + pair[1]["hidden"]
+
+    batch = {"x": torch.randn(7, 4, device=root)}
+    net = Writer(write).to(root)
+    hidden = net.layer(batch["x"])
+    form(net, slots)(batch, batch=batch, pair=(batch, batch))
+    torch.testing.assert_close(batch, {"x": batch["x"], "hidden": hidden, "seen": 2 * hidden})
+
+
+def test_a_list_that_an_earlier_call_has_filled_is_named(form, slots, root) -> None:
+    model, filled = form(Writer(lambda layer, x, filled: filled.append(layer(x))).to(root), slots), []
+    model(torch.ones(7, 4, device=root), filled)
+    with pytest.raises(ValueError, match=r"disagree.*args\[1\]\[0\] has 7.* has to be a new one for each call"):
+        model(torch.ones(5, 4, device=root), filled)
+    with pytest.raises(ValueError, match="disagree") as caught:
+        model(torch.ones(5, 4, device=root), torch.ones(7, 4, device=root))
+    assert "for each call" not in str(caught.value)
+
+
 def test_what_cannot_be_joined_comes_as_one_entry_for_each_replica(form, slots, root) -> None:
     def write(layer: Any, batch: Any) -> None:
         count = len(batch["x"])

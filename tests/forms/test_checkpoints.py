@@ -275,3 +275,10 @@ def test_the_address_of_a_sharded_tensor_is_refused_elsewhere(slots: list) -> No
     """Tensors without memory have the address 0 for torch's stager only: others would take all of them for one."""
     with pytest.raises(TypeError, match="data_ptr does not work on sharded tensors"):
         distribute_tensor(torch.ones(3), slots).data_ptr()
+
+
+def test_who_asks_for_memory_is_told_how_to_save(slots: list) -> None:
+    sharded_tensor = distribute_tensor(torch.ones(3), slots)
+    with pytest.raises(TypeError, match=r"To save a model, save fully_shard.full_state_dict\(model\)") as caught:
+        sharded_tensor.untyped_storage()
+    assert caught.type.__name__ == "NoStorage"

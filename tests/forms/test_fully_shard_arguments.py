@@ -280,6 +280,20 @@ class TestRefused:
         assert FORM_ATTRIBUTE not in vars(net)
         fully_shard(net, devices=slots, ignored_params={net[0].weight})
 
+    @pytest.mark.slots(1, 4)
+    def test_inference_mode_and_nothing_has_changed(self, net, slots, root):
+        before, x = [*map(id, net.parameters())], torch.ones(6, 4, dtype=torch.float64, device=root)
+        with torch.inference_mode():
+            with pytest.raises(RuntimeError, match=r"inside torch.inference_mode\(\).*Call it before"):
+                fully_shard(net, devices=slots)
+            assert untouched(net, before)
+            expected = net(x)
+        with torch.no_grad():
+            fully_shard(net, devices=slots)
+        with torch.inference_mode():
+            torch.testing.assert_close(net(x), expected)
+        net(x).sum().backward()
+
 
 class Named(nn.Parameter):
     """A parameter of another class."""

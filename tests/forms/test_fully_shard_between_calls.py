@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from dataparallel.composable import CPUOffloadPolicy
+from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor, distribute_tensor
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from sharded_chains import PLAIN, forward_backward
@@ -173,6 +173,34 @@ SETTINGS: dict[str, Callable[[Any, int], Any]] = {
     "in groups": lambda model, slots: model.set_reshard_after_forward(2 if slots > 2 else True),
     "full after backward": lambda model, slots: model.set_reshard_after_backward(False),
 }
+
+
+class TestPartsThatAreCalledOutsideOfTheirUnit:
+    def test_the_message_names_the_unit_and_its_advice_works(self, slots, root):
+        def build() -> nn.Sequential:
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).double().to(root)
+
+        x = torch.ones(6, 4, dtype=torch.float64, device=root)
+        model = fully_shard(build(), devices=slots)
+        with pytest.raises(TypeError, match=r"whole only while its unit runs.*give fully_shard this one too, before"):
+            model[0](x)
+        model = build()
+        fully_shard(model[0], devices=slots)
+        fully_shard(model, devices=slots)
+        torch.testing.assert_close(model[0](x), build()[0](x))
+        torch.testing.assert_close(model(x), build()(x))
+
+    def test_weights_that_forward_changes(self, slots, root):
+        index = torch.arange(6, device=root)
+        model: Any = fully_shard(nn.Embedding(9, 4, max_norm=1.0).to(root), devices=slots)
+        with pytest.raises(RuntimeError, match=r"An Embedding with max_norm does: leave max_norm out.*shard.renorm_"):
+            model(index)
+        model = fully_shard(nn.Embedding(9, 4).to(root), devices=slots)
+        with torch.no_grad():
+            for shard in model.weight.shards:
+                shard.renorm_(2.0, 0, 1.0)
+        assert model(index).norm(dim=1).max() <= 1 + 1e-6
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -86,7 +86,47 @@ def trains_as_one_device(model: Any, net: nn.Module, x: Tensor) -> None:
 def test_the_wrapper_has_torchs_names_and_one_private_object(net: Net, slots: list) -> None:
     model = DataParallel(net, slots)
     ours = {*dir(DataParallel), *vars(model)} - TORCHS - {*dir(nn.Module)}  # other libraries add names to that class
-    assert ours == {"options", "_dataparallel", "_dataparallel_as_torch"}
+    assert ours - {"__getstate__"} == {"options", "_dataparallel", "_dataparallel_as_torch"}
+
+
+def test_in_the_place_of_torchs_class_options_is_a_name_of_the_program(net: Net, slots: list, x: Tensor) -> None:
+    del net.options
+    model = torch_wrapper.DataParallel(net, slots)
+    assert not hasattr(model, "options")
+    model.register_buffer("options", torch.ones(1))
+    assert torch.equal(model.options, torch.ones(1))
+    trains_as_one_device(model, net, x)
+    del model.options
+    model.options = nn.Parameter(torch.zeros(1))
+    assert next(iter(model.state_dict())) == "options"
+    trains_as_one_device(model, net, x)
+    del model.options
+    model.register_parameter("options", None)
+    assert model.options is None
+    del model.options
+    assert not hasattr(model, "options")
+
+
+def test_elsewhere_no_tensor_takes_the_name_of_the_options(net: Net, slots: list, x: Tensor) -> None:
+    model: Any = DataParallel(net, slots)
+    for register in (model.register_buffer, model.register_parameter, model.__setattr__):
+        with pytest.raises(KeyError, match=r"'options' are the options of this wrapper.*under another name"):
+            register("options", nn.Parameter(torch.ones(1)))
+    model.options = "the program's"
+    del model.options
+    assert model.options.chunk_sizes is None
+    trains_as_one_device(model, net, x)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_has_options_of_its_own(copied: Any, net: Net, slots: list, x: Tensor) -> None:
+    model = DataParallel(net, slots, chunk_sizes=[3, 2, 2], serial=True)
+    other = copied(model)
+    other.options.chunk_sizes, other.options.serial = None, False
+    assert (model.options.chunk_sizes, model.options.serial) == ((3, 2, 2), True)
+    with model.options.frozen():
+        trains_as_one_device(other, other.module, x)
+    trains_as_one_device(model, net, x)
 
 
 USES = ("before init", "after init", "class attribute", "property", "method", "module")

@@ -7,10 +7,10 @@ pytest.importorskip("transformers")
 
 from tiny import VOCABULARY, gpt2
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import sharded_steps
-from dataparallel.composable import CPUOffloadPolicy
+from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.testing.cases import Batch
 from sharded_steps import Model, assert_same, on_device, train
 
@@ -103,6 +103,18 @@ def test_training_with_checkpoints(use_reentrant, name, slots):
 )
 def test_training_with_options(options, name, slots):
     assert_same_training(name, slots, **options)
+
+
+@pytest.mark.slots(3)
+def test_save_pretrained_saves_the_full_state(slots, tmp_path):
+    model, expected = on_device(gpt2, slots[0]), gpt2()
+    fully_shard(model, devices=slots)
+    with pytest.raises(TypeError, match=r"model.save_pretrained\(folder, state_dict=...\)"):
+        model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, state_dict=fully_shard.full_state_dict(model))
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64)
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], value, rtol=0, atol=0)
 
 
 @pytest.mark.slots(2)

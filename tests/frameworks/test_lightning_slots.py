@@ -1,5 +1,7 @@
 """`SlotsStrategy`: Lightning's trainer on slots does what it does on one device, in each of the three forms."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ pytest.importorskip("lightning")
 
 from learner import EPOCHS, Learner, fit, loader, net
 
+from dataparallel import peers
 from dataparallel.composable import FullyShardedModule, fully_shard
 from dataparallel.integrations.lightning import SlotsStrategy
 
@@ -44,7 +47,7 @@ class Logger(Learner):
 
 @pytest.fixture
 def strategy(form, slots):
-    return SlotsStrategy(slots, form)
+    return SlotsStrategy(slots, form, scalars="mean")
 
 
 def fit_on_slots(learner, folder, strategy, **settings):
@@ -215,6 +218,40 @@ class TestModules:
         learner = Divided(net())
         fit_on_slots(learner, tmp_path, SlotsStrategy(slots, "fully_shard"))
         assert_same_weights(learner, one_device[0])
+
+    @all_forms
+    def test_a_step_may_return_a_sum(self, form, slots, tmp_path):
+        class Sums(Learner):
+            def loss(self, batch):
+                return super().loss(batch) * batch[1].numel()
+
+        with pytest.warns(UserWarning, match='pass scalars="mean".*scalars="sum" if a step returns a sum') as caught:
+            SlotsStrategy(slots, form)
+        assert [warning.filename for warning in caught] == [__file__]
+        learner, expected = Sums(net()), Sums(net())
+        fit(expected, tmp_path)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "SlotsStrategy")
+            SlotsStrategy(slots[:1], form)
+            strategy = SlotsStrategy(slots, form, scalars="sum")
+        fit_on_slots(learner, tmp_path, strategy)
+        assert_same_weights(learner, expected)
+
+    @all_forms
+    @pytest.mark.slots(1, 3)
+    def test_a_step_may_return_a_mean_over_other_items(self, form, slots, tmp_path):
+        class Items(Learner):
+            def loss(self, batch):
+                x, y = batch
+                is_item = x > 0
+                items = is_item.sum() if self.on_one_device else peers.all_reduce(is_item.sum())
+                return ((self(x)[:, 0] - y[:, 0]).square() * is_item.sum(1)).sum() / items
+
+        learner, expected = Items(net()), Items(net())
+        learner.on_one_device, expected.on_one_device = False, True
+        fit(expected, tmp_path)
+        fit_on_slots(learner, tmp_path, SlotsStrategy(slots, form, scalars="sum"))
+        assert_same_weights(learner, expected)
 
     def test_metrics_are_refused_in_a_step(self, slots, tmp_path):
         class Metric(Learner):

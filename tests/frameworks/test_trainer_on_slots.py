@@ -26,7 +26,7 @@ from dataparallel.integrations.transformers_losses import LossByItems
 
 STEPS = 6
 FORMS = ["DataParallel", "replicate", "fully_shard"]
-GIVEN = ("train_dataset", "eval_dataset", "model_init", "data_collator")
+GIVEN = ("train_dataset", "eval_dataset", "model_init", "data_collator", "scalars")
 all_forms = pytest.mark.parametrize("form", FORMS)
 
 
@@ -236,9 +236,23 @@ class TestModels:
         assert trainer.args.n_gpu == 3
         assert_same(trainer, one_device)
 
-    def test_one_that_has_a_form_needs_no_slots(self, slots, tmp_path):
-        with pytest.raises(ValueError, match="has a form and slots already"):
+    def test_one_that_has_a_form_has_no_other_form_or_slots(self, slots, tmp_path):
+        with pytest.raises(ValueError, match=r"has a form and slots already, 'DataParallel' on .* scalars=None"):
             trainer_for(DataParallel(gpt2(), slots), tmp_path, slots, "replicate")
+        model = replicate(gpt2(), devices=slots)
+        for others in ((slots[:2], "replicate"), (slots, "fully_shard")):
+            with pytest.raises(ValueError, match="has a form and slots already, 'replicate' on "):
+                trainer_for(model, tmp_path, *others)
+
+    @pytest.mark.parametrize("form", ["replicate", "fully_shard"])
+    @pytest.mark.parametrize("scalars", [None, "sum"])
+    def test_another_trainer_with_the_same_settings_goes_on(self, form, scalars, slots, tmp_path):
+        settings = {"slots": slots, "form": form, "scalars": scalars}
+        model = trainer_for(gpt2(), tmp_path, **settings).model
+        again = trainer_for(model, tmp_path, **settings)
+        assert again.model is model
+        with pytest.raises(ValueError, match="has a form and slots already"):
+            trainer_for(model, tmp_path, **{**settings, "scalars": "mean"})
 
     def test_a_form_has_one_of_three_names(self, slots, tmp_path):
         with pytest.raises(ValueError, match="form='dp': expected one of 'replicate', 'DataParallel', 'fully_shard'"):

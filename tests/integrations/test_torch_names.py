@@ -1,7 +1,10 @@
 """Where torch accepts what the library refuses, its rule is followed, with one warning."""
 
+import collections
+import dataclasses
 import warnings
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -97,6 +100,90 @@ def test_functions_follow_the_same_rule(slots, arguments):
     sizes = [(x.shape[0], each.shape[0]) for x, each in scattered]
     assert sizes == [(x.shape[0], each.shape[0]) for x, each in by_kwargs] == [(2, 4)] * 3
     torch.testing.assert_close(output, expected(slots, *arguments))
+
+
+@dataclasses.dataclass
+class Meter:
+    sizes: list = dataclasses.field(default_factory=list)
+
+
+class Weights:
+    """An object that looks like a batch of six samples."""
+
+    def __init__(self, root):
+        self.weight, self.sizes = torch.ones(6, device=root), []
+
+
+class Records(dict):
+    pass
+
+
+def note_in_list(container, size):
+    container.append(size)
+
+
+def note_under_key(container, size):
+    container.setdefault("sizes", []).append(size)
+
+
+def note_in_attribute(container, size):
+    container.sizes.append(size)
+
+
+def note_deeper(container, size):
+    container["inner"][0]["sizes"].append(size)
+
+
+SHARED = {
+    "an empty list": (note_in_list, lambda root: [], list),
+    "an empty dict": (note_under_key, lambda root: {}, lambda kept: kept["sizes"]),
+    "an empty dict subclass": (note_under_key, lambda root: Records(), lambda kept: kept["sizes"]),
+    "a deque": (note_in_list, lambda root: collections.deque([0]), lambda kept: [*kept][1:]),
+    "a UserDict": (note_under_key, lambda root: collections.UserDict(a=1), lambda kept: kept["sizes"]),
+    "a dataclass": (note_in_attribute, lambda root: Meter(), lambda kept: kept.sizes),
+    "an object with a tensor": (note_in_attribute, Weights, lambda kept: kept.sizes),
+    "an empty list inside": (
+        note_deeper,
+        lambda root: {"inner": [{"sizes": []}]},
+        lambda kept: kept["inner"][0]["sizes"],
+    ),
+}
+
+
+class Notes(nn.Module):
+    def __init__(self, note):
+        super().__init__()
+        self.note = note
+
+    def forward(self, x, container):
+        self.note(container, len(x))
+        return x
+
+
+class TestObjectsThatTorchDoesNotSplit:
+    @pytest.mark.parametrize(("note", "make", "found"), SHARED.values(), ids=SHARED.keys())
+    def test_the_caller_keeps_what_forward_has_written_into_them(self, note, make, found, slots, root):
+        x = torch.ones(6, 4, device=root)
+        with replace_torch():
+            model = nn.DataParallel(Notes(note), slots)
+            containers = [make(root) for _ in range(3)]
+            model(x, containers[0])
+            model(x, container=containers[1])
+            torch.nn.parallel.data_parallel(model.module, x, slots, module_kwargs={"container": containers[2]})
+        assert [found(container) for container in containers] == [[2, 2, 2]] * 3
+
+    def test_all_replicas_get_the_program_s_own(self, slots, root):
+        objects = [[], Meter(), iter([1, 2]), Weights(root), numpy.zeros(6)]
+        with replace_torch(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parts = torch.nn.parallel.scatter([torch.ones(6, 4, device=root), *objects], slots)
+        assert all(entry is given for part in parts for entry, given in zip(part[1:], objects, strict=True))
+
+    def test_containers_that_hold_something_are_copies_in_each_replica(self, slots, root):
+        kept = [torch.ones(6, 4, device=root)]
+        with replace_torch():
+            nn.DataParallel(Notes(note_in_list), slots)(kept[0], kept)
+        assert len(kept) == 1
 
 
 @pytest.mark.parametrize("by_keyword", [False, True], ids=["positional", "keyword"])

@@ -75,7 +75,11 @@ def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], e
         raise error
     if not _may_gather(arguments):
         if _allowed is None and here() is None and _is_recorded(arguments):
-            error = type(error)(f"{error}, or for its gradient call dataparallel.sharded.allow_gathers(True) first")
+            error = type(error)(
+                f"{error}, or for its gradient call dataparallel.sharded.allow_gathers(True) first. If a module "
+                "computes here: its parameters are whole only while its unit runs. Call the module that was given to "
+                "fully_shard, or give fully_shard this one too, before the module that holds it"
+            )
         raise error
     # An operator on lists runs for one position after the other, so that few full tensors are in memory.
     if _is_on_lists(func) and (count := max(len(value) for value in args if isinstance(value, (list, tuple)))) > 1:

@@ -209,7 +209,9 @@ class Unit(UnitSettings):
             name = next(name for _, name, position in self.registries.entries if position == overwritten[0])
             raise RuntimeError(
                 f"{name!r} in the unit {self.name!r} was changed in place while it was full. The full parameter is a "
-                "copy, so the change would be lost. Change the sharded one, which the module has after reshard()"
+                "copy, so the change would be lost. Change the sharded one, which the module has after reshard(). If "
+                "forward changes it, use replicate. An Embedding with max_norm does: leave max_norm out, and after "
+                "each step call shard.renorm_(norm_type, 0, max_norm) for each shard of weight.shards, in no_grad()"
             )
 
     # ---- sources of pulls --------------------------------------------------------------------------------------------
