@@ -39,7 +39,7 @@ class SyncBatchNorm(BatchNorm):
 
     Arguments, parameters, buffers and the state dict are those of ``torch.nn.BatchNorm2d``. Inputs have the shape
     (samples, channels, ...), and chunks may differ in their numbers of samples; one may be empty. For half precision
-    the statistics are in float32. A recomputation by ``peers.joint`` leaves the running statistics alone.
+    the statistics are in float32. A recomputation by ``peers.checkpoint`` leaves the running statistics alone.
 
     Attributes:
         across_machines: if true, and the form spans machines, the batch is that of all machines. May be assigned, on

@@ -202,7 +202,7 @@ def check_checkpoints(place: MeetingPlace) -> None:
     if has_new_hooks or is_reentrant:
         raise RuntimeError(
             "a collective inside of torch.utils.checkpoint.checkpoint cannot be computed again: that happens in "
-            "backward, where no replica can be met; use dataparallel.peers.joint, which keeps what collectives "
+            "backward, where no replica can be met; use dataparallel.peers.checkpoint, which keeps what collectives "
             "returned"
         )
 
