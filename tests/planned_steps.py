@@ -1,7 +1,7 @@
 """Training steps of several models, in a process of its own: what they launch, copy, allocate and return.
 
 ``python -m planned_steps True NAME...`` runs these models with kernels, ``False`` without, and prints the figures as
-JSON. ``testing/simulated/test_skipped.py`` compares the two.
+JSON. ``nogpu/simulated/test_skipped.py`` compares the two.
 """
 
 from __future__ import annotations
