@@ -2,81 +2,51 @@
 
 Replicating, inference and a training step without its optimizer are callables to be timed. Checks show that both do
 all of the work: every tensor of every replica is there, and outputs and gradients are those of one device. This module
-compares and judges no times. That is done by `beside_torch_report.py` and `test_beside_torch.py`.
+compares and judges no times. That is done by `test_beside_torch.py`.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import MappingProxyType
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import DataParallel
-from gradients import assert_same_gradients, take_gradients
+from gradients import assert_same_gradients, gradients_of, mean_square, take_gradients
 from pairs import Call, Comparison, load, take_turns
-from ready_replicas import ReadyReplicas
 from shapes import Shape
-from stages import mean_square
 from torch_pipeline import StandIns
 
 SAMPLES_PER_DEVICE = 2
-THREADS_OF_READY_ONES = (1, 2)
-SETTLE, SHORT_SETTLE = 32, 2
+SETTLE, SHORT_SETTLE = 16, 2
 """Calls in which the library chooses how many replicas run at a time."""
+
+OURS, TORCH, IN_A_ROW = "ours", "torch", "in a row"
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class Timed:
     """The seconds of one piece of work by several ways, which took turns.
 
-    ``stand_ins`` is the part of ``theirs`` that was spent in plain copies. ``in_a_row`` is the same work on one device,
-    chunk after chunk, and ``ready`` that of `ReadyReplicas` by the number of threads. All three may be empty.
+    ``copies`` is the part of torch's that was spent in plain copies; empty where torch has its own.
     """
 
-    ours: list[float]
-    theirs: list[float]
-    stand_ins: list[float]
-    in_a_row: list[float] = field(default_factory=list)
-    ready: dict[int, list[float]] = field(default_factory=dict)
-    load_before: float = 0.0
-    load_after: float = 0.0
+    seconds: dict[str, list[float]]
+    copies: list[float]
+    load_before: float
+    load_after: float
 
-    def beside_torch(self) -> Comparison:
-        """The ratio is torch's time over ours."""
-        return self._comparison(self.ours, self.theirs)
-
-    def beside_torch_less_copies(self) -> Comparison:
-        """The ratio is torch's time without its copies between devices over ours with all copies."""
-        rest = [whole - copies for whole, copies in zip(self.theirs, self.stand_ins, strict=True)]
-        return self._comparison(self.ours, rest)
-
-    def over_in_a_row(self) -> Comparison:
-        """The ratio is our time over that of the chunks in a row."""
-        return self._comparison(self.in_a_row, self.ours)
-
-    def torch_over_in_a_row(self) -> Comparison:
-        return self._comparison(self.in_a_row, self.theirs)
-
-    def torch_over_ready(self, threads: int) -> Comparison:
-        """The ratio is torch's time over that of ready replicas."""
-        return self._comparison(self.ready[threads], self.theirs)
-
-    def fastest_ready(self) -> list[float]:
-        """The times of ready replicas with the number of threads that is faster."""
-        return min(self.ready.values(), key=statistics.median)
-
-    def over_ready(self) -> Comparison:
-        """The ratio is our time over that of ready replicas."""
-        return self._comparison(self.fastest_ready(), self.ours)
-
-    def _comparison(self, ours: list[float], theirs: list[float]) -> Comparison:
-        return Comparison(ours, theirs, self.load_before, self.load_after)
+    def compared(self, one: list[float], other: list[float]) -> Comparison:
+        return Comparison(one, other, self.load_before, self.load_after)
 
 
 class BesideTorch:
@@ -97,29 +67,20 @@ class BesideTorch:
 
     # What is timed.
 
-    def replicate(self) -> None:
-        dataparallel.replicate(self.module, self.devices)
+    def replicate(self) -> list[nn.Module]:
+        return dataparallel.replicate(self.module, self.devices)
 
-    def torch_replicate(self) -> None:
-        nn.parallel.replicate(self.module, self.theirs.device_ids)
+    def torch_replicate(self) -> list[nn.Module]:
+        return nn.parallel.replicate(self.module, self.theirs.device_ids)
 
-    def wrapper_replicate(self) -> None:
-        self.held = self.ours.replicate(self.module, self.ours.device_ids)
-
-    def torch_wrapper_replicate(self) -> None:
-        self.held = self.theirs.replicate(self.module, self.theirs.device_ids)
+    def wrapper_replicate(self, wrapper: nn.DataParallel, end: bool = False) -> None:
+        """The first stage of a wrapper. With ``end`` the replicas are dropped, as at the end of a call."""
+        self.held = wrapper.replicate(self.module, wrapper.device_ids)
+        if end:
+            self.end()
 
     def end(self) -> None:
-        """Drops the replicas, as at the end of a call."""
         self.held = ()
-
-    def wrapper_replicate_and_end(self) -> None:
-        self.wrapper_replicate()
-        self.end()
-
-    def torch_wrapper_replicate_and_end(self) -> None:
-        self.torch_wrapper_replicate()
-        self.end()
 
     def infer(self) -> None:
         self.ours(self.batch)
@@ -147,59 +108,30 @@ class BesideTorch:
         self.module.zero_grad()
 
     def time(
-        self,
-        ours: Call,
-        theirs: Call,
-        pairs: int,
-        settle: int,
-        short: bool,
-        in_a_row: Call | None = None,
-        between: Call | None = None,
-        ready: Mapping[int, Call] = MappingProxyType({}),
+        self, calls: Mapping[str, Call], pairs: int, settle: int, short: bool, between: Call = lambda: None
     ) -> Timed:
-        """The calls take turns, after ``settle`` calls of ours, in which the library chooses its number of permits."""
-        counted, shares = self.stand_ins.count(theirs)
+        """The calls take turns, after ``settle`` calls of `OURS`, in which the library makes its choices."""
+        counted, copies = self.stand_ins.count(calls[TORCH])
         before = load()
         with self.stand_ins.installed():
             for _ in range(settle):
-                ours()
-                if between is not None:
-                    between()
-            others = [*([] if in_a_row is None else [in_a_row]), *ready.values()]
-            mine, torchs, *rest = take_turns([ours, counted, *others], pairs, between=between, short=short)
-        row = [] if in_a_row is None else rest.pop(0)
-        by_threads = dict(zip(ready, rest, strict=True))
-        copies = shares[-len(torchs) :] if self.stand_ins.needed else []
-        return Timed(mine, torchs, copies, row, by_threads, before, load())
-
-    def ready_replicas(self) -> dict[int, ReadyReplicas]:
-        """The ready replicas, by the number of threads that run them."""
-        return {
-            threads: ReadyReplicas(self.module, self.batch, self.devices, threads) for threads in THREADS_OF_READY_ONES
-        }
+                calls[OURS]()
+                between()
+            turns = {**calls, TORCH: counted}
+            seconds = dict(zip(turns, take_turns([*turns.values()], pairs, between=between, short=short), strict=True))
+        return Timed(seconds, copies[-len(seconds[TORCH]) :] if self.stand_ins.needed else [], before, load())
 
     # What is checked, outside of any timing.
 
-    def check_replicas(self, sent: bool = True) -> None:
-        """Raises `AssertionError` unless each tensor of each replica has the source's name, value, shape and dtype.
-
-        Each has to be on the device of its replica. Unless ``sent`` is false (`frozen`), the check is repeated right
-        after all values have been changed without autograd's knowledge, so that old replicas would be found.
-        """
-        ours: list[Callable[[], list[nn.Module]]] = [
-            lambda: dataparallel.replicate(self.module, self.devices),
-            lambda: self.ours.replicate(self.module, self.ours.device_ids),
-        ]
-        theirs: list[Callable[[], list[nn.Module]]] = [
-            lambda: nn.parallel.replicate(self.module, self.theirs.device_ids),
-            lambda: self.theirs.replicate(self.module, self.theirs.device_ids),
-        ]
+    def check_replicas(self) -> None:
+        """Raises `AssertionError` unless each tensor of each replica has the source's value on its own device."""
         with self.stand_ins.installed():
-            for make in ours + theirs:
+            for make in (self.replicate, self.torch_replicate):
                 check_tensors(self.module, make(), self.devices)
-                if sent:
-                    with changed(self.module):
-                        check_tensors(self.module, make(), self.devices)
+            for wrapper in (self.ours, self.theirs):
+                self.wrapper_replicate(wrapper)
+                check_tensors(self.module, self.held, self.devices)
+                self.end()
 
     def check_inference(self) -> None:
         """Raises `AssertionError` unless the outputs are those of one device."""
@@ -225,53 +157,68 @@ class BesideTorch:
                 assert_same_gradients(take_gradients(self.module), gradients)
 
 
-def check_tensors(source: nn.Module, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Raises `AssertionError` unless each replica holds an equal tensor on its device for each tensor of the source.
+class ReadyReplicas:
+    """What remains of a wrapper that costs nothing: copies of a module, and chunks, that are on their devices already.
 
-    Tensors are looked up in the modules' dictionaries. So a tensor that is made only when the attribute is read is not
-    found.
+    ``threads`` threads run them in slot order; if it is 1, the caller does. Nothing is scattered, replicated, gathered
+    or summed, and no setting of the caller is carried over. No library that runs replicas in threads of one process can
+    be much faster on the same machine. It does not train: each copy keeps its own gradients.
     """
-    assert len(replicas) == len(devices)
-    wanted = {path: (module, values(module)) for path, module in source.named_modules()}
+
+    def __init__(self, module: nn.Module, batch: Tensor, devices: Sequence[torch.device], threads: int) -> None:
+        self._replicas = [copy.deepcopy(module).to(device) for device in devices]
+        self._chunks = [chunk.to(device) for chunk, device in zip(batch.chunk(len(devices)), devices, strict=True)]
+        self._devices = list(devices)
+        # Without this, operators in a new thread use all cores.
+        initializer = partial(torch.set_num_threads, torch.get_num_threads())
+        self._pool = ThreadPoolExecutor(threads, initializer=initializer) if threads > 1 else None
+
+    def infer(self) -> None:
+        self._on_each(self._outputs)
+
+    def train(self) -> None:
+        """A step on each device. The engine runs the backward passes of all devices at the same time."""
+        torch.autograd.backward(self._on_each(self._losses))
+        for replica in self._replicas:
+            replica.zero_grad()
+
+    def check(self, module: nn.Module, batch: Tensor) -> None:
+        """Raises `AssertionError` unless outputs and sums of gradients are those of ``module``, chunk after chunk."""
+        for slot, chunk in enumerate(batch.chunk(len(self._devices))):
+            torch.testing.assert_close(self._outputs(slot).to(batch.device), module(chunk))
+        torch.autograd.backward(self._on_each(self._losses))
+        for chunk in batch.chunk(len(self._devices)):
+            (mean_square(module(chunk)) / len(self._devices)).backward()
+        totals = [
+            torch.stack([gradient.to(batch.device) for gradient in found]).sum(0)
+            for found in zip(*map(gradients_of, self._replicas), strict=True)
+        ]
+        assert_same_gradients(totals, gradients_of(module))
+        for network in (module, *self._replicas):
+            network.zero_grad()
+
+    def _outputs(self, slot: int) -> Tensor:
+        return self._replicas[slot](self._chunks[slot])
+
+    def _losses(self, slot: int) -> Tensor:
+        return mean_square(self._outputs(slot)) / len(self._devices)
+
+    def _on_each(self, call: Callable[[int], R]) -> list[R]:
+        recording = torch.is_grad_enabled()
+
+        def run(slot: int) -> R:
+            with torch.set_grad_enabled(recording), torch.accelerator.device_index(self._devices[slot].index):
+                return call(slot)
+
+        return list((map if self._pool is None else self._pool.map)(run, range(len(self._devices))))
+
+
+def check_tensors(source: nn.Module, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Raises `AssertionError` unless each replica holds an equal tensor on its device for each tensor of the source."""
+    tensors = dict(itertools.chain(source.named_parameters(), source.named_buffers()))
     for device, replica in zip(devices, replicas, strict=True):
-        assert replica is not source
-        found = dict(replica.named_modules())
-        assert found.keys() == wanted.keys()
-        for path, (module, expected) in wanted.items():
-            assert type(found[path]) is type(module)
-            for name, value in expected.items():
-                tensor = stored(found[path], name)
-                where = f"{path}.{name} on {device}"
-                assert isinstance(tensor, Tensor), where
-                assert tensor.device == device, where
-                assert (tensor.shape, tensor.dtype) == (value.shape, value.dtype), where
-                assert torch.equal(tensor.detach().cpu(), value), where
-
-
-def values(module: nn.Module) -> dict[str, Tensor]:
-    """Copies on the CPU of the module's own parameters and buffers, without those of its children."""
-    own = {**module._parameters, **module._buffers}
-    return {name: tensor.detach().cpu() for name, tensor in own.items() if tensor is not None}
-
-
-def stored(module: nn.Module, name: str) -> object:
-    """The entry of the module's dictionaries. Replicas of torch have their parameters among the attributes."""
-    attributes = vars(module)
-    for place in (attributes["_parameters"], attributes["_buffers"], attributes):
-        if name in place:
-            return place[name]
-    raise AssertionError(f"no {name!r} in a replica's {type(module).__name__}")
-
-
-@contextmanager
-def changed(module: nn.Module) -> Iterator[None]:
-    """Other values in every parameter and buffer, written through ``.data``, which moves no version counter."""
-    tensors = [*module.parameters(), *module.buffers()]
-    before = [tensor.detach().clone() for tensor in tensors]
-    for tensor in tensors:
-        tensor.data.add_(1)
-    try:
-        yield
-    finally:
-        for tensor, old in zip(tensors, before, strict=True):
-            tensor.data.copy_(old)
+        for name, expected in tensors.items():
+            path, _, last = name.rpartition(".")
+            tensor = getattr(replica.get_submodule(path), last)  # a replica of torch lists no parameters
+            assert tensor.device == device, f"{name} on {device}"
+            assert torch.equal(tensor.detach().cpu(), expected.detach().cpu()), f"{name} on {device}"

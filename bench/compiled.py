@@ -20,11 +20,9 @@ from torch._inductor.utils import run_and_get_code
 from beside_torch import SAMPLES_PER_DEVICE, SETTLE, SHORT_SETTLE
 from dataparallel import DataParallel
 from dataparallel.composable import replicate
-from gradients import assert_same_gradients, take_gradients
+from gradients import assert_same_gradients, mean_square, take_gradients
 from pairs import Call
-from shapes import Shape
-from stages import mean_square
-from ways import ByHand
+from shapes import InARow, Shape
 
 COMPILED, REPLICATED, EAGER = "compiled replicas", "compiled composable.replicate", "eager replicas"
 COMPILED_IN_A_ROW, IN_A_ROW = "compiled, in a row", "eager, in a row"
@@ -35,7 +33,7 @@ LAUNCH = re.compile(r"^\s+(cpp_fused\w*\(|extern_kernels\.\w+\(|\w+ = torch\.ops
 
 
 @dataclass(frozen=True)
-class Contender:
+class Called:
     """A module to call with the whole batch. Its parameters get the gradients."""
 
     call: nn.Module
@@ -64,11 +62,11 @@ class CompiledBesideEager:
         in_place = replicate(replicated, devices=slots, compile=True)
         compiled.compile()
         self.contenders = {
-            COMPILED: Contender(DataParallel(wrapped, slots, compile=True), wrapped),
-            REPLICATED: Contender(in_place, in_place),
-            EAGER: Contender(DataParallel(eager, slots), eager),
-            COMPILED_IN_A_ROW: Contender(ByHand(compiled, count), compiled),
-            IN_A_ROW: Contender(ByHand(alone, count), alone),
+            COMPILED: Called(DataParallel(wrapped, slots, compile=True), wrapped),
+            REPLICATED: Called(in_place, in_place),
+            EAGER: Called(DataParallel(eager, slots), eager),
+            COMPILED_IN_A_ROW: Called(InARow(compiled, count), compiled),
+            IN_A_ROW: Called(InARow(alone, count), alone),
         }
 
     def calls(self) -> dict[str, Call]:
@@ -86,7 +84,7 @@ class CompiledBesideEager:
         torch._dynamo.reset()
         module = copy.deepcopy(self.contenders[COMPILED_IN_A_ROW].module)
         module.compile()
-        contender = Contender(module, module)
+        contender = Called(module, module)
         _, codes = run_and_get_code(self._work(contender, self.batch[:SAMPLES_PER_DEVICE]))
         torch._dynamo.reset()
         return sum(launches_in(code) for code in codes)
@@ -100,7 +98,7 @@ class CompiledBesideEager:
             torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
             assert_same_gradients(own, gradients, rtol=1e-3, atol=1e-4)
 
-    def _results(self, contender: Contender) -> tuple[Tensor, list[Tensor]]:
+    def _results(self, contender: Called) -> tuple[Tensor, list[Tensor]]:
         if not self.is_training:
             with torch.no_grad():
                 return contender.call(self.batch), []
@@ -108,7 +106,7 @@ class CompiledBesideEager:
         mean_square(output).backward()
         return output.detach(), take_gradients(contender.module)
 
-    def _work(self, contender: Contender, batch: Tensor | None = None) -> Callable[[], None]:
+    def _work(self, contender: Called, batch: Tensor | None = None) -> Callable[[], None]:
         work = contender.train if self.is_training else contender.infer
         return lambda: work(self.batch if batch is None else batch)
 
@@ -121,7 +119,7 @@ def launches_in(code: str) -> int:
 def eager_launches(shape: Shape, train: bool, device: torch.device) -> int:
     """How many operators a simulated device runs for the chunk of a replica without the compiler."""
     module, batch = shape.model().train(train).to(device), shape.batch(SAMPLES_PER_DEVICE).to(device)
-    contender = Contender(module, module)
+    contender = Called(module, module)
     work = contender.train if train else contender.infer
     work(batch)
     torch.sim.synchronize(device)

@@ -1,4 +1,4 @@
-"""Hooks and fixtures of the benchmarks: options, devices, progress, and a report for each file, printed at the end."""
+"""Hooks and fixtures of the benchmarks: options, devices, and a report for each file, printed at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from options import add_options, check_options, is_short, left_out, results_folder, shown
 from places import Places, find_places
-from progress import Progress, progress_of
 from reporting import Report
 
 PLACES = pytest.StashKey[Places]()
@@ -62,12 +61,6 @@ def reports(request: pytest.FixtureRequest) -> list[Report]:
 def short(request: pytest.FixtureRequest) -> bool:
     """Whether to be quick rather than meaningful."""
     return is_short(request.config)
-
-
-@pytest.fixture
-def progress(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Progress:
-    """``with progress("training", 10) as bar:`` shows a bar on a terminal, and ``bar.update()`` moves it."""
-    return progress_of(request.config, capsys)
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,10 @@
 
 ``python cost_slopes.py ROUNDS MOST`` simulates 8 devices, and prints CPU seconds as JSON. Sizes of each `Growth` go up
 to MOST. Every way of every size has two turns in a round. This module fits no line. That is done by
-`cost_slopes_report.py`.
+`test_cost_slopes.py`.
 
-The model is a row of layer norms of 4 features, as in `linear_cost`, whose clock is used too: CPU time of all threads.
-Besides its batch a call may have further tensors, which are split and sent, and which nothing computes with. The
+The model is a row of layer norms of 4 features: as many parameters as wanted, next to nothing to compute. Besides its
+batch a call may have further tensors, which are split and sent, and which nothing computes with. The
 library runs one replica at a time (``workers=1``): how many is another question.
 
 ``torch.nn.DataParallel`` runs with plain copies in place of its own (`torch_pipeline`), which are part of its time.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
@@ -26,12 +26,15 @@ from torch import Tensor, nn
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
 from gradients import assert_same_gradients, gradients_of
-from linear_cost import FEATURES, SAMPLES_PER_SLOT, chain, loss_of, take_turns_on_the_cpu
+from growth import cpu_seconds
 from nogpu import SimulationUnavailable, simulate
+from shapes import InARow
 from sharded_blocks import full_gradients
 from torch_pipeline import StandIns
 
 DEVICES = 8
+FEATURES = 4
+SAMPLES_PER_SLOT = 2
 INFERENCE, STEP = "inference", "step"
 IN_A_ROW, TORCH = "in a row", "torch.nn.DataParallel"
 WRAPPER, FROZEN, REPLICATE, SHARD = "DataParallel", "DataParallel, frozen", "replicate", "fully_shard"
@@ -90,15 +93,19 @@ class WithMore(nn.Module):
         return self.model(x)
 
 
-class InARow(nn.Module):
-    """The chunks one after the other on one device: what the operators themselves cost."""
+def chain(parameters: int) -> nn.Module:
+    """Layer norms in a row, in which neither values nor gradients grow or vanish."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(*(nn.LayerNorm(FEATURES) for _ in range(parameters // 2)))
+    with torch.no_grad():
+        for parameter in model.parameters():  # all different, so that none can be mistaken for another
+            parameter.add_(torch.randn(FEATURES, generator=generator), alpha=0.01)
+    return model
 
-    def __init__(self, model: nn.Module, slots: int) -> None:
-        super().__init__()
-        self.model, self.slots = model, slots
 
-    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        return torch.cat([self.model(chunk) for chunk in x.chunk(self.slots)])
+def loss_of(output: Tensor) -> Tensor:
+    """The mean of one feature. The squares of all would not do: in a normalised sample their sum is constant."""
+    return output[:, 0].mean()
 
 
 class Work:
@@ -149,7 +156,7 @@ class Work:
 
 
 def measure(growth: Growth, most: int, devices: Sequence[torch.device], rounds: int) -> list[Timed]:
-    """All ways of a size come one after the other. A round goes up the sizes and down again, as in `linear_cost`."""
+    """All ways of a size come one after the other."""
     sizes = growth.sizes(most)
     cases = [(size, work, way) for size in sizes for work, ways in WAYS.items() for way in ways]
     with ExitStack() as stack:
@@ -157,16 +164,15 @@ def measure(growth: Growth, most: int, devices: Sequence[torch.device], rounds: 
         all_work = [Work(size, work, way, devices, stack) for size, work, way in cases]
         for work in all_work:
             work.check()
-        calls: list[Callable[[], object]] = [work.call for work in all_work]
         with torch.sim.clocks(False):
-            seconds = take_turns_on_the_cpu([*calls, *reversed(calls)], rounds)
+            seconds = cpu_seconds([work.call for work in all_work], rounds)
         for work in all_work:
             work.check()
     found: dict[tuple[str, str], Timed] = {}
-    for (size, work, way), up, down in zip(cases, seconds, reversed(seconds), strict=False):
+    for (size, work, way), turns in zip(cases, seconds, strict=True):
         timed = found.setdefault((work, way), Timed(growth.what, work, way))
         timed.numbers.append(getattr(size, growth.what))
-        timed.seconds.append(up + down)
+        timed.seconds.append(turns)
     return list(found.values())
 
 

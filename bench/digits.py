@@ -2,7 +2,7 @@
 
 The data are the 1,797 scans that come with scikit-learn, 8 by 8 pixels each. The training loop is an ordinary one:
 only the line that wraps the network knows of several slots. This module compares and judges nothing. That is done by
-`test_main_job.py` and `test_digits.py`.
+`test_main_job.py`.
 
 Training is the same computation on any number of slots, up to rounding:
 
@@ -16,9 +16,7 @@ Training is the same computation on any number of slots, up to rounding:
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,14 +25,15 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pairs import Call
-from ways import Way, data_parallel
+from dataparallel import DataParallel
 
-EPOCHS = 16
 BATCH_SIZE = 128
 PEAK_LEARNING_RATE = 1e-2
 WEIGHT_DECAY = 0.1
 LABEL_SMOOTHING = 0.1
+
+Way = Callable[[nn.Module, Sequence[torch.device]], nn.Module]
+"""Takes the network, which is on the first of the slots, and returns what is called."""
 
 
 @dataclass(frozen=True)
@@ -105,39 +104,23 @@ class ResidualNet(nn.Sequential):
 
 
 class TrainingRun:
-    """One training, an epoch at a time, so that several trainings can take turns.
+    """One training of so many ``epochs``, an epoch at a time, so that several trainings can take turns.
 
-    ``way`` wraps the network for ``slots``. `losses` has the loss of every step so far, `epoch_seconds` the seconds
-    of every epoch so far.
+    ``way`` wraps the network for ``slots``. `losses` has the loss of every step so far.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[torch.device],
-        dtype: torch.dtype = torch.float32,
-        epochs: int = EPOCHS,
-        seed: int = 0,
-        way: Way = data_parallel,
-    ) -> None:
-        self.slots = list(slots)
+    def __init__(self, slots: Sequence[torch.device], dtype: torch.dtype, epochs: int, way: Way = DataParallel) -> None:
+        self.slots, self.epochs = list(slots), epochs
         self.losses: list[float] = []
-        self.epoch_seconds: list[float] = []
-
         self.data = load().to(self.slots[0], dtype)
-        self._shuffles = torch.Generator().manual_seed(seed)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            network = ResidualNet()
-        network.to(self.slots[0], dtype)
-
-        self.model = way(network, self.slots)
+        self._shuffles = torch.Generator().manual_seed(0)
+        self.model = way(network().to(self.slots[0], dtype), self.slots)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=WEIGHT_DECAY)
         steps = epochs * len(self._batches())
         self._schedule = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, PEAK_LEARNING_RATE, total_steps=steps)
 
-    def train_epoch(self) -> float:
-        """Trains once on all training data; returns the epoch's mean loss."""
-        start = time.perf_counter()
+    def train_epoch(self) -> None:
+        """Trains once on all training data."""
         self.model.train()
         losses = []
         for batch in self._batches():
@@ -149,10 +132,13 @@ class TrainingRun:
             self._optimizer.step()
             self._schedule.step()
             losses.append(loss.detach())
-        self._wait_for_devices()
-        self.epoch_seconds.append(time.perf_counter() - start)
         self.losses += torch.stack(losses).tolist()
-        return statistics.mean(self.losses[-len(losses) :])
+
+    def train(self) -> TrainingRun:
+        """All epochs at once."""
+        for _ in range(self.epochs):
+            self.train_epoch()
+        return self
 
     @torch.no_grad()
     def accuracy(self) -> float:
@@ -161,34 +147,16 @@ class TrainingRun:
         answers = self.model(self.data.test_images).argmax(dim=1)
         return (answers == self.data.test_labels).double().mean().item()
 
-    @property
-    def samples_per_second(self) -> float:
-        """Training throughput of the median epoch."""
-        return len(self.data.train_labels) / statistics.median(self.epoch_seconds)
-
     def _batches(self) -> tuple[Tensor, ...]:
         order = torch.randperm(len(self.data.train_labels), generator=self._shuffles)
         return order.to(self.slots[0]).split(BATCH_SIZE)
 
-    def _wait_for_devices(self) -> None:
-        for device in set(self.slots):
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
 
-
-def train(
-    slots: Sequence[torch.device],
-    dtype: torch.dtype = torch.float32,
-    epochs: int = EPOCHS,
-    after_epoch: Call | None = None,
-) -> TrainingRun:
-    """A whole training by ``DataParallel``; ``after_epoch`` is called after each epoch."""
-    run = TrainingRun(slots, dtype, epochs)
-    for _ in range(epochs):
-        run.train_epoch()
-        if after_epoch is not None:
-            after_epoch()
-    return run
+def network() -> nn.Module:
+    """The same one at every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return ResidualNet()
 
 
 def largest_difference(one: TrainingRun, other: TrainingRun) -> float:

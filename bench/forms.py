@@ -10,13 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from beside_torch import SETTLE, SHORT_SETTLE, BesideTorch
+from beside_torch import BesideTorch
 from dataparallel.composable import replicate
-from dataparallel.threads.permits import Permits
-from gradients import assert_same_gradients, take_gradients
+from gradients import assert_same_gradients, mean_square, take_gradients
 from shapes import Shape
-from sharded_blocks import full_gradients, sharded, state_of
-from stages import mean_square
+from sharded_blocks import full_gradients, sharded
 
 
 class Forms(BesideTorch):
@@ -62,19 +60,6 @@ class ShardedForms(Forms):
         mean_square(self.not_resharded(self.batch)).backward()
         self.not_resharded.zero_grad()
 
-    def settle(self, short: bool = False) -> None:
-        """Calls each form until it has chosen how many replicas run at a time, but no more often than other suites."""
-        for call, permits in (
-            (self.train_replicated, replicate.state(self.replicated).options.permits),
-            (self.train, self.ours.options.permits),
-            (self.train_sharded, state_of(self.sharded).options.permits),
-            (self.train_not_resharded, state_of(self.not_resharded).options.permits),
-        ):
-            for _ in range(SHORT_SETTLE if short else SETTLE):
-                call()
-                if has_chosen(permits):
-                    break
-
     def check_sharded(self) -> None:
         """Raises `AssertionError` unless outputs and gradients of both are those of the wrapper."""
         self.module.zero_grad()
@@ -88,8 +73,3 @@ class ShardedForms(Forms):
             torch.testing.assert_close(found.detach(), wanted.detach())
             assert_same_gradients(full_gradients(module), gradients)
             module.zero_grad()
-
-
-def has_chosen(permits: Permits) -> bool:
-    """Whether nothing is tried any more in calls like those before."""
-    return not any(kind.times for kind in permits._kinds.values())

@@ -2,8 +2,7 @@
 
 The first table of "What it costs" is made of ``results/beside_torch.csv`` and ``results/forms.csv``, the second one and
 the sentence below it of ``sharded_memory.csv``, ``forms.csv`` and ``sharded_speed.csv``, the sentence of predictions of
-``timelines.csv``. Words around them are the README's own. ``tests/test_docs.py`` compares the two. Measures nothing,
-and imports nothing of the benchmarks.
+``timelines.csv``. Words around them are the README's own. ``tests/test_docs.py`` compares the two. Measures nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
+
+from reporting import table
 
 BENCH = Path(__file__).parent
 README = BENCH.parent / "README.rst"
@@ -42,34 +43,28 @@ def as_text(row: dict[str, str]) -> str:
     return "{:.2f} ({:.2f} to {:.2f})".format(*(float(row[name]) for name in ("ratio", "ratio_low", "ratio_high")))
 
 
-def table(lines: list[tuple[str, ...]]) -> str:
-    """As reStructuredText; the first line is the head."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rule = "  ".join("=" * width for width in widths)
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([rule, text[0], rule, *text[1:], rule])
-
-
 def cost_table() -> str:
     """A row of ratios for each of `ROWS` that has been measured."""
-    lines = [("times as fast as torch", *MODELS)]
+    rows = []
     for title, (suite, wanted) in ROWS.items():
         own = {row["model"]: row for row in found(rows_of(suite), wanted | DEVICES[suite])}
         if own:
-            lines.append((title, *(as_text(own[model]) for model in MODELS)))
-    return table(lines)
+            rows.append({"times as fast as torch": title, **{model: as_text(own[model]) for model in MODELS}})
+    return table(rows)
 
 
 def memory_table() -> str:
     """What each device holds, by each form of `HELD`, and how long a step takes."""
-    lines = [("MiB of each device", "between steps", "at most in a step", "time of a step")]
+    rows = []
     (slower,) = found(rows_of("forms"), SLOWER)
     for title, way in HELD.items():
         (row,) = found(rows_of("sharded_memory"), {"devices": "8", "way": way})
         at_most = max(int(row[part]) for part in ("forward", "backward", "optimizer"))
         time = "1" if way == "replicate" else as_text(slower)
-        lines.append((title, f"{int(row['idle']) / 2**20:.1f}", f"{at_most / 2**20:.1f}", time))
-    return table(lines)
+        sizes = {"between steps": int(row["idle"]), "at most in a step": at_most}
+        texts = {name: f"{size / 2**20:.1f}" for name, size in sizes.items()}
+        rows.append({"MiB of each device": title, **texts, "time of a step": time})
+    return table(rows)
 
 
 def measured() -> str:

@@ -21,17 +21,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from dataparallel import DataParallel
-from dataparallel.composable import fully_shard, replicate
-from graph_timelines_report import ALL_REDUCED, INFERENCE, TRAINING, PredictedStep
+from dataparallel.composable import replicate
 from nogpu import cuda
 from nogpu.timeline.presets import A100
 from process_timelines import Arrival, changed, ddp, one_graph
-from real_shapes import GPT_768, RESNET50, RealShape, WithLoss
-from shapes import GPT
-from sharded_blocks import blocks_of, large_units_of
+from shapes import GPT, GPT_768, RESNET50, RealShape
+from sharded_blocks import large_units_of, sharded
 from timelines import ALONE, REPLICATE, SHARDED, TORCH, WARM_UP, WRAPPER, Recorded, record, second_step
 from torch_pipeline import StandIns
 
+INFERENCE, TRAINING = "inference", "training"
+ALL_REDUCED = "DDP, 8 processes"
 LARGE_UNITS = "fully_shard, 4 large units"
 SETTLE = 4
 """Calls with graphs before the recorded ones: two run as they are, and the third one captures."""
@@ -39,7 +39,7 @@ SETTLE = 4
 TOKENS = 128
 GPT_256 = RealShape(
     "GPT of width 256, 128 tokens",
-    lambda: WithLoss(GPT(256, 12, 4, TOKENS)),
+    lambda: GPT(256, 12, 4, TOKENS),
     (TOKENS,),
     torch.long,
     (TOKENS,),
@@ -55,17 +55,7 @@ TASKS = (
     (GPT_256, INFERENCE),
     (RESNET50_4, INFERENCE),
 )
-CASES = (
-    (TORCH, False),
-    (WRAPPER, False),
-    (WRAPPER, True),
-    (REPLICATE, False),
-    (REPLICATE, True),
-    (SHARDED, False),
-    (SHARDED, True),
-    (LARGE_UNITS, False),
-    (LARGE_UNITS, True),
-)
+CASES = ((TORCH, False), *itertools.product((WRAPPER, REPLICATE, SHARDED, LARGE_UNITS), (False, True)))
 """The ways in one process, without graphs and with them."""
 
 
@@ -79,9 +69,8 @@ def network_of(way: str, graphs: bool, module: nn.Module, devices: Sequence[torc
     if way == REPLICATE:
         return replicate(module, devices=devices, workers=len(devices), **options)
     if way in (SHARDED, LARGE_UNITS):
-        for unit in blocks_of(module) if way == SHARDED else large_units_of(module):
-            fully_shard(cast("Any", unit), devices=devices, **options)
-        fully_shard(module, devices=devices, workers=len(devices), **options)
+        units = large_units_of(module) if way == LARGE_UNITS else None
+        return sharded(module, devices, units, workers=len(devices), **options)
     return module
 
 
@@ -179,29 +168,29 @@ def recorded_alone(shape: RealShape, work: str, device: torch.device) -> tuple[R
 
 def step_of(
     task: tuple[RealShape, str], way: str, graphs: bool, devices: int, found: Recorded, factor: float
-) -> PredictedStep:
-    """The prediction. With ``factor``, Python's time is that of the machine's host."""
+) -> dict[str, Any]:
+    """Milliseconds, and calls for each device. With ``factor`` Python's time is that of the machine's host."""
     shape, work = task
     processes = devices if way == ALL_REDUCED else 1  # each of them has recorded what one device does
-    return PredictedStep(
-        model=shape.name,
-        work=work,
-        way=way,
-        graphs=graphs,
-        devices=devices,
-        machine=A100.name,
-        step=second_step(found, A100),
-        free_host=second_step(found, A100.with_free_host()),
-        python=1e3 * factor * found.python_seconds(),
-        launches=processes * len(found.one.launches),
-        calls=processes * found.one.calls / devices,
-        graph_calls=processes * sum(launch.graph == launch.index for launch in found.one.launches) / devices,
-    )
+    return {
+        "model": shape.name,
+        "work": work,
+        "way": way,
+        "graphs": graphs,
+        "devices": devices,
+        "machine": A100.name,
+        "step": second_step(found, A100),
+        "free_host": second_step(found, A100.with_free_host()),
+        "python": 1e3 * factor * found.python_seconds(),
+        "launches": processes * len(found.one.launches),
+        "calls": processes * found.one.calls / devices,
+        "graph_calls": processes * sum(launch.graph == launch.index for launch in found.one.launches) / devices,
+    }
 
 
 def predicted(
     shape: RealShape, work: str, devices: Sequence[torch.device], cases: Sequence[tuple[str, bool]] = CASES
-) -> list[PredictedStep]:
+) -> list[dict[str, Any]]:
     """All ways to do the work: the module alone, a process for each device, and one process."""
     check_copies(devices)
     count, task = len(devices), (shape, work)

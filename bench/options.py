@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,8 @@ def add_options(parser: pytest.Parser) -> None:
         "--all",
         action="store_true",
         dest="all_suites",
-        help="run every suite, not only the main job (40 to 50 minutes on two cores); to run a single suite, name its "
-        "file instead",
+        help="run every suite, not only the main job (half an hour on two cores); to run a single suite, name its file "
+        "instead",
     )
     group.addoption(
         "--short",
@@ -34,14 +33,6 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="the folder for tables and plots (default: bench/latest, which git ignores); --results=bench/results "
         "replaces the results that are committed",
-    )
-    group.addoption(
-        "--python",
-        action="append",
-        default=[],
-        dest="pythons",
-        metavar="PATH",
-        help="an interpreter to measure in test_free_threads.py; may come several times (default: this one)",
     )
 
 
@@ -58,11 +49,6 @@ def is_short(config: pytest.Config) -> bool:
 def results_folder(config: pytest.Config) -> Path:
     """As an absolute path; a relative one is meant from where pytest was started."""
     return (config.invocation_params.dir / config.getoption("--results")).resolve()
-
-
-def pythons(config: pytest.Config) -> list[str]:
-    """The paths of the interpreters to measure."""
-    return config.getoption("pythons") or [sys.executable]
 
 
 def left_out(path: Path, config: pytest.Config) -> bool:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 
 from dataparallel.devices import all_devices
+from reporting import Cell
 
 PAIRS = 15
 PAIRS_NEAR_ONE = 30
@@ -111,12 +112,40 @@ class Comparison:
             yes, no = self.high <= bar, self.low > bar
         return "yes" if yes else "no" if no else "not decided"
 
-    def __str__(self) -> str:
-        return f"{self.ratio:.2f} [{self.low:.2f}, {self.high:.2f}]"
+    def row(self, bar: float | None = None, at_most: bool = False) -> dict[str, Any]:
+        """What a report has of a comparison: see `CELLS`. With ``at_most`` the ratio is ours over theirs."""
+        judged = self.swapped if at_most else self
+        return {
+            "ratio": judged.ratio,
+            "ratio_low": judged.low,
+            "ratio_high": judged.high,
+            "pairs": self.pairs,
+            "bar": bar,
+            "at_most": at_most,
+            "verdict": None if bar is None else judged.verdict(bar, not at_most),
+            "load_before": self.load_before,
+            "load_after": self.load_after,
+        }
 
     @cached_property
     def _interval(self) -> tuple[float, float]:
         return bootstrap_interval(self.ratios)
+
+
+CELLS: dict[str, Cell] = {
+    "ratio": "{ratio:.2f}",
+    "95 % interval": "{ratio_low:.2f} to {ratio_high:.2f}",
+    "pairs": "{pairs}",
+    "bar": lambda row: "" if row["bar"] is None else f"{'at most' if row['at_most'] else 'at least'} {row['bar']:g}",
+    "reached": "{verdict}",
+    "load": "{load_before:.1f} to {load_after:.1f}",
+}
+"""The columns of a table that has a comparison in each row."""
+
+
+def milliseconds(seconds: Sequence[float]) -> float:
+    """The median."""
+    return 1e3 * statistics.median(seconds)
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -8,6 +8,7 @@ have torch's own functions for copies between devices.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ import pytest
 import torch
 
 from dataparallel.devices import all_devices
-from freed_memory import keep_freed_memory
 from nogpu import SimulationUnavailable, cuda, simulate
+from nogpu.compiling import fingerprint
+from nogpu.simulated.extension import EXTENSION
 from reporting import Report
 
 SIMULATED = 8
@@ -62,6 +64,21 @@ class Places:
         return nullcontext() if self.simulator is None else self.simulator.clocks(False)
 
 
+def keep_freed_memory() -> None:
+    """Tells the C library, where it can be told, to keep freed memory, as the allocators of accelerators do.
+
+    Otherwise it gives large blocks back to the system, and the next ones come page by page, which takes longer than
+    filling them. Which sizes are affected depends on chance.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # not the GNU C library
+        return
+    trim_threshold, mmap_max = -1, -4  # their numbers in malloc.h
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(mmap_max, 0)
+
+
 def find_places() -> Places:
     """The devices of this process. To be called before the first backward, which is when torch counts the devices.
 
@@ -90,11 +107,6 @@ def slots_on(devices: Sequence[torch.device], count: int) -> list[torch.device]:
     return [devices[slot % len(devices)] for slot in range(count)]
 
 
-def computing_devices(devices: list[torch.device]) -> int:
-    """How many times as fast as one device these could be. Without accelerators all share the CPU."""
-    return 1 if is_simulated(devices[0]) or cuda.is_stand_in() else len(set(devices))
-
-
 def is_simulated(device: torch.device) -> bool:
     return device.type == "sim"
 
@@ -107,3 +119,18 @@ def device_name(device: torch.device) -> str:
         return "simulated on cpu"
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return name(device) if name else device.type
+
+
+def simulator_notes(places: Places) -> list[str]:
+    """What a report says about simulated devices, or about those of a stand-in; nothing where there is neither.
+
+    A simulator has the name under which it was compiled, which is made from its sources, torch and Python.
+    """
+    if cuda.is_stand_in():
+        return [
+            f"Devices: {device_name(places.real[0])}. torch's CUDA build runs, with its own functions for copies. A "
+            "stand-in answers CUDA's and NCCL's functions, and the CPU computes the kernels."
+        ]
+    if not places.simulated:
+        return []
+    return [f"Simulator: {fingerprint(EXTENSION)}. Only results of the same simulator can be compared."]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from real_shapes import GPT2_LENGTH, GPT2_SMALL, RESNET50, RealShape
+from shapes import GPT2_LENGTH, GPT2_SMALL, RESNET50, RealShape
 
 ONE, DDP, DP = "one device", "DDP", "torch.nn.DataParallel"
 

@@ -1,6 +1,7 @@
-"""How results are reported: a table for the terminal and as reStructuredText, a CSV file, a plot, and the environment.
+"""How all results are reported: a table for the terminal and as reStructuredText, a CSV file, a plot, the environment.
 
-Does not know what was measured, and measures nothing itself.
+A row is a dictionary of what was measured, and its keys are the columns of the CSV file. A `Report` says how a row is
+shown. Knows nothing of what was measured.
 """
 
 from __future__ import annotations
@@ -9,35 +10,56 @@ import csv
 import datetime
 import os
 import platform
-import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from string import Formatter
 from textwrap import fill
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
 LINE = 120  # characters
 
+Row = Mapping[str, Any]
+Cell = str | Callable[[Row], str]
+"""A template such as ``"{low:.2f} to {high:.2f}"`` over the keys of a row, or a function of the row."""
 
-class Row(Protocol):
-    """A dataclass, whose fields are the columns of the CSV file."""
 
-    __dataclass_fields__: dict[str, Any]
+class _Cells(Formatter):
+    """``yes`` and ``no`` for truth; a format that ends with ``MiB`` divides bytes."""
 
-    def cells(self) -> dict[str, str]:
-        """The row of the table: a text for each title. All rows have the same titles."""
+    def format_field(self, value: Any, spec: str) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        if spec.endswith("MiB"):
+            return format(value / 2**20, spec.removesuffix("MiB"))
+        return str(super().format_field(value, spec))
+
+
+CELLS = _Cells()
+
+
+def shown(cell: Cell, row: Row) -> str:
+    """The text of a cell, which is empty where a key of its template has no value."""
+    if callable(cell):
+        return cell(row)
+    names = [name for _, name, _, _ in CELLS.parse(cell) if name]
+    return "" if any(row[name] is None for name in names) else CELLS.vformat(cell, (), row)
 
 
 @dataclass
 class Report:
-    """The results of one file of benchmarks. Its tests fill it; at the end it is printed and written."""
+    """The results of one file of benchmarks. Its tests fill it; at the end it is printed and written.
+
+    ``cells`` has a cell for each title of the table.
+    """
 
     name: str
     caption: str
-    plot: Callable[[Sequence[Any], Path], None] | None = None
+    cells: Mapping[str, Cell]
+    plot: Callable[[Sequence[Row], Path], None] | None = None
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -46,8 +68,11 @@ class Report:
         parts = [environment(), *(fill(note, LINE, break_long_words=False) for note in self.notes)]
         if self.rows:
             parts.insert(1, self.caption)
-            parts.append(table([row.cells() for row in self.rows]))
+            parts.append(self.table())
         return "\n\n".join(parts) + "\n"
+
+    def table(self) -> str:
+        return table([{title: shown(cell, row) for title, cell in self.cells.items()} for row in self.rows])
 
     def write(self, directory: Path) -> list[Path]:
         """Writes `name.rst`, `name.csv` and, where there is a plot, `name.png`, and returns their paths."""
@@ -56,11 +81,9 @@ class Report:
         text.write_text(self.text(), encoding="utf-8")
         with numbers.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            columns = [column.name for column in fields(self.rows[0])]
-            writer.writerow(columns)
+            writer.writerow(self.rows[0])
             for row in self.rows:
-                values = (getattr(row, column) for column in columns)
-                writer.writerow(f"{v:.6g}" if isinstance(v, float) else v for v in values)
+                writer.writerow(f"{v:.6g}" if isinstance(v, float) else v for v in row.values())
         if self.plot is None:
             return [text, numbers]
         picture = directory / f"{self.name}.png"
@@ -79,24 +102,6 @@ def table(rows: Sequence[dict[str, str]]) -> str:
     rule = "  ".join("=" * width for width in widths)
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     return "\n".join([rule, *text[: len(head)], rule, *text[len(head) :], rule])
-
-
-class Quartiles(NamedTuple):
-    """The median of several measurements, and the bounds of their middle half."""
-
-    low: float
-    middle: float
-    high: float
-
-
-def quartiles(values: Iterable[float]) -> Quartiles:
-    """The quartiles of at least two values."""
-    return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
-
-
-def ratios(these: Sequence[float], those: Sequence[float]) -> list[float]:
-    """Round by round: on a machine that does other things too, only times of the same round can be compared."""
-    return [this / that for this, that in zip(these, those, strict=True)]
 
 
 def environment() -> str:

@@ -1,8 +1,11 @@
-"""Models with the module trees of well-known ones, but so narrow that their time is mostly overhead.
+"""Models with the module trees of well-known ones: so narrow that their time is mostly overhead, or of their real size.
 
 The cost of replicating depends on the number of modules, parameters and buffers. The cost of running depends on the
 number of operators. Their size matters less. ResNet-50 has many of all of them, GPT-2 has a long row of small blocks,
 and BERT has a module around every linear. A wider GPT is there for the opposite: it spends its time in its operators.
+
+`RealShape` is for predictions: nothing is downloaded, and nobody computes with them. Devices that are simulated with
+``compute=False`` skip kernels and touch no memory, so that a step of such a model takes no longer than its Python.
 """
 
 from __future__ import annotations
@@ -17,6 +20,12 @@ from torch.nn import functional as F
 
 VOCABULARY = 64
 LENGTH = 32
+GPT2_VOCABULARY, GPT2_LENGTH = 50_257, 1024
+BERT_VOCABULARY, BERT_LENGTH = 30_522, 512
+WIDTH, HEADS, BLOCKS = 768, 12, 12  # of GPT-2 small and of BERT-base
+TOKENS = 512  # in a text
+WORDS = 128  # in a sentence
+IMAGE = (3, 224, 224)
 
 
 class Bottleneck(nn.Module):
@@ -45,9 +54,9 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Sequential):
-    """Images `(n, 3, h, w)` in, logits `(n, 10)` out. The original is 64 wide."""
+    """Images `(n, 3, h, w)` in, logits out. The original is 64 wide and has 1000 classes."""
 
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self, width: int = 4, classes: int = 10) -> None:
         stem = [
             ("conv1", nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)),
             ("bn1", nn.BatchNorm2d(width)),
@@ -63,7 +72,7 @@ class ResNet50(nn.Sequential):
                 layer.append(Bottleneck(inputs, outputs, stride=2 if block == 0 and number > 0 else 1))
                 inputs = 4 * outputs
             layers.append((f"layer{number + 1}", layer))
-        head = [("avgpool", nn.AdaptiveAvgPool2d(1)), ("fc", nn.Linear(inputs, 10))]
+        head = [("avgpool", nn.AdaptiveAvgPool2d(1)), ("fc", nn.Linear(inputs, classes))]
         super().__init__(OrderedDict([*stem, *layers, *head]))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,15 +121,28 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens `(n, length)` in, logits `(n, length, vocabulary)` out. GPT-2's smallest is 768 wide, with 12 heads."""
+    """Tokens `(n, length)` in, logits `(n, length, vocabulary)` out. GPT-2's smallest is 768 wide, with 12 heads.
 
-    def __init__(self, width: int = 24, blocks: int = 12, heads: int = 2, length: int = LENGTH) -> None:
+    With ``tied`` the head has the weight of the tokens, as GPT-2's.
+    """
+
+    def __init__(
+        self,
+        width: int = 24,
+        blocks: int = 12,
+        heads: int = 2,
+        length: int = LENGTH,
+        vocabulary: int = VOCABULARY,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
@@ -132,9 +154,9 @@ class GPT(nn.Module):
 class BERTEmbeddings(nn.Module):
     """The sum of embeddings of words, positions and token types, of which there is only one here."""
 
-    def __init__(self, width: int, length: int) -> None:
+    def __init__(self, width: int, length: int, vocabulary: int) -> None:
         super().__init__()
-        self.word = nn.Embedding(VOCABULARY, width)
+        self.word = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(length, width)
         self.token_type = nn.Embedding(2, width)
         self.norm = nn.LayerNorm(width)
@@ -197,9 +219,11 @@ class BERT(nn.Module):
     Dropout is 0, so that steps can be compared.
     """
 
-    def __init__(self, width: int = 24, layers: int = 12, heads: int = 2, length: int = LENGTH) -> None:
+    def __init__(
+        self, width: int = 24, layers: int = 12, heads: int = 2, length: int = LENGTH, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
-        self.embeddings = BERTEmbeddings(width, length)
+        self.embeddings = BERTEmbeddings(width, length, vocabulary)
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(BERTLayer(width, heads) for _ in range(layers))})
         self.pooler = nn.Sequential(nn.Linear(width, width), nn.Tanh())
 
@@ -208,6 +232,36 @@ class BERT(nn.Module):
         for layer in self.encoder["layer"]:
             x = layer(x)
         return self.pooler(x[:, 0])
+
+
+class WithLoss(nn.Module):
+    """Inputs and targets in, the mean cross entropy of ``model``'s logits out, as a tensor of one element.
+
+    The logits' last dimension has the classes. One element rather than none: gathered, such tensors are a vector.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(inputs).flatten(0, -2), targets.flatten()).unsqueeze(0)
+
+
+class InARow(nn.Module):
+    """Calls ``module`` with one chunk of the batch after the other, on one device and without any library.
+
+    This is what splitting a batch costs by itself: small chunks cost more per sample than one large batch. What else
+    is passed is left out.
+    """
+
+    def __init__(self, module: nn.Module, chunks: int) -> None:
+        super().__init__()
+        self.module = module
+        self.chunks = chunks
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        return torch.cat([self.module(chunk) for chunk in x.chunk(self.chunks)])
 
 
 @dataclass(frozen=True)
@@ -237,11 +291,68 @@ NARROW_GPT = Shape("GPT of width 24", GPT, lambda n: torch.randint(VOCABULARY, (
 NARROW_BERT = Shape("BERT of width 24", BERT, lambda n: torch.randint(VOCABULARY, (n, LENGTH)), 228, 199, 2)
 WIDE_GPT = Shape(
     "GPT of width 128",
-    lambda: GPT(128, heads=4, length=2 * LENGTH),
-    lambda n: torch.randint(VOCABULARY, (n, 2 * LENGTH)),
+    lambda: GPT(128, heads=4, length=64),
+    lambda n: torch.randint(VOCABULARY, (n, 64)),
     114,
     149,
     0,
 )
+SHAPES = [RESNET, NARROW_GPT, NARROW_BERT, WIDE_GPT]
 
-SHAPES = [RESNET, NARROW_GPT]
+
+@dataclass(frozen=True)
+class RealShape:
+    """A model of ``parameters`` numbers in float32 without its loss, and the samples of each device in a step.
+
+    ``inputs`` and ``targets`` are the shapes of one sample's. ``dtype`` is that of the inputs.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: tuple[int, ...]
+    dtype: torch.dtype
+    targets: tuple[int, ...]
+    samples: int
+    parameters: int
+
+    def model(self, device: torch.device) -> nn.Module:
+        """With its loss, on ``device`` from the beginning. Where kernels are skipped, initial values cost nothing."""
+        with device:
+            return WithLoss(self.make())
+
+    def batch(self, devices: int, pinned: bool = False) -> tuple[Tensor, Tensor]:
+        """Inputs and targets for so many devices, in the host's memory, with arbitrary values: nobody reads them."""
+        count = self.samples * devices
+        return (
+            torch.empty(count, *self.inputs, dtype=self.dtype, pin_memory=pinned),
+            torch.empty(count, *self.targets, dtype=torch.long, pin_memory=pinned),
+        )
+
+
+def bert() -> nn.Module:
+    """BERT-base with a classifier of two kinds of sentences."""
+    return nn.Sequential(BERT(WIDTH, BLOCKS, HEADS, BERT_LENGTH, BERT_VOCABULARY), nn.Linear(WIDTH, 2))
+
+
+def gpt2() -> nn.Module:
+    return GPT(WIDTH, BLOCKS, HEADS, GPT2_LENGTH, GPT2_VOCABULARY, tied=True)
+
+
+RESNET50 = RealShape(
+    "ResNet-50, 32 images", lambda: ResNet50(64, classes=1000), IMAGE, torch.float32, (), 32, 25_557_032
+)
+"""v1.5: the 3x3 convolution has the stride."""
+GPT_768 = RealShape(
+    "GPT of width 768, 512 tokens",
+    lambda: GPT(WIDTH, BLOCKS, HEADS, TOKENS),
+    (TOKENS,),
+    torch.long,
+    (TOKENS,),
+    1,
+    85_547_520,
+)
+"""The blocks of GPT-2 small without its vocabulary."""
+GPT2_SMALL = RealShape("GPT-2 small, 8 x 512 tokens", gpt2, (TOKENS,), torch.long, (TOKENS,), 8, 124_439_808)
+BERT_BASE = RealShape("BERT-base, 32 x 128 tokens", bert, (WORDS,), torch.long, (), 32, 109_483_778)
+
+REAL_SHAPES = [RESNET50, GPT_768, GPT2_SMALL, BERT_BASE]

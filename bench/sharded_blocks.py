@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.composable import fully_shard
+from gradients import gradients_of
 from shapes import BERTLayer, Block, Bottleneck, ResNet50
 
 BLOCKS = (Block, Bottleneck, BERTLayer)
@@ -33,25 +34,27 @@ def large_units_of(module: nn.Module) -> list[nn.Module | list[nn.Module]]:
 
 def sharded(
     module: nn.Module,
-    devices: Sequence[torch.device | str],
+    devices: Sequence[torch.device],
+    units: Sequence[nn.Module | list[nn.Module]] | None = None,
     reshard_after_forward: bool | int | None = None,
     prefetch: bool = True,
     workers: int | None = None,
-    graphs: bool = False,
+    **options: Any,
 ) -> nn.Module:
     """``module`` itself, changed for good by ``fully_shard``. Its optimizer is to be made afterwards.
 
-    ``reshard_after_forward`` is for the blocks; the root has its default. Without ``prefetch`` no unit is gathered
-    ahead of its use. ``workers``: how many replicas run at a time; measured by default. ``graphs``: units are captured.
+    ``units`` are its blocks by default. ``reshard_after_forward`` is for them; the root has its default. Without
+    ``prefetch`` no unit is gathered ahead of its use. ``workers``: how many replicas run at a time; the library's
+    choice by default. ``options`` go to all calls of ``fully_shard``.
     """
-    blocks = blocks_of(module)
-    for block in blocks:
-        fully_shard(block, devices=devices, reshard_after_forward=reshard_after_forward)
-    fully_shard(module, devices=devices, workers=workers, graphs=graphs)
+    units = blocks_of(module) if units is None else units
+    for unit in units:
+        fully_shard(unit, devices=devices, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(module, devices=devices, workers=workers, **options)
     if not prefetch:
-        for unit in (module, *blocks):
-            unit.set_modules_to_forward_prefetch([])
-            unit.set_modules_to_backward_prefetch([])
+        for one in (module, *units):
+            one.set_modules_to_forward_prefetch([])
+            one.set_modules_to_backward_prefetch([])
     return module
 
 
@@ -62,11 +65,4 @@ def full(tensor: Tensor) -> Tensor:
 
 def full_gradients(module: nn.Module) -> list[Tensor]:
     """Raises `AssertionError` if a parameter has no gradient."""
-    gradients = [parameter.grad for parameter in module.parameters()]
-    assert all(gradient is not None for gradient in gradients)
-    return [full(gradient) for gradient in gradients]
-
-
-def state_of(module: nn.Module) -> Any:
-    """What the library keeps for a sharded model: for benchmarks that set what has no option."""
-    return fully_shard.state(module)
+    return [full(gradient) for gradient in gradients_of(module)]

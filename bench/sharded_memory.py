@@ -1,7 +1,7 @@
 """How much memory of each device a training takes, and how much is to be expected: bytes from the simulator's counters.
 
 A step is forward, backward and AdamW. Nothing is timed here. `Parts` has what a model consists of, and `Way` the way to
-train it with a formula for its peak. `sharded_memory_report.py` makes the table.
+train it with a formula for its peak. `row_of` makes a row of the table.
 """
 
 from __future__ import annotations
@@ -18,10 +18,52 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 from dataparallel.composable import replicate
-from real_shapes import WithLoss
-from shapes import GPT, VOCABULARY, Shape
+from gradients import mean_square
+from reporting import Cell
+from shapes import GPT, VOCABULARY, Shape, WithLoss
 from sharded_blocks import blocks_of, sharded
-from stages import mean_square
+
+CAPTION = """\
+Memory in MiB of the device that has most, counted by the simulator to the byte. A training step is forward, backward
+and AdamW. The batch itself is not counted.
+
+idle
+    Between two steps, with gradients set to None: parameters and two averages of AdamW.
+expected idle
+    Three times the parameters, divided by the number of devices where they are sharded. Parts of other models have
+    padding, of this one none: the width is a multiple of 64.
+forward, backward, optimizer
+    The largest amount during that part of a step.
+expected peak
+    The larger of two. In backward: shards of parameters, averages and gradients; the activations of a device's share;
+    and what is not sharded. That is the root's weights, two units of weights, and two units of gradients, one of them
+    on its way. Without prefetch it is one unit of weights, and the row of gradients that an owner receives. With
+    reshard_after_forward=False it is all weights, with 2 half of them more. With no_sync it is all gradients more, and
+    for the last two units the sums that are not yet added to gradients, and a row. In the optimizer: five times the
+    shard, because its foreach operators have a temporary list. On one device nothing is sharded, so the shard is the
+    whole. Units of at most 64 KiB add up to 512 KiB of such units, and the gradients of one from each device.
+within
+    Whether the peak is at most what is expected. For replicate the formula is that of one device.
+received
+    What a device gets from others in a step, on the device that gets most. Inputs are not counted.
+of an all-reduce
+    The same divided by what an all-reduce of the gradients brings to each device: 2 (N - 1) / N of their size. Units
+    whose gradients are at most 64 KiB are added on one device, which gets them whole from all others."""
+
+TABLE: dict[str, Cell] = {
+    "model": "{model}",
+    "devices": "{devices}",
+    "way": "{way}",
+    "idle": "{idle:.2fMiB}",
+    "expected\nidle": "{expected_idle:.2fMiB}",
+    "forward": "{forward:.2fMiB}",
+    "backward": "{backward:.2fMiB}",
+    "optimizer": "{optimizer:.2fMiB}",
+    "expected\npeak": "{expected_peak:.2fMiB}",
+    "within": "{within}",
+    "received": "{received:.2fMiB}",
+    "of an\nall-reduce": "{of_all_reduce:.2f}",
+}
 
 SAMPLES_PER_DEVICE = 2
 LENGTH = 64
@@ -113,93 +155,72 @@ class Usage:
         return max(self.forward, self.backward, self.optimizer)
 
 
+Make = Callable[[nn.Module, Sequence[torch.device]], nn.Module]
+
+
 @dataclass(frozen=True)
 class Way:
-    """A way to train. ``peak`` is the formula for the largest amount on a device; `None` where there is none.
+    """A way to train, and what it may take of a device.
 
-    It takes the parts and the number of devices. ``accumulates``: a step has two batches, the first of them without
-    sums of gradients.
+    Attributes:
+        more: bytes at the peak besides shards, their gradients, buffers and activations, for so many devices.
+        shards: whether parameters are spread over the devices.
+        accumulates: a step has two batches, the first of them without sums of gradients.
+        fits: whether it is a way to use so many devices.
     """
 
     name: str
-    make: Callable[[nn.Module, Sequence[torch.device]], nn.Module]
-    idle: Callable[[Parts, int], int]
-    peak: Callable[[Parts, int], int]
+    make: Make
+    more: Callable[[Parts, int], int] = lambda parts, devices: 0
+    shards: bool = True
     accumulates: bool = False
     fits: Callable[[int], bool] = lambda devices: True
 
+    def idle(self, parts: Parts, devices: int) -> int:
+        return STATES * parts.parameters // (devices if self.shards else 1) + parts.buffers
 
-def kept_whole(parts: Parts, devices: int) -> int:
-    return STATES * parts.parameters + parts.buffers
+    def peak(self, parts: Parts, devices: int) -> int:
+        """Of a step, or of the optimizer, whose foreach operators have a temporary list as large as the gradients.
 
-
-def kept_in_shards(parts: Parts, devices: int) -> int:
-    return STATES * parts.parameters // devices + parts.buffers
-
-
-def with_gradients(parts: Parts, devices: int, more: int) -> int:
-    """The peak of a step: shards and their gradients, buffers, activations, and ``more``.
-
-    Or that of the optimizer, whose foreach operators have a temporary list as large as the gradients. Small units may
-    be on a device before it comes to them, and the gradients of one, from each device, are where they are added.
-    """
-    shard = parts.parameters // devices
-    if devices > 2 and parts.small_units:
-        more += min(ARRIVED, sum(parts.small_units)) + devices * max(parts.small_units)
-    return parts.buffers + max((STATES + 1) * shard + parts.activations + more, (STATES + 2) * shard)
+        Small units may be on a device before it comes to them, and the gradients of one, from each device, are where
+        they are added.
+        """
+        count = devices if self.shards else 1
+        shard, more = parts.parameters // count, self.more(parts, devices)
+        if count > 2 and parts.small_units:
+            more += min(ARRIVED, sum(parts.small_units)) + count * max(parts.small_units)
+        return parts.buffers + max((STATES + 1) * shard + parts.activations + more, (STATES + 2) * shard)
 
 
-ONE_DEVICE = Way("one device", lambda module, devices: module, kept_whole, lambda parts, _: with_gradients(parts, 1, 0))
-WRAPPER = Way(
-    "DataParallel",
-    lambda module, devices: DataParallel(module, devices),
-    kept_whole,
-    lambda parts, _: with_gradients(parts, 1, 0),
-)
-REPLICATE = Way(
-    "replicate",
-    lambda module, devices: replicate(module, devices=devices),
-    kept_whole,
-    lambda parts, _: with_gradients(parts, 1, 0),
-)
-DEFAULT = Way(
-    "fully_shard",
-    sharded,
-    kept_in_shards,
-    lambda parts, n: with_gradients(parts, n, parts.root + 2 * parts.unit + 2 * parts.unit),
-)
-NO_PREFETCH = Way(
-    "no prefetch",
-    lambda module, devices: sharded(module, devices, prefetch=False),
-    kept_in_shards,
-    lambda parts, n: with_gradients(parts, n, parts.root + parts.unit + 2 * parts.unit + parts.unit // n),
-)
-NOT_RESHARDED = Way(
-    "reshard_after_forward=False",
-    lambda module, devices: sharded(module, devices, reshard_after_forward=False),
-    kept_in_shards,
-    lambda parts, n: with_gradients(parts, n, parts.parameters + 2 * parts.unit),
-)
-IN_TWOS = Way(
-    "reshard_after_forward=2",
-    lambda module, devices: sharded(module, devices, reshard_after_forward=2),
-    kept_in_shards,
-    lambda parts, n: with_gradients(
-        parts, n, parts.root + (parts.parameters - parts.root) // 2 + 2 * parts.unit + 2 * parts.unit
+def with_options(**options: Any) -> Make:
+    return lambda module, devices: sharded(module, devices, **options)
+
+
+WAYS = (
+    Way("one device", lambda module, devices: module, shards=False, fits=lambda devices: devices == 1),
+    Way("replicate", lambda module, devices: replicate(module, devices=devices), shards=False),
+    Way("fully_shard", sharded, lambda parts, n: parts.root + 4 * parts.unit),
+    Way("no prefetch", with_options(prefetch=False), lambda parts, n: parts.root + 3 * parts.unit + parts.unit // n),
+    Way(
+        "reshard_after_forward=False",
+        with_options(reshard_after_forward=False),
+        lambda parts, n: parts.parameters + 2 * parts.unit,
     ),
-    fits=lambda devices: devices > 2 and devices % 2 == 0,
-)
-ACCUMULATED = Way(
-    "no_sync, then a sum",
-    sharded,
-    kept_in_shards,
-    lambda parts, n: with_gradients(
-        parts, n, parts.root + 2 * parts.unit + parts.parameters + 2 * parts.unit + 3 * parts.unit // n
+    Way(
+        "reshard_after_forward=2",
+        with_options(reshard_after_forward=2),
+        lambda parts, n: parts.root + (parts.parameters - parts.root) // 2 + 4 * parts.unit,
+        fits=lambda devices: devices > 2 and devices % 2 == 0,
     ),
-    accumulates=True,
+    Way(
+        "no_sync, then a sum",
+        sharded,
+        lambda parts, n: parts.root + 4 * parts.unit + parts.parameters + 3 * parts.unit // n,
+        accumulates=True,
+    ),
 )
-WAYS = (ONE_DEVICE, REPLICATE, DEFAULT, NO_PREFETCH, NOT_RESHARDED, IN_TWOS, ACCUMULATED)
-SHARDED_WAYS = (DEFAULT, NO_PREFETCH, NOT_RESHARDED, IN_TWOS, ACCUMULATED)
+WRAPPER = Way("DataParallel", DataParallel, shards=False)
+NAMED = {way.name: way for way in (*WAYS, WRAPPER)}
 
 
 class Training:
@@ -349,3 +370,23 @@ def wait_for(devices: Sequence[torch.device]) -> None:
 def reset_peaks(devices: Sequence[torch.device]) -> None:
     for device in devices:
         torch.sim.reset_peak_memory_stats(device)
+
+
+def row_of(model: str, way: Way, devices: int, parts: Parts, usage: Usage) -> dict[str, Any]:
+    """What was used beside what was to be expected. Sizes are bytes."""
+    expected = way.peak(parts, devices)
+    all_reduce = 2 * (devices - 1) / devices * parts.parameters
+    return {
+        "model": model,
+        "devices": devices,
+        "way": way.name,
+        "idle": usage.idle,
+        "expected_idle": way.idle(parts, devices),
+        "forward": usage.forward,
+        "backward": usage.backward,
+        "optimizer": usage.optimizer,
+        "expected_peak": expected,
+        "within": usage.peak <= expected,
+        "received": usage.received,
+        "of_all_reduce": usage.received / all_reduce if all_reduce else None,
+    }

@@ -16,7 +16,7 @@ from nogpu import simulate
 from nogpu.timeline import HOST, Launch, Schedule, schedule
 from nogpu.timeline.presets import A100
 from plots import figure_for
-from real_shapes import GPT2_SMALL
+from shapes import GPT2_SMALL
 from timelines import DEVICES, TORCH, WRAPPER, Recorded, recorded
 
 PICTURE = Path(__file__).parent / "results" / "step.png"

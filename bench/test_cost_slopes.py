@@ -2,55 +2,119 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pytest_benchmark.fixture import BenchmarkFixture
 
-from child_processes import environment
+from child_processes import printed_by
 from cost_slopes import GROWTHS, IN_A_ROW, INFERENCE, STEP, TORCH, WAYS, WRAPPER, Size, Timed
-from cost_slopes_report import CAPTION, plot, summarise
-from places import first_lines
-from reporting import Report, table
+from growth import draw_growth, fitted
+from plots import figure_for
+from reporting import Report, Row
 
-SCRIPT = Path(__file__).with_name("cost_slopes.py")
 ROUNDS, SHORT_ROUNDS = 12, 1
 MOST, SHORT_MOST = 1000, 10
 
+COMMON = Size()
+ONE = {"tensors": "tensor", "modules": "module", "slots": "slot"}
 
-@pytest.fixture(scope="module")
-def report(reports: list[Report]) -> Report:
-    reports.append(Report("cost_slopes", CAPTION, plot))
-    return reports[-1]
+CAPTION = f"""\
+CPU time of all threads of the process, and a straight line through the fastest turn of each size, by ordinary least
+squares. The model has {COMMON.modules} layer norms of 4 features, on {COMMON.slots} simulated devices without clocks,
+and no input besides the batch, unless this is what grows. The library runs one replica at a time. All ways take turns.
+If something of the library becomes slower, a slope here becomes larger.
+
+tensors
+    Inputs besides the batch. They are split and sent to all slots, and nothing computes with them.
+modules
+    Layer norms, each with two parameters. So this is what a module costs to copy, to run on all slots, and to sum.
+in a row
+    The same chunks one after the other on one device: what the operators cost by themselves.
+step
+    Forward, loss, backward and zero_grad.
+µs for one more
+    The slope of the line.
+beyond its row
+    The same less the slope of "in a row": what the library, or torch, takes of the host.
+torch/this
+    The slope of {TORCH} over that of the row. Above 1, torch's is steeper. Plain copies stand in for
+    torch's own copies between devices, and are part of its time.
+line begins at, ms
+    Where the line meets the axis. The largest sizes decide where the line is.
+R²
+    The share of the variance that the line explains. Three sizes say little."""
+
+TABLE = {
+    "one more": lambda row: ONE[row["grows"]],
+    "from, to": lambda row: f"{row['numbers'].split()[0]} to {int(row['numbers'].split()[-1]):,}",
+    "work": "{work}",
+    "way": "{way}",
+    "µs for one more": "{slope_microseconds:,.1f}",
+    "beyond its row": lambda row: "" if row["way"] == IN_A_ROW else f"{row['beyond_row_microseconds']:,.1f}",
+    "torch/this": lambda row: "" if row["way"] in (IN_A_ROW, TORCH) else f"{row['torch_over_this']:.2f}",
+    "line begins at, ms": "{intercept_milliseconds:.2f}",
+    "R²": "{r_squared:.4f}",
+}
 
 
-def measured(rounds: int, most: int) -> dict[str, Any]:
-    """What the script finds, in a process of its own: CPU time is that of a whole process."""
-    command = [sys.executable, str(SCRIPT), str(rounds), str(most)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def rows_of(found: Sequence[Timed]) -> list[dict[str, Any]]:
+    """A row for each of them. Each growth and kind of work has to have times in a row and of torch."""
+    lines = {(each.grows, each.work, each.way): fitted(each.numbers, each.seconds) for each in found}
+    rows = []
+    for each in found:
+        line, in_a_row, torchs = (lines[each.grows, each.work, way] for way in (each.way, IN_A_ROW, TORCH))
+        rows.append(
+            {
+                "grows": each.grows,
+                "work": each.work,
+                "way": each.way,
+                **line.points("numbers"),
+                "slope_microseconds": 1e3 * line.slope,
+                "beyond_row_microseconds": 1e3 * (line.slope - in_a_row.slope),
+                "torch_over_this": torchs.slope / line.slope,
+                "intercept_milliseconds": line.intercept,
+                "r_squared": line.r_squared,
+                "turns": len(each.seconds[0]),
+            }
+        )
+    return rows
 
 
-def test_tensors_modules_and_slots(benchmark: BenchmarkFixture, report: Report, short: bool) -> None:
-    """All ways take turns. The script checks outputs and gradients before and after."""
-    arguments = (SHORT_ROUNDS, SHORT_MOST) if short else (ROUNDS, MOST)
-    found = benchmark.pedantic(measured, arguments, rounds=1)
-    if "why_not" in found:
-        why_not = first_lines(found["why_not"])
-        report.notes.append(f"Slopes were not measured: {why_not}.")
-        pytest.skip(why_not)
-    timed = [Timed(**each) for each in found["timed"]]
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Points and lines: a row of axes for each kind of work, a column for each thing that grows."""
+    places = [(work, growth.what) for work in (INFERENCE, STEP) for growth in GROWTHS]
+    with figure_for(path, (14, 8), rows=2, columns=len(GROWTHS)) as figure:
+        for axes, (work, what) in zip(figure.axes, places, strict=True):
+            lines = [
+                (
+                    f"{row['way']}: {row['slope_microseconds']:,.1f} µs",
+                    row,
+                    1e-3 * row["slope_microseconds"],
+                    "--" if row["way"] in (IN_A_ROW, TORCH) else "-",
+                    f"C{WAYS[INFERENCE].index(row['way'])}",  # the same in all axes
+                )
+                for row in rows
+                if (row["work"], row["grows"]) == (work, what)
+            ]
+            draw_growth(axes, lines, what, "numbers", f"{work}, for one more {ONE[what]}")
+
+
+def test_tensors_modules_and_slots(reports: list[Report], short: bool) -> None:
+    """All ways take turns, in a process of its own: CPU time is that of a whole process.
+
+    The script checks outputs and gradients before and after.
+    """
+    report = Report("cost_slopes", CAPTION, TABLE, plot)
+    reports.append(report)
+    printed = printed_by("cost_slopes", *((SHORT_ROUNDS, SHORT_MOST) if short else (ROUNDS, MOST)))
+    timed = [Timed(**each) for each in printed["timed"]]
     assert {each.grows for each in timed} == {growth.what for growth in GROWTHS}
     for work, ways in WAYS.items():
         assert {each.way for each in timed if each.work == work} == {*ways}
-    if benchmark.enabled:
-        report.rows += summarise(timed)
-        report.notes.append(f"{len(timed[0].seconds[0])} turns for each size.")
+    report.rows += rows_of(timed)
+    report.notes.append(f"{len(timed[0].seconds[0])} turns for each size.")
 
 
 def line(way: str, work: str, begin: float, slope: float, grows: str = "tensors") -> Timed:
@@ -59,38 +123,11 @@ def line(way: str, work: str, begin: float, slope: float, grows: str = "tensors"
     return Timed(grows, work, way, numbers, [[begin + slope * n, 5.0] for n in numbers])
 
 
-class TestRows:
-    def test_slopes_are_of_the_fastest_turns_and_beside_torch_and_the_row(self) -> None:
-        found = [line(IN_A_ROW, STEP, 1e-3, 2e-6), line(TORCH, STEP, 2e-3, 32e-6), line(WRAPPER, STEP, 3e-3, 8e-6)]
-        row = summarise(found)[-1]
-        assert (row.slope_microseconds, row.beyond_row_microseconds) == pytest.approx((8, 6), rel=1e-3)
-        assert row.torch_over_this == pytest.approx(4, rel=1e-3)
-        assert row.intercept_milliseconds == pytest.approx(3, rel=1e-3)
-        assert (row.turns, row.numbers) == (2, "0 1 10 100")
-
-    def test_kinds_of_work_are_not_mixed(self) -> None:
-        found = [
-            line(way, work, 1e-3, slope) for work, slope in ((INFERENCE, 1e-6), (STEP, 5e-6)) for way in WAYS[STEP]
-        ]
-        for row in summarise(found):
-            assert row.torch_over_this == pytest.approx(1)
-            assert row.beyond_row_microseconds == pytest.approx(0, abs=1e-6)
-
-    def test_a_table_and_a_picture_can_be_made(self, tmp_path: Path) -> None:
-        found = [
-            line(way, work, 1e-3, 3e-6, growth.what)
-            for growth in GROWTHS
-            for work, ways in WAYS.items()
-            for way in ways
-        ]
-        rows = summarise(found)
-        assert "one more" in table([row.cells() for row in rows])
-        plot(rows, tmp_path / "picture.png")
-        assert (tmp_path / "picture.png").stat().st_size > 0
-
-
-def test_only_one_thing_grows() -> None:
-    tensors, modules, slots = (growth.sizes(10) for growth in GROWTHS)
-    assert tensors == [Size(tensors=number) for number in (0, 1, 10)]
-    assert modules == [Size(modules=number) for number in (1, 10)]
-    assert slots == [Size(slots=number) for number in (2, 4, 8)]
+def test_slopes_are_of_the_fastest_turns_and_beside_torch_and_the_row() -> None:
+    others = [line(way, INFERENCE, 1e-3, 1e-6) for way in WAYS[INFERENCE]]  # kinds of work are not mixed
+    found = [line(IN_A_ROW, STEP, 1e-3, 2e-6), line(TORCH, STEP, 2e-3, 32e-6), line(WRAPPER, STEP, 3e-3, 8e-6)]
+    row = rows_of([*others, *found])[-1]
+    assert (row["slope_microseconds"], row["beyond_row_microseconds"]) == pytest.approx((8, 6), rel=1e-3)
+    assert row["torch_over_this"] == pytest.approx(4, rel=1e-3)
+    assert row["intercept_milliseconds"] == pytest.approx(3, rel=1e-3)
+    assert (row["turns"], row["numbers"]) == (2, "0 1 10 100")

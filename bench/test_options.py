@@ -11,28 +11,15 @@ import pytest
 
 from child_processes import environment
 from options import BENCH, MAIN_JOB
-from reporting import table
 
 SUITES = {path.name for path in BENCH.glob("test_*.py")}
 
 TINY = """
-from dataclasses import dataclass
-
 from reporting import Report
 
 
-@dataclass(frozen=True)
-class Row:
-    seconds: float
-
-    def cells(self):
-        return {"seconds": str(self.seconds)}
-
-
-def test_tiny(reports, progress):
-    with progress("counting", 2) as bar:
-        bar.update()
-    reports.append(Report("tiny", "Seconds.", rows=[Row(1.5)]))
+def test_tiny(reports):
+    reports.append(Report("tiny", "Seconds.", {"seconds": "{seconds}"}, rows=[{"seconds": 1.5}]))
 """
 
 
@@ -48,22 +35,15 @@ def collected(*arguments: str) -> set[str]:
     return {Path(line.split("::")[0]).name for line in done.stdout.splitlines() if "::" in line}
 
 
-class TestSelection:
-    def test_a_folder_stands_for_the_main_job(self) -> None:
-        assert collected("bench") == {MAIN_JOB.name}
+def test_a_folder_stands_for_the_main_job_and_a_suite_that_is_named_needs_no_option() -> None:
+    assert collected("bench") == {MAIN_JOB.name}
+    assert collected("bench/test_forms.py", "bench/test_pairs.py::TestTurns") == {"test_forms.py", "test_pairs.py"}
+    assert collected("bench", "bench/test_forms.py") == {MAIN_JOB.name, "test_forms.py"}
 
-    def test_all_is_every_suite(self) -> None:
-        assert len(SUITES) > 10
-        assert collected("bench", "--all") == SUITES
 
-    def test_a_suite_that_is_named_needs_no_option(self) -> None:
-        assert collected("bench/test_stages.py", "bench/test_pairs.py::TestTurns") == {
-            "test_stages.py",
-            "test_pairs.py",
-        }
-
-    def test_a_named_suite_beside_the_main_job(self) -> None:
-        assert collected("bench", "bench/test_stages.py") == {MAIN_JOB.name, "test_stages.py"}
+def test_all_is_every_suite() -> None:
+    assert len(SUITES) > 10
+    assert collected("bench", "--all") == SUITES
 
 
 @pytest.fixture
@@ -75,17 +55,13 @@ def repository(tmp_path: Path) -> Path:
     shutil.copytree(BENCH, tmp_path / "bench", ignore=left_out)
     for name in (".gitignore", "setup.cfg"):
         shutil.copy(BENCH.parent / name, tmp_path)
-    main_job(tmp_path).write_text(TINY)
+    (tmp_path / "bench" / MAIN_JOB.name).write_text(TINY)
     result(tmp_path, "results").parent.mkdir()
     result(tmp_path, "results").write_text("committed")
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", ".")
     git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message=a")
     return tmp_path
-
-
-def main_job(repository: Path) -> Path:
-    return repository / "bench" / MAIN_JOB.name
 
 
 def result(repository: Path, folder: str) -> Path:
@@ -98,7 +74,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 class TestResults:
     def test_a_run_without_options_changes_no_file_of_the_repository(self, repository: Path) -> None:
-        """It ends with the table and the paths. Bars of progress are for terminals."""
+        """It ends with the table and the paths."""
         done = run_pytest("bench", folder=repository)
         assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
         assert "1.5" in result(repository, "latest").read_text()
@@ -106,7 +82,6 @@ class TestResults:
         *_, row, rule, blank, text, numbers = done.stdout.splitlines()
         assert (row, rule, blank) == ("1.5", "=======", "")
         assert (text, numbers) == ("table: bench/latest/tiny.rst", "table: bench/latest/tiny.csv")
-        assert "counting" not in done.stdout + done.stderr
 
     def test_committed_results_are_replaced_when_they_are_named(self, repository: Path) -> None:
         run_pytest("bench", "--results=bench/results", folder=repository)
@@ -119,19 +94,8 @@ class TestResults:
         assert git(repository, "status", "--porcelain") == ""
 
     def test_results_of_a_run_that_failed_are_not_written(self, repository: Path) -> None:
-        with main_job(repository).open("a") as file:
+        with (repository / "bench" / MAIN_JOB.name).open("a") as file:
             file.write("\n\ndef test_fails():\n    assert False\n")
         done = run_pytest("bench", folder=repository)
         assert "not written to files: not every test has passed" in done.stdout
         assert not result(repository, "latest").exists()
-
-
-def test_titles_of_a_table_may_have_several_lines() -> None:
-    assert table([{"a": "1", "two\nlines": "2"}]).splitlines() == [
-        "=  =====",
-        "a  two",
-        "   lines",
-        "=  =====",
-        "1  2",
-        "=  =====",
-    ]

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 import pairs
-from pairs import Comparison, alternate, bootstrap_interval, pairs_for, take_turns
+from pairs import Comparison, alternate, bootstrap_interval, pairs_for
 
 TIMES = [1.0, 1.1, 0.9, 1.05, 0.95] * 3
 
@@ -33,13 +33,6 @@ class TestComparison:
         slower = [1.0] * 8 + [10.0] * 7
         assert Comparison(slower, [3 * seconds for seconds in slower]).ratio == pytest.approx(3)
 
-    def test_ratio_is_the_median(self) -> None:
-        assert spread(*[2.0] * 8, *[50.0] * 7).ratio == 2
-
-    def test_interval_holds_the_median(self) -> None:
-        comparison = spread(*(1 + 0.1 * k for k in range(15)))
-        assert 1 < comparison.low < comparison.ratio < comparison.high < 2.4
-
     @pytest.mark.parametrize(
         ("ours", "theirs"), [([], []), ([1.0], [1.0, 2.0]), ([0.0], [1.0]), ([1.0], [-1.0]), ([float("nan")], [1.0])]
     )
@@ -51,9 +44,6 @@ class TestComparison:
 class TestInterval:
     def test_is_the_same_at_every_call(self) -> None:
         assert bootstrap_interval(TIMES) == bootstrap_interval(TIMES)
-
-    def test_of_equal_values(self) -> None:
-        assert bootstrap_interval([3.0] * 15) == (3, 3)
 
     def test_of_medians_as_they_are_distributed(self) -> None:
         """All 27 samples of three values are the distribution that the bootstrap draws from."""
@@ -70,11 +60,6 @@ class TestInterval:
         expected = 1.96 * 1.2533 * 2 / n**0.5
         assert (high - low) / 2 == pytest.approx(expected, rel=0.1)
 
-    def test_narrows_with_more_pairs(self) -> None:
-        few, many = ([k / n for k in range(n)] for n in (15, 150))
-        widths = [high - low for low, high in map(bootstrap_interval, (few, many))]
-        assert widths[1] < widths[0] / 2
-
 
 class TestVerdict:
     @pytest.mark.parametrize(
@@ -85,16 +70,8 @@ class TestVerdict:
         assert compared(ratio).verdict(2.0, at_least) == verdict
 
     @pytest.mark.parametrize("at_least", [True, False])
-    def test_exactly_at_the_bar(self, at_least: bool) -> None:
-        assert spread(*[2.0] * 15).verdict(2.0, at_least) == "yes"
-
-    @pytest.mark.parametrize("at_least", [True, False])
     def test_straddling(self, at_least: bool) -> None:
         assert spread(*[1.8, 2.2] * 8).verdict(2.0, at_least) == "not decided"
-
-    @pytest.mark.parametrize("at_least", [True, False])
-    def test_too_few_pairs(self, at_least: bool) -> None:
-        assert compared(5, pairs=14).verdict(2.0, at_least) == "not decided"
 
     @pytest.mark.parametrize(("bar", "needed"), [(0.9, 30), (1.03, 30), (1.1, 30), (0.89, 15), (1.15, 15), (2.5, 15)])
     def test_near_one_takes_more_pairs(self, bar: float, needed: int) -> None:
@@ -109,12 +86,6 @@ class TestTurns:
         alternate(lambda: calls.append("ours"), lambda: calls.append("theirs"), warmup=0)
         assert calls[:4] == ["ours", "theirs", "theirs", "ours"]
         assert len(calls) == 30
-
-    def test_any_number_takes_turns(self) -> None:
-        calls: list[int] = []
-        times = take_turns([lambda k=k: calls.append(k) for k in range(3)], rounds=3, warmup=0)
-        assert calls == [0, 1, 2, 1, 2, 0, 2, 0, 1]
-        assert [len(own) for own in times] == [3, 3, 3]
 
     def test_times_go_to_who_took_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = [0.0]
@@ -142,10 +113,6 @@ class TestTurns:
     def test_fewer_pairs_are_refused(self, count: int, bar: float | None) -> None:
         with pytest.raises(ValueError, match="at least"):
             alternate(int, int, count, bar=bar)
-
-    @pytest.mark.parametrize(("bar", "count"), [(None, 15), (2.5, 15), (1.03, 30)])
-    def test_pairs_follow_the_bar(self, bar: float | None, count: int) -> None:
-        assert alternate(int, int, bar=bar).pairs == count
 
     def test_short_decides_nothing(self) -> None:
         compared = alternate(int, int, short=True)

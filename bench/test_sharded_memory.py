@@ -7,18 +7,40 @@ formula is told by the table, and fails no test.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 
-from places import Places
-from reporting import Report
-from sharded_memory import SHARDED_WAYS, STATES, WAYS, WIDE_GPT, Parts, Usage, Way, measure, parts_of
-from sharded_memory_report import CAPTION, described, plot, row
-from simulator import simulator_notes
+from places import Places, simulator_notes
+from plots import draw_lines, figure_for
+from reporting import Report, Row, shown
+from sharded_memory import CAPTION, STATES, TABLE, WAYS, WIDE_GPT, Parts, Way, measure, parts_of, row_of
+
+NOTE = (
+    "In MiB: {parameters:.2fMiB} of parameters, {unit:.2fMiB} of them in a unit and {root:.2fMiB} in the root; "
+    "{activations:.2fMiB} of activations of a device's share, measured on one device."
+)
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Idle memory on the left and the peak on the right, against the number of devices."""
+    peaks = {"idle": ("idle",), "peak of a step": ("forward", "backward", "optimizer")}
+    with figure_for(path, (9.5, 3.8), columns=2) as figure:
+        for axes, (title, parts) in zip(figure.axes, peaks.items(), strict=True):
+            lines = []
+            for way in dict.fromkeys(row["way"] for row in rows):
+                own = [row for row in rows if row["way"] == way]
+                sizes = [max(row[part] for part in parts) / 2**20 for row in own]
+                lines.append((way, [row["devices"] for row in own], sizes, "o-"))
+            draw_lines(axes, lines, title, "devices", "MiB on the device that has most")
+            axes.set_xticks(sorted({row["devices"] for row in rows}))
+        figure.axes[0].legend(fontsize="x-small")
 
 
 @pytest.fixture(scope="module")
 def report(reports: list[Report], places: Places) -> Report:
-    reports.append(Report("sharded_memory", CAPTION, plot, notes=simulator_notes(places)))
+    reports.append(Report("sharded_memory", CAPTION, TABLE, plot, notes=simulator_notes(places)))
     return reports[-1]
 
 
@@ -27,7 +49,7 @@ def parts(places: Places, report: Report) -> Parts:
     if not places.simulated:
         pytest.skip(f"only simulated devices count bytes: {places.why_not_simulated}")
     found = parts_of(WIDE_GPT, places.simulated[0])
-    report.notes.append(described(found))
+    report.notes.append(shown(NOTE, vars(found)))
     return found
 
 
@@ -35,19 +57,12 @@ def parts(places: Places, report: Report) -> Parts:
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_memory(count: int, way: Way, places: Places, report: Report, parts: Parts, short: bool) -> None:
     devices = places.simulated[:count]
-    if not way.fits(count) or (count > 1 and way is WAYS[0]):
+    if not way.fits(count):
         pytest.skip("not a way to use so many devices")
     if short and count not in (1, 4):
         pytest.skip("short")
     usage = measure(WIDE_GPT, way, devices)
-    report.rows.append(row(WIDE_GPT.name, way, count, parts, usage))
-    if way in SHARDED_WAYS:
-        assert_only_shards(usage, parts, count)
-
-
-def assert_only_shards(usage: Usage, parts: Parts, devices: int) -> None:
-    """Raises `AssertionError` unless each device keeps its part of three times the parameters, to the byte.
-
-    The parts of this model fill their places: none has padding.
-    """
-    assert usage.idle == STATES * parts.parameters // devices
+    report.rows.append(row_of(WIDE_GPT.name, way, count, parts, usage))
+    if way.shards:
+        # The parts of this model fill their places: none has padding.
+        assert usage.idle == STATES * parts.parameters // count

@@ -2,7 +2,7 @@
 
 - A GPT of 6 blocks, 256 wide, 16 samples of 64 tokens, AdamW, on two CPU slots and on two simulated devices, beside
   FSDP2 and DDP with two gloo processes each, and beside the model alone. Each has processes of its own
-  (`sharded_contender`), and all take turns.
+  (`contender`), and all take turns.
 - A GPT of 12 blocks of width 24 on 8 devices, beside the same number of single-device steps in a row.
 - GPTs of 3 to 24 blocks of width 24 on 4 devices.
 
@@ -12,164 +12,330 @@ test.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Tensor, nn
 
-from beside_torch import SETTLE, SHORT_SETTLE
-from contender import LENGTH, SAMPLES_PER_SLOT, SLOTS
-from cpu_slots import Contender
-from gradients import assert_same_gradients
-from linear_cost import take_turns_on_the_cpu
-from pairs import PAIRS, Comparison, load, take_turns
-from places import Places
-from reporting import Report
-from shapes import NARROW_GPT
-from sharded_contender import ALONE, CPU, DDP, FSDP, SHARDED, SIMULATED
-from sharded_speed import UNITS, UNITS_DEVICES, Growth, launch_bound, of_blocks
-from sharded_speed_report import (
-    BESIDE_ALONE,
-    BESIDE_DDP,
-    BESIDE_FSDP,
-    BESIDE_REPLICATE,
-    CAPTION,
-    OVER_IN_A_ROW,
-    OVER_IN_A_ROW_NO_OPTIMIZER,
-    UNITS_CAPTION,
-    growth,
-    plot,
-    plot_growth,
-    timed,
-)
-from simulator import simulator_notes
+from beside_torch import SAMPLES_PER_DEVICE, SETTLE, SHORT_SETTLE
+from child_processes import Contender, ranks
+from contender import ALONE, DDP, LENGTH, OPTIMIZER, SAMPLES_PER_SLOT, SHARDED, SIMULATED, SLOTS
+from contender import FSDP_ONE_MESH as FSDP
+from dataparallel.composable import replicate
+from gradients import assert_same_gradients, mean_square, take_gradients
+from growth import cpu_seconds, draw_growth, fitted
+from pairs import CELLS, PAIRS, Comparison, load, milliseconds, take_turns
+from places import Places, simulator_notes
+from plots import figure_for
+from reporting import Report, Row
+from shapes import GPT, NARROW_GPT, VOCABULARY
+from sharded_blocks import full, full_gradients, sharded
 
-SCRIPT = Path(__file__).with_name("sharded_contender.py")
+CAPTION = """\
+A training step by composable.fully_shard, which takes turns with the same step by others. All but the rows "no
+optimizer" are forward, loss, backward and AdamW.
+
+fully_shard, the other
+    Median milliseconds.
+ratio
+    The median over the rounds of the quotient that the row names, with its bootstrap 95 % interval.
+bar, reached
+    What the ratio should be, and whether it is: "not decided" where the bar lies in the interval. Beside FSDP2 the aim
+    is 1.5. Rows without a bar are there for context.
+FSDP2, DDP
+    Two processes with gloo, one intra-op thread in each, half of the batch for each. FSDP2 shards the same blocks. It
+    computes on the CPU also where fully_shard has simulated devices.
+alone
+    The module by itself on one of the devices, with the whole batch.
+in a row
+    As many steps of the module alone as there are devices, one after the other on one device, each with one device's
+    samples. With "no optimizer" the chunks' gradients are added.
+
+On CPU slots a process has two intra-op threads, which sleep while they wait for each other (OMP_WAIT_POLICY=PASSIVE).
+On simulated devices it has one, because the devices compute at a time.
+Simulated devices are no accelerators: all of them compute on the CPU's cores. Their clocks were off."""
+
+UNITS_CAPTION = """\
+CPU time of all threads of the process for a step of a GPT of width 24 with more and more blocks, each of them a unit,
+and a straight line through the fastest turn of each size, by ordinary least squares. AdamW included; simulated devices,
+their clocks off.
+
+work
+    fully_shard is a sharded step on the devices. "in a row" are as many steps of the module alone, one after the other
+    on one device, each with one device's samples.
+ms for one more
+    The slope of the line: one more block.
+R²
+    The share of the variance that the line explains. Near 1 nothing grows faster than linearly."""
+
+BESIDE_FSDP = "FSDP2/fully_shard"
+BESIDE_DDP = "DDP/fully_shard"
+BESIDE_ALONE = "alone/fully_shard"
+BESIDE_REPLICATE = "replicate/fully_shard"
+OVER_IN_A_ROW = "fully_shard/in a row"
+OVER_IN_A_ROW_NO_OPTIMIZER = "fully_shard/in a row, no optimizer"
+AT_MOST = {OVER_IN_A_ROW, OVER_IN_A_ROW_NO_OPTIMIZER}
+BARS = {BESIDE_FSDP: 1.3, OVER_IN_A_ROW: 1.8}
+TABLE = {
+    "model": "{model}",
+    "slots": "{slots}",
+    "quotient": "{quotient}",
+    "fully_shard": "{fully_shard_ms:.1f}",
+    "the other": "{other_ms:.1f}",
+    **CELLS,
+}
+
+R_SQUARED_BAR = 0.98
+UNITS_TABLE = {
+    "work": "{work}",
+    "devices": "{devices}",
+    "blocks": lambda row: row["blocks"].replace(" ", ", "),
+    "ms": lambda row: row["milliseconds"].replace(" ", ", "),
+    "ms for one more": "{slope_milliseconds:.2f}",
+    "line begins at, ms": "{intercept_milliseconds:.2f}",
+    "R²": "{r_squared:.4f}",
+    f"at least {R_SQUARED_BAR}": "{within_bar}",
+}
+
 PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Two intra-op threads that wait for each other sleep. Where they do not, and other programs want the cores too, a step
 takes several times as long."""
+KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
+"""All processes keep freed memory, as the allocators of accelerators do: see `places.keep_freed_memory`."""
 LAUNCH_BOUND_DEVICES = 8
 GROWTH_ROUNDS, SHORT_GROWTH_ROUNDS = 8, 2
-SHORT_UNITS = UNITS[:2]
+UNITS = (3, 6, 12, 24)  # blocks; the root is one more
+UNITS_DEVICES = 4
+WIDTH = 24
+RATE = 1e-4
+
+
+class ShardedSteps:
+    """A narrow GPT on ``devices``, sharded, replicated and alone, with AdamW. All begin with the same parameters.
+
+    A step in a row is made by the module alone on the first device: as many single steps as there are devices, each
+    with one device's samples, and each a whole step.
+    """
+
+    def __init__(self, module: nn.Module, batch: Tensor, devices: Sequence[torch.device]) -> None:
+        self.devices = list(devices)
+        self.alone = module.to(self.devices[0])
+        self.batch = batch.to(self.devices[0])
+        self.sharded = sharded(copy.deepcopy(self.alone), self.devices)
+        self.replicated = replicate(copy.deepcopy(self.alone), devices=self.devices)
+        networks = (self.alone, self.sharded, self.replicated)
+        self._optimizers = {network: torch.optim.AdamW(network.parameters(), lr=RATE) for network in networks}
+
+    def step(self) -> None:
+        self._step(self.sharded, self.batch)
+
+    def step_replicated(self) -> None:
+        self._step(self.replicated, self.batch)
+
+    def steps_in_a_row(self) -> None:
+        for chunk in self._chunks():
+            self._step(self.alone, chunk)
+
+    def backward(self) -> None:
+        """A step without its optimizer."""
+        mean_square(self.sharded(self.batch)).backward()
+        self.sharded.zero_grad()
+
+    def backward_in_a_row(self) -> None:
+        """The same for the chunks one after the other on the first device, which adds their gradients."""
+        self._backward_in_a_row()
+        self.alone.zero_grad()
+
+    def check(self) -> None:
+        """Raises `AssertionError` unless the sharded module has the gradients of the module alone.
+
+        The module alone gets the sharded module's parameters, whatever steps the two have made.
+        """
+        with torch.no_grad():
+            for parameter, found in zip(self.alone.parameters(), self.sharded.parameters(), strict=True):
+                parameter.copy_(full(found))
+        self.alone.zero_grad()
+        self.sharded.zero_grad()
+        self._backward_in_a_row()
+        mean_square(self.sharded(self.batch)).backward()
+        assert_same_gradients(full_gradients(self.sharded), take_gradients(self.alone), rtol=1e-3, atol=1e-3)
+        self.sharded.zero_grad()
+
+    def _step(self, network: nn.Module, batch: Tensor) -> None:
+        optimizer = self._optimizers[network]
+        optimizer.zero_grad()
+        mean_square(network(batch)).backward()
+        optimizer.step()
+
+    def _backward_in_a_row(self) -> None:
+        for chunk in self._chunks():
+            (mean_square(self.alone(chunk)) / len(self.devices)).backward()
+
+    def _chunks(self) -> tuple[Tensor, ...]:
+        return self.batch.chunk(len(self.devices))
+
+
+def timed(model: str, slots: str, quotient: str, found: Comparison) -> dict[str, Any]:
+    """The times of ``fully_shard`` are the comparison's ``ours``."""
+    times = {"fully_shard_ms": milliseconds(found.ours), "other_ms": milliseconds(found.theirs)}
+    names = {"model": model, "slots": slots, "quotient": quotient}
+    return {**names, **times, **found.row(BARS.get(quotient), quotient in AT_MOST)}
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Each ratio with its interval, and its bar."""
+    with figure_for(path, (9.5, 0.9 + 0.35 * len(rows))) as figure:
+        (axes,) = figure.axes
+        for place, row in enumerate(rows):
+            axes.plot([row["ratio_low"], row["ratio_high"]], [place, place], color="C0")
+            axes.plot(row["ratio"], place, "o", color="C0")
+            if row["bar"] is not None:
+                axes.plot(row["bar"], place, "|", color="black", markersize=14)
+        axes.set_yticks(
+            range(len(rows)), [f"{row['quotient']}\n{row['model']}, {row['slots']}" for row in rows], fontsize=7
+        )
+        axes.invert_yaxis()
+        axes.axvline(1, color="grey", linewidth=0.8)
+        axes.set_xlabel("ratio with its 95 % interval; black: its bar")
+        axes.grid(axis="x", alpha=0.3)
+
+
+def plot_growth(rows: Sequence[Row], path: Path) -> None:
+    with figure_for(path, (6, 3.8)) as figure:
+        lines = [
+            (f"{row['work']}: {row['slope_milliseconds']:.2f} ms each", row, row["slope_milliseconds"], "-", f"C{k}")
+            for k, row in enumerate(rows)
+        ]
+        draw_growth(figure.axes[0], lines, "blocks", "blocks")
 
 
 @pytest.fixture(scope="module")
 def report(reports: list[Report], places: Places) -> Report:
-    reports.append(Report("sharded_speed", CAPTION, plot, notes=simulator_notes(places)))
+    reports.append(Report("sharded_speed", CAPTION, TABLE, plot, notes=simulator_notes(places)))
     return reports[-1]
 
 
 @pytest.fixture(scope="module")
 def units_report(reports: list[Report], places: Places) -> Report:
-    reports.append(Report("sharded_units", UNITS_CAPTION, plot_growth, notes=simulator_notes(places)))
+    reports.append(Report("sharded_units", UNITS_CAPTION, UNITS_TABLE, plot_growth, notes=simulator_notes(places)))
     return reports[-1]
 
 
-def test_beside_fsdp(benchmark: BenchmarkFixture, report: Report, tmp_path: Path, places: Places, short: bool) -> None:
+def test_beside_fsdp(report: Report, tmp_path: Path, places: Places, short: bool) -> None:
     """All begin with the same gradients, and their losses stay the same, step by step."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("torch without gloo")
-    ranks = {way: [[way, str(rank), str(tmp_path / way)] for rank in range(SLOTS)] for way in (FSDP, DDP)}
-    arguments = {CPU: [[CPU]], SIMULATED: [[SIMULATED]], **ranks}
+    one_process = [str(SLOTS), *([SIMULATED] if places.simulated else [])]
     if not places.simulated:
-        del arguments[SIMULATED]
         report.notes.append(f"Rows are missing: {places.why_not_simulated}.")
+    variables = PATIENT | KEEPS_MEMORY
     with ExitStack() as stack:
         contenders = {
-            name: stack.enter_context(Contender(name, own, tmp_path, SCRIPT, **PATIENT))
-            for name, own in arguments.items()
+            (place, way): stack.enter_context(Contender(f"{place} {way}", [[place, way]], tmp_path, **variables))
+            for place in one_process
+            for way in (SHARDED, ALONE)
         }
-        commands = [(name, way) for name in contenders for way in ((name,) if name in ranks else (SHARDED, ALONE))]
+        for way in (FSDP, DDP):
+            contenders[way, way] = stack.enter_context(ranks(way, tmp_path, [way], SLOTS, **variables))
 
         def collect_garbage() -> None:
             for contender in contenders.values():
                 contender.collect_garbage()
 
-        def results() -> list[dict[str, Any]]:
-            return [contenders[name].saved()[way] for name, way in commands]
+        def results(what: str) -> list[Any]:
+            found = [contender.found()[way] for (_, way), contender in contenders.items()]
+            if what == "losses":  # each rank has that of its part of the batch
+                return [torch.stack([of_rank["losses"] for of_rank in by_rank]).mean(0) for by_rank in found]
+            return [by_rank[0]["gradients"] for by_rank in found]
 
-        def compare() -> tuple[list[list[float]], tuple[float, float]]:
-            before = load()
-            calls = [lambda name=name, way=way: contenders[name].tell(way) for name, way in commands]
-            return take_turns(calls, PAIRS, between=collect_garbage, short=short), (before, load())
-
-        for name, way in commands:
-            contenders[name].tell(way)
-        expected, *others = results()
+        calls = [partial(contender.tell, way + OPTIMIZER) for (_, way), contender in contenders.items()]
+        for call in calls:
+            call()
+        expected, *others = results("gradients")
         for other in others:
-            assert_same_gradients(other["gradients"], expected["gradients"])
-        found, loads = benchmark.pedantic(compare, rounds=1)
-        losses = [result["losses"] for result in results()]
+            assert_same_gradients(other, expected)
+        before = load()
+        found = take_turns(calls, PAIRS, between=collect_garbage, short=short)
+        loads = before, load()
+        losses = results("losses")
         for other in losses[1:]:
             torch.testing.assert_close(other, losses[0], rtol=1e-3, atol=0)
-    if benchmark.enabled:
-        seconds = dict(zip(commands, found, strict=True))
-        model = f"GPT of 6 blocks, width 256, {SLOTS * SAMPLES_PER_SLOT} x {LENGTH} tokens"
-        for place, slots in ((CPU, f"{SLOTS} CPU slots"), (SIMULATED, f"{SLOTS} devices")):
-            if place not in contenders:
-                continue
-            ours = seconds[place, SHARDED]
-            beside = {BESIDE_FSDP: (FSDP, FSDP), BESIDE_DDP: (DDP, DDP), BESIDE_ALONE: (place, ALONE)}
-            for quotient, other in beside.items():
-                report.rows.append(timed(model, slots, quotient, Comparison(ours, seconds[other], *loads)))
+    seconds = dict(zip(contenders, found, strict=True))
+    model = f"GPT of 6 blocks, width 256, {SLOTS * SAMPLES_PER_SLOT} x {LENGTH} tokens"
+    for place in one_process:
+        slots = f"{SLOTS} devices" if place == SIMULATED else f"{SLOTS} CPU slots"
+        beside = {BESIDE_FSDP: (FSDP, FSDP), BESIDE_DDP: (DDP, DDP), BESIDE_ALONE: (place, ALONE)}
+        for quotient, other in beside.items():
+            report.rows.append(
+                timed(model, slots, quotient, Comparison(seconds[place, SHARDED], seconds[other], *loads))
+            )
 
 
 @pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL support")
-def test_launch_bound(benchmark: BenchmarkFixture, report: Report, places: Places, short: bool) -> None:
+def test_launch_bound(report: Report, places: Places, short: bool) -> None:
     """All take turns, in rounds."""
     devices = places.apart_or_skip(LAUNCH_BOUND_DEVICES, report)[:LAUNCH_BOUND_DEVICES]
-    steps = launch_bound(devices)
+    steps = ShardedSteps(NARROW_GPT.model(), NARROW_GPT.batch(SAMPLES_PER_DEVICE * len(devices)), devices)
     beside = {
         OVER_IN_A_ROW: (steps.step, steps.steps_in_a_row),
         OVER_IN_A_ROW_NO_OPTIMIZER: (steps.backward, steps.backward_in_a_row),
         BESIDE_REPLICATE: (steps.step, steps.step_replicated),
     }
     calls = list(dict.fromkeys(call for pair in beside.values() for call in pair))
-
-    def compare() -> tuple[list[list[float]], tuple[float, float]]:
-        before = load()
-        for _ in range(SHORT_SETTLE if short else SETTLE):  # in which the library chooses its number of permits
+    steps.check()
+    before = load()
+    with places.clocks_off():
+        for _ in range(SHORT_SETTLE if short else SETTLE):
             steps.step()
             steps.step_replicated()
-        return take_turns(calls, PAIRS, short=short), (before, load())
-
+        seconds = dict(zip(calls, take_turns(calls, PAIRS, short=short), strict=True))
+    loads = before, load()
     steps.check()
-    with places.clocks_off():
-        found, loads = benchmark.pedantic(compare, rounds=1)
-    steps.check()
-    if benchmark.enabled:
-        seconds = dict(zip(calls, found, strict=True))
-        for quotient, (ours, theirs) in beside.items():
-            comparison = Comparison(seconds[ours], seconds[theirs], *loads)
-            report.rows.append(timed(NARROW_GPT.name, f"{len(devices)} devices", quotient, comparison))
+    for quotient, (ours, theirs) in beside.items():
+        found = Comparison(seconds[ours], seconds[theirs], *loads)
+        report.rows.append(timed(NARROW_GPT.name, f"{len(devices)} devices", quotient, found))
 
 
-def test_more_units(benchmark: BenchmarkFixture, units_report: Report, places: Places, short: bool) -> None:
-    """All sizes have two turns in a round, which goes up the sizes and down again, as in `linear_cost`."""
+def of_blocks(blocks: int, devices: Sequence[torch.device]) -> ShardedSteps:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = GPT(WIDTH, blocks)
+        batch = torch.randint(VOCABULARY, (SAMPLES_PER_DEVICE * len(devices), 32))
+    return ShardedSteps(module, batch, devices)
+
+
+def test_more_units(units_report: Report, places: Places, short: bool) -> None:
     devices = places.apart_or_skip(UNITS_DEVICES, units_report)[:UNITS_DEVICES]
-    sizes = [Growth(blocks) for blocks in (SHORT_UNITS if short else UNITS)]
-    steps = [of_blocks(size.blocks, devices) for size in sizes]
-    calls = [call for work in steps for call in (work.step, work.steps_in_a_row)]
-
-    def measure() -> list[list[float]]:
-        for work in steps:
-            for _ in range(SHORT_SETTLE if short else SETTLE):
-                work.step()
-        rounds = SHORT_GROWTH_ROUNDS if short else GROWTH_ROUNDS
-        return take_turns_on_the_cpu([*calls, *reversed(calls)], rounds)
-
-    for work in steps:
-        work.check()
+    blocks = UNITS[:2] if short else UNITS
+    all_steps = [of_blocks(number, devices) for number in blocks]
+    for steps in all_steps:
+        steps.check()
     with places.clocks_off():
-        found = benchmark.pedantic(measure, rounds=1)
-    for work in steps:
-        work.check()
-    if benchmark.enabled:
-        upwards, downwards = iter(found), reversed(found)
-        for size in sizes:
-            size.sharded = next(upwards) + next(downwards)
-            size.in_a_row = next(upwards) + next(downwards)
-        units_report.rows.extend(growth(sizes, len(devices), decided=not short))
+        for steps in all_steps:
+            for _ in range(SHORT_SETTLE if short else SETTLE):
+                steps.step()
+        calls = [call for steps in all_steps for call in (steps.step, steps.steps_in_a_row)]
+        seconds = cpu_seconds(calls, SHORT_GROWTH_ROUNDS if short else GROWTH_ROUNDS)
+    for steps in all_steps:
+        steps.check()
+    for work, own in (("fully_shard", seconds[::2]), ("in a row", seconds[1::2])):
+        line = fitted(blocks, own)
+        verdict = "yes" if line.r_squared >= R_SQUARED_BAR else "no"
+        units_report.rows.append(
+            {
+                "work": work,
+                "devices": len(devices),
+                **line.points("blocks"),
+                "slope_milliseconds": line.slope,
+                "intercept_milliseconds": line.intercept,
+                "r_squared": line.r_squared,
+                "within_bar": "not decided" if short else verdict,
+                "turns": len(own[0]),
+            }
+        )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import step_picture
+from by_hand import launch
 from nogpu.timeline import Launch, Recording, StreamName
 from step_picture import BACKWARD, COPY, FORWARD, OPTIMIZER, SUM, bars_of, part_of
 from timelines import TORCH, WRAPPER, Recorded
@@ -14,21 +16,19 @@ from timelines import TORCH, WRAPPER, Recorded
 WEIGHT, ACTIVATION = (768, 768), (8, 512, 768)
 
 
-def launch(op: str, *shapes: tuple[int, ...], index: int = 0, in_backward: bool = False, **more: object) -> Launch:
-    fields = {"thread": 0, "stream": 0, "bytes_read": 0, "bytes_written": 450_000_000, "flops": 0, "dtype": "float32"}
-    fields |= {"copy": None, "waits": (), "joins": None, "host_waits": (), "issued_after": (), "host_seconds": 0.0}
-    return Launch(index=index, op=f"aten::{op}", shapes=shapes, in_backward=in_backward, **{**fields, **more})  # type: ignore[arg-type]
+def work(op: str, *shapes: tuple[int, ...], index: int = 0, **fields: Any) -> Launch:
+    return launch(index, f"aten::{op}", shapes=shapes, bytes_written=450_000_000, host_seconds=0.0, **fields)
 
 
 @pytest.mark.parametrize(
     ("made", "part"),
     [
-        (launch("mm", ACTIVATION, WEIGHT), FORWARD),
-        (launch("mm", ACTIVATION, WEIGHT, in_backward=True), BACKWARD),
-        (launch("add", ACTIVATION, ACTIVATION, in_backward=True), BACKWARD),
-        (launch("add_", WEIGHT, WEIGHT, in_backward=True), SUM),
-        (launch("_copy_from", WEIGHT, copy=(0, 1), in_backward=True), COPY),
-        (launch("_foreach_add_", WEIGHT), OPTIMIZER),
+        (work("mm", ACTIVATION, WEIGHT), FORWARD),
+        (work("mm", ACTIVATION, WEIGHT, in_backward=True), BACKWARD),
+        (work("add", ACTIVATION, ACTIVATION, in_backward=True), BACKWARD),
+        (work("add_", WEIGHT, WEIGHT, in_backward=True), SUM),
+        (work("_copy_from", WEIGHT, copy=(0, 1), in_backward=True), COPY),
+        (work("_foreach_add_", WEIGHT), OPTIMIZER),
     ],
 )
 def test_parts(made: Launch, part: str) -> None:
@@ -43,8 +43,8 @@ def two_steps() -> Recorded:
         made
         for at in (0, 2)
         for made in (
-            launch("mm", ACTIVATION, index=at),
-            launch("_copy_from", WEIGHT, index=at + 1, copy=(0, 1), joins=1),
+            work("mm", ACTIVATION, index=at),
+            work("_copy_from", WEIGHT, index=at + 1, copy=(0, 1), joins=1),
         )
     ]
     return Recorded(Recording(streams, tuple(launches[:2])), Recording(streams, tuple(launches)))

@@ -1,32 +1,163 @@
 """What a training step of models of real size would take on published machines: predictions, by timelines.
 
-Each model has a process of its own, in which kernels are skipped (`timelines`). The predictions are not judged.
+Each model has a process of its own, in which kernels are skipped (`timelines`). The predictions are not judged. How
+they are made is tested on recordings that are made by hand.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from child_processes import environment
-from places import first_lines
-from published import PUBLISHED, PUBLISHED_SHAPES
-from real_shapes import GPT_768, REAL_SHAPES, RealShape
-from reporting import Report
-from timelines import REPLICATE, SHARDED
-from timelines_report import CAPTION, PUBLISHED_CAPTION, Row, beside_published, judged
+from by_hand import launch
+from child_processes import printed_by
+from nogpu.timeline import HOST, Host, Launch, Machine, Recording, StreamName
+from nogpu.timeline.presets import A100, PRESETS
+from nogpu.timeline.wiring import switch
+from published import DDP, DP, ONE, PUBLISHED, PUBLISHED_SHAPES, SOURCES, Published
+from reporting import Report, Row
+from shapes import GPT2_SMALL, GPT_768, REAL_SHAPES, RESNET50, RealShape
+from timelines import ALONE, PREDICTED_BY, REPLICATE, SHAPES, SHARDED, TORCH, Recorded, predict, predictions
 
-SCRIPT = Path(__file__).with_name("timelines.py")
+HOST_BOUND = 1.1
+"""A step is host-bound if it takes more than this times as long as with a host whose launches cost nothing."""
+
+CAPTION = f"""\
+Predictions: nothing here was measured on such devices. A training step was recorded on simulated devices that skip
+kernels, and scheduled on published machines with the shares of their peaks that are stated in
+nogpu/timeline/presets.py. float32, TF32 where devices have it; forward, backward and SGD;
+inputs from pinned memory of the host.
+
+step, ms
+    What one more step takes, where the host may run ahead of the devices.
+from idle, ms
+    A step that begins with idle devices and ends when they are idle again.
+free host, ms
+    One more step if launching cost nothing.
+bound, ms
+    The module alone with one device's samples, no communication and a free host. No way can be faster.
+of bound
+    The bound divided by the step.
+efficiency
+    Of weak scaling: the step of the module alone with one device's samples, divided by this step.
+exposed
+    The part of the step that it is longer than if copies took no time.
+launches, copies
+    Operators in a step, and those of them that copy between devices, or between a device and the host.
+received, of all-reduce
+    Megabytes that a device gets from others in a step, on the device that gets most; and the same divided by what an
+    all-reduce of the gradients brings to each device, which is 2 (N - 1) / N of their size.
+Python, ms
+    CPU time of Python's threads between the launches of a step, measured, and scaled by the factor that makes it fit
+    the machine's host for the module alone. Of the simulator's work it includes only how operators are dispatched, and
+    operators that are no launch.
+bound by
+    "host" if the step takes more than {HOST_BOUND:g} times as long as with a free host; otherwise "devices".
+
+The library chooses routes by the links. The rows of A100 and H100 presume that NVML can be read (the package
+nvidia-ml-py); otherwise links count as shared, and steps on these machines take longer than here. Threads of a backward
+pass that run nodes written in Python hold the interpreter lock in reality. Here they hold none, so the time of the host
+in backward is predicted too low.
+
+{TORCH} is torch's pipeline with plain copies, which is what it does without NCCL.
+Where torch was built with NCCL, its broadcast and its sum take less time than here."""
+
+PUBLISHED_CAPTION = f"""\
+Published times of a training step beside predictions for the same model, batch and machine. What differs: DDP is one
+process for each device, whose host costs nothing to the others, and sums with NCCL; its prediction is that of
+composable.replicate, one process. Predicted steps end with SGD. Published steps may have another optimizer and read
+their data from files, and ran on other versions of torch. Convolutions are predicted at one share of the peak for all
+shapes. The prediction for one device tells how good the shares are, and the ratio to one device how good the rest is.
+The sources:
+
+{chr(10).join(f"{name}{chr(10)}    {source}" for name, source in SOURCES.items())}"""
+
+
+def of_all_reduce(row: Row) -> str:
+    """What is received over what an all-reduce of the gradients, in float32, would bring to each device."""
+    devices = row["devices"]
+    if devices == 1:
+        return ""
+    return f"{1e6 * row['received'] / (2 * (devices - 1) / devices * 4 * SHAPES[row['model']].parameters):.2f}"
+
+
+TABLE = {
+    "model": "{model}",
+    "machine": "{machine}",
+    "way": "{way}",
+    "devices": "{devices}",
+    "step, ms": "{step:.1f}",
+    "from idle, ms": "{from_idle:.1f}",
+    "free host, ms": "{free_host:.1f}",
+    "bound, ms": "{bound:.1f}",
+    "of bound": lambda row: f"{row['bound'] / row['step']:.2f}",
+    "efficiency": lambda row: f"{row['alone'] / row['step']:.2f}",
+    "exposed": lambda row: f"{100 * row['exposed'] / row['step']:.1f} %",
+    "launches": "{launches:,}",
+    "copies": "{copies:,}",
+    "received, MB": "{received:,.0f}",
+    "of all-reduce": of_all_reduce,
+    "Python, ms": "{python:.1f}",
+    "bound by": lambda row: "host" if row["step"] > HOST_BOUND * row["free_host"] else "devices",
+}
+PUBLISHED_TABLE = {
+    "model": "{model}",
+    "machine": "{machine}",
+    "devices": "{devices}",
+    "published": "{published_way}",
+    "ms": "{published_milliseconds:.1f}",
+    "to one\ndevice": "{published_scaling:.2f}",
+    "predicted": "{predicted_way}",
+    "ms, a\nprediction": "{predicted_milliseconds:.1f}",
+    "to one device,\na prediction": "{predicted_scaling:.2f}",
+    "predicted/\npublished": lambda row: f"{row['predicted_milliseconds'] / row['published_milliseconds']:.2f}",
+    "source": "{source}",
+}
 COUNTS, SHORT_COUNTS = (2, 4, 8), (2,)
 SHORT_WAYS = (REPLICATE, SHARDED)
+EXPOSED_BAR = 0.1
+
+
+def judged(rows: Iterable[Row]) -> list[str]:
+    """A sentence about each step whose exposed part has a bar: that of GPT-2 small by `fully_shard` on 8 x A100."""
+    return [
+        f"{row['way']}, {row['model']}, {row['devices']} devices of {row['machine']}: gathers and sums are exposed for "
+        f"{row['exposed'] / row['step']:.1%} of the step; at most {EXPOSED_BAR:.0%}: "
+        f"{'yes' if row['exposed'] <= EXPOSED_BAR * row['step'] else 'no'}."
+        for row in rows
+        if (row["way"], row["model"], row["machine"]) == (SHARDED, GPT2_SMALL.name, A100.name)
+    ]
+
+
+def beside_published(figures: Sequence[Published], rows: Iterable[Row]) -> list[Row]:
+    """A row for each of ``figures``, all of which have been predicted."""
+    predicted = {(row["model"], row["machine"], row["devices"], row["way"]): row for row in rows}
+    one = {(figure.shape, figure.machine): figure.milliseconds for figure in figures if figure.way == ONE}
+    beside = []
+    for figure in figures:
+        way, alone = PREDICTED_BY[figure.way], one.get((figure.shape, figure.machine))
+        found = predicted[figure.shape.name, figure.machine, figure.devices, way]
+        beside.append(
+            {
+                "model": figure.shape.name,
+                "machine": figure.machine,
+                "devices": figure.devices,
+                "published_way": figure.way,
+                "published_milliseconds": figure.milliseconds,
+                "published_scaling": None if alone is None else figure.milliseconds / alone,
+                "predicted_way": way,
+                "predicted_milliseconds": found["step"],
+                "predicted_scaling": found["step"] / found["alone"],
+                "source": figure.source,
+            }
+        )
+    return beside
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +173,14 @@ def report(reports: list[Report], folder: Path, short: bool) -> Report:
     def copy_picture(rows: Sequence[Row], path: Path) -> None:
         shutil.copyfile(folder / "step.png", path)
 
-    reports.append(Report("timelines", CAPTION, None if short else copy_picture))
+    reports.append(Report("timelines", CAPTION, TABLE, None if short else copy_picture))
     return reports[-1]
 
 
 @pytest.fixture(scope="module")
 def published(reports: list[Report]) -> Report:
-    reports.append(Report("timelines_published", PUBLISHED_CAPTION))
+    reports.append(Report("timelines_published", PUBLISHED_CAPTION, PUBLISHED_TABLE))
     return reports[-1]
-
-
-def predictions(shape: RealShape, counts: Sequence[int], folder: Path, ways: Sequence[str]) -> dict[str, Any]:
-    """What the script prints, in a process of its own."""
-    command = [sys.executable, str(SCRIPT), shape.name, ",".join(map(str, counts)), str(folder), *ways]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +192,11 @@ def predicted(folder: Path, short: bool) -> Iterator[Callable[[RealShape], list[
     asked = ([GPT_768], SHORT_COUNTS, SHORT_WAYS) if short else ([*REAL_SHAPES, *PUBLISHED_SHAPES], COUNTS, ())
     shapes, counts, ways = asked
     with ThreadPoolExecutor(2) as pool:
-        found = {shape: pool.submit(predictions, shape, counts, folder, ways) for shape in dict.fromkeys(shapes)}
-
-        def of(shape: RealShape) -> list[Row]:
-            printed = found[shape].result()
-            if "why_not" in printed:
-                pytest.skip(first_lines(printed["why_not"]))
-            return [Row(**prediction) for prediction in printed["predictions"]]
-
-        yield of
+        found = {
+            shape: pool.submit(printed_by, "timelines", shape.name, ",".join(map(str, counts)), folder, *ways)
+            for shape in dict.fromkeys(shapes)
+        }
+        yield lambda shape: found[shape].result()["predictions"]
         for future in found.values():
             future.cancel()
 
@@ -101,3 +220,128 @@ def test_beside_published_figures(
         pytest.skip("short")
     own = [figure for figure in PUBLISHED if figure.shape == shape]
     published.rows += beside_published(own, predicted(shape))
+
+
+MEGA = 1e6
+
+# A megabyte takes 1 ms on any way, a million FLOPs take 1 ms, nothing else takes any time.
+MACHINE = Machine(
+    name="two",
+    devices=2,
+    flops={"float32": 1e9},
+    memory_bandwidth=math.inf,
+    kernel_latency=0.0,
+    wiring=switch(2, bandwidth=1e9, latency=0.0, host_bandwidth=1e9, host_latency=0.0),
+    host=Host.free(),
+)
+SLOW_HOST = MACHINE.with_(host=Host(lock=0.002, rest=0.001, backward=0.0))
+
+
+def work(index: int, device: int, size: float, copy: tuple[int, int] | None = None, *waits: int) -> Launch:
+    """A million FLOPs for each of ``size``, or a copy of so many megabytes, after 4 ms of Python."""
+    amount = {"flops" if copy is None else "bytes_written": round(size * MEGA)}
+    return launch(index, "aten::mm", stream=device, copy=copy, waits=waits, host_seconds=0.004, **amount)
+
+
+def twice(*step: Launch) -> Recorded:
+    """A step, and two in a row."""
+    again = [
+        replace(one, index=one.index + len(step), waits=tuple(other + len(step) for other in one.waits)) for one in step
+    ]
+    streams = tuple(StreamName(device, 0) for device in range(2))
+    return Recorded(Recording(streams, step), Recording(streams, (*step, *again)))
+
+
+# 1 ms for the inputs, 4 to compute.
+ALONE_STEP = twice(work(0, 0, 1, (HOST, 0)), work(1, 0, 4))
+
+# The same on both devices, then 3 ms for the gradients of device 1, and device 0 adds for 1 ms.
+BOTH = twice(
+    work(0, 0, 1, (HOST, 0)),
+    work(1, 1, 1, (HOST, 1)),
+    work(2, 0, 4),
+    work(3, 1, 4),
+    work(4, 1, 3, (1, 0)),
+    work(5, 0, 1, None, 4),
+)
+
+
+class TestPrediction:
+    def test_of_the_module_alone(self) -> None:
+        found = predict("model", ALONE, 1, ALONE_STEP, ALONE_STEP, MACHINE)
+        assert (found["step"], found["from_idle"], found["alone"]) == pytest.approx((5, 5, 5))
+        assert (found["bound"], found["exposed"]) == pytest.approx((4, 1))
+
+    def test_of_two_devices(self) -> None:
+        found = predict("model", REPLICATE, 2, BOTH, ALONE_STEP, MACHINE)
+        assert found["from_idle"] == pytest.approx(1 + 4 + 3 + 1)
+        # Device 1 begins its second step while device 0 adds, and a step of device 1 takes 8 ms.
+        assert found["step"] == pytest.approx(8)
+        assert found["exposed"] == pytest.approx(8 - 5)
+        assert (found["launches"], found["copies"]) == (6, 3)
+        assert found["received"] == pytest.approx(3)  # by device 0; inputs come from the host
+
+    def test_of_a_slow_host(self) -> None:
+        """Python's time is scaled so that it fits the module alone."""
+        found = predict("model", REPLICATE, 2, BOTH, ALONE_STEP, SLOW_HOST)
+        assert (found["step"], found["free_host"], found["bound"]) == pytest.approx((6 * 3, 8, 4))
+        assert (found["factor"], found["python"]) == pytest.approx((3 / 4, 6 * 3))
+
+    def test_engine_threads_are_not_python(self) -> None:
+        backward = [replace(one, in_backward=one.index > 3, thread=int(one.index > 3)) for one in BOTH.one.launches]
+        found = predict("model", REPLICATE, 2, twice(*backward), ALONE_STEP, SLOW_HOST)
+        assert found["python"] == pytest.approx(4 * 3)
+
+    def test_machines_with_fewer_devices_are_left_out(self) -> None:
+        one = replace(MACHINE, name="one", devices=1, wiring=switch(1, 1e9, 0.0, host_bandwidth=1e9, host_latency=0.0))
+        streams = (StreamName(0, 0),)
+        alone = Recorded(*(Recording(streams, found.launches) for found in (ALONE_STEP.one, ALONE_STEP.two)))
+        found = predictions("model", alone, {(REPLICATE, 2): BOTH}, [one, MACHINE])
+        cases = [("one", ALONE, 1), ("two", ALONE, 1), ("two", REPLICATE, 2)]
+        assert [(each["machine"], each["way"], each["devices"]) for each in found] == cases
+
+
+ALONE_ROW = predict(RESNET50.name, ALONE, 1, ALONE_STEP, ALONE_STEP, MACHINE)
+ROWS = [
+    {**ALONE_ROW, "machine": "8 x V100", "way": way, "devices": devices, "step": step, "alone": 100.0}
+    for way, devices, step in ((ALONE, 1, 100.0), (TORCH, 2, 200.0), (REPLICATE, 2, 125.0))
+]
+"""For ResNet-50 on two devices of 8 x V100: alone 100 ms, torch's 200, replicate 125."""
+
+
+class TestRows:
+    def test_received_bytes_stand_beside_an_all_reduce(self) -> None:
+        assert of_all_reduce(ALONE_ROW) == ""
+        gradients = 4 * RESNET50.parameters / MEGA
+        assert of_all_reduce({**ALONE_ROW, "devices": 2, "received": gradients}) == "1.00"
+        assert of_all_reduce({**ALONE_ROW, "devices": 4, "received": gradients}) == "0.67"
+
+    def test_the_exposed_part_of_a_sharded_step_is_judged(self) -> None:
+        names = {"way": SHARDED, "model": GPT2_SMALL.name, "machine": A100.name}
+        sharded = {**ALONE_ROW, **names, "step": 100.0, "exposed": 10.0}
+        (within,) = judged([*ROWS, sharded])
+        (beyond,) = judged([{**sharded, "exposed": 10.1}])
+        assert within.endswith("for 10.0% of the step; at most 10%: yes.")
+        assert beyond.endswith(": no.")
+
+    def test_ddp_stands_beside_replicate(self) -> None:
+        figures = [
+            Published(RESNET50, "8 x V100", 1, ONE, 50, "pytorch"),
+            Published(RESNET50, "8 x V100", 2, DDP, 60, "pytorch"),
+            Published(RESNET50, "8 x V100", 2, DP, 90, "pytorch"),
+        ]
+        found = beside_published(figures, ROWS)
+        assert [row["predicted_milliseconds"] for row in found] == [100, 125, 200]
+        assert [row["published_scaling"] for row in found] == pytest.approx([1, 1.2, 1.8])
+        assert [row["predicted_scaling"] for row in found] == pytest.approx([1, 1.25, 2])
+        assert beside_published(figures[2:], ROWS)[0]["published_scaling"] is None
+
+
+@pytest.mark.parametrize("figure", PUBLISHED, ids=lambda figure: f"{figure.shape.name}, {figure.way}, {figure.devices}")
+def test_each_published_figure_can_be_predicted(figure: Published) -> None:
+    devices = {machine.name: machine.devices for machine in PRESETS}
+    assert figure.devices <= devices[figure.machine]
+    assert figure.source in SOURCES
+    assert figure.way in PREDICTED_BY
+    assert figure.shape in PUBLISHED_SHAPES
+    assert (figure.devices == 1) == (figure.way == ONE)

@@ -1,18 +1,16 @@
-"""The stand-ins do what the primitives of ``torch.nn.parallel`` do, and the check of replicas finds wrong ones.
+"""The stand-ins do what the primitives of ``torch.nn.parallel`` do.
 
 Nothing is timed here.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from beside_torch import changed, check_tensors
 from places import Places
 from torch_pipeline import StandIns
 
@@ -70,10 +68,6 @@ class TestBroadcast:
                 assert sent.dtype == tensor.dtype
                 assert torch.equal(sent.cpu(), tensor.cpu())
 
-    def test_first_slot_gets_the_tensors_themselves(self, stand_ins: StandIns, devices: list[torch.device]) -> None:
-        tensors = [torch.ones(3, device=devices[0]), torch.ones(2, device=devices[0])]
-        assert all(sent is tensor for sent, tensor in zip(broadcast(tensors, devices)[0], tensors, strict=True))
-
     def test_copies_count_their_versions_apart(self, stand_ins: StandIns, devices: list[torch.device]) -> None:
         first, second = broadcast([torch.ones(3, device=devices[0]), torch.ones(2, device=devices[0])], devices)[1]
         first.add_(1)
@@ -95,55 +89,3 @@ class TestScatterAndGather:
             gathered = nn.parallel.comm.gather(chunks, dim, destination)
             assert gathered.device == device
             assert torch.equal(gathered.cpu(), whole)
-
-    def test_given_sizes(self, stand_ins: StandIns, devices: list[torch.device]) -> None:
-        chunks = nn.parallel.comm.scatter(torch.arange(6.0), [device.index for device in devices], [1, 3, 2])
-        assert [chunk.tolist() for chunk in chunks] == [[0], [1, 2, 3], [4, 5]]
-
-
-class TestCheckOfReplicas:
-    @pytest.fixture
-    def source(self, devices: list[torch.device]) -> nn.Module:
-        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(devices[0])
-
-    @pytest.fixture
-    def replicas(self, source: nn.Module, devices: list[torch.device]) -> list[nn.Module]:
-        return [copy.deepcopy(source).to(device) for device in devices]
-
-    def test_lets_replicas_pass(
-        self, source: nn.Module, replicas: list[nn.Module], devices: list[torch.device]
-    ) -> None:
-        check_tensors(source, replicas, devices)
-
-    def test_finds_old_values(self, source: nn.Module, replicas: list[nn.Module], devices: list[torch.device]) -> None:
-        with changed(source), pytest.raises(AssertionError):
-            check_tensors(source, replicas, devices)
-        check_tensors(source, replicas, devices)
-
-    def test_finds_another_device(
-        self, source: nn.Module, replicas: list[nn.Module], devices: list[torch.device]
-    ) -> None:
-        replicas[1][0].to(devices[2])
-        with pytest.raises(AssertionError):
-            check_tensors(source, replicas, devices)
-
-    def test_finds_another_dtype(
-        self, source: nn.Module, replicas: list[nn.Module], devices: list[torch.device]
-    ) -> None:
-        replicas[2][1].running_mean = replicas[2][1].running_mean.double()
-        with pytest.raises(AssertionError):
-            check_tensors(source, replicas, devices)
-
-    def test_finds_what_is_made_when_it_is_read(
-        self, source: nn.Module, replicas: list[nn.Module], devices: list[torch.device]
-    ) -> None:
-        class Lazy(nn.Linear):
-            def __getattr__(self, name: str) -> Tensor:
-                return source[0].bias.to(devices[1]) if name == "bias" else super().__getattr__(name)
-
-        del replicas[1][0]._parameters["bias"]
-        replicas[1][0].__class__ = Lazy
-        assert torch.equal(replicas[1][0].bias.cpu(), source[0].bias.cpu())
-        replicas[0][0].__class__ = source[0].__class__ = replicas[2][0].__class__ = Lazy
-        with pytest.raises(AssertionError, match="bias"):
-            check_tensors(source, replicas, devices)

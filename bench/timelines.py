@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from nogpu import SimulationUnavailable, simulate
 from nogpu.timeline import HOST, Machine, Recording, Schedule, schedule
 from nogpu.timeline.presets import A100, H100, PRESETS, RTX_3090, V100
 from published import DDP, DP, ONE, PUBLISHED, PUBLISHED_SHAPES
-from real_shapes import GPT_768, REAL_SHAPES, RealShape
+from shapes import GPT_768, REAL_SHAPES, RealShape
 from sharded_blocks import sharded
 from torch_pipeline import StandIns
 
@@ -53,13 +53,11 @@ MACHINES = (V100, A100, H100, RTX_3090)
 """The machines of the models without published figures."""
 SHAPES = {shape.name: shape for shape in (*REAL_SHAPES, *PUBLISHED_SHAPES)}
 
-HOST_BOUND = 1.1
-"""A step is host-bound if it takes more than this times as long as with a host whose launches cost nothing."""
-
 PICTURE = (GPT_768.name, REPLICATE, DEVICES)
 """The model, way and number of devices of the picture, on 8 x A100."""
 
 Batch = tuple[Tensor, Tensor]
+Prediction = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -76,50 +74,6 @@ class Recorded:
     def cost_of_launches(self, machine: Machine) -> float:
         """Seconds that the machine's host takes for what Python threads launch in a step."""
         return sum(sum(machine.host.cost(launch)) for launch in self.one.launches if not launch.in_backward)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One model by one way on some devices of one machine. Times are milliseconds.
-
-    Attributes:
-        step: what one more step takes, where the host may run ahead: the second of two.
-        from_idle: a step that begins with idle devices and ends when they are idle again.
-        free_host: `step` if launches cost the host nothing.
-        bound: the module alone with one device's samples, without communication and with a free host.
-        alone: the module alone with one device's samples, with its host.
-        exposed: by how much `step` is longer than if copies took no time.
-        launches: in a step, copies included.
-        copies: between two devices, or a device and the host.
-        received: megabytes that a device gets from others in a step, on the device that gets most.
-        python: Python's time for a step, as recorded, times `factor`.
-        factor: with it, the recorded time of the module alone is what the machine's host takes for its launches.
-    """
-
-    model: str
-    machine: str
-    way: str
-    devices: int
-    step: float
-    from_idle: float
-    free_host: float
-    bound: float
-    alone: float
-    exposed: float
-    launches: int
-    copies: int
-    received: float
-    python: float
-    factor: float
-
-    @property
-    def efficiency(self) -> float:
-        """Of weak scaling: 1 if a step takes as long as the module alone with one device's samples."""
-        return self.alone / self.step
-
-    @property
-    def is_host_bound(self) -> bool:
-        return self.step > HOST_BOUND * self.free_host
 
 
 def second_step(recorded: Recorded, machine: Machine) -> float:
@@ -144,27 +98,27 @@ def received_bytes(recording: Recording) -> int:
 
 
 def predict(model: str, way: str, devices: int, recorded: Recorded, alone: Recorded, machine: Machine) -> Prediction:
-    """What ``way`` takes on ``machine``, beside the module ``alone`` on one of its devices."""
+    """What ``way`` takes on ``machine``, beside the module ``alone`` on one of its devices. Times are milliseconds."""
     free = machine.with_free_host()
     one, two = schedule(recorded.one, machine), schedule(recorded.two, machine)
     factor = alone.cost_of_launches(machine) / alone.python_seconds()
-    return Prediction(
-        model=model,
-        machine=machine.name,
-        way=way,
-        devices=devices,
-        step=1e3 * (two.time - one.time),
-        from_idle=1e3 * one.time,
-        free_host=second_step(recorded, free),
-        bound=without_communication(schedule(alone.one, free)),
-        alone=second_step(alone, machine),
-        exposed=1e3 * (two.exposed_communication - one.exposed_communication),
-        launches=len(recorded.one.launches),
-        copies=sum(launch.copy is not None for launch in recorded.one.launches),
-        received=received_bytes(recorded.one) / 1e6,
-        python=1e3 * factor * recorded.python_seconds(),
-        factor=factor,
-    )
+    return {
+        "model": model,
+        "machine": machine.name,
+        "way": way,
+        "devices": devices,
+        "step": 1e3 * (two.time - one.time),  # one more step, where the host may run ahead
+        "from_idle": 1e3 * one.time,
+        "free_host": second_step(recorded, free),
+        "bound": without_communication(schedule(alone.one, free)),
+        "alone": second_step(alone, machine),
+        "exposed": 1e3 * (two.exposed_communication - one.exposed_communication),
+        "launches": len(recorded.one.launches),
+        "copies": sum(launch.copy is not None for launch in recorded.one.launches),
+        "received": received_bytes(recorded.one) / 1e6,
+        "python": 1e3 * factor * recorded.python_seconds(),
+        "factor": factor,  # makes the recorded time of the module alone what this host takes for its launches
+    }
 
 
 class Steps:
@@ -292,7 +246,7 @@ def main(model: str, counts: str, folder: str, *ways: str) -> None:
         found += predictions(model, alone, shown, [machine])
     if model == PICTURE[0] and PICTURE[1:] in by_way:
         schedule(by_way[PICTURE[1:]].one, A100).plot(Path(folder) / "step.png")
-    print(json.dumps({"predictions": [asdict(prediction) for prediction in found]}))
+    print(json.dumps({"predictions": found}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Broadcasts and sums of buckets between devices, by each transport and route, as calls to be timed.
 
-Checks that all of them give the same bits. This module times and judges nothing. That is done by `test_transports.py`
-and `transports_report.py`.
+Checks that all of them give the same bits. This module times and judges nothing. That is done by
+`test_transports.py`.
 """
 
 from __future__ import annotations
