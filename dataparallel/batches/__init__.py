@@ -1,1 +1,1 @@
-"""Batches that are no dense tensors: how each kind is cut, moved and joined."""
+"""Batches: how tensors, structures of them and users' own kinds are split, moved and joined."""

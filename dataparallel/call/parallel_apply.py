@@ -1,7 +1,8 @@
 """`parallel_apply` runs each replica on its device, and returns the outputs in slot order or raises the first error.
 
 ``threads.gang`` and ``threads.in_turn`` run the calls, and ``threads.settings`` gives them the caller's settings. This
-file decides which replicas may run at the same time, if they need worker threads, and which error is raised.
+file says which replicas must not run at the same time, if they need worker threads, and which error is raised;
+``threads.permits`` says how many of the others run.
 """
 
 from __future__ import annotations

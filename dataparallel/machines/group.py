@@ -1,7 +1,7 @@
 """`Machines`: the ranks of a process group, for one purpose, with a queue of rounds.
 
-Nothing is sent over the user's group. Beside it the library makes one group that sends tensors for all purposes, so
-that with NCCL there is one communicator for each device, made at the start. It always has gloo for host memory.
+No tensor is sent over the user's group. Beside it the library makes a group of its own, so that with NCCL there is one
+communicator for each device, made at the start. The own group always has gloo for host memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`rows_of` makes figures of a profile: a `Row` for each stage, and one for each replica in it."""
+"""`rows_of` makes figures of a profile: a `Row` for each stage, and one for each replica in it. `text_of` prints them.
+
+The times of ranges are intervals: what lies in an inner range is not counted for the outer one (`without`).
+"""
 
 from __future__ import annotations
 

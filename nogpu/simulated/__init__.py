@@ -2,7 +2,7 @@
 
 `simulate` makes them. ``csrc`` implements devices, streams, memory, operators and clocks; ``extension`` compiles and
 holds it. ``device_module`` is ``torch.sim``, with ``watching`` and ``timeline``. ``shapes`` serves
-``compute=False``. Nothing in the library imports this package.
+``compute=False``.
 """
 
 from __future__ import annotations

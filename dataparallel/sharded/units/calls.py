@@ -1,7 +1,7 @@
 """`ModuleRunner` runs a unit's module on one slot with full parameters; `RootCall` is one call of the root.
 
-Before a module runs, its unit and the next one are gathered; afterwards its unit is freed. In backward, hooks on the
-outputs and nodes on the inputs of the module (`ModuleCall`) do the same, from the last unit to the first.
+Before a module runs, its unit and the next one are gathered; afterwards its unit is freed (``slot_unit``). In backward,
+hooks on the outputs and nodes on the inputs of the module (`ModuleCall`) do the same, from the last unit to the first.
 `reach_parameters` lets ``backward(inputs=[...])`` reach sharded parameters, which are in no graph.
 """
 
