@@ -224,16 +224,21 @@ def test_beside_published_figures(
 
 MEGA = 1e6
 
-# A megabyte takes 1 ms on any way, a million FLOPs take 1 ms, nothing else takes any time.
-MACHINE = Machine(
-    name="two",
-    devices=2,
-    flops={"float32": 1e9},
-    memory_bandwidth=math.inf,
-    kernel_latency=0.0,
-    wiring=switch(2, bandwidth=1e9, latency=0.0, host_bandwidth=1e9, host_latency=0.0),
-    host=Host.free(),
-)
+
+def machine(name: str, devices: int) -> Machine:
+    """A megabyte takes 1 ms on any way, a million FLOPs take 1 ms, nothing else takes any time."""
+    return Machine(
+        name=name,
+        devices=devices,
+        flops={"float32": 1e9},
+        memory_bandwidth=math.inf,
+        kernel_latency=0.0,
+        wiring=switch(devices, bandwidth=1e9, latency=0.0, host_bandwidth=1e9, host_latency=0.0),
+        host=Host.free(),
+    )
+
+
+MACHINE = machine("two", 2)
 SLOW_HOST = MACHINE.with_(host=Host(lock=0.002, rest=0.001, backward=0.0))
 
 
@@ -293,10 +298,9 @@ class TestPrediction:
         assert found["python"] == pytest.approx(4 * 3)
 
     def test_machines_with_fewer_devices_are_left_out(self) -> None:
-        one = replace(MACHINE, name="one", devices=1, wiring=switch(1, 1e9, 0.0, host_bandwidth=1e9, host_latency=0.0))
         streams = (StreamName(0, 0),)
         alone = Recorded(*(Recording(streams, found.launches) for found in (ALONE_STEP.one, ALONE_STEP.two)))
-        found = predictions("model", alone, {(REPLICATE, 2): BOTH}, [one, MACHINE])
+        found = predictions("model", alone, {(REPLICATE, 2): BOTH}, [machine("one", 1), MACHINE])
         cases = [("one", ALONE, 1), ("two", ALONE, 1), ("two", REPLICATE, 2)]
         assert [(each["machine"], each["way"], each["devices"]) for each in found] == cases
 

@@ -1,7 +1,4 @@
-"""The stand-ins do what the primitives of ``torch.nn.parallel`` do.
-
-Nothing is timed here.
-"""
+"""The stand-ins do what the primitives of ``torch.nn.parallel`` do. Nothing is timed here."""
 
 from __future__ import annotations
 
