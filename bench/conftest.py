@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pytest_benchmark.fixture import BenchmarkFixture
 
 from options import add_options, check_options, is_short, left_out, results_folder, shown
 from places import Places, find_places
@@ -61,6 +63,12 @@ def reports(request: pytest.FixtureRequest) -> list[Report]:
 def short(request: pytest.FixtureRequest) -> bool:
     """Whether to be quick rather than meaningful."""
     return is_short(request.config)
+
+
+@pytest.fixture
+def once(benchmark: BenchmarkFixture) -> Callable[..., Any]:
+    """Calls a function, as one round of pytest-benchmark: its options and files know each comparison as a whole."""
+    return lambda function, *args, **options: benchmark.pedantic(function, args, options, rounds=1)
 
 
 @pytest.fixture(autouse=True)

@@ -224,14 +224,14 @@ def beside(shape: Shape, devices: list[torch.device]) -> BesideTorch:
 
 
 @pytest.fixture
-def measure(shape: Shape, beside: BesideTorch, places: Places, report: Report, short: bool) -> Measure:
+def measure(shape: Shape, beside: BesideTorch, places: Places, report: Report, short: bool, once: Any) -> Measure:
     """A function that times calls in turn and reports them."""
 
     def run(work: str, ours: Call, theirs: Call, others: Mapping[str, Call] = {}, between: Call = lambda: None) -> None:
         pairs = 2 * PAIRS if len(beside.devices) == BAR_DEVICES else PAIRS
         with places.clocks_off():
             calls = {OURS: ours, TORCH: theirs, **others}
-            timed = beside.time(calls, pairs, SHORT_SETTLE if short else SETTLE, short, between)
+            timed = once(beside.time, calls, pairs, SHORT_SETTLE if short else SETTLE, short, between)
         report.rows += rows_of(shape.name, beside.devices, work, timed)
 
     return run

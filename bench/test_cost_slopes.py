@@ -101,14 +101,14 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             draw_growth(axes, lines, what, "numbers", f"{work}, for one more {ONE[what]}")
 
 
-def test_tensors_modules_and_slots(reports: list[Report], short: bool) -> None:
+def test_tensors_modules_and_slots(reports: list[Report], short: bool, once: Any) -> None:
     """All ways take turns, in a process of its own: CPU time is that of a whole process.
 
     The script checks outputs and gradients before and after.
     """
     report = Report("cost_slopes", CAPTION, TABLE, plot)
     reports.append(report)
-    printed = printed_by("cost_slopes", *((SHORT_ROUNDS, SHORT_MOST) if short else (ROUNDS, MOST)))
+    printed = once(printed_by, "cost_slopes", *((SHORT_ROUNDS, SHORT_MOST) if short else (ROUNDS, MOST)))
     timed = [Timed(**each) for each in printed["timed"]]
     assert {each.grows for each in timed} == {growth.what for growth in GROWTHS}
     for work, ways in WAYS.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def memory_report(reports: list[Report], places: Places) -> Report:
 
 @pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL support")
 @pytest.mark.parametrize("shape", [RESNET, NARROW_GPT, WIDE_GPT], ids=lambda shape: shape.name)
-def test_on_devices(shape: Shape, places: Places, report: Report, short: bool) -> None:
+def test_on_devices(shape: Shape, places: Places, report: Report, short: bool, once: Any) -> None:
     """All take turns, in rounds. Sharded forms, which take longest and have no bar, are in half of them."""
     if short and shape is not NARROW_GPT:
         pytest.skip("short")
@@ -102,7 +103,7 @@ def test_on_devices(shape: Shape, places: Places, report: Report, short: bool) -
         for call in (forms.train_replicated, forms.train, *in_half.values()):
             for _ in range(SHORT_SETTLE if short else SETTLE):
                 call()
-        first = take_turns([forms.train_replicated, *in_all.values(), *in_half.values()], PAIRS, short=short)
+        first = once(take_turns, [forms.train_replicated, *in_all.values(), *in_half.values()], PAIRS, short=short)
         second = take_turns([forms.train_replicated, *in_all.values()], PAIRS, short=short)
     ours, *others = [one + more for one, more in zip_longest(first, second, fillvalue=[])]
     loads = before, load()
@@ -134,7 +135,7 @@ def test_memory_and_bytes(shape: Shape, places: Places, memory_report: Report, s
         memory_report.rows.append(row_of(shape.name, way, len(devices), parts, measure(work, way, devices)))
 
 
-def test_on_cpu_slots(report: Report, tmp_path: Path, short: bool) -> None:
+def test_on_cpu_slots(report: Report, tmp_path: Path, short: bool, once: Any) -> None:
     """In a process of its own, beside as many processes of DDP as there are slots."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("torch without gloo")
@@ -156,7 +157,7 @@ def test_on_cpu_slots(report: Report, tmp_path: Path, short: bool) -> None:
 
         before = load()
         calls = [partial(contender.tell, way) for way, contender in contenders.items()]
-        seconds = take_turns(calls, pairs_for(DDP_BAR), between=collect_garbage, short=short)
+        seconds = once(take_turns, calls, pairs_for(DDP_BAR), between=collect_garbage, short=short)
         loads = before, load()
         assert_same_gradients(ours.found()[REPLICATE][0]["gradients"], ddp.found()[DDP][0]["gradients"])
     for quotient, theirs in ((BESIDE_WRAPPER, seconds[1]), (BESIDE_DDP, seconds[2])):

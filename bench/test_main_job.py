@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def ways(places: Places, devices: list[torch.device]) -> dict[str, Way]:
 
 
 def test_training_on_digits(
-    ways: dict[str, Way], devices: list[torch.device], places: Places, report: Report, short: bool
+    ways: dict[str, Way], devices: list[torch.device], places: Places, report: Report, short: bool, once: Any
 ) -> None:
     """The same training by each way, an epoch in turn. Each has to read the digits."""
     epochs = SHORT_EPOCHS if short else EPOCHS
@@ -188,7 +189,7 @@ def test_training_on_digits(
     with places.clocks_off(), stand_ins.installed():
         runs = {name: TrainingRun(devices, torch.float32, epochs, way) for name, way in ways.items()}
         calls = {name: run.train_epoch for name, run in runs.items()}
-        report.rows.append(in_turns("digits", "epoch", calls, stand_ins, epochs, warm_up=0))
+        report.rows.append(once(in_turns, "digits", "epoch", calls, stand_ins, epochs, warm_up=0))
         accuracies = {name: run.accuracy() for name, run in runs.items()}
     found = ", ".join(f"{accuracy:.1%} by {name}" for name, accuracy in accuracies.items())
     report.notes.append(f"Digits of the test set read correctly after {epochs} epochs: {found}.")

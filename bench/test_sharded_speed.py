@@ -227,7 +227,7 @@ def units_report(reports: list[Report], places: Places) -> Report:
     return reports[-1]
 
 
-def test_beside_fsdp(report: Report, tmp_path: Path, places: Places, short: bool) -> None:
+def test_beside_fsdp(report: Report, tmp_path: Path, places: Places, short: bool, once: Any) -> None:
     """All begin with the same gradients, and their losses stay the same, step by step."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("torch without gloo")
@@ -261,7 +261,7 @@ def test_beside_fsdp(report: Report, tmp_path: Path, places: Places, short: bool
         for other in others:
             assert_same_gradients(other, expected)
         before = load()
-        found = take_turns(calls, PAIRS, between=collect_garbage, short=short)
+        found = once(take_turns, calls, PAIRS, between=collect_garbage, short=short)
         loads = before, load()
         losses = results("losses")
         for other in losses[1:]:
@@ -278,7 +278,7 @@ def test_beside_fsdp(report: Report, tmp_path: Path, places: Places, short: bool
 
 
 @pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL support")
-def test_launch_bound(report: Report, places: Places, short: bool) -> None:
+def test_launch_bound(report: Report, places: Places, short: bool, once: Any) -> None:
     """All take turns, in rounds."""
     devices = places.apart_or_skip(LAUNCH_BOUND_DEVICES, report)[:LAUNCH_BOUND_DEVICES]
     steps = ShardedSteps(NARROW_GPT.model(), NARROW_GPT.batch(SAMPLES_PER_DEVICE * len(devices)), devices)
@@ -294,7 +294,7 @@ def test_launch_bound(report: Report, places: Places, short: bool) -> None:
         for _ in range(SHORT_SETTLE if short else SETTLE):
             steps.step()
             steps.step_replicated()
-        seconds = dict(zip(calls, take_turns(calls, PAIRS, short=short), strict=True))
+        seconds = dict(zip(calls, once(take_turns, calls, PAIRS, short=short), strict=True))
     loads = before, load()
     steps.check()
     for quotient, (ours, theirs) in beside.items():
@@ -310,7 +310,7 @@ def of_blocks(blocks: int, devices: Sequence[torch.device]) -> ShardedSteps:
     return ShardedSteps(module, batch, devices)
 
 
-def test_more_units(units_report: Report, places: Places, short: bool) -> None:
+def test_more_units(units_report: Report, places: Places, short: bool, once: Any) -> None:
     devices = places.apart_or_skip(UNITS_DEVICES, units_report)[:UNITS_DEVICES]
     blocks = UNITS[:2] if short else UNITS
     all_steps = [of_blocks(number, devices) for number in blocks]
@@ -321,7 +321,7 @@ def test_more_units(units_report: Report, places: Places, short: bool) -> None:
             for _ in range(SHORT_SETTLE if short else SETTLE):
                 steps.step()
         calls = [call for steps in all_steps for call in (steps.step, steps.steps_in_a_row)]
-        seconds = cpu_seconds(calls, SHORT_GROWTH_ROUNDS if short else GROWTH_ROUNDS)
+        seconds = once(cpu_seconds, calls, SHORT_GROWTH_ROUNDS if short else GROWTH_ROUNDS)
     for steps in all_steps:
         steps.check()
     for work, own in (("fully_shard", seconds[::2]), ("in a row", seconds[1::2])):

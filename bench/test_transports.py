@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,7 +91,7 @@ def report(reports: list[Report], places: Places) -> Report:
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size // KIB} KiB")
 @pytest.mark.parametrize("work", [BROADCAST, SUM])
-def test_ways(work: str, size: int, count: int, report: Report, places: Places, short: bool) -> None:
+def test_ways(work: str, size: int, count: int, report: Report, places: Places, short: bool, once: Any) -> None:
     devices = places.apart_or_skip(2, report)
     if size < 4 * count:
         pytest.skip("fewer numbers than tensors")
@@ -102,5 +103,5 @@ def test_ways(work: str, size: int, count: int, report: Report, places: Places, 
     traffic.check()
     copy, copied = copy_between(*devices[:2])
     with places.clocks_off():
-        *seconds, copies = take_turns([*traffic.calls(), copy], SHORT_PAIRS if short else PAIRS)
+        *seconds, copies = once(take_turns, [*traffic.calls(), copy], SHORT_PAIRS if short else PAIRS)
     report.rows += rows_of(traffic, seconds, copies, copied)

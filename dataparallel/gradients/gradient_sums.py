@@ -1,6 +1,7 @@
 """`KeptToSlots` has gradients of kept replicas summed in backward, or `GradientSums` keeps them for a later one.
 
-``autograd.bucket_gradients`` adds them. Each bucket of parameters has one such node, which many passes use. The module has one `GradientSums` for all buckets.
+``autograd.bucket_gradients`` adds them. Each bucket of parameters has one such node, which many passes use. The module
+has one `GradientSums` for all buckets.
 """
 
 from __future__ import annotations
