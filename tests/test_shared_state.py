@@ -13,10 +13,10 @@ PAGE = Path(__file__).parent.parent / "docs" / "shared_state.rst"
 
 
 def rows(heading: str) -> set[tuple[str, str]]:
-    """File and name of each row in the table below a heading."""
+    """File and name of each entry below a heading: ```file``: ``name``, ``name```."""
     section = re.split(r"\n-{3,}\n", PAGE.read_text().partition(f"\n{heading}\n")[2])[0]
-    cells = [re.split(r"\n     - ", row) for row in re.split(r"\n   \* - ", section)[2:]]
-    return {(cell[0].strip().strip("`"), name) for cell in cells for name in re.findall(r"``(\w+)``", cell[1])}
+    entries = re.findall(r"``([\w/]+)``:\s+((?:``\w+``[,\s]*)+)", section)
+    return {(file, name) for file, names in entries for name in re.findall(r"``(\w+)``", names)}
 
 
 def in_code(find) -> set[tuple[str, str]]:
