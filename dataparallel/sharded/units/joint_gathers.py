@@ -141,6 +141,10 @@ class GatherBudget:
                     self._has_given_up = True
                     self._wake_slots()
                 before = self._movements
+            with self._lock:
+                was_woken_here = self._slots_aside.pop(place.index, None) is None
+            if not was_woken_here:
+                return None  # the scheduler has let it go on: another replica has failed, and takes nothing any more
         return None
 
 
