@@ -32,7 +32,7 @@ def scattered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     Both ways into a scatter are watched. One is private: nothing but time would show on which way a chunk came.
     """
     found: list[Tensor] = []
-    real, send = comm.scatter, ahead.send
+    real, send = comm.ChunkTransports.scatter, ahead.send
 
     def noted(tensors: list, slots: list, dim: int) -> ahead.SentBatch:
         found.extend(tensor for tensor, _ in tensors)
@@ -40,11 +40,11 @@ def scattered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     monkeypatch.setattr(ahead, "send", noted)
 
-    def scatter(tensor: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+    def scatter(self: comm.ChunkTransports, tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
         found.append(tensor)
-        return real(tensor, *args, **kwargs)
+        return real(self, tensor, sizes, dim)
 
-    monkeypatch.setattr(comm, "scatter", scatter)
+    monkeypatch.setattr(comm.ChunkTransports, "scatter", scatter)
     return found
 
 

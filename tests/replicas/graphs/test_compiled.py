@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import graphed_models
-from dataparallel import _torch
 from dataparallel.composable import fully_shard
 from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.calls import compiled_here
@@ -282,12 +281,12 @@ def test_the_compilers_own_graphs_are_left_out(mode: str) -> None:
     assert torch_compile.uses_cuda_graphs(made)
     found = torch_compile.without_cuda_graphs(made)
     assert not torch_compile.uses_cuda_graphs(found)
-    expected = _torch._callbacks(torch_compile.compiler_context(without).callback)[-1]
-    backend = _torch._callbacks(found.callback)[-1]
+    expected = torch_compile._callbacks(torch_compile.compiler_context(without).callback)[-1]
+    backend = torch_compile._callbacks(found.callback)[-1]
     assert backend.config == {**expected.config, "triton.cudagraphs": False}
     assert (backend.dynamic, found.fullgraph) == (True, True)
-    assert [getattr(each, "_recompile_limit", None) for each in _torch._callbacks(found.callback)] == [
-        getattr(each, "_recompile_limit", None) for each in _torch._callbacks(made.callback)
+    assert [getattr(each, "_recompile_limit", None) for each in torch_compile._callbacks(found.callback)] == [
+        getattr(each, "_recompile_limit", None) for each in torch_compile._callbacks(made.callback)
     ]
 
 
