@@ -18,7 +18,7 @@ from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.forms.data_parallel import DataParallel
 from dataparallel.forms.fully_shard import fully_shard
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
-from dataparallel.forms.managed import ManagedModule, name_of_form, register_forward_method, state_of
+from dataparallel.forms.managed import ManagedModule, has_forward, name_of_form, register_forward_method, state_of
 from dataparallel.forms.replicate import replicate
 from dataparallel.forms.wrapper_options import own_options
 from dataparallel.integrations.accelerate import Accelerator
@@ -237,6 +237,7 @@ def _shard_blocks(model: nn.Module, slots: Sequence[torch.device]) -> None:
         for module in model.modules()
         if type(module).__name__ in names
         and module is not model
+        and has_forward(module)
         and all(uses[parameter] == number * paths[id(module)] for parameter, number in _uses(module).items())
     ]
     for block in reversed(blocks):  # children before their parents

@@ -111,11 +111,14 @@ def _of_chunks(items: Tensor, sizes: Sequence[int]) -> Tensor:
 
 # ---- what models of transformers divide by ---------------------------------------------------------------------------
 
-_WORDS = "CausalLM|ConditionalGeneration|MaskedLM|TokenClassification|SpeechToText|TextToText|EncoderDecoder|MT"
+_WORDS = "CausalLM|ConditionalGeneration|MaskedLM|TokenClassification|SpeechToText|TextToText|EncoderDecoder|MT|LMHead"
 _CLASSES = "(?:Sequence|Image|Video|Audio)Classification|MultipleChoice|NextSentencePrediction"
-_HEADS = re.compile(f"(?:For)?({_WORDS}|{_CLASSES}|QuestionAnswering|SemanticSegmentation)(?:Model)?$")
+_HEADS = re.compile(
+    f"(?:For)?({_WORDS}|{_CLASSES}|QuestionAnswering|SemanticSegmentation|AudioFrameClassification)(?:Model)?$"
+)
 
-_LOSSES = {"CrossEntropyLoss", "mlm_loss_fct"}  # a forward that names neither computes its loss elsewhere
+# A forward that names none of these computes its loss elsewhere.
+_LOSSES = {"CrossEntropyLoss", "mlm_loss_fct", "binary_cross_entropy_with_logits"}
 _OTHER_MASKS = {"active_loss", "bbox_first_token_mask", "shift_labels"}  # variables of forwards that drop more items
 _MORE_TERMS = ("output_router_logits", "z_loss_coefficient")  # settings that add to a loss what has other items
 
@@ -140,8 +143,8 @@ def known_items(model: Any, inputs: Mapping[str, Any]) -> Items:
     if head == "QuestionAnswering":
         return _answers(inputs)
     labels: Any = inputs.get("labels")
-    if labels is None:
-        return "mean"  # there is no loss
+    if labels is None or head == "AudioFrameClassification":
+        return "mean"  # there is no loss, or one over frames, of which each sample has as many
     if head == "CTC":
         reduction: Any = getattr(model.config, "ctc_loss_reduction", None)
         return reduction if reduction in ("mean", "sum") else None  # the mean is one over samples
@@ -186,10 +189,14 @@ def _head(model: Any) -> tuple[str | None, bool]:
 
 def _answers(inputs: Mapping[str, Any]) -> Items:
     """Positions behind the text are ignored. If starts and ends are not ignored together, no weights fit both means."""
-    starts, ends, words = (inputs.get(name) for name in ("start_positions", "end_positions", "input_ids"))
+    names = ("start_positions", "end_positions", "input_ids", "decoder_input_ids")
+    starts, ends, words, of_decoder = map(inputs.get, names)
+    words = words if of_decoder is None else of_decoder  # a decoder finds the answers in its own text
     if starts is None or ends is None:
         return "mean"  # there is no loss
     if words is None:
         return None
     have_starts, have_ends = (positions.flatten() < words.shape[1] for positions in (starts, ends))
+    if "pixel_values" in inputs and not have_starts.all():
+        return None  # the picture may lie behind the text, with positions of its own
     return have_starts if torch.equal(have_starts, have_ends) else None
