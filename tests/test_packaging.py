@@ -18,6 +18,7 @@ from nogpu.simulated.extension import EXTENSION
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE_UP = {f"dataparallel/kernel.{suffix}" for suffix in ("cpp", "h", "cu")}
+PACKAGES = ("dataparallel", "nogpu")
 AT_THE_ROOT = ("setup.py", "setup.cfg", "README.rst", "LICENSE", "CHANGELOG.rst", "MANIFEST.in")
 PUBLIC_NAMES = [
     "DataParallel",
@@ -41,11 +42,14 @@ def needed_files(package: Path) -> set[str]:
     }
 
 
+NEEDED = {name for package in PACKAGES for name in needed_files(ROOT / package)}
+
+
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
     """A copy: a build leaves folders in the tree, and old ones leak into the wheel."""
     tree = tmp_path_factory.mktemp("tree")
-    for folder in ("dataparallel", "tests", "bench"):
+    for folder in (*PACKAGES, "tests", "bench"):
         if (ROOT / folder).exists():
             ignored = shutil.ignore_patterns("__pycache__", "results")
             shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
@@ -87,7 +91,7 @@ def sdist_path(tree, tmp_path_factory) -> Path:
 @pytest.mark.devices("cpu")  # its process is its own: once is enough
 def test_wheel_carries_every_file(wheel):
     inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert inside == needed_files(ROOT / "dataparallel") | MADE_UP
+    assert inside == NEEDED | MADE_UP
     assert "dataparallel/py.typed" in inside
 
 
@@ -97,7 +101,7 @@ def test_sdist_carries_every_file_and_no_others(sdist_path):
     with tarfile.open(sdist_path) as archive:
         inside = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     inside = {name for name in inside if ".egg-info/" not in name} - {"PKG-INFO"}
-    assert inside == needed_files(ROOT / "dataparallel") | MADE_UP | {*AT_THE_ROOT}
+    assert inside == NEEDED | MADE_UP | {*AT_THE_ROOT}
 
 
 INSTALLED = """
