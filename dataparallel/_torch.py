@@ -129,7 +129,7 @@ def wrap_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Non
 _run_engine: Callable[..., Any] = private(
     "torch.autograd._engine_run_backward", "have backward(inputs=...) reach sharded parameters"
 )
-rebuild_engine = private("torch.autograd.Variable._execution_engine.is_checkpoint_valid", "rebuild it after a fork")
+rebuild_engine = private("torch.autograd.Variable._execution_engine.is_checkpoint_valid", "rebuild the engine")
 set_sequence_nr = private("torch._C._FunctionBase._set_sequence_nr", "have sums begin during backward")
 
 
@@ -145,7 +145,7 @@ def sequence_nr(node: Any) -> int:
 
 current_stream_at = private("torch._C._accelerator_getStream", "read an accelerator's current stream")
 exchange_device = private("torch._C._accelerator_exchangeDevice", "use events of other devices")
-go_back_to_device = private("torch._C._accelerator_maybeExchangeDevice", "use events without contexts")
+go_back_to_device = private("torch._C._accelerator_maybeExchangeDevice", "leave a device without a context on it")
 
 # ---- process groups --------------------------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ def share_hooks(new: Tensor, old: Tensor) -> None:
 
 set_versions = private("torch._C._autograd._unsafe_set_version_counter", "have autograd refuse freed parameters")
 make_wrapper_subclass = private("torch.Tensor._make_wrapper_subclass", "make sharded tensors")
-refuse_data_pointers = private("torch._C._set_throw_on_mutable_data_ptr", "raise where C++ wants memory")
+refuse_data_pointers = private("torch._C._set_throw_on_mutable_data_ptr", "refuse C++ a sharded tensor's memory")
 to_copy = private("torch.ops.aten._to_copy.default", "take tensors whose parts lie on several devices to others")
 unsafe_view = private("torch.ops.aten._unsafe_view.default", "give such a tensor another shape")
 pin_memory = private("torch.ops.aten._pin_memory.default", "pin tensors whose parts have been taken to the CPU")
@@ -241,10 +241,10 @@ _get_schema = private("torch._C._get_schema", "read which arguments an operator 
 foreach_norm = private("torch.ops.aten._foreach_norm.Scalar", "clip gradients whose parts lie on several devices")
 foreach_max = private("torch.ops.aten._foreach_max.default", "find maxima of parts that lie on several devices")
 unscale = private("torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default", "unscale sharded gradients")
-foreach_types_of_optimizers = private("torch.optim.optimizer._foreach_supported_types", "step all at once")
-foreach_types_of_clipping = private("torch.utils._foreach_utils._foreach_supported_types", "clip all at once")
-is_functional_tensor = private("torch._is_functional_tensor", "tell such tensors from plain ones in tests")
-is_functorch_tensor = private("torch._C._functorch.is_functorch_wrapped_tensor", "know them in tests")
+foreach_types_of_optimizers = private("torch.optim.optimizer._foreach_supported_types", "step in one call")
+foreach_types_of_clipping = private("torch.utils._foreach_utils._foreach_supported_types", "clip in one call")
+is_functional_tensor = private("torch._is_functional_tensor", "tell functional tensors from plain ones")
+is_functorch_tensor = private("torch._C._functorch.is_functorch_wrapped_tensor", "tell such tensors from others")
 _DispatchKeySet = private("torch._C.DispatchKeySet", "name the dispatch key that tracks views")
 _DispatchKey = private("torch._C.DispatchKey", "name the dispatch key that tracks views")
 _ExcludeDispatchKeyGuard = private("torch._C._ExcludeDispatchKeyGuard", "share memory without views")
@@ -438,27 +438,32 @@ def note_whether_compiler_is_in_use() -> bool:
     """
     global _was_compiler_in_use
     if not _was_compiler_in_use and is_compiler_loaded():
-        _was_compiler_in_use = any(backend is not None for backend in list(_backends().values()))
+        _was_compiler_in_use = any(backend is not None for backend in list(of_compiler("backends").values()))
     return _was_compiler_in_use
 
 
-@cache
-def _backends() -> dict[Any, Any]:
-    # As `_compiler_part`. A decorator that disables the compiler has the backend None.
-    found = private("torch._dynamo.eval_frame.cached_backends", "see whether anything is compiled")
-    return found
+_OF_COMPILER: dict[str, tuple[Any, ...]] = {
+    # A decorator that disables the compiler has the backend None.
+    "backends": ("torch._dynamo.eval_frame.cached_backends", "see whether anything is compiled"),
+    "module": ("torch._dynamo.eval_frame.OptimizedModule", "recognise modules that torch.compile has made"),
+    "context": ("torch._dynamo.eval_frame._TorchDynamoContext", "compile replicas as the module was compiled"),
+    "count": ("torch._dynamo.eval_frame._get_total_cache_entry_count", "count compiled graphs", False),  # from 2.13 on
+    "entries": ("torch._dynamo.eval_frame._debug_get_cache_entry_list", "count compiled graphs"),
+    "counters": ("torch._dynamo.utils.counters", "count what could not be compiled"),
+    "config": ("torch._dynamo.config", "raise the number of graphs for several devices"),
+    "functorch": ("torch._functorch.config", "compile a backward together with its forward"),
+    "inductor": ("torch._inductor.config", "see what is recorded as CUDA graphs, and refuse parameters inside graphs"),
+}
 
 
 @cache
-def compiler_part(path: str, purpose: str) -> Any:
-    # Not looked up at import, because that would import the compiler, which takes seconds.
-    return private(path, purpose)
+def of_compiler(name: str) -> Any:
+    """A part of the compiler. It is looked up when it is needed, because importing the compiler takes seconds."""
+    return private(*_OF_COMPILER[name])
 
 
-@cache
-def optimized_module() -> Any:
-    return compiler_part("torch._dynamo.eval_frame.OptimizedModule", "recognise modules that torch.compile has made")
-
+BRANCHES = "torch._higher_order_ops"
+"""The package of ``torch.cond`` and its relatives."""
 
 ORIGINAL_OF_COMPILED = "_orig_mod"
 """The name of the module as a child of the one that ``torch.compile`` has made from it."""
@@ -468,7 +473,7 @@ def compiled_original(item: Any) -> Any:
     """The module or function from which ``torch.compile`` made ``item``; ``None`` if it did not make it."""
     if not is_compiler_loaded():
         return None
-    if issubclass(type(item), optimized_module()):
+    if issubclass(type(item), of_compiler("module")):
         return vars(item).get("_modules", {}).get(ORIGINAL_OF_COMPILED)
     if type(item) is FunctionType and not vars(item).get("_torchdynamo_disable", False):
         return vars(item).get("_torchdynamo_orig_callable")

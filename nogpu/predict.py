@@ -116,13 +116,12 @@ def table(predictions: Mapping[str, Prediction]) -> str:
     return aligned([head, *rows])
 
 
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+
+
 def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("the last unit takes all")
+    unit, size = next(((name, size) for name, size in _UNITS.items() if count >= size), ("B", 1))
+    return f"{count} B" if unit == "B" else f"{count / size:.1f} {unit}"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,6 +1,4 @@
-"""What makes steps slow, and what to try: one list. `PerformanceChecks` warns of what the first calls of a form show
-beyond doubt, and waits for no device. `what_to_try` has sentences for what a trace shows.
-"""
+"""`PerformanceChecks` warns of what makes first calls slow beyond doubt. `what_to_try` says what a trace suggests."""
 
 from __future__ import annotations
 
@@ -110,10 +108,12 @@ _TO_TRY = {
 def what_to_try(shares: Mapping[str, float], behind: float, slowest: int, uneven: float, launching: float) -> list[str]:
     """Sentences for a trace: the stages' ``shares`` of the block and of devices that went on behind it, the slowest
     replica and its time by the mean, the share of the replicas' time that no kernel took."""
-    found = {_TO_TRY.get(max(shares, key=lambda stage: shares[stage], default="none"), "see the profile"): True}
-    found["launch less: DataParallel(model, compile=True), graphs=True, or larger chunks"] = launching > 0.5
-    found[
-        f"replica {slowest} is slow, {uneven:.1f} times the mean: smaller chunk_sizes=, or samples sorted by length"
-    ] = uneven > 1.5 and shares["forward"] > 0.2
-    found["devices go on when the host is done: torch.compile and torch.autocast make kernels faster"] = behind > 0.1
-    return [sentence for sentence, holds in found.items() if holds]
+    found = [_TO_TRY.get(max(shares, key=lambda stage: shares[stage], default="none"), "see the profile")]
+    if launching > 0.5:
+        found.append("launch less: DataParallel(model, compile=True), graphs=True, or larger chunks")
+    if uneven > 1.5 and shares["forward"] > 0.2:
+        what = "smaller chunk_sizes=, or samples sorted by length"
+        found.append(f"replica {slowest} is slow, {uneven:.1f} times the mean: {what}")
+    if behind > 0.1:
+        found.append("devices go on when the host is done: torch.compile and torch.autocast make kernels faster")
+    return found

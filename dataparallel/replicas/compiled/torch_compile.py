@@ -38,10 +38,8 @@ def compiler_context(compiled: Any) -> Any:
 
     ``None`` if that torch keeps no context with it, or keeps it elsewhere.
     """
-    context_class = _torch.compiler_part(
-        "torch._dynamo.eval_frame._TorchDynamoContext", "compile replicas as the module was compiled"
-    )
-    if issubclass(type(compiled), _torch.optimized_module()):
+    context_class = _torch.of_compiler("context")
+    if issubclass(type(compiled), _torch.of_compiler("module")):
         found = vars(compiled).get("dynamo_ctx")
     else:
         names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
@@ -156,10 +154,9 @@ def trace_branches_by(run_alone: Callable[..., Any]) -> None:
     threads that trace at the same time fail: "CURRENT_PATCHER is None in finally block". This replaces names in the
     modules of these operators. Where torch has no such names, replicas that run at the same time may still fail.
     """
-    package = "torch._higher_order_ops"
-    modules = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
+    modules = [module for name, module in sys.modules.items() if name.startswith(f"{_torch.BRANCHES}.")]
     for name in ("materialize_as_graph", "_hop_compile_and_call"):
-        original: Callable[..., Any] | None = getattr(sys.modules[f"{package}.utils"], name, None)
+        original: Callable[..., Any] | None = getattr(sys.modules[f"{_torch.BRANCHES}.utils"], name, None)
         if original is not None:
             one_at_a_time = wraps(original)(partial(run_alone, original))
             for module in modules:
@@ -177,21 +174,10 @@ class _ContextForEach:
         return self.copy().run(function, *args, **kwargs)
 
 
-@cache
-def _count_graphs() -> Callable[[CodeType], int]:
-    number = "torch._dynamo.eval_frame._get_total_cache_entry_count"  # from 2.13 on, and the only one for all regions
-    purpose = "see whether another thread has compiled a graph"
-    if hasattr(sys.modules["torch._dynamo.eval_frame"], number.rpartition(".")[2]):
-        found: Callable[[CodeType], int] = _torch.private(number, purpose)
-        return found
-    entries = "torch._dynamo.eval_frame._debug_get_cache_entry_list"
-    listed: Callable[[CodeType], list[Any]] = _torch.private(entries, purpose)
-    return lambda code: len(listed(code))
-
-
 def number_of_graphs(code: CodeType) -> int:
-    """How many graphs the compiler has for ``code``."""
-    return _count_graphs()(code)
+    """How many graphs the compiler has for ``code``. The list of entries has those of one region only."""
+    count = _torch.of_compiler("count")
+    return count(code) if count else len(_torch.of_compiler("entries")(code))
 
 
 def has_graph(result: Any) -> bool:
@@ -201,13 +187,8 @@ def has_graph(result: Any) -> bool:
 
 def frames_that_failed() -> int:
     """How many frames this process could not compile so far, and ran as they are."""
-    frames = _torch.compiler_part("torch._dynamo.utils.counters", "count what could not be compiled")["frames"]
+    frames = _torch.of_compiler("counters")["frames"]
     return int(frames["total"] - frames["ok"])
-
-
-def _inductor_config() -> Any:
-    purpose = "see what is recorded as CUDA graphs, and refuse parameters inside graphs"
-    return _torch.compiler_part("torch._inductor.config", purpose)
 
 
 def uses_cuda_graphs(context: Any) -> bool:
@@ -218,13 +199,13 @@ def uses_cuda_graphs(context: Any) -> bool:
     own = getattr(backend, "config", None)
     if not isinstance(own, dict):  # Inductor's have one
         return False
-    config = _inductor_config()
+    config = _torch.of_compiler("inductor")
     return bool(own.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def refuse_parameters_in_graphs() -> None:
     """Raises ``RuntimeError`` if the compiler would make the parameters of one replica part of a graph."""
-    config = _inductor_config()
+    config = _torch.of_compiler("inductor")
     if config.freezing:
         raise RuntimeError(
             "replicas cannot be compiled with torch._inductor.config.freezing = True: graphs would hold the parameters "
@@ -239,8 +220,8 @@ def compiling_for(devices: int) -> Iterator[None]:
     The backward is compiled together with the forward. Otherwise it would be compiled when it first runs, in a thread
     of the engine. Frames that are entered between two graphs may have as many graphs on each device as on one.
     """
-    config = _torch.compiler_part("torch._dynamo.config", "raise the number of graphs for several devices")
-    functorch_config = _torch.compiler_part("torch._functorch.config", "compile a backward together with its forward")
+    config = _torch.of_compiler("config")
+    functorch_config = _torch.of_compiler("functorch")
     limits = {name: devices * getattr(config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
     with config.patch(**limits), functorch_config.patch(force_non_lazy_backward_lowering=True):
         yield
@@ -261,6 +242,6 @@ def compiled_backwards_keep_graphs() -> Iterator[None]:
     if not _torch.is_compiler_loaded():
         yield
         return
-    functorch_config = _torch.compiler_part("torch._functorch.config", "compile a backward together with its forward")
+    functorch_config = _torch.of_compiler("functorch")
     with functorch_config.patch(donated_buffer=False):
         yield

@@ -142,9 +142,9 @@ class GatherBudget:
                     self._wake_slots()
                 before = self._movements
             with self._lock:
-                was_woken_here = self._slots_aside.pop(place.index, None) is None
-            if not was_woken_here:
-                return None  # the scheduler has let it go on: another replica has failed, and takes nothing any more
+                is_still_aside = self._slots_aside.pop(place.index, None) is not None
+            if is_still_aside:
+                return None  # the scheduler has let it go on, because another replica has failed
         return None
 
 

@@ -24,9 +24,9 @@ from selection import others_long
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
 common_modules = pytest.importorskip("torch.testing._internal.common_modules")
-# That import chooses hypothesis settings of torch's own for the process. What is collected later needs ours.
+# That import chooses torch's own hypothesis settings for the process. What is collected later needs ours.
 hypothesis.settings.load_profile("dataparallel")
-# That import forbids the whole process to set flags of torch.backends. Other tests set them, so allow it again.
+# It also forbids the process to set flags of torch.backends, which other tests set.
 torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 pytestmark = pytest.mark.devices("sim")
