@@ -17,11 +17,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils.hooks import warn_if_has_hooks
 
 from dataparallel import _torch
-from dataparallel.devices import DeviceLike, resolve
+from dataparallel.devices import DeviceLike, current_device, resolve
 from dataparallel.sharded import methods, operators
 from dataparallel.sharded.placements import Division, Rows, after_loading, over_of
 from dataparallel.sharded.shards import copy_into, copy_shards, empty_shards, gather_full, split_into
 from dataparallel.sharded.waiting_hooks import AFTER_ACCUMULATION, ON_GRADIENT
+from dataparallel.threads.meetings import here
 
 if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
@@ -102,6 +103,19 @@ class ShardedTensor(Tensor):
         return self._devices
 
     @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where code that asks should compute: the replica's device in its forward and recomputations.
+
+        Models ask their first parameter where to make a tensor, and in a replica that parameter may not be gathered.
+        Elsewhere the device of the first shard.
+        """
+        first = self._shards[0].device
+        if first.type == "meta" or (here() is None and not _torch.is_in_backward()):
+            return first
+        computing = current_device(like=self._devices[0])
+        return computing if computing in self._devices else first
+
+    @property
     def over(self) -> Machines | None:
         """The machines over which the tensor is sharded, or ``None``. Its shards and devices are those of this one."""
         return over_of(self._devices)
@@ -123,7 +137,7 @@ class ShardedTensor(Tensor):
         Raises:
             TypeError, ValueError: as ``devices.resolve``.
         """
-        target = self.device if device is None else resolve(device)
+        target = self._shards[0].device if device is None else resolve(device)
         return gather_full(self._shards, self._placement, self.shape, target, self.over)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

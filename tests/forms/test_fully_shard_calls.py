@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from at_once import in_threads
-from dataparallel.composable import fully_shard
+from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal
@@ -196,6 +197,38 @@ def test_a_call_that_ends_beside_another_leaves_the_sharded_parameters_to_those_
             go_on.set()
 
     in_threads(2, call)
+
+
+class AsksItsWeights(nn.Module):
+    """Makes tensors where its first parameter is, which belongs to a layer, as models of transformers do."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.checkpointed = checkpointed
+
+    def units(self) -> list[nn.Module]:
+        return [*self.layers]
+
+    def shifted(self, x: Tensor) -> Tensor:
+        return self.layers[1](x + torch.arange(6, device=next(self.parameters()).device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.full((6,), 2.0, dtype=x.dtype, device=next(self.parameters()).device)
+        x = self.layers[0](x)
+        x = checkpoint(self.shifted, x, use_reentrant=False) if self.checkpointed else self.shifted(x)
+        return self.layers[2](x).to(next(self.parameters()).device)[:, :4]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_device_of_a_parameter_is_that_of_the_replica_that_asks(checkpointed, offload, slots):
+    def afterwards(model: nn.Module) -> None:
+        assert next(model.parameters()).device == torch.device("cpu" if offload else slots[0])
+
+    options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+    model = Model(seeded(AsksItsWeights, checkpointed), numbers(6))
+    assert_same_training(model, slots, steps=2, afterwards=afterwards, **options)
 
 
 class Adapted(nn.Module):

@@ -89,7 +89,7 @@ def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], e
     template = find_template(sharded_in(arguments))
     written = [value for value in operators.written_values(func, args, kwargs) if isinstance(value, Tensor)]
     plain = [value.device for value in written if not isinstance(value, ShardedTensor)]
-    device = plain[0] if plain else template.device
+    device = plain[0] if plain else template._shards[0].device
     full_tensors: dict[int, tuple[ShardedTensor, Tensor]] = {}  # by the id of the sharded tensor
 
     def gathered(value: Any) -> Any:

@@ -126,17 +126,13 @@ time.sleep(0.5)  # the one that made the id tells the other
     )
 
 
+# Each process is told in one of its calls, or where its host waits for what it has launched: who comes first decides.
 CIRCLES = {
     "two communicators on one stream": (
         2,
         """
 first, second = (comm, other) if RANK == 0 else (other, comm)
-all_reduce(first, x)
-try:
-    all_reduce(second, x)
-except Failed:
-    pass
-call_out(x.get)
+call_out(lambda: (all_reduce(first, x), all_reduce(second, x), x.get()))
 """,
     ),
     "two communicators on two streams": (
@@ -144,45 +140,26 @@ call_out(x.get)
         """
 y = Buffer([1], RANK)
 order = [(comm, x), (other, y)]
-try:
-    for c, b in order if RANK == 0 else reversed(order):
-        all_reduce(c, b)
-except Failed:
-    pass
-call_out(lambda: (x.get(), y.get()))
+call_out(lambda: ([all_reduce(c, b) for c, b in order[:: 1 - 2 * RANK]], x.get(), y.get()))
 """,
     ),
     "two sends": (
         2,
         """
-try:
-    send(x, 1 - RANK)
-    receive(x, 1 - RANK)
-except Failed:
-    pass
-call_out(x.get)
+call_out(lambda: (send(x, 1 - RANK), receive(x, 1 - RANK), x.get()))
 """,
     ),
     "a ring of sends": (
         3,
         """
-try:
-    send(x, (RANK + 1) % 3)
-    receive(x, (RANK - 1) % 3)
-except Failed:
-    pass
-call_out(x.get)
+call_out(lambda: (send(x, (RANK + 1) % 3), receive(x, (RANK - 1) % 3), x.get()))
 """,
     ),
     "a send and a collective": (
         2,
         """
-try:
-    for which in (0, 1) if RANK == 0 else (1, 0):
-        (lambda: send(x, 1) if RANK == 0 else receive(x, 0), lambda: all_reduce(comm, x))[which]()
-except Failed:
-    pass
-call_out(x.get)
+calls = [lambda: send(x, 1) if RANK == 0 else receive(x, 0), lambda: all_reduce(comm, x)]
+call_out(lambda: ([call() for call in calls[:: 1 - 2 * RANK]], x.get()))
 """,
     ),
 }
