@@ -94,6 +94,26 @@ bool is_joined(const Capture& capture) {
   return true;
 }
 
+// Refuses what would meet a stream of the device that captures, and makes its capture invalid.
+template <typename Met>
+void refuse_beside(int device, cudaError_t error, const Met& is_met) {
+  if (count.load(std::memory_order_relaxed) == 0) {
+    return;
+  }
+  const std::lock_guard<std::mutex> guard(lock);
+  bool is_forbidden = false;
+  for (auto* capture : ongoing) {
+    for (const auto* stream : capture->streams) {
+      if (stream->name.device == device && is_met(*stream)) {
+        capture->is_invalid = is_forbidden = true;
+      }
+    }
+  }
+  if (is_forbidden) {
+    throw Refused{error};
+  }
+}
+
 } // namespace
 
 bool is_capturing(const Stream& stream) {
@@ -232,6 +252,9 @@ bool wait_in_capture(Stream& stream, const Event& event) {
   }
   valid(*capture);
   if (!stream.capture) {
+    if (stream.name.number == 0) {
+      refuse(*capture, cudaErrorStreamCaptureImplicit);
+    }
     add_lane(capture, stream);
   }
   add_piece(*capture, stream, Piece::Kind::kWait).event = event.captured->event;
@@ -275,6 +298,18 @@ void refuse_while_capturing() {
   }
   if (is_forbidden) {
     throw Refused{cudaErrorStreamCaptureUnsupported};
+  }
+}
+
+void refuse_while_capturing(int device) {
+  refuse_while_capturing();
+  refuse_beside(device, cudaErrorStreamCaptureUnsupported, [](const Stream&) { return true; });
+}
+
+void refuse_legacy_work(const Stream& stream) {
+  if (stream.name.number == 0) {
+    refuse_beside(stream.name.device, cudaErrorStreamCaptureImplicit,
+                  [](const Stream& other) { return (other.flags & cudaStreamNonBlocking) == 0; });
   }
 }
 

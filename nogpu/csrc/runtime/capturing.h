@@ -24,6 +24,10 @@ void refuse_if_captured(const Event& event);
 void refuse_if_captured(Stream& stream);
 // The same for calls that CUDA forbids while anybody captures, by the modes of the captures and of the calling thread.
 void refuse_while_capturing();
+// For a wait for all streams of a device: no thread may make it while one of them captures, in any mode.
+void refuse_while_capturing(int device);
+// For work of the legacy stream, which would wait for streams that block.
+void refuse_legacy_work(const Stream& stream);
 void exchange_mode(cudaStreamCaptureMode& mode); // of the calling thread
 
 } // namespace standin

@@ -164,8 +164,9 @@ cudaError_t cudaDeviceSetLimit(cudaLimit, size_t) {
 
 cudaError_t cudaDeviceSynchronize() {
   return entry(__func__, [&] {
-    refuse_while_capturing();
-    wait_for_device(context_here().index, "cudaDeviceSynchronize");
+    const auto device = context_here().index;
+    refuse_while_capturing(device);
+    wait_for_device(device, "cudaDeviceSynchronize");
     return cudaSuccess;
   });
 }

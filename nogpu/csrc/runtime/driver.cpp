@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "capturing.h"
 #include "properties.h"
 #include "state.h"
 
@@ -247,7 +248,9 @@ CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 
 CUresult cuCtxSynchronize() {
   return driver_entry(__func__, [&] {
-    wait_for_device(bound_device().index, "cuCtxSynchronize");
+    const auto device = bound_device().index;
+    refuse_while_capturing(device);
+    wait_for_device(device, "cuCtxSynchronize");
     return cudaSuccess;
   });
 }

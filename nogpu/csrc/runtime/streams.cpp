@@ -217,6 +217,7 @@ std::string announce_or_refuse(StreamName name, const char* what, const Part* pa
     }
     return wrong;
   }
+  refuse_legacy_work(stream);
   order(stream);
   auto* told = watcher();
   auto wrong = told == nullptr ? std::string() : told->launch(name, what, parts, count, copy);

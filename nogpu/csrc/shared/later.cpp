@@ -119,7 +119,7 @@ Tensor by_address(const Tensor& tensor) {
 }
 
 bool can_be_late(const OperatorPlan& plan, const c10::IValue* arguments) {
-  if (!plan.can_wait || plan.waits_for_values || plan.leaves_elements_alone || plan.asks_about_shapes) {
+  if (!plan.can_wait || plan.waits(arguments) || plan.leaves_elements_alone || plan.asks_about_shapes) {
     return false;
   }
   // Without a generator among the arguments, the kernel itself draws. It may where it runs once for each launch.

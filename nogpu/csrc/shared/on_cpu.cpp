@@ -362,6 +362,7 @@ bool Call::run(torch::jit::Stack* stack) {
   choose_devices(arguments);
   work_.called(plan_.op, arguments);
   const OnDevice on(*device_);
+  const bool waits = plan_.waits(arguments);
   const std::vector<c10::IValue> for_later(arguments, arguments + (is_late_ ? plan_.arguments : 0));
   for (const auto& place : plan_.places) {
     const bool trains = place.is_written_in_training && arguments[OperatorPlan::kTraining].toBool();
@@ -394,7 +395,7 @@ bool Call::run(torch::jit::Stack* stack) {
     work_.returned(c10::ArrayRef<c10::IValue>(stack->data() + (stack->size() - plan_.returns), plan_.returns));
     clocks::done(ticket_, std::move(work_));
   }
-  if (has_mask_ || plan_.waits_for_values) {
+  if (has_mask_ || waits) {
     front::host_waits(*device_, name_.name);
   }
   return true;

@@ -8,6 +8,8 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "keys.h"
+
 namespace simulated {
 namespace {
 
@@ -94,6 +96,15 @@ bool waits_for_values(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::dynamic_output_shape) && op.operator_name().name != "aten::index";
 }
 
+// As the sources of torch have it: linear algebra looks for errors; the others look at values in some calls, see `waits`.
+bool waits_on_gpu(const std::string& op) {
+  static const std::unordered_set<std::string> names = {
+      "aten::_linalg_svd",     "aten::_linalg_eigh",   "aten::linalg_eig",   "aten::_linalg_eigvals",
+      "aten::linalg_lstsq",    "aten::histc",          "aten::multinomial",
+  };
+  return kDevice == c10::kCUDA && names.count(op) > 0;
+}
+
 bool leaves_elements_alone(const c10::OperatorHandle& op) {
   static const std::unordered_set<std::string> names = {
       "aten::empty",
@@ -128,6 +139,7 @@ OperatorPlan::OperatorPlan(c10::OperatorHandle handle)
       can_wait(op.operator_name().name.rfind("aten::", 0) == 0 &&
                op.operator_name().name.find("quantize") == std::string::npos),
       waits_for_values(simulated::waits_for_values(op)),
+      waits_on_gpu(simulated::waits_on_gpu(op.operator_name().name)),
       leaves_elements_alone(simulated::leaves_elements_alone(op)),
       asks_about_shapes(op.operator_name().name == "aten::_fused_sdp_choice") {
   const auto& name = op.operator_name().name;
@@ -144,6 +156,20 @@ OperatorPlan::OperatorPlan(c10::OperatorHandle handle)
                       simulated::may_be_on_the_cpu(name, argument.name()), is_optional_generator(*argument.type()),
                       name == "aten::index" && argument.name() == "indices", is_overwritten(op, argument)});
   }
+}
+
+bool OperatorPlan::waits(const c10::IValue* arguments) const {
+  if (!waits_on_gpu) {
+    return waits_for_values;
+  }
+  const auto& name = op.operator_name().name;
+  if (name == "aten::histc") { // (input, bins, min, max): without limits they are those of the values
+    return arguments[2].toScalar().toDouble() == arguments[3].toScalar().toDouble();
+  }
+  if (name == "aten::multinomial") { // (input, samples, with_replacement): it looks for weights that are none
+    return arguments[1].toInt() == 1 || !arguments[2].toBool();
+  }
+  return true;
 }
 
 OperatorPlan::OperatorPlan(c10::OperatorHandle handle, c10::KernelFunction function) : OperatorPlan(std::move(handle)) {

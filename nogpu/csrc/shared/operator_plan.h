@@ -34,6 +34,9 @@ struct OperatorPlan {
     kernel.isValid() ? kernel.callBoxed(op, c10::DispatchKeySet(c10::DispatchKey::CPU), stack) : op.callBoxed(stack);
   }
 
+  // True if the host waits for values of the device in a call with these arguments.
+  bool waits(const c10::IValue* arguments) const;
+
   // The argument `training` of a normalisation: (input, weight, bias, mean, variance, training, ...).
   static constexpr size_t kTraining = 5;
 
@@ -47,6 +50,8 @@ struct OperatorPlan {
   // libraries, whose kernels may be Python.
   bool can_wait;
   bool waits_for_values; // the size of the result depends on values, so the host waits for them
+  // The kernel of CUDA waits, although the shapes are known: for an error, or to choose what to compute.
+  bool waits_on_gpu;
   // The operator reads and writes no elements. It allocates memory, makes views, or reads or changes a shape.
   bool leaves_elements_alone;
   // The operator answers from shapes and settings alone, and the answer is that of the CPU's kernel.

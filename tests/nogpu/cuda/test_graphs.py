@@ -309,6 +309,43 @@ graph, _ = captured(other_thread_asks, mode="thread_local")
 assert said == [None]
 graph.replay()
 assert y.sum() == 1000
+#: another thread waits for the whole device, in every mode
+for mode in ("global", "thread_local", "relaxed"):
+    said = []
+    def other_thread_waits():
+        y.add_(1)
+        in_thread(lambda: said.append(message(torch.cuda.synchronize, a)))
+    assert "captur" in message(captured, other_thread_waits, mode)
+    assert "operation not permitted when stream is capturing" in said[0]
+def other_thread_waits():
+    y.add_(1)
+    in_thread(lambda: said.append(message(torch.cuda.synchronize, b)))
+graph, _ = captured(other_thread_waits, mode="thread_local")
+assert said[-1] is None  # of another device
+#: the legacy stream joins a capture
+def joins():
+    event = torch.cuda.Event()
+    event.record()
+    torch.cuda.default_stream(a).wait_event(event)
+assert "legacy stream depend on a capturing" in message(captured, joins)
+#: work of the legacy stream while a stream captures that waits for it
+import cudart
+blocking = torch.cuda.ExternalStream(cudart.made("cudaStreamCreateWithFlags", 0).value, device=a)
+def works_in_legacy():
+    y.add_(1)
+    with on(torch.cuda.default_stream(a)):
+        x.add_(1)
+assert "legacy stream depend on a capturing" in message(captured, works_in_legacy, "relaxed", blocking)
+captured(works_in_legacy, "relaxed", side)
+#: an operator that waits on a GPU only
+weights, matrix = torch.rand(10, device=a), torch.eye(3, device=a)
+torch.cuda.synchronize(a)
+for function in (lambda: x.histc(10), lambda: torch.linalg.svdvals(matrix), lambda: torch.linalg.eigvalsh(matrix)):
+    assert "the stand-in for CUDA cannot capture aten::" in message(captured, function)
+captured(lambda: x.histc(10, 0, 5))
+with cuda.counted() as counts:
+    x.histc(10), x.histc(10, 0, 5), weights.multinomial(1), weights.multinomial(2, replacement=True)
+assert [wait.call for wait in counts.host_waits] == ["aten::histc", "aten::multinomial"]
 #: another thread works on its own stream meanwhile
 def other_thread_works():
     y.add_(1)
