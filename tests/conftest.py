@@ -195,13 +195,10 @@ def ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture
-def one_intra_op_thread() -> Iterator[None]:
-    """For tests of many tiny operators, which otherwise wait mostly for each other's threads."""
-    threads = torch.get_num_threads()
+@pytest.fixture(autouse=True, scope="session")
+def one_intra_op_thread() -> None:
+    """Tests run many tiny operators, which otherwise wait mostly for each other's threads."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ from dataparallel.testing import parity, steps
 from dataparallel.testing.cases import Case, seeded, tokens
 from dataparallel.testing.models import CASES, DROPOUT_CASES
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 SCRIPTED = ("scripted", "traced")  # `replicate` refuses them
 SMALL_BUCKETS = {"first_bucket_mb": 64 / 2**20, "bucket_cap_mb": 600 / 2**20}
 EIGHT_SLOTS = (

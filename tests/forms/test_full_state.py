@@ -31,8 +31,6 @@ from sharded_steps import (
     whole,
 )
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 MODEL = MODELS["gpt"]
 EIGHT = 8
 

@@ -35,8 +35,6 @@ from sharded_steps import (
     whole,
 )
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 CHAIN = Model(seeded(lambda: Chain(Layer(), Layer(), Layer())), numbers(6))
 """Two units that are alike, after a layer of the model's own."""
 

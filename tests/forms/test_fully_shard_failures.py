@@ -17,8 +17,6 @@ from dataparallel.testing.steps import assert_equal, mean_square_loss
 from memory import allocated, live_objects
 from sharded_steps import assert_all_sharded, gradients, no_sync, on_device, sharded, whole
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 WIDTH = 16
 
 

@@ -28,7 +28,6 @@ from sharded_steps import no_sync, sharded
 
 pytestmark = [
     pytest.mark.devices("sim"),
-    pytest.mark.usefixtures("one_intra_op_thread"),
 ]
 
 STATES = 3

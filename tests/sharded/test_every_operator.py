@@ -25,7 +25,7 @@ SAMPLES = {PLACEMENTS["rows"]: 10, PLACEMENTS["last"]: 4, PLACEMENTS["replicated
 
 
 @pytest.fixture(autouse=True)
-def samples_warn(one_intra_op_thread: None) -> Iterator[None]:
+def samples_warn() -> Iterator[None]:
     """torch's samples are made with functions that warn."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

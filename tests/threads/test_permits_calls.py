@@ -17,7 +17,7 @@ from dataparallel.composable import fully_shard, replicate
 from dataparallel.threads import permits
 from dataparallel.threads.permits import Permits
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "two_cores")
+pytestmark = pytest.mark.usefixtures("two_cores")
 
 TIMEOUT = 20.0
 

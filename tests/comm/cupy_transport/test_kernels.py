@@ -16,7 +16,7 @@ from dataparallel.comm.kernels import SUM_KERNELS
 from selection import others_long
 
 # They know no slots: once is enough.
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.devices("cpu")]
+pytestmark = pytest.mark.devices("cpu")
 
 COPIED = [*SUM_KERNELS, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
 HALVES = [torch.float16, torch.bfloat16]

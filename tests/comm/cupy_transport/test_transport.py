@@ -18,7 +18,7 @@ from dataparallel.comm import cupy
 from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.routes import STAR
 
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.slots(3)]
+pytestmark = pytest.mark.slots(3)
 
 CPU = torch.device("cpu")
 KERNELS = Cupy()

@@ -25,7 +25,7 @@ from compiled_steps import (
 )
 from sharded_steps import on_device
 
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.watchdog(900)]
+pytestmark = pytest.mark.watchdog(900)
 
 COUNTS = (2, 3, 8)
 
