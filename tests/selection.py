@@ -7,8 +7,12 @@ test once.
 Two groups are long too, except for their tests marked `smoke`: those that start processes, by the marker `ahead` or as
 ranks (`machine_variants`), and the tests of ``nogpu`` and of ``dataparallel.testing``. The latter run where the command
 line names their folder or a file in it.
+
+Of a test with several parameters the short run has as many cases as show each value once: the others are long too. With
+the marker ``few(3)`` it has at most three cases.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: only with --all or --rest, or where it is named by its node id")
     config.addinivalue_line("markers", "smoke: short, although its process or its folder would make it long")
+    config.addinivalue_line("markers", "few(count): of its cases the short run has at most so many")
     if config.getoption("--all") and config.getoption("--rest"):
         raise pytest.UsageError("--all runs what --rest runs too: pass one of them")
     if config.option.durations is None:
@@ -40,6 +45,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         of_tools = any(tools in item.path.parents for tools in unnamed)
         if (of_tools or _starts_processes(item)) and not item.get_closest_marker("smoke"):
             item.add_marker("long")
+    for cases in _by_test(items):
+        kept = _each_value_once(cases)
+        for case in cases:
+            if case not in kept:
+                case.add_marker("long")
     named = any("::" in argument for argument in config.args)
     if config.getoption("--all") or (named and not config.getoption("--rest")):
         return
@@ -49,6 +59,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
     config.hook.pytest_deselected(items=others)
     config.stash[LEFT_OUT] = len(others)
+
+
+def _by_test(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
+    """The cases of each test that has parameters, without those that are long in any case."""
+    tests = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("long") is None:
+            tests[item.parent, item.originalname].append(item)  # type: ignore[attr-defined]
+    return tests.values()
+
+
+def _each_value_once(cases: list[Any]) -> list[Any]:
+    """As many cases as show each value of each parameter, in this order: that which shows most others, and so on."""
+    few = cases[0].get_closest_marker("few")
+    # Names of the values of each `parametrize`. pytest offers them only joined by hyphens, which names have too.
+    shows = {case: {*enumerate(case.callspec._idlist)} for case in cases}
+    missing = set().union(*shows.values())
+    kept: list[Any] = []
+    while missing and (few is None or len(kept) < few.args[0]):
+        kept.append(max(cases, key=lambda case: len(missing & shows[case])))
+        missing -= shows[kept[-1]]
+    return kept
 
 
 def _starts_processes(item: pytest.Item) -> bool:

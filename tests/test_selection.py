@@ -34,7 +34,22 @@ def test_both(count):
 @pytest.mark.parametrize("what", ["whole", pytest.param("smoke", marks=pytest.mark.smoke)])
 def test_process(what):
     pass
+
+@pytest.mark.parametrize("a", "xyz")
+@pytest.mark.parametrize("b", "uv")
+def test_product(a, b):
+    pass
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("a", "xyz")
+def test_few(a):
+    pass
 """
+
+SHORT = {"test_short", "test_both[2]", "test_process[smoke]"}
+SHORT |= {"test_product[u-x]", "test_product[v-y]", "test_product[u-z]", "test_few[x]", "test_few[y]"}  # each value once
+REST = {"test_long", "test_both[8]", "test_process[whole]"}
+REST |= {"test_product[v-x]", "test_product[u-y]", "test_product[v-z]", "test_few[z]"}
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +73,8 @@ def passed(result: pytest.RunResult) -> set[str]:
 @pytest.mark.smoke
 @pytest.mark.ahead
 def test_a_run_without_options_leaves_the_long_ones_out_and_says_how_to_run_them(result):
-    assert passed(result) == {"test_short", "test_both[2]", "test_process[smoke]"}
-    result.stdout.fnmatch_lines(["left out: 3 long tests, which run with --all"])
+    assert passed(result) == SHORT
+    result.stdout.fnmatch_lines(["left out: 7 long tests, which run with --all"])
 
 
 @pytest.mark.ahead("test_user.py::test_short")
@@ -69,14 +84,13 @@ def test_a_run_names_its_longest_tests(result):
 
 @pytest.mark.ahead("--rest")
 def test_the_rest_is_what_that_run_leaves_out(result):
-    assert passed(result) == {"test_long", "test_both[8]", "test_process[whole]"}
-    result.stdout.fnmatch_lines(["not among the rest: 3 tests, which run without --rest"])
+    assert passed(result) == REST
+    result.stdout.fnmatch_lines(["not among the rest: 8 tests, which run without --rest"])
 
 
 @pytest.mark.ahead("--all")
 def test_all_is_both(result):
-    both = {"test_both[2]", "test_both[8]", "test_process[smoke]", "test_process[whole]"}
-    assert passed(result) == {"test_short", "test_long", *both}
+    assert passed(result) == SHORT | REST
 
 
 @pytest.mark.ahead("test_user.py::test_long", "test_user.py::test_short")
