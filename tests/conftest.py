@@ -19,7 +19,6 @@ import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 
-import hypothesis
 import pytest
 import torch
 
@@ -35,17 +34,6 @@ from spare_streams import make_library_streams
 from stand_in import STAND_IN, fits
 
 pytest_plugins = ["company", "kinds", "machine_variants", "selection", "terminals", "watchdog"]
-
-hypothesis.settings.register_profile(
-    "dataparallel",
-    deadline=None,
-    max_examples=30,
-    derandomize=bool(os.environ.get("CI")),
-    # `slots` and its relatives are values: sharing them between examples is harmless.
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
-hypothesis.settings.load_profile("dataparallel")
-
 
 # Most tests call tiny models with small batches. Who wants the warnings all the same asks for `performance_warnings`.
 os.environ.setdefault(user_warnings.VARIABLE, "0")

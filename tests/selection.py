@@ -1,8 +1,7 @@
-"""Which tests a run is for: the short ones, all of them, or what the short run leaves out.
+"""Which tests a run is for: the short ones, or all of them.
 
-A test marked `long` runs with `--all`, with `--rest`, and where the command line names it by its node id
-(``pytest tests/test_x.py::test_y``). So ``pytest`` and ``pytest --rest`` together run what ``pytest --all`` runs, each
-test once.
+A test marked `long` runs with `--all`, and where the command line names it by its node id
+(``pytest tests/test_x.py::test_y``). With `--all` hypothesis draws more examples, too: see `MANY`.
 
 Two groups are long too, except for their tests marked `smoke`: those that start processes, by the marker `ahead` or as
 ranks (`machine_variants`), and the tests of ``nogpu`` and of ``dataparallel.testing``. The latter run where the command
@@ -12,12 +11,25 @@ Of a test with several parameters the short run has as many cases as show each v
 the marker ``few(3)`` it has at most three cases.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+MANY, SHORT = 30, 8  # examples of a property
+hypothesis.settings.register_profile(
+    "all",
+    deadline=None,
+    max_examples=MANY,
+    derandomize=bool(os.environ.get("CI")),
+    # `slots` and its relatives are values: sharing them between examples is harmless.
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.register_profile("short", hypothesis.settings.get_profile("all"), max_examples=SHORT)
 
 LEFT_OUT = pytest.StashKey[int]()
 TOOLS = [Path(__file__).parent / name for name in ("nogpu", "testing")]
@@ -25,15 +37,13 @@ TOOLS = [Path(__file__).parent / name for name in ("nogpu", "testing")]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every test, also those marked long")
-    parser.addoption("--rest", action="store_true", help="run only what a run without --all leaves out")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long: only with --all or --rest, or where it is named by its node id")
+    config.addinivalue_line("markers", "long: only with --all, or where it is named by its node id")
     config.addinivalue_line("markers", "smoke: short, although its process or its folder would make it long")
     config.addinivalue_line("markers", "few(count): of its cases the short run has at most so many")
-    if config.getoption("--all") and config.getoption("--rest"):
-        raise pytest.UsageError("--all runs what --rest runs too: pass one of them")
+    hypothesis.settings.load_profile("all" if config.getoption("--all") else "short")
     if config.option.durations is None:
         config.option.durations = 10  # a run names its longest tests
 
@@ -50,15 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for case in cases:
             if case not in kept:
                 case.add_marker("long")
-    named = any("::" in argument for argument in config.args)
-    if config.getoption("--all") or (named and not config.getoption("--rest")):
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
     long = [item for item in items if item.get_closest_marker("long") is not None]
-    short = [item for item in items if item.get_closest_marker("long") is None]
-    chosen, others = (long, short) if config.getoption("--rest") else (short, long)
-    items[:] = chosen
-    config.hook.pytest_deselected(items=others)
-    config.stash[LEFT_OUT] = len(others)
+    items[:] = [item for item in items if item.get_closest_marker("long") is None]
+    config.hook.pytest_deselected(items=long)
+    config.stash[LEFT_OUT] = len(long)
 
 
 def _by_test(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
@@ -93,8 +100,6 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
     """Says that there are more, and how to run them."""
     if not config.stash.get(LEFT_OUT, 0):
         return None
-    if config.getoption("--rest"):
-        return f"not among the rest: {config.stash[LEFT_OUT]} tests, which run without --rest"
     return f"left out: {config.stash[LEFT_OUT]} long tests, which run with --all"
 
 

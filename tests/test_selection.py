@@ -1,4 +1,4 @@
-"""What a run is for: the short tests, the rest, or all."""
+"""What a run is for: the short tests, or all."""
 
 from pathlib import Path
 
@@ -49,8 +49,8 @@ def test_few(a):
 SHORT = {"test_short", "test_both[2]", "test_process[smoke]"}
 SHORT |= {"test_product[u-x]", "test_product[v-y]", "test_product[u-z]"}  # each value once
 SHORT |= {"test_few[x]", "test_few[y]"}
-REST = {"test_long", "test_both[8]", "test_process[whole]"}
-REST |= {"test_product[v-x]", "test_product[u-y]", "test_product[v-z]", "test_few[z]"}
+LONG = {"test_long", "test_both[8]", "test_process[whole]"}
+LONG |= {"test_product[v-x]", "test_product[u-y]", "test_product[v-z]", "test_few[z]"}
 
 
 @pytest.fixture(scope="module")
@@ -83,26 +83,14 @@ def test_a_run_names_its_longest_tests(result):
     result.stdout.fnmatch_lines(["*slowest 10 durations*"])
 
 
-@pytest.mark.ahead("--rest")
-def test_the_rest_is_what_that_run_leaves_out(result):
-    assert passed(result) == REST
-    result.stdout.fnmatch_lines(["not among the rest: 8 tests, which run without --rest"])
-
-
 @pytest.mark.ahead("--all")
 def test_all_is_both(result):
-    assert passed(result) == SHORT | REST
+    assert passed(result) == SHORT | LONG
 
 
 @pytest.mark.ahead("test_user.py::test_long", "test_user.py::test_short")
 def test_a_long_test_runs_where_it_is_named(result):
     assert passed(result) == {"test_short", "test_long"}
-
-
-@pytest.mark.ahead("--all", "--rest")
-def test_both_options_are_one_too_many(result):
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --all runs what --rest runs too: pass one of them"])
 
 
 @pytest.mark.slots(2, long=[4])
@@ -113,8 +101,3 @@ def test_slots(slots):
 @pytest.mark.ahead("-k", "test_slots", this_file=True)
 def test_of_further_numbers_of_slots_the_run_leaves_out_those_that_are_long(result):
     assert passed(result) == {"test_slots[2slots]"}
-
-
-@pytest.mark.ahead("-k", "test_slots", "--rest", this_file=True)
-def test_the_rest_has_those(result):
-    assert passed(result) == {"test_slots[4slots]"}
