@@ -1,7 +1,7 @@
 """Which tests a run is for: the short ones, or all of them.
 
 A test marked `long` runs with `--all`, and where the command line names it by its node id
-(``pytest tests/test_x.py::test_y``). With `--all` hypothesis draws more examples, too: see `MANY`.
+(``pytest tests/test_x.py::test_y``). With `--all` hypothesis draws 30 examples of a property, and 8 without.
 
 Two groups are long too, except for their tests marked `smoke`: those that start processes, by the marker `ahead` or as
 ranks (`machine_variants`), and the tests of ``nogpu`` and of ``dataparallel.testing``. The latter run where the command
@@ -20,17 +20,6 @@ from typing import Any
 import hypothesis
 import pytest
 
-MANY, SHORT = 30, 8  # examples of a property
-hypothesis.settings.register_profile(
-    "all",
-    deadline=None,
-    max_examples=MANY,
-    derandomize=bool(os.environ.get("CI")),
-    # `slots` and its relatives are values: sharing them between examples is harmless.
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
-hypothesis.settings.register_profile("short", hypothesis.settings.get_profile("all"), max_examples=SHORT)
-
 LEFT_OUT = pytest.StashKey[int]()
 TOOLS = [Path(__file__).parent / name for name in ("nogpu", "testing")]
 
@@ -43,14 +32,36 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: only with --all, or where it is named by its node id")
     config.addinivalue_line("markers", "smoke: short, although its process or its folder would make it long")
     config.addinivalue_line("markers", "few(count): of its cases the short run has at most so many")
-    hypothesis.settings.load_profile("all" if config.getoption("--all") else "short")
+    hypothesis.settings.register_profile(
+        "dataparallel",
+        deadline=None,
+        max_examples=30 if config.getoption("--all") else 8,
+        derandomize=bool(os.environ.get("CI")),
+        # `slots` and its relatives are values: sharing them between examples is harmless.
+        suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+    )
+    hypothesis.settings.load_profile("dataparallel")
     if config.option.durations is None:
         config.option.durations = 10  # a run names its longest tests
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which no test would run need not be imported."""
+    if config.getoption("--all") or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text()
+    of_tools = any(tools in collection_path.parents for tools in _unnamed(config))
+    return (of_tools and "smoke" not in text) or "\npytestmark = pytest.mark.long\n" in text or None
+
+
+def _unnamed(config: pytest.Config) -> list[Path]:
+    """The folders of tools of which the command line names no part."""
     paths = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
-    unnamed = [tools for tools in TOOLS if not any(tools in (path, *path.parents) for path in paths)]
+    return [tools for tools in TOOLS if not any(tools in (path, *path.parents) for path in paths)]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unnamed = _unnamed(config)
     for item in items:
         of_tools = any(tools in item.path.parents for tools in unnamed)
         if (of_tools or _starts_processes(item)) and not item.get_closest_marker("smoke"):

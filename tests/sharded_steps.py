@@ -212,7 +212,7 @@ def train(
     model: nn.Module,
     batches: Iterable[Batch],
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | torch.optim.Optimizer = adamw,
-    steps: int = 5,
+    steps: int = 3,
     *,
     loop: Loop = one_backward,
     loss: Loss = mean_square_loss,
@@ -241,7 +241,7 @@ def batches_of(model: Model, slots: Sequence[Any], seed: int = 0) -> Iterator[Ba
     Some divide evenly among the slots, some do not, and some leave slots without samples.
     """
     count = len(slots)
-    sizes = [2 * count, 2 * count + 1, max(count - 1, 1), 3 * count - 1, 1]
+    sizes = [2 * count, max(count - 1, 1), 3 * count - 1, 1, 2 * count + 1]
     for number, size in zip(itertools.count(seed), itertools.cycle(sizes), strict=False):
         yield moved(model.batch(size, number), slots[0])
 
@@ -251,7 +251,7 @@ def assert_same_training(
     slots: Sequence[Any],
     *,
     loop: Loop = one_backward,
-    steps: int = 5,
+    steps: int = 3,
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = adamw,
     afterwards: Callable[[nn.Module], None] = lambda model: None,
     loss_of_one: Loss = mean_square_loss,
