@@ -8,7 +8,7 @@ ranks (`machine_variants`), and the tests of ``nogpu`` and of ``dataparallel.tes
 line names their folder or a file in it.
 
 Of a test with several parameters the short run has as many cases as show each value once: the others are long too. With
-the marker ``few(3)`` it has at most three cases.
+the marker ``few(3)`` it has three of them at most, spread evenly.
 """
 
 import os
@@ -90,15 +90,16 @@ def _by_test(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
 
 def _each_value_once(cases: list[Any]) -> list[Any]:
     """As many cases as show each value of each parameter, in this order: that which shows most others, and so on."""
-    few = cases[0].get_closest_marker("few")
     # Names of the values of each `parametrize`. pytest offers them only joined by hyphens, which names have too.
     shows = {case: {*enumerate(case.callspec._idlist)} for case in cases}
     missing = set().union(*shows.values())
     kept: list[Any] = []
-    while missing and (few is None or len(kept) < few.args[0]):
+    while missing:
         kept.append(max(cases, key=lambda case: len(missing & shows[case])))
         missing -= shows[kept[-1]]
-    return kept
+    few = cases[0].get_closest_marker("few")
+    count = len(kept) if few is None else min(few.args[0], len(kept))
+    return [kept[number * len(kept) // count] for number in range(count)]
 
 
 def _starts_processes(item: pytest.Item) -> bool:

@@ -78,6 +78,7 @@ def check(
     assert_same(ours, trained_on_one_device(model, slots, steps), atol=1e-9 if counting else 1e-7)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slots(2)
 @pytest.mark.parametrize(("form", "way"), [*zip(FORMS, WAYS, strict=True)])
 def test_a_few_steps(form: str, way: str, slots: list) -> None:

@@ -38,7 +38,10 @@ from freed_later import first_call_is_shared
 Way = Callable[..., DataParallel]
 Since = Callable[[], FrameCounts]
 
+pytestmark = pytest.mark.few(2)  # a case is compiled for a second
 
+
+@pytest.mark.few(5)
 @pytest.mark.slots(2, long=[3, 8])
 def test_steps_equal_those_of_replicas_that_are_not_compiled(way: Way, slots: list, root: torch.device, since: Since):
     """With two batches more that are smaller, and evaluation between them."""

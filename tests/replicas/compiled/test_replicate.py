@@ -28,6 +28,7 @@ from compiled_nets import (
 
 Since = Callable[[], Any]
 
+pytestmark = pytest.mark.few(2)  # each way is compiled with `DataParallel`, too
 
 WAYS = [compile_argument, compiled_before, compiled_in_place, compiled_after, parts_compiled]
 
