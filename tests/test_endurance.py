@@ -177,7 +177,7 @@ class Nested(nn.Module):
         return self.inner(self.first(x))
 
 
-CALLS = 100
+CALLS = 30
 
 
 def call_often(wrapped, expected, x, recording) -> None:

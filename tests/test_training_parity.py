@@ -50,6 +50,7 @@ def batch_sizes(slots: int) -> list[int]:
     return sorted({2 * slots, 2 * slots + 1, slots - 1, 1})
 
 
+@pytest.mark.few(24)
 @pytest.mark.slots(3, long=[2, 4, 8])
 @each_of(CASES, DataParallel, in_place)
 def test_step_equals_one_device(wrap: Any, case: Case, slots: list) -> None:
@@ -58,6 +59,7 @@ def test_step_equals_one_device(wrap: Any, case: Case, slots: list) -> None:
         parity.assert_same_step(case.build, batch, slots, dim=case.dim, by_chunks=case.by_chunks, wrap=wrap)
 
 
+@pytest.mark.few(6)
 @pytest.mark.slots(3, long=[2, 8])
 @each_of(CASES, DataParallel, in_small_buckets)
 def test_twenty_optimizer_steps_equal_one_device(wrap: Any, case: Case, slots: list) -> None:
@@ -75,6 +77,7 @@ def test_twenty_optimizer_steps_equal_one_device(wrap: Any, case: Case, slots: l
     )
 
 
+@pytest.mark.few(12)
 @each_of(CASES, DataParallel, in_place)
 def test_each_replica_computes_with_its_own_weights(wrap: Any, case: Case, slots: list) -> None:
     for size in batch_sizes(len(slots)):

@@ -259,9 +259,6 @@ def bound(slots: int, weights: int, gradients: int = 2 * UNIT) -> int:
         short=[
             ("default", ()),
             ("default", (1,)),
-            ("no prefetch", ()),
-            ("no reshard", ()),
-            ("in twos", ()),
             ("no sync", ()),
         ],
     ),
