@@ -112,7 +112,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
     """Says that there are more, and how to run them."""
     if not config.stash.get(LEFT_OUT, 0):
         return None
-    return f"left out: {config.stash[LEFT_OUT]} long tests, which run with --all"
+    return f"left out: at least {config.stash[LEFT_OUT]} long tests, which run with --all"
 
 
 def others_long(values: Iterable[Any], short: Collection[Any]) -> list[Any]:
