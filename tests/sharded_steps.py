@@ -241,7 +241,7 @@ def batches_of(model: Model, slots: Sequence[Any], seed: int = 0) -> Iterator[Ba
     Some divide evenly among the slots, some do not, and some leave slots without samples.
     """
     count = len(slots)
-    sizes = [2 * count, max(count - 1, 1), 3 * count - 1, 1, 2 * count + 1]
+    sizes = [2 * count, 2 * count + 1, max(count - 1, 1), 3 * count - 1, 1]
     for number, size in zip(itertools.count(seed), itertools.cycle(sizes), strict=False):
         yield moved(model.batch(size, number), slots[0])
 
