@@ -19,7 +19,6 @@ import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 
-import hypothesis
 import pytest
 import torch
 
@@ -35,17 +34,6 @@ from spare_streams import make_library_streams
 from stand_in import STAND_IN, fits
 
 pytest_plugins = ["company", "kinds", "machine_variants", "selection", "terminals", "watchdog"]
-
-hypothesis.settings.register_profile(
-    "dataparallel",
-    deadline=None,
-    max_examples=30,
-    derandomize=bool(os.environ.get("CI")),
-    # `slots` and its relatives are values: sharing them between examples is harmless.
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
-hypothesis.settings.load_profile("dataparallel")
-
 
 # Most tests call tiny models with small batches. Who wants the warnings all the same asks for `performance_warnings`.
 os.environ.setdefault(user_warnings.VARIABLE, "0")
@@ -195,13 +183,10 @@ def ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture
-def one_intra_op_thread() -> Iterator[None]:
-    """For tests of many tiny operators, which otherwise wait mostly for each other's threads."""
-    threads = torch.get_num_threads()
+@pytest.fixture(autouse=True, scope="session")
+def one_intra_op_thread() -> None:
+    """Tests run many tiny operators, which otherwise wait mostly for each other's threads."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def assert_same_compiled(
     backend: str,
     *,
     loop: Loop = one_backward,
-    steps: int = 5,
+    steps: int = 3,
     atol: float = 1e-9,
     how: Options | None = None,
     **options: Any,

@@ -91,8 +91,8 @@ OF_WHOLE_MATRICES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adafactor, foreach": lambda p, **k: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.1, foreach=True, **k),
     "Muon": lambda p, **k: torch.optim.Muon(p, lr=0.1, **k),
     "Muon, weights": lambda p, **k: torch.optim.Muon(p, lr=0.1, nesterov=False, adjust_lr_fn="match_rms_adamw", **k),
-    "LBFGS": lambda p, **k: torch.optim.LBFGS(p, lr=0.1, **k),
-    "LBFGS, line search": lambda p, **k: torch.optim.LBFGS(p, lr=0.1, line_search_fn="strong_wolfe", **k),
+    "LBFGS": lambda p, **k: torch.optim.LBFGS(p, lr=0.1, max_iter=4, **k),
+    "LBFGS, line search": lambda p, **k: torch.optim.LBFGS(p, lr=0.1, max_iter=4, line_search_fn="strong_wolfe", **k),
 }
 
 

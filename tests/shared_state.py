@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ CONSTANT = {
 LOCKS = {"Condition", "Lock", "RLock"}
 
 
+@functools.cache
 def files() -> dict[str, ast.Module]:
     """The tree of each file by its name in the package: ``comm/peers``. Tools for tests are left out."""
     return {

@@ -23,8 +23,6 @@ from dataparallel import DataParallel
 from dataparallel.testing.parity import Perturbation, perturbed_slots
 from memory import WITHOUT_LOCK
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 def batch(root: torch.device, size: int = 6) -> Tensor:
     return torch.randn(size, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(root)

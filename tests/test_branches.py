@@ -34,6 +34,7 @@ def threads_that_switch_often():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.few(1)
 @pytest.mark.slots(3, long=[2])
 def test_replicas_trace_one_at_a_time(form, slots, root, threads_that_switch_often):
     assert_trains_alike(form(build(root), slots), build(root), root)

@@ -31,6 +31,8 @@ PACKAGE = str(Path(dataparallel.__file__).parent)
 # An epoch of four batches, the last of which is smaller, several times.
 EPOCHS = [6, 6, 6, 5] * 3
 
+pytestmark = pytest.mark.few(1)  # a case is compiled for seconds
+
 BACKENDS = ["eager", pytest.param("aot_eager", marks=pytest.mark.long)]
 
 

@@ -18,8 +18,6 @@ from freed_later import freed_later
 from memory import live_objects
 from selection import others_long
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 def mlp(root) -> nn.Module:
     torch.manual_seed(0)
@@ -179,7 +177,7 @@ class Nested(nn.Module):
         return self.inner(self.first(x))
 
 
-CALLS = 100
+CALLS = 30
 
 
 def call_often(wrapped, expected, x, recording) -> None:

@@ -12,7 +12,7 @@ from memory import allocated
 STEPS = 1_000
 EVERY = 10
 
-pytestmark = [pytest.mark.devices("sim"), pytest.mark.usefixtures("one_intra_op_thread")]
+pytestmark = pytest.mark.devices("sim")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from documents import DOCS
 from example_programs import EXAMPLES, NAMES, numbers, printed_by, where_devices_are_seen
 
 
+@pytest.mark.long
 @where_devices_are_seen
 def test_digits_are_read_as_well_as_on_one_device(tmp_path):
     pytest.importorskip("sklearn")
@@ -25,6 +26,7 @@ def test_digits_are_read_as_well_as_on_one_device(tmp_path):
     assert abs(one - several) < 0.5  # one image or two
 
 
+@pytest.mark.long
 @where_devices_are_seen
 def test_a_detector_finds_objects(tmp_path):
     *losses, last = printed_by("detector.py", tmp_path)

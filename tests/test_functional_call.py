@@ -131,6 +131,7 @@ def test_without_a_graph(model, reference, way, x, without_graph):
             torch.testing.assert_close(model(x), reference(x), atol=1e-9, rtol=0)
 
 
+@pytest.mark.few(1)
 def test_inside_a_compiled_function(model, reference, way, x):
     compiled = torch.compile(lambda values, x: functional_call(model, values, (x * 2,)) + 1, backend="eager")
     for seed in range(3):

@@ -15,8 +15,6 @@ from torch.autograd import profiler
 from dataparallel import DataParallel, _torch
 from dataparallel.profiling import stage
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 STAGES = ["scatter", "replicate", "parallel_apply", "gather"]
 
 

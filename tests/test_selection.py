@@ -1,4 +1,4 @@
-"""What a run is for: the short tests, the rest, or all."""
+"""What a run is for: the short tests, or all."""
 
 from pathlib import Path
 
@@ -34,7 +34,33 @@ def test_both(count):
 @pytest.mark.parametrize("what", ["whole", pytest.param("smoke", marks=pytest.mark.smoke)])
 def test_process(what):
     pass
+
+@pytest.mark.parametrize("a", "xyz")
+@pytest.mark.parametrize("b", "uv")
+def test_product(a, b):
+    pass
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("a", "xyz")
+def test_few(a):
+    pass
 """
+
+# It is not imported, so its test is not counted among those that are left out.
+ALL_LONG = """
+import pytest
+
+pytestmark = pytest.mark.long
+
+def test_of_a_long_file():
+    pass
+"""
+
+SHORT = {"test_short", "test_both[2]", "test_process[smoke]"}
+SHORT |= {"test_product[u-x]", "test_product[v-y]", "test_product[u-z]"}  # each value once
+SHORT |= {"test_few[x]", "test_few[y]"}
+LONG = {"test_of_a_long_file", "test_long", "test_both[8]", "test_process[whole]"}
+LONG |= {"test_product[v-x]", "test_product[u-y]", "test_product[v-z]", "test_few[z]"}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +71,7 @@ def processes(request, tmp_path_factory):
         folder = tmp_path_factory.mktemp("project")
         (folder / "conftest.py").write_text(CONFTEST)
         (folder / "test_user.py").write_text(TESTS)
+        (folder / "test_all_long.py").write_text(ALL_LONG)
         return run_pytest(folder, "-v", *arguments, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
 
     with Ahead(request, tmp_path_factory.mktemp("ahead"), run) as ahead:
@@ -58,8 +85,8 @@ def passed(result: pytest.RunResult) -> set[str]:
 @pytest.mark.smoke
 @pytest.mark.ahead
 def test_a_run_without_options_leaves_the_long_ones_out_and_says_how_to_run_them(result):
-    assert passed(result) == {"test_short", "test_both[2]", "test_process[smoke]"}
-    result.stdout.fnmatch_lines(["left out: 3 long tests, which run with --all"])
+    assert passed(result) == SHORT
+    result.stdout.fnmatch_lines(["left out: at least 7 long tests, which run with --all"])
 
 
 @pytest.mark.ahead("test_user.py::test_short")
@@ -67,27 +94,14 @@ def test_a_run_names_its_longest_tests(result):
     result.stdout.fnmatch_lines(["*slowest 10 durations*"])
 
 
-@pytest.mark.ahead("--rest")
-def test_the_rest_is_what_that_run_leaves_out(result):
-    assert passed(result) == {"test_long", "test_both[8]", "test_process[whole]"}
-    result.stdout.fnmatch_lines(["not among the rest: 3 tests, which run without --rest"])
-
-
 @pytest.mark.ahead("--all")
 def test_all_is_both(result):
-    both = {"test_both[2]", "test_both[8]", "test_process[smoke]", "test_process[whole]"}
-    assert passed(result) == {"test_short", "test_long", *both}
+    assert passed(result) == SHORT | LONG
 
 
 @pytest.mark.ahead("test_user.py::test_long", "test_user.py::test_short")
 def test_a_long_test_runs_where_it_is_named(result):
     assert passed(result) == {"test_short", "test_long"}
-
-
-@pytest.mark.ahead("--all", "--rest")
-def test_both_options_are_one_too_many(result):
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --all runs what --rest runs too: pass one of them"])
 
 
 @pytest.mark.slots(2, long=[4])
@@ -98,8 +112,3 @@ def test_slots(slots):
 @pytest.mark.ahead("-k", "test_slots", this_file=True)
 def test_of_further_numbers_of_slots_the_run_leaves_out_those_that_are_long(result):
     assert passed(result) == {"test_slots[2slots]"}
-
-
-@pytest.mark.ahead("-k", "test_slots", "--rest", this_file=True)
-def test_the_rest_has_those(result):
-    assert passed(result) == {"test_slots[4slots]"}

@@ -16,8 +16,6 @@ from dataparallel.testing import parity, steps
 from dataparallel.testing.cases import Case, seeded, tokens
 from dataparallel.testing.models import CASES, DROPOUT_CASES
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 SCRIPTED = ("scripted", "traced")  # `replicate` refuses them
 SMALL_BUCKETS = {"first_bucket_mb": 64 / 2**20, "bucket_cap_mb": 600 / 2**20}
 EIGHT_SLOTS = (
@@ -52,6 +50,7 @@ def batch_sizes(slots: int) -> list[int]:
     return sorted({2 * slots, 2 * slots + 1, slots - 1, 1})
 
 
+@pytest.mark.few(24)
 @pytest.mark.slots(3, long=[2, 4, 8])
 @each_of(CASES, DataParallel, in_place)
 def test_step_equals_one_device(wrap: Any, case: Case, slots: list) -> None:
@@ -60,6 +59,7 @@ def test_step_equals_one_device(wrap: Any, case: Case, slots: list) -> None:
         parity.assert_same_step(case.build, batch, slots, dim=case.dim, by_chunks=case.by_chunks, wrap=wrap)
 
 
+@pytest.mark.few(6)
 @pytest.mark.slots(3, long=[2, 8])
 @each_of(CASES, DataParallel, in_small_buckets)
 def test_twenty_optimizer_steps_equal_one_device(wrap: Any, case: Case, slots: list) -> None:
@@ -77,6 +77,7 @@ def test_twenty_optimizer_steps_equal_one_device(wrap: Any, case: Case, slots: l
     )
 
 
+@pytest.mark.few(12)
 @each_of(CASES, DataParallel, in_place)
 def test_each_replica_computes_with_its_own_weights(wrap: Any, case: Case, slots: list) -> None:
     for size in batch_sizes(len(slots)):

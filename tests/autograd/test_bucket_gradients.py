@@ -16,8 +16,6 @@ from dataparallel.testing.parity import assert_same_training
 from graphs import nodes_of
 from overlap import Layers, Overlap
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 WIDTH = 48
 LAYER_MB = (WIDTH * WIDTH + WIDTH) * 8 / 2**20
 """One layer in float64 fills a bucket of this size."""

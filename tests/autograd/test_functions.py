@@ -21,9 +21,6 @@ from dataparallel.autograd.functions import (
     restore_after_backward,
 )
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-
 on_a_single_slot = pytest.mark.parametrize(
     "function",
     [

@@ -22,7 +22,7 @@ from spare_streams import spare_stream
 
 pytestmark = [
     pytest.mark.devices("sim", "stand-in"),
-    pytest.mark.usefixtures("one_intra_op_thread", "together", "distinct_streams"),
+    pytest.mark.usefixtures("together", "distinct_streams"),
 ]
 
 LAYERS = 6

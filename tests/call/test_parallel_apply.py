@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from dataparallel import DataParallel, parallel_apply
 from probe import Call
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 TIMEOUT = 20.0
 
 

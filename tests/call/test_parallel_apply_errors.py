@@ -17,7 +17,6 @@ from dataparallel import DataParallel, parallel_apply
 from memory import soon
 from probe import Call
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 serial_or_not = pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
 TIMEOUT = 20.0
 

@@ -23,7 +23,7 @@ from dataparallel.comm.buckets import (
     unflatten,
 )
 
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.devices("cpu")]
+pytestmark = pytest.mark.devices("cpu")
 
 DTYPES = [
     torch.float32,

@@ -12,9 +12,6 @@ from torch import Tensor, nn
 from dataparallel import comm
 from dataparallel.comm import near_equal_sizes
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-
 host_only = pytest.mark.devices("cpu")
 
 

@@ -12,8 +12,6 @@ from dataparallel import comm
 from dataparallel.comm import matrices
 from dataparallel.comm.matrices import _in_phases
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 COLUMNS = 24
 
 

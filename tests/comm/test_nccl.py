@@ -11,8 +11,6 @@ from dataparallel.comm.matrices import allocate
 from dataparallel.comm.nccl import Nccl, why_not
 from dataparallel.comm.routes import STAR
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:

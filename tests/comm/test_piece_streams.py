@@ -15,6 +15,7 @@ from dataparallel.comm.piece_streams import piece_streams, shared_piece_streams
 from dataparallel.comm.routes import TorchCopies
 from dataparallel.comm.streams.current import streams_set
 from orders import race
+from spare_streams import spare_stream
 
 pytestmark = [pytest.mark.devices("sim", "stand-in")]
 
@@ -155,7 +156,7 @@ def test_no_receive_waits_for_the_send_before_and_no_send_for_the_receive_after(
     half = SIZE // 2
 
     def read(part: Tensor, event: torch.Event) -> None:
-        reader = torch.Stream(part.device)
+        reader = spare_stream(part.device)
         reader.wait_event(event)
         with reader:
             part + 1
@@ -186,7 +187,7 @@ def test_with_three_streams_a_piece_may_arrive_before_the_last_but_one_has_left(
     with pytest.MonkeyPatch.context() as inside, shared_piece_streams(everyone, number):
         inside.setattr(Tensor, "copy_", noting)
         TorchCopies("chain", 3).broadcast_flat(source, [middle, end])
-    reader = torch.Stream(everyone[2])
+    reader = spare_stream(everyone[2])
     reader.wait_event(arrived[2])
     with reader, race() if number == 3 else nullcontext():
         end[: SIZE // 3] + 1

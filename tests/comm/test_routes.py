@@ -15,8 +15,6 @@ from clocked import counted
 from dataparallel.comm.routes import TorchCopies
 from dataparallel.comm.settings import ROUTES
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 MANY = 1000  # tensors
 
 

@@ -17,7 +17,7 @@ from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.settings import ROUTE_VARIABLE
 from dataparallel.comm.transport_choice import transport_for
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "forgetful")
+pytestmark = pytest.mark.usefixtures("forgetful")
 LARGE, SMALL = [torch.empty(2**27, device="meta")], [torch.empty(10)]
 BUCKET = [torch.empty(10 * 2**18)]
 

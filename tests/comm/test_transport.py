@@ -19,8 +19,6 @@ from torch import Tensor
 from dataparallel import comm
 from dataparallel.comm.routes import STAR
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 CPU = torch.device("cpu")
 CAPS = st.sampled_from([1, 64, 10 * 2**20])
 

@@ -19,7 +19,6 @@ from dataparallel.testing.steps import assert_equal
 from sharded_steps import whole
 
 pytestmark = [
-    pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch's own, without a process group
 ]
 

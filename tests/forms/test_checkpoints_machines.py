@@ -19,7 +19,6 @@ from sharded_machines import EACH_SPREAD, SPREADS, spread
 from sharded_steps import whole
 
 pytestmark = [
-    pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch's own, without a process group
 ]
 

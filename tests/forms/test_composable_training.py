@@ -15,8 +15,6 @@ from dataparallel.testing.cases import seeded
 from each_form import whole
 from sharded_steps import LOOPS, train
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 STEPS = 4
 net = seeded(Branched)
 

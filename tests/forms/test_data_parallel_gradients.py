@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import dataparallel as dp
 from each_form import by_wrapper, replicated
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 class Smooth(nn.Module):
     """Two layers, one of them used twice, and a parameter that only some forwards use."""

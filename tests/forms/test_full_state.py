@@ -31,8 +31,6 @@ from sharded_steps import (
     whole,
 )
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 MODEL = MODELS["gpt"]
 EIGHT = 8
 
@@ -119,8 +117,9 @@ class Run:
 
 
 class TestTrainingGoesOn:
+    @pytest.mark.few(2)
     @pytest.mark.parametrize(
-        ("name", "options"), [*((name, {}) for name in OPTIMIZERS), *(("AdamW", options) for options in OTHER_OPTIONS)]
+        ("name", "options"), [*(("AdamW", options) for options in OTHER_OPTIONS), *((name, {}) for name in OPTIMIZERS)]
     )
     def test_with_other_numbers_of_devices(self, name: str, options: dict, make_slots: Callable[[int], list]) -> None:
         """The options hold on every other devices only. Some gradients wait on the slots."""
@@ -131,6 +130,7 @@ class TestTrainingGoesOn:
             moving.move_to(where, **chosen)
             assert_same(moving.train(2), still.train(2))
 
+    @pytest.mark.few(2)
     @pytest.mark.parametrize("options", [{}, *OTHER_OPTIONS], ids=str)
     @pytest.mark.parametrize("name", ["AdamW", "SGD with momentum"])
     def test_as_if_not_interrupted(self, name: str, options: dict, slots: list) -> None:

@@ -20,8 +20,6 @@ from sharded_machines import EACH_SPREAD, SPREADS, batches, batches_of_rank, mea
 from sharded_models import on_meta
 from sharded_steps import MODELS, Trained, assert_all_sharded, assert_same, on_device, sharded, train
 
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread")]
-
 MODEL = "gpt"
 STEPS = 2
 LIMIT = 20.0

@@ -20,7 +20,7 @@ from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, Offl
 from processes import environment
 from sharded_steps import on_device, whole
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_intra_op_thread")]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

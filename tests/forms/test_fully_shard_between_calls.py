@@ -14,7 +14,7 @@ from dataparallel.testing.steps import assert_equal, mean_square_loss
 from sharded_chains import PLAIN, forward_backward
 from sharded_steps import assert_all_sharded, gradients, on_device, sharded, state, whole
 
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.slots(4, long=[2])]
+pytestmark = pytest.mark.slots(4, long=[2])
 
 Pair = tuple[Any, Any]
 Write = Callable[[Any, Any], Any]

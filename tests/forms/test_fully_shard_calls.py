@@ -29,8 +29,6 @@ from sharded_steps import (
     whole,
 )
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 class TestUnits:
     """What goes into a unit and what comes out of it."""

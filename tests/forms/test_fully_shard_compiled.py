@@ -35,16 +35,10 @@ from sharded_steps import (
     whole,
 )
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 CHAIN = Model(seeded(lambda: Chain(Layer(), Layer(), Layer())), numbers(6))
 """Two units that are alike, after a layer of the model's own."""
 
-SHORT = ("units_before", "wrapped_units_after", "whole_wrapped_before")
-
-every_way = pytest.mark.parametrize(
-    "way", [way if way in SHORT else pytest.param(way, marks=pytest.mark.long) for way in WAYS]
-)
+pytestmark = pytest.mark.few(2)  # a case is compiled for a second
 
 
 class Checkpointed(nn.Module):
@@ -72,7 +66,7 @@ def devices(slots: list) -> int:
 
 class TestTraining:
     @pytest.mark.slots(2, long=[3, 8])
-    @every_way
+    @pytest.mark.parametrize("way", WAYS)
     def test_each_way_trains_as_one_device_does(self, way, slots):
         """In batches that divide evenly among the slots, that do not, and that leave slots without samples."""
         assert assert_same_compiled(way, CHAIN, slots, "aot_eager").total > 0

@@ -29,8 +29,6 @@ from sharded_steps import (
     train,
 )
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 both_kinds = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
 
 

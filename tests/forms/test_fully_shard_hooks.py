@@ -25,8 +25,6 @@ from sharded_steps import (
     whole,
 )
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 class TestHooks:
     """They run as on one device. Hooks on units and below them run once for each slot, on its chunk."""

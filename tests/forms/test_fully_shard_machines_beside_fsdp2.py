@@ -21,7 +21,7 @@ from machine_ranks import on_machines
 from sharded_machines import batches, batches_of_rank, mean_of, sum_of_squares
 from sharded_steps import MODELS, moved, on_device, whole
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_intra_op_thread")]
+pytestmark = pytest.mark.long
 
 DEVICES, STEPS, MODEL = 4, 20, "gpt"
 

@@ -16,8 +16,6 @@ from machine_ranks import on_machines
 from sharded_machines import EACH_SPREAD, over, ranks_of, slots_of
 from sharded_steps import gradients
 
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread")]
-
 REPLICATED = pytest.mark.parametrize("way", ["hybrid", "2-D, one of each", "2-D"])
 
 

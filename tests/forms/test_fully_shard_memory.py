@@ -28,7 +28,6 @@ from sharded_steps import no_sync, sharded
 
 pytestmark = [
     pytest.mark.devices("sim"),
-    pytest.mark.usefixtures("one_intra_op_thread"),
 ]
 
 STATES = 3
@@ -260,9 +259,6 @@ def bound(slots: int, weights: int, gradients: int = 2 * UNIT) -> int:
         short=[
             ("default", ()),
             ("default", (1,)),
-            ("no prefetch", ()),
-            ("no reshard", ()),
-            ("in twos", ()),
             ("no sync", ()),
         ],
     ),

@@ -24,8 +24,6 @@ from sharded_steps import (
     whole,
 )
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 MODEL = MODELS["gpt"]
 UNTIED = MODELS["gpt, units of several kinds"]
 

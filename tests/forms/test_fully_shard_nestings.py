@@ -22,8 +22,6 @@ from dataparallel.testing.cases import numbers, seeded
 from nogpu.pytest import settle
 from sharded_steps import LOOPS, Model, assert_all_sharded, assert_same, batches_of, moved, on_device, train
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 WIDTH = 4
 MOST_NODES = 9
 PHASES = [phase for phase in Phase if phase != Phase.explain]  # which would trace each line of a failing example

@@ -22,8 +22,6 @@ from dataparallel.testing.steps import mean_square_loss
 from sharded_models import GPT, LENGTH, VOCABULARY, Block
 from sharded_steps import on_device, sharded
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 class FourBlocks(GPT):
     def __init__(self, recomputed: str = "nothing", use_reentrant: bool = False) -> None:

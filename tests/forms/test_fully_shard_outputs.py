@@ -20,8 +20,6 @@ from machine_ranks import on_machines
 from sharded_chains import assert_same_results
 from sharded_steps import on_device, sharded
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 WIDTH = 6
 
 

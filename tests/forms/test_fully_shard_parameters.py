@@ -28,8 +28,6 @@ from sharded_steps import (
     whole,
 )
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 class Moving(Layer):
     """A layer whose forward gives its weight other memory, as RNNs do on CUDA, where cuDNN wants one buffer."""

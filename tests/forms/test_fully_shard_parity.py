@@ -34,8 +34,6 @@ from sharded_steps import (
     train,
 )
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 DIVISOR = 4.0
 
 

@@ -21,8 +21,6 @@ from dataparallel.testing.steps import assert_equal
 from nogpu.pytest import settle
 from sharded_steps import gradients, whole
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 SLOTS, WIDTH = 4, 3
 PHASES = [phase for phase in Phase if phase != Phase.explain]
 

@@ -20,8 +20,6 @@ from dataparallel.testing.steps import assert_equal, mean_square_loss
 from memory import allocated
 from sharded_steps import assert_all_sharded, gradients, no_sync, on_device, sharded, whole
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 WIDTH, LAYERS = 16, 4
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")

@@ -22,8 +22,6 @@ from sharded_steps import (
     train,
 )
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 RUNS = 3
 
 

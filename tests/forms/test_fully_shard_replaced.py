@@ -11,8 +11,6 @@ from dataparallel.sharded import Replicate, Shard, distribute_tensor
 from dataparallel.testing.steps import assert_equal
 from sharded_steps import on_device, sharded, whole
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 def build() -> nn.Module:
     torch.manual_seed(0)

@@ -16,8 +16,6 @@ from made_units import recorded_gathers
 from memory import allocated
 from sharded_steps import gradients, on_device, sharded, whole
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 WIDTH = 16
 
 

@@ -18,7 +18,7 @@ from dataparallel.sharded.units import passes
 from dataparallel.sharded.units.buffers import FullBuffer
 from dataparallel.sharded.units.calls import RootCall
 
-pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("one_intra_op_thread")]
+pytestmark = pytest.mark.devices("sim", "stand-in")
 
 
 @pytest.mark.parametrize("steps_on_others", [1, 3])

@@ -13,8 +13,6 @@ from clocked import counted
 from dataparallel import comm
 from dataparallel.testing.cases import seeded
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 def set_(tensor: Tensor) -> None:
     tensor.set_(tensor.detach().clone())

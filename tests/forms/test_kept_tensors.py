@@ -21,7 +21,7 @@ from dataparallel.autograd.bucket_gradients import OnSlot, ToSlots
 from dataparallel.gradients.gradient_sums import GradientSums, SourceBucket
 from dataparallel.testing.cases import seeded
 
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.filterwarnings("ignore:Sparse")]
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 
 @pytest.fixture

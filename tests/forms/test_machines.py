@@ -8,8 +8,6 @@ import pytest
 from sharded_machines import REPLICATED, SPREADS, Run, assert_train_as_one
 from sharded_steps import LOOPS
 
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread")]
-
 IN_ANY_ORDER = ["gpt, checkpoints inside units", "gpt, checkpoints around units"]
 IN_ONE_ORDER = [
     "gpt, units of several kinds",

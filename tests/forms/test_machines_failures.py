@@ -16,8 +16,6 @@ from machine_ranks import on_machines
 from sharded_machines import EACH_SPREAD, SPREADS, over, ranks_of, slots_of, spread
 from sharded_steps import gradients, whole
 
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread")]
-
 
 class Fault(Exception):
     """What a test raises."""

@@ -10,7 +10,7 @@ from machine_ranks import on_machines
 from sharded_machines import batches_of_rank, over, ranks_of, slots_of, sum_of_squares, trained_on_one
 from sharded_steps import LOOPS, MODELS, Trained, assert_same, on_device, train
 
-pytestmark = [pytest.mark.devices("cuda"), pytest.mark.usefixtures("one_intra_op_thread")]
+pytestmark = pytest.mark.devices("cuda")
 
 MODEL, STEPS = "gpt", 20
 

@@ -13,8 +13,6 @@ from dataparallel.composable import replicate
 from dataparallel.testing.cases import seeded
 from memory import allocated, live_objects
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 STEPS = 400
 
 

@@ -14,8 +14,6 @@ from dataparallel.composable import replicate
 from dataparallel.testing.cases import seeded
 from dataparallel.testing.steps import assert_equal
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 class Failing(Branched):
     """Raises on the slot that has the sample with the number ``at`` in its first column."""

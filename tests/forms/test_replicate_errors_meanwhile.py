@@ -19,8 +19,6 @@ from dataparallel.testing.cases import seeded
 from dataparallel.testing.steps import assert_equal
 from memory import allocated, soon
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 TIMEOUT = 20.0
 LAYERS = 4
 

@@ -19,7 +19,6 @@ from dataparallel.testing.cases import seeded
 from nets import DOES, forget
 
 pytestmark = [
-    pytest.mark.usefixtures("one_intra_op_thread"),
     # Ignored parameters are used directly: the limits tell of this.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
 ]

@@ -6,8 +6,6 @@ import torch
 from dataparallel.composable import replicate
 from overlap import Layers, Overlap
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 LAYERS, WIDTH = 20, 192
 """Each layer takes about a millisecond, so the order does not depend on which thread gets a core first."""
 LAYER_MB = (WIDTH * WIDTH + WIDTH) * 8 / 2**20

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from dataparallel.composable import replicate
 from each_form import Form, composable_forms, whole
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 @pytest.fixture(autouse=True)
 def torch_swaps() -> Iterator[None]:

@@ -15,8 +15,6 @@ from dataparallel.composable import fully_shard
 from each_form import Form, replicating_forms
 from wrapper_tensors import LAYERS, Adapted, Batch, Quantised, QuantState, adapted
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 @pytest.fixture(params=LAYERS)
 def layer(request: pytest.FixtureRequest) -> Callable[[Tensor], nn.Module]:

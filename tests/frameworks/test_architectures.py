@@ -71,7 +71,7 @@ def architecture(request):
 
 @pytest.mark.parametrize("form", ["DataParallel", "replicate"])
 @pytest.mark.slots(SLOTS)
-def test_outputs_and_gradients(form, architecture, slots, root, one_intra_op_thread):
+def test_outputs_and_gradients(form, architecture, slots, root):
     torch.manual_seed(0)
     model = architecture.build().double().to(root).train()
     batch = {name: value.to(root) for name, value in architecture.batch(SAMPLES).items()}

@@ -14,8 +14,6 @@ from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.testing.cases import Batch
 from sharded_steps import Model, assert_same, on_device, train
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 STEPS = 5
 
 

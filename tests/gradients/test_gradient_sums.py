@@ -17,8 +17,6 @@ from dataparallel.forms.kept_tensors import KeptTensors
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from freed_later import freed_later
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 @pytest.mark.slots(3, long=[2, 8])
 @pytest.mark.parametrize(

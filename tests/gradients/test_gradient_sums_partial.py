@@ -17,7 +17,6 @@ from dataparallel import comm
 from dataparallel.testing.cases import seeded
 
 pytestmark = [
-    pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True"),
 ]
 

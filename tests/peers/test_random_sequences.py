@@ -134,7 +134,7 @@ def sequences(count: int, accelerators: bool) -> st.SearchStrategy[Sequence]:
 
 
 @pytest.mark.slots(2, 3, 5)
-@settings(max_examples=260)
+@settings(max_examples=9 * settings().max_examples)
 @given(data=st.data())
 def test_sequences(slots, data):
     accelerators = torch.device(slots[0]).type != "cpu"

@@ -20,7 +20,7 @@ from circles import Circular, Straight, least
 from dataparallel import DataParallel
 from freed_later import freed_later
 
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread", "no_collector"), freed_later]
+pytestmark = [pytest.mark.usefixtures("no_collector"), freed_later]
 
 
 class BoundForward(Straight):

@@ -12,8 +12,6 @@ from dataparallel.composable import fully_shard, replicate
 from freed_later import freed_later
 from nets import DOES, Net
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 @pytest.fixture(params=[replicate, fully_shard], ids=["replicate", "fully_shard"])
 def net(request: pytest.FixtureRequest, slots: list, root: torch.device) -> nn.Module:

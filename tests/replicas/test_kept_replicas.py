@@ -20,8 +20,6 @@ from dataparallel.testing.cases import Case
 from dataparallel.testing.models import CASES
 from nets import DOES, Net, build, on_one_device
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 def constant_layer(net: Net) -> nn.Linear:
     layer = nn.Linear(4, 4).to(net.shift)

@@ -14,8 +14,6 @@ from clocked import check_clocks
 from dataparallel import DataParallel
 from dataparallel.replicas import kept_replicas
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 @pytest.fixture
 def net(root) -> nn.Module:

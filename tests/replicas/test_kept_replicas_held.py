@@ -18,8 +18,6 @@ from freed_later import freed_later
 from memory import allocated
 from nets import HELD, HOLDS
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 @pytest.fixture
 def no_collector():

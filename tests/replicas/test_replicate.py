@@ -19,7 +19,6 @@ from dataparallel.testing.cases import Case
 from dataparallel.testing.models import CASES
 from dataparallel.testing.parity import Perturbation, perturb
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 PERTURBATION = Perturbation(seed=2, scale=0.5)
 
 

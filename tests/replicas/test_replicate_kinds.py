@@ -17,7 +17,6 @@ from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.parity import Perturbation, assert_same_step, perturb
 
 pytestmark = [
-    pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.filterwarnings("ignore:.*torch.jit"),
 ]
 PERTURBATION = Perturbation(seed=4, scale=0.5)

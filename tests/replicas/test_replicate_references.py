@@ -20,7 +20,6 @@ from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.parity import Perturbation, assert_same_step
 from each_form import Form, replicating_forms
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 PERTURBATION = Perturbation(seed=3, scale=0.5)
 samples = numbers(4)
 

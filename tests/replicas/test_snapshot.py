@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 from dataparallel.replicas.plan import TWIN_INFO, ModulePlan, TwinInfo
-from dataparallel.replicas.tree_state import TreeSnapshot
+from dataparallel.replicas.tree_state import Contents, TreeSnapshot
 
 pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
 
@@ -91,6 +91,11 @@ def reorder(tree: Tree) -> None:
     tree.child._modules["0"] = first
 
 
+def rename(tree: Tree) -> None:
+    """The key changes, the values stay."""
+    tree.more = vars(tree).pop("width")
+
+
 def another_class(tree: Tree) -> None:
     tree.child.__class__ = type("Other", (nn.Sequential,), {})
 
@@ -113,6 +118,8 @@ CHANGES: dict[str, Callable[[Tree], Any]] = {
     "another order": reorder,
     "another class": another_class,
     "an attribute": lambda tree: setattr(tree, "width", 3),
+    "an attribute's name": rename,
+    "all attributes": lambda tree: setattr(tree, "__dict__", {**vars(tree), "width": 3}),
     "an attribute more": lambda tree: setattr(tree.child[1], "more", 1),
     "an attribute less": lambda tree: delattr(tree, "width"),
     "a method": lambda tree: setattr(tree.child[1], "forward", tree.child[0].forward),
@@ -202,6 +209,13 @@ def test_does_not_hold_when_an_object_in_the_place_of_a_method_comes_to_hold_a_c
     assert taken.still_holds(tree)
     calls.run = tree.child[0]
     assert not taken.still_holds(tree)
+
+
+def test_a_key_that_moves_to_the_next_dict_is_noticed() -> None:
+    """Both dicts together have the keys and values that they had, in the same order."""
+    contents = Contents([{"a": 1, "b": 2}, {"c": 3}])
+    assert contents.are_in([{"a": 1, "b": 2}, {"c": 3}])
+    assert not contents.are_in([{"a": 1}, {"b": 2, "c": 3}])
 
 
 def test_another_root_that_is_equal(tree: Tree) -> None:

@@ -13,8 +13,6 @@ from torch import nn
 from dataparallel import DataParallel
 from nets import DOES, Net, on_one_device
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 @pytest.fixture
 def same_as_one_device(wrapped, net, call, x) -> Callable[[], None]:

@@ -12,8 +12,6 @@ from dataparallel import comm
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
 from dataparallel.sharded.placements import shard_shapes
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
 
 

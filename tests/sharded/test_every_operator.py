@@ -14,6 +14,8 @@ from every_operator import COMMON, PLACEMENTS, Outcomes, outcomes
 from fake_machines import FakeOver, on_fake_machines, owners_of
 from swept_operators import RANKS, checked, on_sharded_tensors, swept
 
+pytestmark = pytest.mark.long
+
 OnOwners = Callable[[Callable[[Any], list[Outcomes]]], list[list[Outcomes]]]
 
 PARTS = 12
@@ -25,7 +27,7 @@ SAMPLES = {PLACEMENTS["rows"]: 10, PLACEMENTS["last"]: 4, PLACEMENTS["replicated
 
 
 @pytest.fixture(autouse=True)
-def samples_warn(one_intra_op_thread: None) -> Iterator[None]:
+def samples_warn() -> Iterator[None]:
     """torch's samples are made with functions that warn."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -60,7 +62,6 @@ def test_common_ones_are_right_or_refused(on_owners: OnOwners, requires_grad: bo
     check(on_owners, FEW, requires_grad, 22, 15, dtypes=[torch.float64], chosen=COMMON.__contains__)
 
 
-@pytest.mark.long
 @pytest.mark.devices("cpu")
 @pytest.mark.slots(4)
 @pytest.mark.parametrize("number", range(PARTS))
@@ -69,7 +70,6 @@ def test_every_one_is_right_or_refused(on_owners: OnOwners, number: int) -> None
     check(on_owners, SAMPLES, False, 14, 20, dtypes=dtypes, chosen=part(number))
 
 
-@pytest.mark.long
 @pytest.mark.devices("cpu")
 @pytest.mark.slots(4)
 @pytest.mark.parametrize("number", range(PARTS))
@@ -77,7 +77,6 @@ def test_gradients_of_every_one_are_right_or_refused(on_owners: OnOwners, number
     check(on_owners, SAMPLES, True, 9, 19, dtypes=[torch.float64, torch.complex128], chosen=part(number))
 
 
-@pytest.mark.long
 @pytest.mark.devices("sim")
 @pytest.mark.parametrize("number", range(PARTS))
 def test_every_one_is_right_or_refused_on_devices(slots: list, number: int) -> None:

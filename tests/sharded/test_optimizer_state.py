@@ -14,8 +14,6 @@ from dataparallel.testing.steps import assert_equal
 from sharded_parameters import OPTIMIZERS, SHAPES, divided, set_gradients, whole_parameters
 from sharding import full
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 NAMES = ["momentum", "amsgrad", "Adagrad", "centered", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD"]
 
 

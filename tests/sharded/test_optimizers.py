@@ -28,7 +28,7 @@ from sharded_parameters import (
 )
 from sharding import full, sharded
 
-pytestmark = [pytest.mark.slots(4), pytest.mark.usefixtures("one_intra_op_thread")]
+pytestmark = pytest.mark.slots(4)
 
 OnOwners = Callable[[Callable[[Any], Any]], list[Any]]
 

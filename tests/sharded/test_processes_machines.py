@@ -13,8 +13,6 @@ from dataparallel.sharded.placements import Owners
 from machine_ranks import all_machines, on_machines, on_mortal_machines
 from sharded_parameters import PLACEMENTS, SHAPES, STEPS, assert_same, gradients, whole_parameters
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 DTYPES = [torch.float64, torch.bfloat16, torch.bool, torch.int16, torch.complex64]
 
 

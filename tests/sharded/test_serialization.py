@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
 from sharding import owners, places, same
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 CPU = torch.device("cpu")
 
 

@@ -14,8 +14,6 @@ from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_ten
 from dataparallel.sharded.placements import over_of
 from sharding import same
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 @pytest.fixture
 def parameter(sharded: ShardedTensor) -> nn.Parameter:

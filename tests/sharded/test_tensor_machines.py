@@ -15,7 +15,7 @@ from dataparallel.sharded.placements import Owners, over_of, shard_shapes
 from fake_machines import FakeOver, OutOfStep, on_fake_machines, owners_of
 from sharding import full, sharded
 
-pytestmark = [pytest.mark.slots(4), pytest.mark.usefixtures("one_intra_op_thread")]
+pytestmark = pytest.mark.slots(4)
 
 SHAPES = [(7, 3), (8, 2), (3, 5), (1,), (), (0, 3), (4, 9, 2)]
 PLACEMENTS = [Shard(0), Shard(-1), Replicate()]

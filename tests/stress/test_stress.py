@@ -1,4 +1,4 @@
-"""The stress test runs without a wrong bit, an error or a crash: for seconds, and for a long time among the long tests.
+"""The stress test runs without a wrong bit, an error or a crash: for seconds, and for a long time.
 
 `run_stress` runs in a process of its own, so that a crash is a failed test with the stacks of all threads. Builds of
 Python without the lock are what it is for: `.ci/free-threaded` runs it there for longer.
@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from selection import others_long
-
-pytestmark = pytest.mark.devices("cpu")  # each process makes its own devices
+pytestmark = [pytest.mark.devices("cpu"), pytest.mark.long]  # each process makes its own devices
 
 PROGRAM = Path(__file__).with_name("run_stress.py")
 LONG = 1200.0  # seconds; three kinds make an hour
@@ -27,12 +25,11 @@ def stress(kind: str, seconds: float) -> None:
 
 
 @pytest.mark.watchdog(200)
-@pytest.mark.parametrize("kind", others_long(["cpu", "sim", "ranks"], ["cpu"]))
+@pytest.mark.parametrize("kind", ["cpu", "sim", "ranks"])
 def test_for_seconds(kind: str) -> None:
     stress(kind, 5.0)
 
 
-@pytest.mark.long
 @pytest.mark.watchdog(3 * LONG)
 @pytest.mark.parametrize("kind", ["cpu", "sim", "ranks"])
 def test_for_long(kind: str) -> None:

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 serial_or_not = pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
 
 

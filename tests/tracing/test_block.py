@@ -24,8 +24,6 @@ from dataparallel.tracing.rows import REST, Row
 from each_form import Form, by_wrapper, replicated, sharded_whole
 from processes import run_script
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 SLEPT = 0.02
 
 

@@ -16,12 +16,10 @@ from dataparallel.comm.kernels import SUM_KERNELS
 from selection import others_long
 
 # They know no slots: once is enough.
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.devices("cpu")]
+pytestmark = pytest.mark.devices("cpu")
 
 COPIED = [*SUM_KERNELS, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
 HALVES = [torch.float16, torch.bfloat16]
-COPY_EXAMPLES = 310
-SUM_EXAMPLES = 46  # for each of 15 dtypes
 
 PARTS = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
 """The dtype of a complex number's real and imaginary part."""
@@ -69,7 +67,7 @@ launches = st.fixed_dictionaries(
 blocks = st.sampled_from([1, 2, 13, 1000])
 
 
-@settings(max_examples=COPY_EXAMPLES)
+@settings(max_examples=10 * settings().max_examples)
 @given(drawn=sizes(), count=st.integers(1, 4), max_blocks=blocks, aligned=st.booleans(), launch=launches)
 def test_copies_have_the_bits_of_their_sources_and_nothing_else_is_written(
     kernels: Kernels, drawn: tuple, count: int, max_blocks: int, aligned: bool, launch: dict
@@ -133,7 +131,6 @@ def with_one_nan(arena: Arena) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", others_long(SUM_KERNELS, SHORT), ids=lambda dtype: str(dtype).removeprefix("torch."))
-@settings(max_examples=SUM_EXAMPLES)
 @given(
     drawn=sizes(),
     count=st.integers(1, 8),

@@ -16,7 +16,7 @@ from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.transport_choice import Choice
 from dataparallel.composable import replicate
 
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.slots(3), pytest.mark.devices("sim")]
+pytestmark = [pytest.mark.slots(3), pytest.mark.devices("sim")]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from dataparallel.comm import cupy
 from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.routes import STAR
 
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.slots(3)]
+pytestmark = pytest.mark.slots(3)
 
 CPU = torch.device("cpu")
 KERNELS = Cupy()
@@ -277,7 +277,7 @@ tensors_of_slots = st.lists(
 
 
 @pytest.mark.devices("cpu")
-@settings(max_examples=150)
+@settings(max_examples=5 * settings().max_examples)
 @given(drawn=tensors_of_slots, count=st.integers(2, 3), seed=st.integers(0, 2**32))
 def test_any_mix_has_the_bits_of_plain_copies(launch: Callable, drawn: list, count: int, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)

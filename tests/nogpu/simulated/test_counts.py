@@ -191,7 +191,6 @@ def test_launches_of_backwards_threads_count():
     assert counts.copied == {(2, 1): 12}
 
 
-@pytest.mark.usefixtures("one_intra_op_thread")
 def test_no_launch_is_lost_between_threads():
     def work(index, barrier):
         x = torch.empty(4, device=ONE)

@@ -174,7 +174,6 @@ def test_a_replica_without_memory_raises_and_the_next_smaller_batch_works(distin
 
 @pytest.mark.long
 @on_distinct(8)
-@pytest.mark.usefixtures("one_intra_op_thread")
 def test_a_thousand_steps_leave_no_byte_on_any_device(distinct):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2)).to(

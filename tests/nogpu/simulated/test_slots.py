@@ -10,7 +10,6 @@ from selection import others_long
 
 pytestmark = [
     pytest.mark.devices("sim"),
-    pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 PERTURBATION = parity.Perturbation(seed=5, scale=0.5)

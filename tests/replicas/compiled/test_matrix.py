@@ -25,7 +25,7 @@ from compiled_steps import (
 )
 from sharded_steps import on_device
 
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.watchdog(900)]
+pytestmark = pytest.mark.watchdog(900)
 
 COUNTS = (2, 3, 8)
 
@@ -78,6 +78,7 @@ def check(
     assert_same(ours, trained_on_one_device(model, slots, steps), atol=1e-9 if counting else 1e-7)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slots(2)
 @pytest.mark.parametrize(("form", "way"), [*zip(FORMS, WAYS, strict=True)])
 def test_a_few_steps(form: str, way: str, slots: list) -> None:

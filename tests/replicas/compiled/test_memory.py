@@ -13,8 +13,6 @@ from compiled_backends import Counting
 from compiled_steps import FORMS
 from memory import allocated, live_objects
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 
 class Net(nn.Module):
     def __init__(self) -> None:

@@ -38,7 +38,10 @@ from freed_later import first_call_is_shared
 Way = Callable[..., DataParallel]
 Since = Callable[[], FrameCounts]
 
+pytestmark = pytest.mark.few(2)  # a case is compiled for a second
 
+
+@pytest.mark.few(3)
 @pytest.mark.slots(2, long=[3, 8])
 def test_steps_equal_those_of_replicas_that_are_not_compiled(way: Way, slots: list, root: torch.device, since: Since):
     """With two batches more that are smaller, and evaluation between them."""
@@ -83,6 +86,7 @@ def test_each_replica_computes_with_its_own_parameters(whole: Way, slots: list, 
         torch.testing.assert_close(one, other + 100.0 * slot)
 
 
+@pytest.mark.few(1)
 def test_one_compilation_for_each_device_and_mode(whole: Way, slots: list, root: torch.device, since: Since):
     net, x = build(root), batch(root, 4 * len(slots))
     wrapper = whole(net, slots)
@@ -180,6 +184,7 @@ def test_tied_weights_stay_tied_and_buffers_reach_slot_0(way: Way, slots: list, 
     assert net.calls == len(batches)
 
 
+@pytest.mark.few(1)
 def test_what_is_between_two_graphs_runs(whole: Way, slots: list, root: torch.device, since: Since):
     batches = [batch(root), batch(root, 9), batch(root), batch(root, 9)]
     expected = expected_steps(slots, root, batches, Breaks)

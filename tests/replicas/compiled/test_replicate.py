@@ -28,6 +28,7 @@ from compiled_nets import (
 
 Since = Callable[[], Any]
 
+pytestmark = pytest.mark.few(2)  # each way is compiled with `DataParallel`, too
 
 WAYS = [compile_argument, compiled_before, compiled_in_place, compiled_after, parts_compiled]
 
@@ -61,6 +62,7 @@ def test_a_single_slot_is_compiled_too(make: Callable, slots: list, root: torch.
     assert since().compilations == {torch.device(slots[0]): 1}
 
 
+@pytest.mark.few(1)
 def test_one_compilation_for_each_device_and_mode(way: Callable, slots: list, root: torch.device, since: Since):
     net = build(root)
     model = way(net, slots)

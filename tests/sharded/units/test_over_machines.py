@@ -16,8 +16,6 @@ from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOver
 from machine_ranks import on_machines
 from sharded_machines import spread
 
-pytestmark = [pytest.mark.usefixtures("one_intra_op_thread")]
-
 
 class Sent:
     """A source that counts how often it is sent."""

@@ -28,8 +28,6 @@ from sharded_steps import (
     whole,
 )
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 WIDTH = 16
 GROUP = 2
 

@@ -83,7 +83,6 @@ def test_processes_compute_what_one_computes(variants, ranks):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("one_intra_op_thread")
 def test_threads_compute_what_one_computes():
     for state in on_threads(in_some_variants, ranks=2):
         assert_equal(state, build().state_dict(), "first weights", atol=0.0)

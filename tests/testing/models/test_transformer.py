@@ -12,8 +12,6 @@ from dataparallel.testing import ModelArgs, Transformer
 from dataparallel.testing.cases import tokens
 from dataparallel.testing.steps import assert_steps_match, run_step
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 NO_DROPOUT = ModelArgs(dropout_p=0.0)
 
 

@@ -14,8 +14,6 @@ from dataparallel.testing.cases import Batch, tokens
 from dataparallel.testing.steps import run_step
 from sharded_steps import Model, assert_same_training, sharded
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
 every_variant = pytest.mark.parametrize(
     ("tied", "checkpointed"),
     [
