@@ -105,13 +105,7 @@ class CallEngine:
         self._options, self._maker = options, maker
 
     def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the output of ``method`` for the whole batch, on the output device.
-
-        Raises:
-            RuntimeError: a parameter or buffer is not on the first slot; a replica cannot be made or run here.
-            ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
-            Exception: a replica raised it.
-        """
+        """Returns the output of ``method`` for the whole batch, on the output device."""
         if not self._options.slots:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
             return self._maker.alone(method)(*inputs, **kwargs)
@@ -235,11 +229,7 @@ _DEEPEST = 8
 
 
 class _InsideReplicas:
-    """A context around the replicas of a call. It is no generator, which could not pass on a frozen exception.
-
-    Raises:
-        RuntimeError: replicas of the same module have called the module `_DEEPEST` times.
-    """
+    """A context around the replicas of a call. It is no generator, which could not pass on a frozen exception."""
 
     def __init__(self, source: nn.Module, method: str) -> None:
         self._source, self._here = source, (id(source), method)
@@ -291,9 +281,6 @@ class Call:
         reads: the copies that read pinned memory of the caller. The stage ``scatter`` notes them here.
         copied: containers among the arguments, to which replicas may write. The stage ``scatter`` notes them here, if
             it is a list.
-
-    Raises:
-        RuntimeError: several replicas cannot run here: see ``threads.settings.REFUSED``.
     """
 
     def __init__(

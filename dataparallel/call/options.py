@@ -26,14 +26,7 @@ ScalarRule: TypeAlias = Literal["mean", "sum"] | Callable[[Tensor, tuple[int, ..
 
 
 class Scalars:
-    """Combines the scalars of a call. Without a rule they become a vector.
-
-    Attributes:
-        rule: the function that combines them, or ``None``.
-
-    Raises:
-        TypeError, ValueError: ``rule`` is something else than a `ScalarRule`.
-    """
+    """Combines the scalars of a call by ``rule``. Without a rule they become a vector."""
 
     def __init__(self, rule: ScalarRule = None) -> None:
         if isinstance(rule, str) and rule not in _RULES:

@@ -178,11 +178,7 @@ class Form(Generic[P, S]):
             )
 
     def check_unshared(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Checks parameters that the form would manage. ``prepare`` of a form that nests calls it with the unit's own.
-
-        Raises:
-            RuntimeError: a form manages one of them in another module, or has replaced it there.
-        """
+        """Checks parameters that the form would manage. ``prepare`` of a form that nests calls it with its own."""
         ours = {id(parameter): (name, parameter) for name, parameter in named}
         for name, parameter in ours.values():
             replaced = replaced_parameters.where(parameter)

@@ -375,10 +375,6 @@ def act_together(
     """Returns the result of ``act()`` after it has succeeded on all ranks and they agree on ``describe(result)``.
 
     All ranks of the groups call this. One group compares after the other; after an error all others hear of it.
-
-    Raises:
-        PeerFailed: it has failed on another rank.
-        MachinesDiffer: descriptions differ.
     """
     remaining = [*groups]
     try:

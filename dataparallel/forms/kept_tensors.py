@@ -47,14 +47,7 @@ class KeptTensors(TensorStore):
     memory that the first thread may read at the same time, and nothing orders the two. A thread that runs only backward
     is not noticed: it should not run beside another thread's forward.
 
-    Args:
-        slots: all slots; a call may use only the first few.
-        first_bytes, cap_bytes: sizes of the first bucket and of the others.
-        broadcast_buffers: if true, buffers get slot 0's values at each forward, else only when they are made.
-
-    Attributes:
-        sums, passes: the gradients that wait on slots; and the module's passes if a `Reducer` gets the sums.
-        copies: the copies that the next forward uses if it can.
+    ``slots``: all slots; a call may use only the first few. ``passes``: the module's, if a `Reducer` gets the sums.
     """
 
     def __init__(self, slots: list[torch.device], first_bytes: int, cap_bytes: int, broadcast_buffers: bool) -> None:
@@ -213,14 +206,8 @@ def _positions_with_grad(plan: ModulePlan) -> list[int]:
 class _KeptCopies:
     """Copies that were made together, with the state of the source and of the caller at that time.
 
-    Attributes:
-        by_slot: for each slot a copy of each of the plan's tensors.
-        recorded: positions in the plan of tensors that need gradients.
-        buckets: the same positions, in buckets.
-        order: the order of the buckets; ``None`` if it was not known.
-        learns_order: True if a pass through these copies shows the order.
-        values: gives the copies the source's values at each forward.
-        memory: the memory of the copies.
+    ``recorded``: positions in the plan of tensors that need gradients, and ``buckets`` the same positions, in buckets.
+    ``order``: theirs; ``None`` if it was not known. ``learns_order``: a pass through these copies shows the order.
     """
 
     buckets: list[list[int]]

@@ -98,14 +98,8 @@ class ManagedModule:
 class Twin:
     """Holds the twin of one module: another object that replicas are made from, the same one at each call.
 
-    The twin has all attributes of the module, so the same children and tensors. Only class and hooks may differ.
-
-    Args:
-        cls: the class of the twin and of the replicas.
-        info: what plans need to know about the twin.
-
-    Attributes:
-        module: the twin. It has no attributes until `update` is called.
+    The twin has all attributes of the module, so the same children and tensors. Only class and hooks may differ. It has
+    none until `update` is called.
     """
 
     def __init__(self, cls: type[nn.Module], info: TwinInfo) -> None:
@@ -134,11 +128,7 @@ def original_class(cls: type) -> type[Any]:
 
 
 def original_attribute(module: Any, name: str) -> Any:
-    """Returns the attribute that the module would have without the form, from its instance or its original class.
-
-    Raises:
-        AttributeError: there is no attribute of this name.
-    """
+    """Returns the attribute that the module would have without the form, from its instance or its original class."""
     attributes = vars(module)
     return attributes[name] if name in attributes else getattr(super(ManagedModule, module), name)
 
@@ -193,11 +183,7 @@ def name_of_form(module: Any) -> str:
 
 
 def state_of(module: Any) -> Any:
-    """Returns the state of a managed module.
-
-    Raises:
-        RuntimeError: it has no state, because it is a copy of a managed module.
-    """
+    """Returns the state of a managed module. A copy of one has none."""
     form, state = form_and_state(module)
     if form is None:
         raise RuntimeError(

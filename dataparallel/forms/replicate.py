@@ -270,12 +270,7 @@ replicate: Final = Form(_prepare, ReplicatedModule, begin=lambda modules, state:
 
 
 def _check_for_machines(module: nn.Module, slots: Sequence[torch.device], converts: bool) -> None:
-    """Checks that a module can be replicated over machines. ``converts``: its BatchNorms will be converted.
-
-    Raises:
-        TypeError: its parameters are DTensors, sparse or nested.
-        ValueError: it has torch's SyncBatchNorm, and several slots.
-    """
+    """Checks that a module can be replicated over machines. ``converts``: its BatchNorms will be converted."""
     from dataparallel.machines.arguments import refuse_tensor_parallel
 
     refuse_tensor_parallel(module)

@@ -135,11 +135,7 @@ class ReplicateState(StateOnSlots):
     # ---- machines and hooks ------------------------------------------------------------------------------------------
 
     def join_machines(self) -> None:
-        """Compares the module with that of the other machines, and gives it the values of rank 0.
-
-        Raises:
-            MachinesDiffer: on every rank; the message names what differs.
-        """
+        """Compares the module with that of the other machines, and gives it the values of rank 0."""
         if self.machines is None:
             return
         from dataparallel.gradients.machine_sums import Agreement, MachineSums

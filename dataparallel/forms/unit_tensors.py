@@ -58,11 +58,7 @@ class UnitTensors(TensorStore):
         record: bool,
         arrivals: Arrivals | None = None,
     ) -> list[list[Tensor]]:
-        """See `TensorStore.for_call`. Only buffers are sent.
-
-        Raises:
-            RuntimeError: a graph is recorded, and a parameter that needs a gradient is in no unit.
-        """
+        """See `TensorStore.for_call`. Only buffers are sent. Other tensors that need gradients have to be in a unit."""
         self._find_paths(plan)
         self._outer_references = self._find_outer_references(plan) if plan.has_references else []
         self._prepare(plan)

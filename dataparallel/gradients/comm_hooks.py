@@ -102,14 +102,7 @@ class GradBucket:
 
 
 class CommHook:
-    """A registered hook.
-
-    Attributes:
-        name: for messages.
-
-    Raises:
-        TypeError: ``hook`` cannot be called.
-    """
+    """A registered hook. Messages call it ``name``."""
 
     def __init__(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         if not callable(hook):
@@ -122,12 +115,7 @@ class CommHook:
 
     @torch.no_grad()
     def call(self, bucket: GradBucket) -> Any:
-        """Calls the hook, and returns its future.
-
-        Raises:
-            RuntimeError: the hook has raised; that error is its cause.
-            TypeError: it has returned something else.
-        """
+        """Calls the hook, and returns its future. An error of the hook becomes the cause of a ``RuntimeError``."""
         try:
             future = self.hook(self.state, bucket)
         except Exception as error:
@@ -145,11 +133,8 @@ class CommHook:
     def value(self, bucket: GradBucket, future: Any) -> Tensor:
         """Returns the tensor of the hook's future, which is done. The current stream waits for it.
 
-        Raises:
-            RuntimeError: the future has failed. Its error is the cause.
-            TypeError: it has no tensor.
-            ValueError: the tensor has another shape, dtype or device. The dtype may also be the dtype of the tensor
-                that the hook gave to `GradBucket.set_buffer`: torch's ``fp16_compress_wrapper`` returns such a tensor.
+        It has the bucket's shape and device, and its dtype or that of the tensor that the hook gave to
+        `GradBucket.set_buffer`: torch's ``fp16_compress_wrapper`` returns such a tensor.
         """
         try:
             value = future.wait()
@@ -220,11 +205,7 @@ class HookedSums:
         """See `Reducer`. There is no other process to tell."""
 
     def call(self, bucket: GradBucket) -> HookCall:
-        """Calls the hook, once the future of the previous bucket is done.
-
-        Raises:
-            Exception: as `CommHook.call`.
-        """
+        """Calls the hook, once the future of the previous bucket is done."""
         with self._lock:
             previous, self._last_future = self._last_future, None
             if previous is not None:
@@ -270,11 +251,7 @@ class _KnownResult:
 
 
 class HookCall:
-    """One call of the hook, which waits for the event ``summed`` or else for the current stream. It begins at once.
-
-    Attributes:
-        future: the future that the hook has returned.
-    """
+    """One call of the hook, which waits for the event ``summed`` or else for the current stream. It begins at once."""
 
     def __init__(self, hook: CommHook, bucket: GradBucket, summed: Event | None = None) -> None:
         self._hook, self._bucket = hook, bucket
@@ -290,11 +267,7 @@ class HookCall:
         self._hook.value(self._bucket, self.future)
 
     def wait(self) -> Tensor:
-        """Returns the gradients, on the current stream.
-
-        Raises:
-            Exception: as `CommHook.value`.
-        """
+        """Returns the gradients, on the current stream."""
         wait_for(self.future)
         if self._event is None:
             return self._bucket.owned(self._hook.value(self._bucket, self.future))

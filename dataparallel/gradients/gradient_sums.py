@@ -93,19 +93,16 @@ def reached_sources(from_source: Any, sources: Sequence[Tensor]) -> tuple[bool, 
 
 
 class SourceBucket:
-    """The parameters and buffers of the user's module that are in one bucket.
+    """The parameters and buffers of the user's module that are in one bucket (``sources``).
 
-    Attributes:
-        sums: the module's `GradientSums`.
-        sources: these parameters and buffers.
-        streams: the computing streams of the forward that uses the bucket.
-        has_leaves_only: false if a buffer is the result of a computation. Such a buffer has no ``.grad``.
+    ``streams``: the computing streams of the forward that uses the bucket.
     """
 
     def __init__(
         self, sums: GradientSums, sources: Sequence[Tensor], streams: dict[torch.device, torch.Stream]
     ) -> None:
         self.sums, self.sources, self.streams = sums, list(sources), streams
+        # A buffer that is the result of a computation has no `.grad`.
         self.has_leaves_only = all(source.is_leaf for source in sources)
 
     def as_lists(self, by_slot: Sequence[SlotGradients | None]) -> list[list[Tensor | None]]:
@@ -190,9 +187,7 @@ class GradientSums:
     Waiting gradients belong to no graph: the next pass with sums takes them, even if it goes over other copies. Passes
     in several threads may keep and take at the same time, as those that reentrant checkpoints start on each slot do.
 
-    Attributes:
-        lock: held while gradients are kept, taken or looked at. It is reentrant: a destructor may end a failed pass.
-        are_on: if true, a pass sums gradients, else it leaves them on the slots.
+    The reentrant ``lock`` is held while gradients are kept, taken or looked at: a destructor may end a failed pass.
     """
 
     first_waiting_slot = 1

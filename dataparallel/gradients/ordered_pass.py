@@ -193,11 +193,6 @@ class ModulePasses:
     """The `OrderedPass` objects of one module. Only one backward at a time goes over the module.
 
     A hook on the outputs of a call notices where a backward begins. Of several rows the oldest is launched first.
-
-    Attributes:
-        reducer: reduces the sums over the slots further.
-        sums: the module's gradients that wait on slots.
-        rows: the buckets of all forwards whose graphs still exist.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -223,11 +218,7 @@ class ModulePasses:
             backward.get(self, self._make_passes)  # another thread of the same backward may have waited too
 
     def pass_over(self, row: BucketRow) -> OrderedPass:
-        """Returns the pass of the running backward over ``row``.
-
-        Raises:
-            RuntimeError: the backward is nested in another one.
-        """
+        """Returns the pass of the running backward over ``row``. The backward may not be nested in another one."""
         backward = running_pass()
         with self._changed:
             if self not in backward.contents and self._backward_passes:  # no hook on an output has noticed it
@@ -277,12 +268,9 @@ _PREVIOUS_PASS_TIMEOUT = 300.0
 class BucketSum:
     """The sum over the slots of one bucket. A parameter that no slot has used has zeros in it.
 
-    Attributes:
-        index, count: the number of the bucket, from 0 on, and how many buckets every pass has.
-        flat: one gradient after the other, each in the order of a contiguous tensor. It is not divided by anything, and
-            the reducer may write to it and keep it.
-        parameters: the gradients' parameters, in the order of ``flat``.
-        names: the names of the parameters.
+    ``flat`` has one gradient after the other, each in the order of a contiguous tensor, for ``parameters`` with these
+    ``names``. It is not divided by anything, and the reducer may write to it and keep it. Every pass has ``count``
+    buckets.
     """
 
     index: int

@@ -14,12 +14,7 @@ from dataparallel.gradients.gradient_sums import GradientSums, GradSnapshot, Kep
 
 
 class TakenGradients(NamedTuple):
-    """Gradients that a pass has taken.
-
-    Attributes:
-        kept: the gradients, by slot and id of the source.
-        grads: the snapshot of each source, and the ``.grad`` in which the gradient of slot 0 has waited.
-    """
+    """Gradients that a pass has taken, and for each source the ``.grad`` in which the one of slot 0 has waited."""
 
     kept: dict[tuple[int, int], KeptGradient]
     grads: list[tuple[GradSnapshot, Tensor]]
@@ -90,13 +85,8 @@ class ReducerSums(GradientSums):
 class ReducerBucket(SourceBucket):
     """A bucket, and the layout of the flat buffer that a `Reducer` gets for it.
 
-    Attributes:
-        names: the names of the sources.
-        layout: the layout of the flat buffer. Each gradient has the order of a contiguous tensor, whatever its strides
-            are, so that the buffer is the same on all machines.
-
-    Raises:
-        TypeError: a source cannot travel in a flat buffer.
+    In the buffer each gradient has the order of a contiguous tensor, whatever its strides are, so that the buffer is
+    the same on all machines.
     """
 
     def __init__(
@@ -123,11 +113,7 @@ class ReducerBucket(SourceBucket):
         return f"{self.sources[0].dtype}: {', '.join(members)}"
 
     def flatten(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Copies gradients into a new flat buffer with this layout, on the current stream.
-
-        Raises:
-            TypeError: a gradient is sparse. The message names its parameter.
-        """
+        """Copies gradients into a new flat buffer with this layout, on the current stream."""
         filled = []
         for name, source, grad in zip(self.names, self.sources, grads, strict=True):
             if grad is not None and grad.layout is not torch.strided:

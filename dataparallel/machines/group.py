@@ -108,12 +108,7 @@ class Machines(MachineGroup):
     # ---- machines for other purposes, or with other ranks
 
     def another(self) -> Machines:
-        """Makes machines of the same ranks for another purpose. All ranks of the group call it, in one order.
-
-        Raises:
-            RuntimeError: on every rank, if torch would give the group that sends different names on them.
-            PeerGone: a rank did not come within the group's timeout.
-        """
+        """Makes machines of the same ranks for another purpose. All ranks of the group call it, in one order."""
         sender = self._sender
         if sender is None:
             self._sender = self._sending(self._with_ranks(self.ranks, [self]), self._health)

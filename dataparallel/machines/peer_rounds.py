@@ -41,11 +41,7 @@ class PeerRounds:
 
     @contextmanager
     def calling(self, mode: Hashable) -> Iterator[PeerCall]:
-        """Wraps a call of the form. It expects collectives if the last call in this ``mode`` had any.
-
-        Raises:
-            MachinesError: another machine has failed in this forward, or is gone.
-        """
+        """Wraps a call of the form. It expects collectives if the last call in this ``mode`` had any."""
         call = PeerCall(self)
         is_expected = self._has_collectives.get(mode, False)
         try:

@@ -79,11 +79,7 @@ def failing_together(machines: Machines) -> Iterator[None]:
 
 
 def compare(machines: Machines, what: str, description: Mapping[str, Any]) -> None:
-    """Checks that all ranks give the same description of what is about to begin: see `agreement.as_text`.
-
-    Raises:
-        MachinesDiffer: on every rank, with the same message: it lists what differs and on which ranks.
-    """
+    """Checks that all ranks give the same description of what is about to begin: see `agreement.as_text`."""
     machines.queue.begin_round(f"the start of {what}", as_text(description)).end([]).wait()
 
 
@@ -94,12 +90,7 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
     tensor that comes under several names travels once. The copies run on the current streams of the calling thread, and
     version counters move on the ranks that receive.
 
-    Raises:
-        MachinesDiffer: on every rank: names, shapes, dtypes or types of device differ.
-        ValueError: a tensor cannot take values.
-        TypeError: a tensor is not a plain strided one.
-        MachinesError: a rank has failed, or is gone. If it is gone, some tensors may have the values of rank 0 already.
-            Otherwise nothing is changed.
+    If a rank is gone, some tensors may have the values of rank 0 already. After any other error nothing is changed.
     """
     with failing_together(machines):
         # Keeps each tensor under its first name only.

@@ -252,10 +252,6 @@ class ParameterRegistry(dict[str, Any]):
     that stream current before the lookup, or let it wait for this one after the lookup. Every other way to the values
     waits for all parameters of the module; only dict's own methods, called as ``dict.values(registry)``, do not wait.
     Copies and pickles are plain dicts.
-
-    Args:
-        positions: for each name the position in the plan.
-        expected: what the replica waits for; all of its registries share it.
     """
 
     __slots__ = ("_expected", "_positions")

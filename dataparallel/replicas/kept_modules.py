@@ -26,10 +26,6 @@ class KeptModules:
     before the backward of the last one. Replicas that ``forward`` has changed serve no other call. They are dropped at
     the end of the call if it has failed, or if they have new attributes, which may hold much memory. Otherwise they are
     dropped before the next call.
-
-    Args:
-        arrivals: of the first call; ``None`` if its parameters are there already.
-        graphs: makes the replicas launch captured graphs.
     """
 
     def __init__(

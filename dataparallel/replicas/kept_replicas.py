@@ -102,10 +102,7 @@ def constant_copies(
 
 
 MOST_FROZEN = 4
-"""One ``frozen`` block keeps at most so many sets of replicas: one for each call that runs at the same time.
-
-If more calls run at the same time, their replicas are not kept.
-"""
+"""One ``frozen`` block keeps at most so many sets of replicas. If more calls run at a time, others are not kept."""
 
 _all: WeakMembers[KeptReplicas] = WeakMembers()
 
@@ -186,22 +183,13 @@ class KeptReplicas:
         try:
             yield
         finally:
-            self._end_frozen_block()
-
-    def _end_frozen_block(self) -> None:
-        with self.lock:
-            self._frozen_blocks -= 1
-            if self._frozen_blocks:
-                return
-            self._clear()
+            with self.lock:
+                self._frozen_blocks -= 1
+                if not self._frozen_blocks:
+                    self._clear()
 
     def replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int) -> list[Any]:
-        """Returns replicas for ``slots``, as `dataparallel.replicate` makes them.
-
-        Raises:
-            RuntimeError: the tree cannot be replicated, or a tensor is not on the first slot; the message names the
-                module or the tensor. A call inside `frozen` records a graph.
-        """
+        """Returns replicas for ``slots``, as `dataparallel.replicate` makes them."""
         record = torch.is_grad_enabled()
         with self.lock:
             if self.is_frozen and record:

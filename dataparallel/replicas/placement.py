@@ -26,9 +26,6 @@ def check_placement(
     """Checks every parameter and buffer, except ``ignored_parameters`` (ids) and tensors of ``ignored_modules``.
 
     For a module that runs without replicas. Where replicas are made, `KeptReplicas` checks the tensors of their plan.
-
-    Raises:
-        RuntimeError: a tensor is not on ``root``; the message names the tensor and says what to call.
     """
     # Not by `named_modules`, which takes three times as long: this runs at each call.
     seen, modules = {*map(id, ignored_modules)}, [module]
@@ -74,9 +71,6 @@ def refuse_constants(plan: ModulePlan, slots: Sequence[torch.device]) -> None:
     """Checks that each constant in the code of ScriptModules and graphs is on the device of all slots, or on the CPU.
 
     Tracing and exporting bake the device of the example inputs, and tensors on it, into the code.
-
-    Raises:
-        RuntimeError: a constant is not; the message names the module and says what to do.
     """
     inside: set[int] = set()  # ids of modules whose code has been checked as part of their parent's
     for entry in plan.entries:

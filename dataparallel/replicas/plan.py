@@ -166,9 +166,6 @@ class ModulePlan:
 
         ``root_call``: how replicas are compiled, if ``network`` is not compiled itself. ``hooks_follow``: references
         of hooks to the tree lead to the replica, as other attributes' do.
-
-        Raises:
-            RuntimeError: the tree cannot be replicated; the message names the module or parameter.
         """
         twin: TwinInfo = vars(network).get(TWIN_INFO) or TwinInfo(id(network))
         ignored = twin.ignored_modules

@@ -144,8 +144,7 @@ class Rebinding:
     that an object that two attributes of the source share is shared in the replica too. A function keeps its code and
     those cells of its closure that do not lead into the tree, so that a counter outside of the tree still counts.
 
-    Args:
-        table: from ids of the source's modules and tensors to those of the replica.
+    ``table``: from ids of the source's modules and tensors to those of the replica.
     """
 
     def __init__(self, table: Mapping[int, Any]) -> None:

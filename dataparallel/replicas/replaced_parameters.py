@@ -38,10 +38,7 @@ def remember(parameters: Iterable[tuple[str, Tensor, Tensor]], owner: str, form:
 
 
 def where(parameter: Tensor) -> tuple[str, str] | None:
-    """The place where the parameter was before it was replaced, in words, and the form that has replaced it.
-
-    ``None``: it was not replaced.
-    """
+    """Where the parameter was before it was replaced, in words, and the form that did so; ``None`` if none did."""
     found = _replaced.get(parameter) if _replaced else None
     return None if found is None else found[:2]
 

@@ -44,13 +44,8 @@ class Gang:
     - So no worker waits for a worker that waits for it. Only tasks that wait for each other by their own means can need
       more permits than there are. If no task ends during ``stall_timeout``, the gang goes on without permits.
 
-    Args:
-        tasks: one callable without arguments for each slot.
-        permits: how many tasks may run Python at a time, at least 1.
-        groups: for each slot its group's key; a task with ``None`` has no group.
-        stall_timeout: in seconds; ``None``: never.
-        devices: for each slot the device, or another key, whose threads run the task.
-        outer_gang: the gang whose task the waiting thread runs. Default: the gang whose task makes this one.
+    A task with the group ``None`` has no group. ``devices``: for each slot the device, or another key, whose threads
+    run the task. ``outer_gang``: the one whose task the waiting thread runs.
 
     A task is in ``_waiting``, then in ``_running``. While it waits for a nested call it is in ``_paused``, then in
     ``_resuming`` until it has a permit again. While it waits for other tasks it is in ``_parked``, then in

@@ -23,10 +23,7 @@ class SerialTasks:
     If a task comes to a meeting, the tasks that have not started are handed to a `Gang` of workers with one permit. The
     caller's slot becomes one of the gang's slots, so the tasks still take turns.
 
-    Args:
-        tasks: one callable without arguments for each slot, for the calling thread.
-        worker_tasks: the same tasks for worker threads. Needed if tasks meet.
-        devices: as in `Gang`.
+    ``worker_tasks`` are the same tasks for worker threads, if tasks meet. ``devices``: as in `Gang`.
 
     The calling thread alone takes slots from ``_waiting`` and makes the gang.
     """

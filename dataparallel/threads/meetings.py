@@ -64,11 +64,7 @@ def here() -> MeetingPlace | None:
 
 class MeetingPlace:
     """One replica in the meeting of its call.
-
-    Attributes:
-        index: the replica's number, in slot order.
-        meeting: the meeting of the call.
-        thread: the id of the thread that runs ``forward``.
+    ``thread`` is the id of the thread that runs ``forward``.
     """
 
     __slots__ = ("index", "meeting", "thread")
@@ -86,11 +82,7 @@ class MeetingPlace:
 
         The last replica that comes calls ``combine`` with the values of all replicas in slot order. ``combine`` returns
         one result for each replica. Error messages contain ``str(request)``.
-
-        Raises:
-            RuntimeError: requests differ, a replica has returned, or the time limit has run out; another replica has
-                failed (`WokenUp`); this is not the thread that runs ``forward``.
-            Exception: ``combine`` raised it, in this thread.
+        If requests differ, a replica has returned or failed, or the time limit has run out, this raises.
         """
         if threading.get_ident() != self.thread:
             raise RuntimeError(

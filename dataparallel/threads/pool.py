@@ -65,11 +65,7 @@ _rebuilding = threading.Lock()
 
 
 def start(job: Job, device: Hashable) -> None:
-    """Makes a thread of ``device`` call ``job(worker)``. The job calls `release` when it has nothing left to do.
-
-    Raises:
-        RuntimeError: no thread is idle, and the system has no more threads.
-    """
+    """Makes a thread of ``device`` call ``job(worker)``. The job calls `release` when it has nothing left to do."""
     global _engine_is_stale
     note_use()
     if _engine_is_stale:

@@ -73,12 +73,8 @@ class TreeBinding:
     """What a tree gives a unit that its calls use. A unit may belong to several trees, one after the other.
 
     Attributes:
-        number: the unit's number in the tree. It decides which slot collects the unit, and which joint gathers a slot
-            has passed by.
-        deliver: takes a slot's gradients.
-        settle: waits until no backward uses the unit.
+        number: decides which slot collects the unit, and which joint gathers a slot has passed by.
         copies: notes the last copies of shards that slots have pulled from.
-        gather_budget: limits how far joint gathers run ahead.
         join_pass: joins the pass of backward that runs, for a parameter that a loss uses directly. ``None``: no tree
             has called the unit.
     """

@@ -51,12 +51,7 @@ class FormerGrad:
 
 class PartialSums:
     """Sums of one unit that wait for the sums of other machines, in memory of the computing streams, which are current.
-
-    Args:
-        groups: for each dtype the parameters that need gradients.
-        parameters: the unit's.
-        totals: for each dtype the parts of all owners on this machine.
-        present: positions of the parameters that have gradients.
+    ``totals``: for each dtype the parts of all owners on this machine. ``present``: positions with gradients.
     """
 
     def __init__(
@@ -94,7 +89,6 @@ class UnitGradients:
 
     Attributes:
         groups: for each dtype the parameters that need gradients, and their layout.
-        full_bytes: the size of one slot's gradients.
         partial: sums of this machine, or of its shard group, that wait for the sums of other machines.
     """
 
@@ -261,11 +255,7 @@ class UnitGradients:
         self._sums.is_torn = False
 
     def refuse_lost(self) -> None:
-        """Raises if gradients are incomplete.
-
-        Raises:
-            RuntimeError: they are incomplete, and the user has not zeroed them.
-        """
+        """Raises if gradients are incomplete, and the user has not zeroed them."""
         if not self._lost:
             return
         with self._lock:
@@ -283,10 +273,7 @@ class UnitGradients:
         return bool(self._held or self._held_direct) or self.partial is not None
 
     def drop_void(self) -> None:
-        """Drops held gradients of parameters whose ``.grad`` the user has dropped or zeroed since.
-
-        Such a ``.grad`` is ``None``, another tensor, or the same tensor after ``zero_``.
-        """
+        """Drops held gradients of parameters whose ``.grad`` the user has dropped or zeroed since."""
         with self._lock:
             for i in [i for i, former in self._former.items() if former.is_void(self._unit.parameters[i])]:
                 del self._former[i]
@@ -312,11 +299,7 @@ class UnitGradients:
             self._former[i] = FormerGrad(self._unit.parameters[i])
 
     def _packed(self, slot: int, grads: Sequence[Tensor | None]) -> Delivery:
-        """Returns the slot's delivery, which includes the gradients that the slot holds.
-
-        Raises:
-            TypeError: a gradient is sparse.
-        """
+        """Returns the slot's delivery, which includes the gradients that the slot holds."""
         self._refuse_sparse(grads)
         unit, device, held = self._unit, self._unit.slots[slot], self._held.get(slot)
         of_parameter = dict(zip(unit.trainable, grads, strict=True))

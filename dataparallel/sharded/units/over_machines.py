@@ -41,8 +41,6 @@ class MachinesOfTree:
         all: the machines of both groups, for rounds.
         shard, replicate: the groups over which gradients are reduce-scattered, and all-reduced afterwards.
         gathers: the ranks of ``shard``, with a queue for gathers.
-        shard_size, shard_rank: how many machines parameters are sharded over, and the number of this machine there.
-        peers: for collectives of replicas across all machines.
     """
 
     def __init__(self, shard: Machines | None, replicate: Machines | None) -> None:

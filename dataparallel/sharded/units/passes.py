@@ -40,16 +40,14 @@ class SumsOfPass:
     """The state that the sums of all units of a tree share in one pass of backward.
 
     Attributes:
-        slots: how many replicas take part.
+        computing: the computing stream of each accelerator, as in forward.
         computing: the computing stream of each accelerator, as in forward.
         callers: the streams that were current where ``backward()`` was called. They may be others.
-        summed: the gradients of the backward that this pass is part of.
         in_flight: for each slot the deliveries whose sums have been launched, each with an event after its last read.
         last_sums: for each owner an event after its last sum.
         host_additions: functions that add sums to gradients on the host, once the events in ``last_sums`` have passed.
         added_to: gradients of earlier passes that sums are added to. They are kept here, as the user may drop them.
         latest_sum: an event after all sums launched so far, which have read their deliveries by then.
-        over_machines: sums over machines, once the slots of this machine have summed.
         restorers: for the ``id`` of a unit's gradients and a slot, a function that holds gradients of earlier passes on
             the slot again. It is called if the pass fails before it has summed them.
     """
@@ -77,8 +75,7 @@ class SumsOfPass:
     ) -> Event | None:
         """Notes that sums have been launched, for each owner on its stream, and returns an event after all sums so far.
 
-        ``meet`` makes one event of several. Threads of several slots may end the sums of several units at once: their
-        events are recorded one after the other, so that the last one noted is the latest.
+        Threads of several slots may end sums at once: their events are recorded one after the other.
         """
         with self._lock:
             self.last_sums.update({owner: Event(stream) for owner, stream in adding.items()})
@@ -151,15 +148,7 @@ class BackwardPass:
     So a slot that has seen no other move for `_PATIENCE` seconds goes on until a slot behind it has delivered again:
     waiting saves memory, and correct results do not need it.
 
-    Args:
-        tree: the tree whose units the backward reaches.
-        slots: the devices of the replicas that take part.
-        computing: the computing stream of each accelerator.
-        summed: the gradients of the backward that the pass is part of.
-        over_machines: sums over machines, if there are several.
-
     Attributes:
-        sums: the state that the sums of all units share.
         reaches_units: true if units take part, not only parameters that a loss uses directly.
         is_recorded: true if a graph of this backward is recorded (``create_graph=True``).
         has_finished: true once streams wait for all sums, or if the pass has failed.

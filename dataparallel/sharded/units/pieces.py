@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 @dataclass
 class Piece:
     """The piece of one slot. The computing stream that wrote it owns it, and waits for all reads before it is freed.
-
     Attributes:
         group: the slots whose pieces make up the unit, in the order of the pieces.
-        layouts, flats: for each dtype of the unit the layout and the flat shard.
         versions: of the parameters when their values were copied.
         stream: the computing stream that owns the memory; ``None`` on the CPU.
         written: an event after the writes, on this stream.
@@ -61,10 +59,7 @@ class UnitPieces:
     def keep(
         self, slot: int, size: int, full: Sequence[Tensor], versions: list[int], stream: torch.Stream | None
     ) -> None:
-        """Copies the slot's piece out of its ``full`` parameters, on their computing stream, which is current.
-
-        ``size``: how many slots make a group. ``versions``: of the parameters.
-        """
+        """Copies the slot's piece out of its ``full`` parameters, on their computing stream, which is current."""
         first = slot - slot % size
         layouts = self._layouts_for(size)
         self._drop([slot])  # frees the last piece before memory for the next one is taken

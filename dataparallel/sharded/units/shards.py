@@ -56,10 +56,7 @@ class TreeStreams:
         return {d: stream for d in {*self.slots} if (stream := _kept(d, purpose, number)) is not None}
 
     def meet(self, purpose: Purpose, events: Iterable[Event]) -> Event | None:
-        """Returns one event after all ``events`` and earlier ones of the same purpose; ``None`` on the CPU.
-
-        To wait for them all takes one call then.
-        """
+        """Returns one event after all ``events`` and earlier ones of the same purpose; ``None`` on the CPU."""
         stream = self.meeting[purpose]
         if stream is None:
             return None
@@ -84,19 +81,11 @@ def _kept(device: torch.device, purpose: str, number: int = 0) -> torch.Stream |
 
 
 class OwnedShards:
-    """The shards of a unit's parameters of one dtype, in one flat shard for each owner.
+    """The shards of a unit's parameters of one dtype, in one flat shard for each owner (``flats``).
 
     Other code may give a parameter other memory: ``load_state_dict(assign=True)``, ``model.half()``, ``to_empty``. Then
     the shards are packed again before the next call.
-
-    Args:
-        parameters: sharded over the same owners. They stay the same objects, and get shards in the flat ones.
-        owners: the devices that compute on the shards.
-        pin: if true, shards in host memory are pinned, where an accelerator is among the owners.
-        over: how many machines the parameters are sharded over, and the number of this machine among them.
-
-    Attributes:
-        flats: for each owner its flat shard.
+    ``over``: how many machines the parameters are sharded over, and the number of this machine among them.
     """
 
     def __init__(
@@ -140,10 +129,7 @@ class OwnedShards:
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Copies the shards into new flat ones, one for each owner, and makes them views of these.
-
-        On the meta device there is nothing to pack.
-        """
+        """Copies the shards into new flat ones, one for each owner, and makes them views of these."""
         self.flats, self._number_of_packs = [], self._number_of_packs + 1
         if not self.are_on_meta:
             with torch.inference_mode(False):  # the shards outlive the block that the call may be in
@@ -194,12 +180,7 @@ class PullSource:
     """The tensors that slots pull in one round of gathers: flat shards in the slots' dtype, on the owners' devices.
 
     Any thread may use it. Flat shards with this dtype and device are pulled as they are. Otherwise the first slot has
-    copies made, on the casting streams, which own them, and the last slot drops the copies.
-
-    Args:
-        unit: it has the dtype for the slots, the casting streams, and the `LastCopies`.
-        owned: the shards.
-        pulls: how many slots will pull.
+    copies made, on the casting streams, which own them, and the last of ``pulls`` slots drops the copies.
     """
 
     def __init__(self, unit: Unit, owned: OwnedShards, pulls: int) -> None:
@@ -224,8 +205,7 @@ class PullSource:
     def pieces(self, ready: Mapping[torch.device, Event]) -> tuple[list[Tensor], Mapping[torch.device, Event]]:
         """Returns for each owner its piece, and for each device an event after which a piece there may be read.
 
-        ``ready``: for each device an event after which shards there may be read. Call `end_pull` after the reads, also
-        if they fail.
+        Call `end_pull` after the reads, also if they fail.
         """
         if self.is_plain:
             return self._owned.flats, {}
@@ -250,7 +230,7 @@ class PullSource:
         """Returns for each owner its piece."""
         # A piece is sent before it is cast: a cast on the host would hold up this thread.
         return [
-            _sent(flat, owner).to(self._dtype)
+            flat.to(owner, non_blocking=True).to(self._dtype)
             for flat, owner in zip(self._owned.flats, self._owned.owners, strict=True)
         ]
 
@@ -262,10 +242,6 @@ class PullSource:
             self._pulls -= 1
             if self._pulls <= 0:
                 self._copies = None
-
-
-def _sent(flat: Tensor, owner: torch.device) -> Tensor:
-    return flat.to(owner, non_blocking=True)
 
 
 def cut_of(parameter: ShardedTensor) -> Shard:

@@ -108,9 +108,6 @@ class PassGradients:
         """Makes new gradients the parameters' ``.grad``, except those that hooks have to see first.
 
         Those of parameters that other code has given a ``.grad`` meanwhile are added at the end of the backward.
-
-        Raises:
-            RuntimeError: a pass of another tree has failed.
         """
         if self._has_failed:
             raise RuntimeError(
@@ -139,12 +136,9 @@ class PassGradients:
 
     @torch.no_grad()
     def end_pass(self) -> None:
-        """Ends a pass. The last one completes the gradients and runs the parameters' hooks, on the current streams.
+        """Ends a pass. The last one completes the gradients and runs the parameters' hooks.
 
-        These have waited for the sums.
-
-        Raises:
-            TypeError, ValueError: a hook has returned what cannot replace the gradient.
+        The current streams have waited for the sums.
         """
         self._open_passes -= 1
         if self._open_passes:
@@ -161,7 +155,8 @@ class PassGradients:
         for parameter in self._parameters.values():
             gradient = self._new.pop(id(parameter), None)
             if gradient is not None:
-                _accumulate(parameter, _hooked(parameter, gradient))
+                gradient = _hooked(parameter, gradient)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             for hook in [*(_torch.hooks_after_accumulation_of(parameter) or {}).values()]:
                 hook(parameter)
 
@@ -183,13 +178,6 @@ def _hooked(parameter: ShardedTensor, gradient: ShardedTensor) -> ShardedTensor:
             )
         gradient = returned if is_divided_alike(returned, gradient) else divided_like(returned, gradient)  # type: ignore[assignment]
     return gradient
-
-
-def _accumulate(parameter: ShardedTensor, gradient: ShardedTensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad.add_(gradient)
 
 
 class UnitSums:

@@ -225,14 +225,7 @@ class SumsOverMachines:
                 entry.staged[at].append(self._staged(entry, zeros.to(entry.sent_dtype(at))))
 
     def add_to_gradients(self, summed: PassGradients) -> None:
-        """Waits for all sums, and adds them to ``.grad``.
-
-        ``summed``: notes the parameters that have gradients, and keeps gradients that hooks have to see first.
-
-        Raises:
-            dataparallel.machines.errors.MachinesError: a machine is gone or has failed, or machines differ in what they
-                sum. No gradient has been changed.
-        """
+        """Waits for all sums, and adds them to ``.grad``. If a machine is gone or has failed, none is changed."""
         if not self._entries:
             return
         flags = iter(self._flags if self._end is None else self._end.wait())  # each is true if it is on any machine

@@ -58,16 +58,11 @@ def _run_before_step(optimizer: Optimizer) -> None:
 
 
 class Tree:
-    """The units of one tree.
-
-    Args:
-        units: the root's first.
-        slots: the devices on which replicas run.
+    """The units of one tree, the root's first.
 
     Attributes:
         machines: the processes that the units are spread over, if there are several.
         bindings: for each unit the binding that a call of this tree gives it.
-        gather_budget: limits how far joint gathers run ahead.
         next_unit: for each unit the unit that came after it in the last forward.
         last_call: the call of the root that began last.
         order_of_sums: the numbers of units, in the order of sums over machines: rank 0's if ``is_order_known``.
@@ -130,11 +125,7 @@ class Tree:
                     unit.registries.show_current()
 
     def prepare(self) -> None:
-        """Adapts the units to what other code has done to the parameters since the last call.
-
-        Raises:
-            RuntimeError: the parameters of a unit have no memory.
-        """
+        """Adapts the units to what other code has done to the parameters since the last call."""
         for unit in self.units:
             unit.refresh(self._wait_for_optimizer)
             unit.gradients.drop_void()
@@ -180,10 +171,7 @@ class Tree:
         self._make_owners_wait(computing)
 
     def join_pass(self, call: RootCall, only_if_alone: bool = False, reaches_units: bool = True) -> BackwardPass:
-        """Returns the running pass of backward, begun now if there is none. It lasts until the engine's task has ended.
-
-        ``only_if_alone``: see `BackwardPass.join`. ``reaches_units``: see `BackwardPass`.
-        """
+        """Returns the running pass of backward, begun now if there is none. It lasts until the task has ended."""
         with self._changed:
             if any(failed.has_current_task() for failed in self._failed):
                 raise RuntimeError(

@@ -33,21 +33,10 @@ if TYPE_CHECKING:
 class Unit(UnitSettings):
     """The parameters of one unit at their owners, and a `SlotUnit` for each slot (``slot_units``).
 
-    Args:
-        name: for messages.
-        parameters: the sharded parameters, whose owners are the devices of the slots.
-        slots: the devices on which replicas run.
-        precision: the dtypes for compute, sums and outputs.
-        is_offloaded: shards and gradients lie in host memory.
-        pin: this host memory is pinned.
-        machines: the processes that the unit is spread over, if there are several.
-
     Attributes:
         number_of_modules: how many modules the unit was made from.
-        registries: where the user's modules register the parameters.
         binding: what the tree gives the unit whose call uses it. Each call sets it.
-        indices: for each dtype the positions of its parameters.
-        owned: for each dtype the flat shards of the owners.
+        indices: for each dtype the positions of its parameters; ``owned`` has their flat shards.
         trainable: positions of the parameters that need gradients.
         fixed_memory: for each slot the memory in which parameters have fixed addresses; ``None`` without graphs.
     """
@@ -137,13 +126,10 @@ class Unit(UnitSettings):
         return host.copy_(part, non_blocking=pinned)
 
     def refresh(self, before_packing: Callable[[], None] = lambda: None) -> None:
-        """Adapts the unit to what other code has done to the parameters since the last call.
+        """Adapts the unit to what other code has done to the parameters since the last call, or raises if it cannot.
 
         ``before_packing`` is called before shards are copied. Once parameters have got memory, the first call over
         machines gives the machines that replicate them the same values.
-
-        Raises:
-            RuntimeError: a parameter cannot be used, or has changed while gradients wait on the slots.
         """
         self.binding.settle()
         self.refuse_overwritten()
@@ -198,11 +184,7 @@ class Unit(UnitSettings):
             )
 
     def refuse_overwritten(self, slot: int | None = None) -> None:
-        """Raises if other code has written to full parameters on this slot, or without ``slot`` on any.
-
-        Raises:
-            RuntimeError: other code has. What was written is dropped.
-        """
+        """Raises if other code wrote to full parameters on this slot, or without ``slot`` on any. The write is lost."""
         slot_units = self.slot_units if slot is None else [self.slot_units[slot]]
         overwritten = [at for slot_unit in slot_units if (at := slot_unit.take_overwritten()) is not None]
         if overwritten:
@@ -316,10 +298,7 @@ class Unit(UnitSettings):
     # ---- calls by the user -------------------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool) -> _UnshardHandle:
-        """Starts a gather on all slots, and without ``async_op`` waits for it.
-
-        The user's modules have the full parameters of slot 0 once the gather has been waited for.
-        """
+        """Starts a gather on all slots, and without ``async_op`` waits for it."""
         self.refresh()
         ready = self.streams.now()
         for slot_unit in self.slot_units:
@@ -332,11 +311,7 @@ class Unit(UnitSettings):
         return handle
 
     def reshard(self) -> None:
-        """Frees the full parameters on all slots, except in a backward. The modules have the sharded ones again.
-
-        Raises:
-            RuntimeError: other code has written to full parameters; these are freed all the same.
-        """
+        """Frees the full parameters on all slots, except in a backward. Raises if other code has written to them."""
         if _torch.is_in_backward():
             self.registries.show_sharded()
             return
