@@ -18,19 +18,17 @@ import torch
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.batches.gather import gather_outputs
-from dataparallel.batches.padding import Pad
+from dataparallel.batches.gather import Pad, gather_outputs
 from dataparallel.batches.scatter import moved, scatter_arguments
-from dataparallel.batches.structures import arguments_of_one, leaves
-from dataparallel.batches.written import CopiedContainer, written_into
+from dataparallel.batches.structures import CopiedContainer, arguments_of_one, leaves, written_into
 from dataparallel.call.options import CallOptions
 from dataparallel.call.parallel_apply import is_serial, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.comm.streams.arrivals import LateCopies
 from dataparallel.devices import current_device_set, resolve, resolve_output
 from dataparallel.profiling import stage
-from dataparallel.replicas.cycles import Hold, ReferenceCycles, cycles_of, hold_by_output
 from dataparallel.replicas.kept_replicas import KeptReplicas
+from dataparallel.replicas.references import Hold, ReferenceCycles, cycles_of, hold_by_output
 from dataparallel.threads.meetings import Meeting
 from dataparallel.threads.pool import UntilExit
 from dataparallel.threads.settings import refuse_what_cannot_be_shared

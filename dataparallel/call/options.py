@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.batches.chunk_sizes import ChunkSizes, Split
-from dataparallel.batches.padding import Pad, checked_pad
+from dataparallel.batches.gather import Pad, checked_pad
 from dataparallel.batches.structures import number_of_samples
 from dataparallel.call.advice import PerformanceChecks
 from dataparallel.call.parallel_apply import check_workers
@@ -82,7 +82,7 @@ class CallOptions:
         permits: says how many replicas run at a time, and learns from the first calls.
         checks: looks at the first calls, and warns of what makes them slow.
         overridden: by name the stages that a user's subclass overrides.
-        hands_back: true if the caller gets what replicas write into dicts and lists: see ``batches.written``.
+        hands_back: true if the caller gets what replicas write into dicts and lists: see ``batches.structures``.
         may_use_source: true if an overridden stage may write to parameters: see `call.engine.Call`.
 
     Raises:

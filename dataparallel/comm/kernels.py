@@ -170,9 +170,6 @@ def launch(
     Earlier work on the current streams of ``others`` runs before the kernel, later work there runs after it. The memory
     is on these devices; the caller holds it until this function returns. Kernels, pointers and counts: see `pack`.
 
-    Raises:
-        ValueError: a device that is not on CUDA, rows of different lengths.
-        RuntimeError: CuPy cannot compile or launch the kernel.
     """
     others = [*others]
     for place in (device, *others):

@@ -170,10 +170,6 @@ def transport_for(
 
     ``tensors``: the tensors that each device receives in a broadcast, or brings to a sum. They travel in buckets of
     ``cap_bytes``.
-
-    Raises:
-        ValueError: a transport that was asked for can do nothing between these devices, or an environment variable
-            names an unknown transport or route.
     """
     if len({*devices}) < 2:
         return STAR

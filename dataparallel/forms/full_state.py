@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from dataparallel import _torch
 from dataparallel.devices import CPU
 from dataparallel.forms.fully_shard_state import FullyShardState
-from dataparallel.forms.managed import form_and_state
-from dataparallel.forms.state_dict_hints import hint_for_names
+from dataparallel.forms.managed import form_and_state, hint_for_names
 from dataparallel.progress import progress
 from dataparallel.replicas.replaced_parameters import check_optimizer
 from dataparallel.sharded.distribute import counters, sharded_value

@@ -25,9 +25,8 @@ from dataparallel.comm.kinds import inner_tensors
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
-from dataparallel.gradients.gradient_sums import GradientSums, KeptToSlots, SourceBucket
+from dataparallel.gradients.gradient_sums import GradientSums, KeptToSlots, ReducerBucket, SourceBucket
 from dataparallel.gradients.ordered_pass import BucketRow, ModulePasses, Reducer
-from dataparallel.gradients.reducer_buckets import ReducerBucket
 from dataparallel.progress import progress
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.build import make_parameters

@@ -1,7 +1,7 @@
 """`ManagedModule` is the base class that a form (``forms.form``) gives to a module; its methods run on the slots.
 
 `SlotsMethod` is such a method, `StateOnSlots` makes the calls, and replicas are made from a `Twin` of the module. This
-file knows no form.
+file knows no form. `names_explained` is for state dicts whose names do not fit.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -20,17 +21,17 @@ import torch.fx
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.batches.padding import Pad, checked_pad
+from dataparallel.batches.gather import Pad, checked_pad
 from dataparallel.call.engine import CallEngine, Method, ReplicaMaker
 from dataparallel.call.options import CallOptions
 from dataparallel.devices import resolve_slots
 from dataparallel.forms.signatures import StandIns, left_alone
-from dataparallel.forms.state_dict_hints import names_explained
 from dataparallel.replicas.build import bare_module, give_attributes
 from dataparallel.replicas.plan import TWIN_INFO, UNIT_MODULE, TwinInfo, dotted, instance_slots
 
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall, PeerRounds
+
 
 FORM_ATTRIBUTE = "_dataparallel_form"
 """The attribute of a managed module that holds its form and the form's state."""
@@ -350,3 +351,40 @@ def register_forward_method(module: nn.Module, name: str, *, pad: Pad = None) ->
     if name != "forward" and name not in vars(cls):
         setattr(cls, name, SlotsMethod(name))
     state_of(module).methods[name] = pad
+
+
+@contextmanager
+def names_explained(model: Any, state_dict: Any) -> Iterator[None]:
+    """A context around ``load_state_dict`` of ``model``. Its ``RuntimeError`` gets the `hint_for_names`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (hint := hint_for_names(model, state_dict)):
+            raise
+        raise RuntimeError(f"{error}\n\t{hint}") from None
+
+
+def hint_for_names(model: nn.Module, state_dict: Any) -> str:
+    """Returns what to do about a state dict with the names of another model; ``""`` if nothing is known."""
+    if not isinstance(state_dict, Mapping):
+        return ""
+    every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    own = {name for name, _ in every}
+    names = [name for name in state_dict if isinstance(name, str)]
+    if isinstance(model, nn.DataParallel) and own & {f"module.{name}" for name in names}:
+        return (
+            "These are the names of the module without its wrapper: write model.module.load_state_dict(state_dict), "
+            "which loads what model.module.state_dict() saves"
+        )
+    for prefix in ("module.", "_orig_mod."):
+        if own & {name.removeprefix(prefix) for name in names if name.startswith(prefix)}:
+            of = "a DataParallel" if prefix == "module." else "torch.compile"
+            return (
+                f"The names begin with {prefix!r}, which comes from {of}. To take it off in place: "
+                f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, {prefix!r})"
+            )
+    bare = {name.removeprefix("module.") for name in own}
+    for key, value in state_dict.items():
+        if isinstance(value, Mapping) and bare & {str(name).removeprefix("module.") for name in value}:
+            return f"The state dict of the model is an entry of this one: load state_dict[{key!r}]"
+    return ""

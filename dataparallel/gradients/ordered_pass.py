@@ -25,8 +25,13 @@ from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_fail
 from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.buckets import unflatten
 from dataparallel.comm.streams.current import Event, streams_set
-from dataparallel.gradients.gradient_sums import KeptToSlots, reached_sources
-from dataparallel.gradients.reducer_buckets import ReducerBucket, ReducerSums, TakenGradients
+from dataparallel.gradients.gradient_sums import (
+    KeptToSlots,
+    ReducerBucket,
+    ReducerSums,
+    TakenGradients,
+    reached_sources,
+)
 from dataparallel.weak_members import WeakMembers
 
 _numbers = count()

@@ -17,7 +17,6 @@ from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES
 from dataparallel.comm.streams.arrivals import ExpectedArrivals
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.compiled.calls import CompiledCall
-from dataparallel.replicas.cycles import CYCLES
 from dataparallel.replicas.plan import (
     HAS_COMPILED,
     NONE_POSITION,
@@ -29,7 +28,7 @@ from dataparallel.replicas.plan import (
     instance_slots,
     original_class,
 )
-from dataparallel.replicas.references import Rebinding
+from dataparallel.replicas.references import CYCLES, Rebinding
 
 
 @contextmanager

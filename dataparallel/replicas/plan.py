@@ -21,9 +21,10 @@ from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.comm.buckets import PLAIN_TYPES, has_strides
 from dataparallel.comm.kinds import is_wrapper
 from dataparallel.replicas.compiled.calls import Compiled, compiled_here
-from dataparallel.replicas.cycles import CYCLES, ReferenceCycles
 from dataparallel.replicas.references import (
     ATOMIC,
+    CYCLES,
+    ReferenceCycles,
     behind_proxy,
     compiled_over,
     method_owner,

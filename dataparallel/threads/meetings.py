@@ -38,7 +38,7 @@ def is_wake_up(error: BaseException | None) -> bool:
 
 
 class Scheduler(Protocol):
-    """Runs the replicas of a call and gives permits to them. It is a `Gang` or `in_turn.SerialTasks`."""
+    """Runs the replicas of a call and gives permits to them. It is a `Gang` or `gang.SerialTasks`."""
 
     def park(self, slot: int, unpark: Sequence[int] = ()) -> Turn:
         """Gives back the permit of ``slot`` and lets its group run. The slot's thread calls this, and then waits.

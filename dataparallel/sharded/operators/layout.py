@@ -64,10 +64,7 @@ def scalar_value(tensor: ShardedTensor) -> Tensor:
 def shards_for(func: OpOverload, value: Any, template: ShardedTensor) -> Sequence[Any]:
     """For each owner its argument: the elements that correspond to the owner's shard of ``template``.
 
-    Raises:
-        NeedsWhole: a sharded tensor with other owners or another placement; a tensor that does not broadcast to the
-            shape of ``template``.
-        TypeError: a tensor that is not dense.
+    Raises `NeedsWhole` for other owners or another placement, and for what does not broadcast to the template's shape.
     """
     if isinstance(value, ShardedTensor):
         if value is template:

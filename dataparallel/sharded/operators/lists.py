@@ -79,12 +79,10 @@ def _signature(func: OpOverload) -> _ListSignature:
 
 
 class SameOwners(NamedTuple):
-    """Tensors of a list that have the same owners.
+    """Tensors of a list that have the same owners, at these positions of the list.
 
-    Attributes:
-        templates: for each tensor the sharded tensor at its position in one of the lists, as which the tensors there
-            have to be divided; empty if the tensors are plain.
-        positions: the positions of the tensors in the list.
+    ``templates``: for each tensor the sharded tensor at its position in one of the lists, as which the tensors there
+    have to be divided; empty if the tensors are plain.
     """
 
     templates: list[ShardedTensor]

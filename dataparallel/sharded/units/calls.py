@@ -36,10 +36,8 @@ from dataparallel.sharded.units.nodes import (
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.bindings import RegistryEntry
-    from dataparallel.sharded.units.passes import BackwardPass
-    from dataparallel.sharded.units.tree import Tree
-    from dataparallel.sharded.units.unit import Unit
+    from dataparallel.sharded.units.tree import BackwardPass, Tree
+    from dataparallel.sharded.units.unit import RegistryEntry, Unit
 
 
 class ModuleRunner:
