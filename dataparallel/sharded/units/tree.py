@@ -8,13 +8,12 @@ inside it, and those of other threads at the same time. Their gradients are summ
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from dataparallel import _torch
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass, wait_for_passes
 from dataparallel.comm.streams.current import Event, GivenEvents, current_streams, streams_set
 from dataparallel.devices import CPU
-from dataparallel.optimizer_steps import before_each_step
+from dataparallel.optimizer_steps import before_steps
 from dataparallel.profiling import stage
 from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.units.calls import RootCall
@@ -49,7 +48,6 @@ class SumsOfPass:
     """The state that the sums of all units of a tree share in one pass of backward.
 
     Attributes:
-        computing: the computing stream of each accelerator, as in forward.
         computing: the computing stream of each accelerator, as in forward.
         callers: the streams that were current where ``backward()`` was called. They may be others.
         in_flight: for each slot the deliveries whose sums have been launched, each with an event after its last read.
@@ -327,32 +325,6 @@ class BackwardPass:
             self.has_finished = True
 
 
-_lock = threading.Lock()
-_before_step: dict[weakref.WeakMethod[Callable[[Optimizer], bool]], None] = {}
-_hook: Any = None
-
-
-def before_next_step(method: Callable[[Optimizer], bool]) -> None:
-    """Calls a bound method with the optimizer before each step of any optimizer, until the method returns true.
-
-    Only a weak reference to the method's object is kept.
-    """
-    global _hook
-    with _lock:
-        if _hook is None:
-            _hook = before_each_step(_run_before_step)
-        _before_step[weakref.WeakMethod(method)] = None
-
-
-def _run_before_step(optimizer: Optimizer) -> None:
-    """Runs before each step of every optimizer."""
-    for reference in [*_before_step]:
-        method = reference()
-        if method is None or method(optimizer):
-            with _lock:
-                _before_step.pop(reference, None)
-
-
 class Tree:
     """The units of one tree, the root's first.
 
@@ -495,7 +467,7 @@ class Tree:
         The other one may have failed before: torch raises the error while threads still run its nodes. A backward that
         begins meanwhile takes part in the same pass, and loses gradients when the pass ends.
         """
-        before_next_step(self._end_pass_before_step)
+        before_steps(self._end_pass_before_step)
 
     def _end_pass_before_step(self, optimizer: Optimizer) -> bool:
         """Waits for the pass. Returns false if the optimizer has none of the parameters: a later one may have."""
