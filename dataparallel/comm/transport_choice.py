@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dataparallel.comm import kernels, nccl, settings
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
-from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.host import ThroughHost
+from dataparallel.comm.kernels import Cupy
 from dataparallel.comm.peers import PEER_CHECK_VARIABLE, Pair, failed_pairs, peers_are_checked
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.settings import CommSettings

@@ -29,7 +29,7 @@ from dataparallel.forms.wrapper_options import WrapperOptions, own_options
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import check_graphs
-from dataparallel.replicas.placement import check_placement
+from dataparallel.replicas.plan import check_placement
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, make_replicas
 
 M = TypeVar("M", bound=nn.Module)

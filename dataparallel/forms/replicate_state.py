@@ -20,8 +20,7 @@ from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookedSums
 from dataparallel.replicas.compiled.calls import CompileArgument, call_of, compiled_here
 from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.kept_replicas import KeptReplicas
-from dataparallel.replicas.placement import check_placement
-from dataparallel.replicas.plan import TwinInfo
+from dataparallel.replicas.plan import TwinInfo, check_placement
 
 if TYPE_CHECKING:
     from dataparallel.gradients.machine_sums import Agreement

@@ -22,7 +22,7 @@ from torch import Tensor
 from dataparallel import _torch, comm
 from dataparallel.autograd.bucket_gradients import GradientStreams, ReadyEvent, SlotGradients, SourceGradients, ToSlots
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
-from dataparallel.comm.buckets import Bucket, flatten, has_strides, layout_of
+from dataparallel.comm.buckets import Bucket, flatten, has_strides
 from dataparallel.comm.streams.current import streams_joined, streams_set
 
 
@@ -421,8 +421,7 @@ class ReducerBucket(SourceBucket):
                     f"parameter {name!r} is {'nested' if source.is_nested else source.layout}: its gradient cannot "
                     "travel in a flat buffer. Pass it in ignored_params, and sum its gradient yourself"
                 )
-        contiguous = [torch.empty(source.shape, device="meta") for source in sources]
-        self.layout = Bucket.of([(i, layout_of(like)) for i, like in enumerate(contiguous)])
+        self.layout = Bucket.row_major_of(sources, range(len(sources)))
 
     def describe(self) -> str:
         """Returns words that are equal on all machines if their buckets have the same sources."""

@@ -25,8 +25,7 @@ from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.kept_modules import KeptModules, Lease
-from dataparallel.replicas.placement import placement_error, refuse_constants
-from dataparallel.replicas.plan import ModulePlan, names_of
+from dataparallel.replicas.plan import ModulePlan, names_of, placement_error, refuse_constants
 from dataparallel.replicas.replicate import build_replicas, copy_tensors, make_leaves
 from dataparallel.replicas.tree_state import TreeSnapshot
 from dataparallel.weak_members import WeakMembers

@@ -24,8 +24,7 @@ from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.replicas.build import build_replica, collector_paused
 from dataparallel.replicas.compiled.calls import Compiled
-from dataparallel.replicas.placement import refuse_constants
-from dataparallel.replicas.plan import ModulePlan
+from dataparallel.replicas.plan import ModulePlan, refuse_constants
 
 M = TypeVar("M", bound=nn.Module)
 
