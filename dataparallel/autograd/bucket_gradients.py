@@ -46,7 +46,6 @@ def empty_handle(device: torch.device) -> Tensor:
 
 
 def envelope_with(contents: Any, device: torch.device) -> Tensor:
-    """An envelope with these contents."""
     envelope = empty_handle(device)
     envelope.contents = contents  # type: ignore[attr-defined]
     return envelope
@@ -137,7 +136,6 @@ class SlotGradients:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is no gradient."""
         return self.flat is None and not self.separate
 
     def receive_flat(self) -> None:
@@ -467,7 +465,6 @@ class ToSlots(Node):
 
     @staticmethod
     def sum_into_envelope(ctx: Any, by_slot: Sequence[SlotGradients | None]) -> Tensor | None:
-        """An envelope with the result of `sum_over_slots`; ``None`` if there is no gradient."""
         sums = ToSlots.sum_over_slots(ctx, by_slot)
         return None if sums is None else envelope_with(sums, ctx.source_device)
 

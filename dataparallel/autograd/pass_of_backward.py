@@ -86,7 +86,6 @@ class PassOfBackward:
             return self.contents[key]  # type: ignore[return-value]
 
     def is_first(self, key: Hashable) -> bool:
-        """True for the first call with this key in the pass."""
         token = object()
         return self.contents.setdefault(key, token) is token
 

@@ -318,7 +318,6 @@ class Call:
         return self._copies.may_begin()
 
     def uses(self, replicas: R) -> R:
-        """Notes the replicas of this call, and returns them."""
         self._cycles = cycles_of(replicas)
         self._holds = [cycles.hold("call") for cycles in self._cycles]
         return replicas

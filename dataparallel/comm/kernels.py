@@ -231,7 +231,6 @@ def _make_reachable(device: torch.device, others: Sequence[torch.device]) -> Non
 
 
 def _copy(source: torch.device, target: torch.device) -> None:
-    """Copies one byte by torch."""
     torch.empty(1, dtype=torch.uint8, device=target).copy_(torch.empty(1, dtype=torch.uint8, device=source))
 
 
@@ -457,7 +456,6 @@ def _lies_as(tensor: Tensor, layout: FlatLayout) -> bool:
 
 
 def _flat_buffer(bucket: Bucket, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new flat buffer for the bucket's tensors."""
     return torch.empty(bucket.numel, dtype=dtype, device=device)
 
 

@@ -25,7 +25,6 @@ Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocates with ``torch.empty``."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -41,7 +40,6 @@ millisecond, at 225 GB/s, and the launches that the chain saves take half of tha
 
 
 def are_apart(devices: Sequence[torch.device]) -> bool:
-    """True if ``devices`` are distinct accelerators."""
     return len({*devices}) == len(devices) and CPU not in devices
 
 

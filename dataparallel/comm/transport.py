@@ -102,7 +102,6 @@ class Transport(ABC):
     def reduce_scatter(
         self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: matrix_collectives.Allocate, overwrite: bool
     ) -> None:
-        """`matrices.reduce_scatter`."""
         matrix_collectives.reduce_scatter(self.copy, matrices, out, empty, overwrite)
 
     # ---- one tensor --------------------------------------------------------------------------------------------------

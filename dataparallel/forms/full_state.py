@@ -169,7 +169,6 @@ def full_copy(tree: Any, copies: dict[int, Tensor], step: Callable[[], None] = l
 
 
 def _state_to_load(model: nn.Module, state: Any, optimizer: Optimizer | None) -> StatePair:
-    """Checks the state dicts of the model and the optimizer, and returns them."""
     _check_optimizer(optimizer)
     model_state, optimizer_state = _model_and_optimizer_state(state, optimizer)
     _check_model_state(model, model_state)

@@ -108,7 +108,6 @@ def check_kind(module: nn.Module) -> None:
 
 
 def check_policies(mp_policy: object, offload_policy: object) -> None:
-    """Checks the types of the policies."""
     for name, policy, expected in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),

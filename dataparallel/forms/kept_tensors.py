@@ -92,7 +92,6 @@ class KeptTensors(TensorStore):
             return self.copies.by_slot[: len(slots)]
 
     def start_afresh_after_fork(self) -> None:
-        """See `TensorStore.start_afresh_after_fork`."""
         self.sums.start_afresh_after_fork()
 
     def clear(self) -> None:
@@ -193,12 +192,10 @@ class BucketOrder:
         return True
 
     def note_pass(self) -> None:
-        """Notes that a pass has succeeded on all machines."""
         self.is_due = True
 
 
 def _positions_with_grad(plan: ModulePlan) -> list[int]:
-    """Returns the positions of the tensors that need gradients."""
     return [i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad]
 
 

@@ -169,13 +169,11 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def form_and_state(module: Any) -> tuple[Any, Any]:
-    """Returns the module's form and its state there, or two ``None``."""
     found: tuple[Any, Any] = vars(module).get(FORM_ATTRIBUTE, (None, None))
     return found
 
 
 def name_of_form(module: Any) -> str:
-    """Returns the name of the form that manages the module, for messages."""
     form, _ = form_and_state(module)
     return "a composable form" if form is None else form.__name__
 
@@ -212,11 +210,9 @@ class StateOnSlots(ReplicaMaker):
         self._modules = [weakref.ref(module) for module in modules]
 
     def modules(self) -> list[nn.Module]:
-        """Returns the modules that have this state."""
         return [*map(_resolve, self._modules)]
 
     def source(self) -> nn.Module:
-        """Returns the first of the modules."""
         return _resolve(self._modules[0])
 
     def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -224,7 +220,6 @@ class StateOnSlots(ReplicaMaker):
         return CallEngine(self.options, self).run(method, inputs, kwargs)
 
     def spans_machines(self, method: Method) -> AbstractContextManager[PeerCall | None]:
-        """See `ReplicaMaker.spans_machines`."""
         return nullcontext() if self.peers is None else self._spanning(self.peers, method.name)
 
     @contextmanager

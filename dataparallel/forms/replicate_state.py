@@ -113,7 +113,6 @@ class ReplicateState(StateOnSlots):
         return method.of_module if root is None or root.child is not None else call_of(twin, root)
 
     def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
-        """Makes or refreshes replicas of the twin."""
         with self.kept.lock:  # calls of several threads share the twin
             return self.replicate(self._updated_twin(method.name), slots)
 
@@ -123,7 +122,6 @@ class ReplicateState(StateOnSlots):
 
     @property
     def may_use_source(self) -> bool:  # type: ignore[override]
-        """True if the stage is overridden."""
         return getattr(self.replicate, "__func__", None) is not ReplicateState.replicate
 
     def returns(self, output: Any) -> None:
@@ -159,7 +157,6 @@ class ReplicateState(StateOnSlots):
         self.tensors.reduce_by(sums, self._agreement)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
-        """See `ReplicatedModule.register_comm_hook`."""
         registered = CommHook(state, hook)
         if self._hook is not None:
             raise RuntimeError(

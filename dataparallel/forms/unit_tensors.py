@@ -222,7 +222,6 @@ class _CompiledParts:
             entry.compiled = compile(entry.module, others=[each.compiled for each in self._entries])
 
     def _holds_units(self, at: int) -> bool:
-        """True if a module of a unit is below this one."""
         seen: set[int] = set()
         waiting = [*self._below[at]]
         while waiting:

@@ -198,7 +198,6 @@ class HookedSums:
         self._last_future: Any = None  # of the last call, if it was not done at once
 
     def begin_pass(self, contents: str) -> _HookedPass:
-        """See `Reducer`."""
         return _HookedPass(self)
 
     def signal_failure(self, error: BaseException) -> None:

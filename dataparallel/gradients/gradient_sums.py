@@ -173,7 +173,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def one_at_a_time(method: F) -> F:
-    """Has a method of `GradientSums` hold its lock."""
 
     @functools.wraps(method)
     def run(self: GradientSums, *args: Any, **kwargs: Any) -> Any:

@@ -46,7 +46,6 @@ class MachineSums(_ReducerOverMachines):
         self._average = average
 
     def begin_pass(self, contents: str) -> _MachinePass:
-        """See `Reducer`."""
         return _MachinePass(self._machines, self._begin_round(contents), self._average)
 
 
@@ -58,7 +57,6 @@ class _MachinePass:
         self.end_pass = round.end
 
     def launch(self, bucket_sum: BucketSum) -> AsyncResult:
-        """See `ReducerPass`."""
         flat = bucket_sum.flat
         if self._average:
             flat.div_(self._machines.size)
@@ -92,11 +90,9 @@ class _HookedMachinePass:
         self.end_result: PendingResult | None = None
 
     def launch(self, bucket_sum: BucketSum) -> _HookedResult:
-        """See `ReducerPass`."""
         return _HookedResult(self, bucket_sum)
 
     def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> PendingResult:
-        """See `ReducerPass`."""
         self.end_result = self.round.end(used, error)
         return self.end_result
 

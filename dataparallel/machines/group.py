@@ -57,7 +57,6 @@ class MachineGroup:
 
     @property
     def exists(self) -> bool:
-        """False if the group has been destroyed."""
         try:
             return distributed.get_process_group_ranks(self.group) == self.ranks
         except (KeyError, ValueError):
@@ -70,7 +69,6 @@ class MachineGroup:
 
     @cached_property
     def store(self) -> Any:
-        """The store of all ranks of the job."""
         world: Any = distributed.group.WORLD
         return world.get_group_store()
 

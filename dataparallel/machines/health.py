@@ -77,7 +77,6 @@ class Health:
 
     @property
     def is_closed(self) -> bool:
-        """True if the interpreter ends."""
         return self.launcher.is_closed
 
     def check_process(self) -> None:
@@ -235,7 +234,6 @@ class Notices:
             self._put(self._write_state)
 
     def forget_wait(self, wait: object) -> None:
-        """Publishes that ``wait`` is over."""
         if self._waits.pop(wait, None) is not None:
             self._put(self._write_state)
 

@@ -231,7 +231,6 @@ _launcher = Launcher()
 
 
 def launcher() -> Launcher:
-    """The launcher of this process."""
     return _launcher
 
 

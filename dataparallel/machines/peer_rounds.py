@@ -124,7 +124,6 @@ class PeerCall:
             self.counts = self.rounds.all_gather_object("the first collective across machines of a forward", "", count)
 
     def all_gather_object(self, text: str, value: Any) -> list[Any]:
-        """See `PeerRounds.all_gather_object`."""
         with self._over_if_raised():
             return self.rounds.all_gather_object(_FORWARD, text, value)
 

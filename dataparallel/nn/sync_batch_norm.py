@@ -261,7 +261,6 @@ def _pieces(tensor: Tensor, chunk: Tensor) -> Sequence[Tensor]:
 
 
 def values_of_a_channel(chunk: Tensor) -> int:
-    """How many values a channel has."""
     return chunk.numel() // max(chunk.shape[1], 1)
 
 

@@ -99,7 +99,6 @@ class Tape:
 
     @property
     def is_replayed(self) -> bool:
-        """True inside of the recomputation."""
         return self._next is not None
 
     @contextmanager
@@ -119,7 +118,6 @@ class Tape:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Wraps the forward."""
         self._entered_at = here()
         token = _tapes.set((*_tapes.get(), self))
         try:
@@ -159,7 +157,6 @@ def _replayed_tape() -> Tape | None:
 
 
 def note_results(request: Request, results: Sequence[Tensor]) -> None:
-    """Notes the results of a collective on the tapes that record."""
     for tape in _active_tapes():
         if not tape.is_replayed:
             tape.write(request, results)

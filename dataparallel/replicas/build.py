@@ -106,7 +106,6 @@ def _as_written(module: Any, attributes: dict[str, Any] | None = None) -> nn.Mod
 
 
 def device_of(tensors: list[Tensor]) -> torch.device | None:
-    """The device of a replica with these tensors."""
     return tensors[0].device if tensors else None
 
 

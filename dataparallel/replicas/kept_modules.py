@@ -57,7 +57,6 @@ class KeptModules:
         )
 
     def lease(self, copies: Sequence[list[Tensor]], arrivals: Arrivals | None) -> Lease:
-        """Returns the replicas, with these tensors."""
         for slot, (tensors, tables, expected) in enumerate(zip(copies, self._tables, self._expected, strict=False)):
             if arrivals is not None and expected is not None:
                 arrivals.expect(expected, slot, len(tensors) + len(self._plan.shared) + 1)

@@ -82,7 +82,6 @@ class FreshCopies(TensorStore):
         record: bool,
         arrivals: Arrivals | None = None,
     ) -> list[list[Tensor]]:
-        """See `TensorStore.for_call`."""
         if record:
             return copy_tensors(plan, slots, True, cap_bytes, arrivals, self._as_torch)
         return constant_copies(plan, slots, cap_bytes, arrivals)
@@ -159,11 +158,9 @@ class KeptReplicas:
 
     @property
     def is_frozen(self) -> bool:
-        """True while a ``frozen`` block is open."""
         return self._frozen_blocks > 0
 
     def clear(self) -> None:
-        """Drops everything."""
         with self.lock:
             self._clear()
 
@@ -299,7 +296,6 @@ class _FrozenSet:
         )
 
     def lease(self, count: int) -> Lease:
-        """Returns the first ``count`` replicas."""
         self.is_free = False
         return Lease(self._replicas[:count], self)
 

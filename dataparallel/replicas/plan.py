@@ -392,7 +392,6 @@ def _name_of(tensor: Tensor, module: nn.Module) -> str:
 
 
 def placement_error(tensor_name: str, tensor: Tensor, root: torch.device) -> RuntimeError:
-    """Returns the error for a tensor that is not on ``root``."""
     # People search for torch.nn.DataParallel's message, so this one begins in the same words.
     first_sentence = (
         f"module must have its parameters and buffers on device {root} (device_ids[0]) but found one of them "

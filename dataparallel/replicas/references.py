@@ -289,7 +289,6 @@ class ReferenceCycles:
         self._attributes.append((weakref.ref(module), names))
 
     def hold(self, kind: Literal["call", "backward", "output"]) -> Hold:
-        """Returns a new hold."""
         return Hold(self, self._holds.setdefault(kind, set()))
 
     @property
@@ -328,7 +327,6 @@ class Hold:
 
 
 def cycles_of(replicas: Iterable[Any]) -> list[ReferenceCycles]:
-    """Returns the `ReferenceCycles` of those ``replicas`` that have some."""
     found = (vars(replica).get(CYCLES) for replica in replicas)
     return [*{id(cycles): cycles for cycles in found if cycles is not None}.values()]
 

@@ -251,7 +251,6 @@ def at_positions(positions: Sequence[int], later: Later | None) -> Later | None:
 
 
 def make_leaves(plan: ModulePlan, copies: list[list[Tensor]]) -> None:
-    """Sets ``requires_grad`` on copies of parameters that require gradients."""
     needed = [i for i in plan.parameters if plan.tensors[i].requires_grad and not plan.tensors[i].is_inference()]
     for tensors in copies:
         for i in needed:

@@ -282,7 +282,6 @@ class Gang:
         turn.wait()
 
     def park(self, slot: int, unpark: Sequence[int] = ()) -> Turn:
-        """See `meetings.Scheduler`."""
         turn = Turn()
         with self._lock:
             self._progress += 1
@@ -297,7 +296,6 @@ class Gang:
         return turn
 
     def unpark(self, slots: Sequence[int]) -> None:
-        """See `meetings.Scheduler`."""
         with self._lock:
             self._move_to_unparked(slots)
             starting = self._give_permits()
@@ -394,7 +392,6 @@ class SerialTasks:
                     self._outcomes[skipped].error = Skipped()
 
     def park(self, slot: int, unpark: Sequence[int] = ()) -> Turn:
-        """See `meetings.Scheduler`."""
         if self._handed_over is None:
             self._hand_over([*self._take_waiting()], slot)
         assert self._handed_over is not None
@@ -402,7 +399,6 @@ class SerialTasks:
         return self._step_in_worker(park) if threading.current_thread() is threading.main_thread() else park()
 
     def unpark(self, slots: Sequence[int]) -> None:
-        """See `meetings.Scheduler`."""
         if self._handed_over is not None:
             self._handed_over[1].unpark(slots)
 
@@ -429,7 +425,6 @@ class SerialTasks:
             outcome.clear()
 
     def _take_waiting(self) -> Iterator[int]:
-        """Yields slots that have not started."""
         while self._waiting:
             yield self._waiting.popleft()
 

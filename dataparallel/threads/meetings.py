@@ -147,7 +147,6 @@ class Meeting:
         self._failure: str | None = None
 
     def run_replica(self, index: int, task: Callable[[], T]) -> T:
-        """Runs the replica's ``task`` at the place ``index``."""
         token = _current_place.set(MeetingPlace(index, self))
         try:
             result = task()
@@ -160,7 +159,6 @@ class Meeting:
         return result
 
     def meet(self, index: int, request: Hashable, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """See `Place.meet`."""
         visit = _Visit(request, value)
         with self._lock:
             if self._failure is not None:

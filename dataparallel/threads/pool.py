@@ -110,7 +110,6 @@ def _take(device: Hashable) -> Worker | None:
 
 @in_forked_child
 def _start_afresh_after_fork() -> None:
-    """A forked child has none of the threads."""
     global _used, _engine_is_stale, _rebuilding
     _rebuilding = threading.Lock()
     if _used:

@@ -220,7 +220,6 @@ class GivenEvents(Event):
         self._events = [*events]
 
     def make_wait(self, stream: torch.Stream) -> None:
-        """Makes ``stream`` wait for the events."""
         with current_device_set(stream.device):
             for event in self._events:
                 _make_wait(stream, event)

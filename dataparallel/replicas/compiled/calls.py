@@ -44,7 +44,6 @@ class CompiledCall:
 
     @property
     def module(self) -> Any:
-        """The module that is called."""
         return self._module()
 
     def of(self, module: nn.Module) -> CompiledCall:
@@ -110,7 +109,6 @@ def compiled_call(module: nn.Module) -> CompiledCall | None:
 
 
 def compiled_calls(module: nn.Module) -> dict[str, CompiledCall]:
-    """All compiled calls that a module of a replica has, by attribute."""
     forward = vars(module).get("forward")  # what `torch.compile` has returned has one
     found = {CALL: compiled_call(module), "forward": forward if isinstance(forward, CompiledCall) else None}
     return {name: call for name, call in found.items() if call is not None}

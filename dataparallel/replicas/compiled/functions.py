@@ -271,7 +271,6 @@ def counts() -> FrameCounts:
 
 
 def _note(device: torch.device | None, compilations: int, eager: int) -> None:
-    """Adds to the counts of a device."""
     with _counts_lock:
         _now.compilations[device] += compilations
         _now.eager[device] += eager

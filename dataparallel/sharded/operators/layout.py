@@ -21,7 +21,6 @@ from dataparallel.sharded.tensor import ShardedTensor
 
 
 def sharded_in(values: Iterable[Any]) -> Iterator[ShardedTensor]:
-    """The sharded tensors among the values and in lists there."""
     for value in values:
         if isinstance(value, ShardedTensor):
             yield value
@@ -35,7 +34,6 @@ def find_template(values: Iterable[Any]) -> ShardedTensor:
 
 
 def shard_devices(tensor: ShardedTensor) -> list[torch.device]:
-    """The devices of the tensor's shards on this machine."""
     return [shard.device for shard in tensor._shards]
 
 

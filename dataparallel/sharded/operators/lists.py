@@ -195,7 +195,6 @@ def _calls(
     kwargs: dict[str, Any],
     group: SameOwners,
 ) -> list[tuple[list[Any], dict[str, Any]]]:
-    """For each owner of a group the arguments of its call."""
     everything = len(group.positions) == len(args[lists[0]])
     chosen = args if everything else [_chosen(i, value, signature, lists, group) for i, value in enumerate(args)]
     if not group.templates:

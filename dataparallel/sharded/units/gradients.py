@@ -168,7 +168,6 @@ class PassGradients:
 
 
 def _hooked(parameter: ShardedTensor, gradient: ShardedTensor) -> ShardedTensor:
-    """Returns what the parameter's hooks make of its gradient."""
     for hook in [*(_torch.hooks_of(parameter) or {}).values()]:
         returned = hook(gradient)
         if returned is None:
@@ -327,7 +326,6 @@ class UnitSums:
     def _set_gradients(
         self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients
     ) -> None:
-        """Makes the owners' parts the gradients of parameters that have none."""
         for (kept, layout, _), of_owners in zip(self._groups, totals, strict=True):
             if all(summed.gradient_of(self._unit.parameters[i]) is not None for i in kept):
                 continue

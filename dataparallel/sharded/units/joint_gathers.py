@@ -190,7 +190,6 @@ class JointGathers:
 
     @property
     def number(self) -> int:
-        """The number of the unit in its tree."""
         return self._unit.binding.number
 
     @property
@@ -269,7 +268,6 @@ class JointGathers:
             self._budget.release(self, self._unit.full_bytes)
 
     def has_arrived(self, slot: int) -> bool:
-        """True if the unit has arrived for the slot, which has not taken it."""
         return slot in self._untaken
 
     def _drop_all(self) -> None:

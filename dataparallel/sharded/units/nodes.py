@@ -44,7 +44,6 @@ class ToOwners(Node):
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, tensors: list[Tensor], receive: weakref.WeakMethod[Any]) -> Any:
-        """Makes the tensors outputs."""
         ctx.set_materialize_grads(False)
         ctx.receive = receive
         run_first(ctx)

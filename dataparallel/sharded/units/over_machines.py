@@ -217,7 +217,6 @@ class _UnitEntry:
         return self.unit.requires_all_reduce
 
     def sent_dtype(self, at: int) -> torch.dtype:
-        """Returns the dtype in which sums number ``at`` travel."""
         return self.unit.dtype_of_sums(self.gradients.groups[at][2])
 
     def describe(self) -> str:

@@ -75,7 +75,6 @@ class TreeStreams:
 
 
 def wait_for(events: Iterable[Event], streams: Iterable[torch.Stream]) -> None:
-    """Makes each stream wait for each event."""
     streams = [*streams]
     for event in events:
         for stream in streams:
@@ -114,7 +113,6 @@ class OwnedShards:
 
     @property
     def are_on_meta(self) -> bool:
-        """True if the parameters have no memory yet."""
         return any(parameter._shards[0].is_meta for parameter in self.parameters)
 
     def off_host(self) -> torch.device | None:
@@ -233,7 +231,6 @@ class PullSource:
             self._ready = self._last_copies.record(self._streams)
 
     def _copy(self) -> list[Tensor]:
-        """Returns for each owner its piece."""
         # A piece is sent before it is cast: a cast on the host would hold up this thread.
         return [
             flat.to(owner, non_blocking=True).to(self._dtype)
@@ -319,7 +316,6 @@ class UnitPieces:
             return pieces
 
     def _pieces_of_group(self, slot: int) -> list[Piece] | None:
-        """Returns the pieces of the slot's group; ``None`` if one is missing."""
         own_piece = self._kept[slot]
         if own_piece is None:
             return None
@@ -362,7 +358,6 @@ class UnitPieces:
             self._drop(finished)
 
     def drop(self) -> None:
-        """Drops all pieces."""
         self._drop(range(len(self._kept)))
 
     def _layouts_for(self, size: int) -> list[Layout]:
@@ -401,7 +396,6 @@ def _free_if_unread(piece: Piece) -> None:
 
 
 def _part(full: Tensor, dim: int, number: int, parts: int) -> Tensor:
-    """Returns part ``number`` of ``parts`` of a full parameter, as a view."""
     if full.dim() == 0:
         return full if number == 0 else full.new_empty(0)
     rows = rows_of_shards(full.shape[dim], parts)

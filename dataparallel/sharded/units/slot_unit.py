@@ -92,7 +92,6 @@ class SlotUnit:
 
     @property
     def is_started(self) -> bool:
-        """True if a gather has started, or the parameters are full."""
         is_pulled = self._pull_event is not None or any(full.gathered is not None for full in self._buffers)
         return self.is_full or is_pulled or self._sent_sources is not None
 

@@ -111,7 +111,6 @@ class SumsOfPass:
             put_back()
 
     def _make_computing_wait(self) -> None:
-        """Makes the computing streams wait for all sums."""
         wait_for([] if self.latest_sum is None else [self.latest_sum], self.computing.values())
 
     def note_callers(self) -> None:

@@ -154,7 +154,6 @@ class ModuleRegistries:
         self._register(shown[0].parameters if shown else self._unit.parameters)
 
     def show_sharded(self) -> None:
-        """Registers the sharded parameters."""
         self._register(self._unit.parameters)
 
     def _register(self, parameters: Sequence[Tensor]) -> None:
@@ -253,7 +252,6 @@ class Unit(UnitSettings):
 
     @property
     def is_sharded_over_machines(self) -> bool:
-        """True if shards of other machines are gathered too."""
         return self.machines is not None and self.machines.gathers is not None
 
     @property
