@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakMethod
 
 from torch.optim import Optimizer
@@ -18,13 +18,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dataparallel import _torch
 
 Function = Callable[[Optimizer], object]
+F = TypeVar("F", bound=Function)
 
 _lock = threading.Lock()
 _added: dict[Function | WeakMethod[Function], None] = {}
 _is_registered = False
 
 
-def before_steps(function: Function) -> None:
+def before_steps(function: F) -> F:
     """Calls ``function`` with the optimizer before each step of every optimizer, until it returns true.
 
     Of a bound method only a weak reference to the object is kept.
@@ -35,6 +36,7 @@ def before_steps(function: Function) -> None:
             register_optimizer_step_pre_hook(_torch.not_traced(_run))
             _is_registered = True
         _added[WeakMethod(function) if isinstance(function, MethodType) else function] = None
+    return function
 
 
 def _run(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

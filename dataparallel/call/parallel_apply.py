@@ -122,7 +122,7 @@ def run_replicas(
         meeting.scheduler = SerialTasks(tasks, worker_tasks, slots)
         outcomes = meeting.scheduler.run_tasks()
     else:
-        call, has_compiled = None, _has_compiled(modules[0])
+        call, has_compiled = None, isinstance(modules[0], nn.Module) and HAS_COMPILED in vars(modules[0])
         # Code is compiled for a number of intra-op threads, so for compiled code it does not depend on the permits.
         divisor = workers if workers is not None and has_compiled else at_once
         if permits is not None and workers is None:
@@ -191,11 +191,6 @@ def _size_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
 
     tensors = islice(tensors_in((args, kwargs)), 8)
     return tuple((tensor.dtype, None if tensor.is_nested else rounded(tensor.numel())) for tensor in tensors)
-
-
-def _has_compiled(module: Any) -> bool:
-    """True if the replica calls compiled code."""
-    return isinstance(module, nn.Module) and HAS_COMPILED in vars(module)
 
 
 def _devices_of(

@@ -97,16 +97,12 @@ def pack(kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int
     lengths = [len(row) for row in pointers]
     if {*lengths} != {len(counts)}:
         raise ValueError(f"every row has one pointer for each of {len(counts)} tensors; got rows of {lengths}")
-    chunk = _chunk_bytes(sum(counts) * kernel.itemsize, max_blocks) // kernel.itemsize
+    # Small enough that every block gets a chunk, else large, for fewer searches in the table.
+    share = -(-sum(counts) * kernel.itemsize // max_blocks)
+    chunk = min(max(1 << (share - 1).bit_length(), _SMALLEST_CHUNK), _LARGEST_CHUNK) // kernel.itemsize
     first_chunks = list(accumulate((-(-count // chunk) for count in counts), initial=0))
     table = torch.frombuffer(array("q", chain(*pointers, counts, first_chunks)), dtype=torch.int64)
     return KernelLaunch(kernel.name, table, len(counts), len(pointers), chunk, min(first_chunks[-1], max_blocks))
-
-
-def _chunk_bytes(total: int, max_blocks: int) -> int:
-    """The size of a chunk: small enough that every block gets one, else large, for fewer searches in the table."""
-    share = -(-total // max_blocks)
-    return min(max(1 << (share - 1).bit_length(), _SMALLEST_CHUNK), _LARGEST_CHUNK)
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------

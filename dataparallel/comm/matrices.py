@@ -13,8 +13,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from dataparallel.comm.piece_streams import RECEIVING, SENDING, piece_streams, wavefront
-from dataparallel.comm.streams.current import Event
+from dataparallel.comm.streams.current import RECEIVING, SENDING, Event, piece_streams, wavefront
 from dataparallel.devices import CPU
 
 Copy = Callable[[Tensor, Tensor], object]

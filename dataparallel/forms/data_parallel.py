@@ -23,8 +23,7 @@ from dataparallel.call.options import CallOptions, ScalarRule
 from dataparallel.call.parallel_apply import CALL, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
-from dataparallel.forms.managed import names_explained
-from dataparallel.forms.signatures import shows_forward_of_module
+from dataparallel.forms.managed import names_explained, shows_forward_of_module
 from dataparallel.forms.wrapper_options import WrapperOptions, own_options
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CompileArgument

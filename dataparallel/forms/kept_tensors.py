@@ -168,17 +168,12 @@ class BucketOrder:
         self.arrived: list[int] = []
         self.is_due = False
         self._tensors = [] if plan is None else plan.tensors
-        self._parameters = None if plan is None else plan.parameters
         self._recorded = [] if plan is None else _positions_with_grad(plan)
+        self._identity = None if plan is None else _identity_of(plan)
 
     def is_of(self, plan: ModulePlan) -> bool:
         """True if this is the order of a plan with the same tensors, of which the same ones need gradients."""
-        return (
-            len(plan.tensors) == len(self._tensors)
-            and all(map(is_, self._tensors, plan.tensors))
-            and plan.parameters == self._parameters
-            and _positions_with_grad(plan) == self._recorded
-        )
+        return _identity_of(plan) == self._identity
 
     def from_arrivals(self) -> list[int]:
         """Returns the positions whose gradients have arrived, then the others in the reverse order of registration."""
@@ -199,6 +194,28 @@ def _positions_with_grad(plan: ModulePlan) -> list[int]:
     return [i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad]
 
 
+def _identity_of(plan: ModulePlan) -> tuple[Any, ...]:
+    """The tensors, which the caller holds, and what each of them is."""
+    return [*map(id, plan.tensors)], plan.parameters, _positions_with_grad(plan)
+
+
+def _stamp_of(plan: ModulePlan, slots: list[torch.device]) -> tuple[Any, ...]:
+    """All that copies depend on, except values. The tensors of the plan and the caller's thread and streams are in it.
+
+    A swap gives a parameter another node in the graph, also where it gives the same memory: so addresses of tensors.
+    """
+    return (
+        threading.get_ident(),
+        [*slots],
+        _identity_of(plan),
+        kinds_of(plan.tensors),
+        [*map(_torch.tensor_address, plan.tensors)],
+        plan.read_directly,
+        current_streams(slots),
+        settings.current(),
+    )
+
+
 class _KeptCopies:
     """Copies that were made together, with the state of the source and of the caller at that time.
 
@@ -215,12 +232,8 @@ class _KeptCopies:
         self.recorded = _positions_with_grad(plan)
         self.order = order.known
         self.learns_order = record and order.known is None
-        self._kinds = kinds_of(plan.tensors)
-        # A swap gives a parameter another node in the graph, also where it gives the same memory.
-        self._addresses = [*map(_torch.tensor_address, plan.tensors)]
-        self._thread = threading.get_ident()
         self._streams = current_streams(slots)
-        self._settings = settings.current()
+        self._stamp = _stamp_of(plan, slots)
         self.values = CurrentValues(plan.tensors, slots, self.by_slot, plan.parameters, plan.read_directly)
 
     def still_fit(self, plan: ModulePlan, slots: list[torch.device]) -> bool:
@@ -228,19 +241,7 @@ class _KeptCopies:
 
         False for another thread than the one that has made the copies: it would write values while the first one reads.
         """
-        return (
-            threading.get_ident() == self._thread
-            and slots == self.slots
-            and len(plan.tensors) == len(self.plan.tensors)
-            and all(map(is_, plan.tensors, self.plan.tensors))
-            and plan.parameters == self.plan.parameters
-            and _positions_with_grad(plan) == self.recorded
-            and kinds_of(plan.tensors) == self._kinds
-            and [*map(_torch.tensor_address, plan.tensors)] == self._addresses
-            and plan.read_directly == self.plan.read_directly
-            and current_streams(slots) == self._streams
-            and settings.current() == self._settings
-        )
+        return self._stamp == _stamp_of(plan, slots)
 
     def make(
         self,

@@ -219,7 +219,9 @@ class ModulePasses:
         with self._changed:
             if self in backward.contents:
                 return
-            self._wait_for_other_passes()
+            # One that has failed may still be in a thread of the engine.
+            if not wait_for_passes(self._changed, lambda: not self._backward_passes, _FAILED_PASS_TIMEOUT):
+                raise _nested()
             backward.get(self, self._make_passes)  # another thread of the same backward may have waited too
 
     def pass_over(self, row: BucketRow) -> OrderedPass:
@@ -240,11 +242,6 @@ class ModulePasses:
             self._backward_passes.add(backward)
         backward.on_end(partial(self._end_passes, backward, passes))
         return passes
-
-    def _wait_for_other_passes(self) -> None:
-        """Waits until no other backward runs here. One that has failed may still be in a thread of the engine."""
-        if not wait_for_passes(self._changed, lambda: not self._backward_passes, _FAILED_PASS_TIMEOUT):
-            raise _nested()
 
     def _end_passes(self, backward: PassOfBackward, passes: dict[BucketRow, OrderedPass], ok: bool) -> None:
         try:

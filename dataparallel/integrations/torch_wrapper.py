@@ -26,7 +26,7 @@ from dataparallel.batches.structures import Arguments, ByReference, is_whole, le
 from dataparallel.comm.checks import near_equal_sizes
 from dataparallel.devices import DeviceLike
 from dataparallel.forms import data_parallel as wrappers
-from dataparallel.forms.signatures import shows_forward_of_module
+from dataparallel.forms.managed import shows_forward_of_module
 from dataparallel.samples import Samples
 from dataparallel.user_warnings import warn_user
 

@@ -176,6 +176,7 @@ def _shard_state(optimizer: Optimizer) -> None:
             state[name] = _torch.pytree.tree_map(partial(sharded_value, parameter=parameter), state[name])
 
 
+@before_steps
 def _before_step(optimizer: Optimizer) -> None:
     """Runs before each step of every optimizer. It checks the parameters at first, and again if groups were added."""
     groups = optimizer.param_groups
@@ -191,6 +192,3 @@ def _before_step(optimizer: Optimizer) -> None:
                 _has_load_hook[optimizer] = None
     with _lock:
         _group_counts[optimizer] = len(groups)
-
-
-before_steps(_before_step)

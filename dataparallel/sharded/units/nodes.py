@@ -103,11 +103,8 @@ def with_own_memory(output: Any, given: Any, full: Sequence[Tensor]) -> Any:
 
 
 def _lies_in(addresses: set[int], part: Any) -> bool:
-    return isinstance(part, Tensor) and not addresses.isdisjoint(_addresses_of(part))
-
-
-def _addresses_of(tensor: Tensor) -> Iterator[int]:
-    return (each.untyped_storage().data_ptr() for each in memory_of(tensor) if each.layout is torch.strided)
+    memory = memory_of(part) if isinstance(part, Tensor) else ()
+    return any(each.untyped_storage().data_ptr() in addresses for each in memory if each.layout is torch.strided)
 
 
 def _makers(tensors: Mapping[int, Tensor]) -> set[Any]:

@@ -260,7 +260,11 @@ class BackwardPass:
         if not self._have_own_threads:
             return
         with self._changed:
-            while (behind := self._slots_behind(slot)) and not self._is_over:
+            while not self._is_over:
+                others = range(self.sums.slots)
+                behind = [each for each in others if sum(self._waiting[slot, each].values()) > _MAY_WAIT_BYTES]
+                if not behind:
+                    break
                 least = min(self._deliveries[other] for other in behind)
                 if self._gave_up_at.get(slot) == least:
                     break
@@ -268,11 +272,6 @@ class BackwardPass:
                 self._changed.wait(_PATIENCE)
                 if self._movements == before:
                     self._gave_up_at[slot] = least
-
-    def _slots_behind(self, slot: int) -> list[int]:
-        """Returns the slots for which too many of this slot's gradients wait."""
-        slots = range(self.sums.slots)
-        return [other for other in slots if sum(self._waiting[slot, other].values()) > _MAY_WAIT_BYTES]
 
     def _note_movement(self) -> None:
         self._movements += 1
