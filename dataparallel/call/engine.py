@@ -273,12 +273,8 @@ class Call:
         may_use_source: true if code of the user runs between the stages. It may write to the source or step an
             optimizer. Then no copies are late either, because only lookups in replicas wait for late copies.
 
-    Attributes:
-        combine_scalars: combines scalars that replicas return, from the stage ``replicate`` on.
-        pad: fills outputs up to one size.
-        reads: the copies that read pinned memory of the caller. The stage ``scatter`` notes them here.
-        copied: containers among the arguments, to which replicas may write. The stage ``scatter`` notes them here, if
-            it is a list.
+    The stage ``scatter`` notes in ``reads`` the copies that read pinned memory of the caller, and in ``copied``, if it
+    is a list, containers among the arguments to which replicas may write.
     """
 
     def __init__(

@@ -90,9 +90,6 @@ def pack(kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int
             or is one slot's tensor at the same position. A sum's pointers are multiples of the kernel's ``itemsize``.
         counts: the number of elements of every tensor. Kernels do not read the pointer of an empty tensor.
         max_blocks: above 0; best the number of blocks that the device runs at once.
-
-    Raises:
-        ValueError: a row that is not as long as ``counts``.
     """
     lengths = [len(row) for row in pointers]
     if {*lengths} != {len(counts)}:

@@ -74,9 +74,6 @@ def choose(
         settings: the user's. A route without a transport asks for plain copies, because only they have routes.
         unavailable: why the transport of ``settings`` is not available between these devices; ``None`` if it is.
         failed_pairs: ordered pairs that have failed their check: a call with both devices goes through the host.
-
-    Raises:
-        ValueError: the transport that was asked for can do nothing between these devices.
     """
     distinct = [*dict.fromkeys(devices)]
     if len(distinct) < 2:

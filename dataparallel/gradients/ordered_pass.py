@@ -44,8 +44,6 @@ class BucketRow:
     """The ordered buckets of copies that were made together. The nodes in the graph of these copies hold it.
 
     Attributes:
-        streams: the computing streams of the forward.
-        on_success: called when a pass has succeeded on all machines.
         number: a row that was made later has a higher number.
         contents: describes the buckets; all machines have to have the same.
         first_positions: the position of each bucket's first parameter in the list of all parameters, then its length.

@@ -205,9 +205,6 @@ class Notices:
 
     A thread of its own reads and writes the store, because a store whose machine is gone may not answer. No other
     thread waits for a read for more than `ANSWER` seconds.
-
-    Attributes:
-        broken: why the group is broken, if a rank has published a reason.
     """
 
     def __init__(self, group: MachineGroup) -> None:

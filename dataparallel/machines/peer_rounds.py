@@ -103,8 +103,6 @@ class PeerCall:
 
     Attributes:
         counts: how many replicas each machine has, once `exchange_counts` has been called.
-        has_begun: the machines have begun a collective.
-        is_over: the forward has failed on all machines.
         token: a tensor without elements that the last collective in the graph has returned.
     """
 
@@ -132,11 +130,9 @@ class PeerCall:
     ) -> list[list[Tensor]]:
         """Sends a piece to each machine, for all dtypes at once. Returns for each dtype the pieces in rank order.
 
-        Args:
-            text: equal on all machines.
-            pieces: for each dtype a flat tensor for each machine, all on one device.
-            receive: for each dtype how many elements come from each machine. This machine's own piece is not sent.
-            in_graph: equal on all machines; true if pieces of any machine need gradients. The results are in the graph.
+        ``pieces``: for each dtype a flat tensor for each machine, all on one device. ``receive``: how many elements
+        come from each. A machine's own piece is not sent. ``text`` and ``in_graph`` are equal on all machines: true if
+        pieces of any of them need gradients. The results are in the graph then.
         """
         own_pieces = [of_dtype[self.rank] for of_dtype in pieces]
         if self.size == 1 or not pieces:

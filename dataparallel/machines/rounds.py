@@ -298,8 +298,6 @@ class RoundQueue:
 
     Attributes:
         is_waiting: true while the queue waits for other ranks or for the issuing thread, not for a caller here.
-        changed: the launcher's condition; it guards the rounds.
-        call_count: how many calls of communication hooks this queue has begun.
     """
 
     def __init__(self, group: MachineGroup, health: Health, name: str) -> None:

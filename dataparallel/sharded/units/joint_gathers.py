@@ -164,9 +164,6 @@ class JointGathers:
     unit the slots exchange their pieces (``comm.all_gather``), so that all links are busy. In backward, where gradients
     take memory too, the slot that asks last launches the gather of a large unit. The matrices are memory of the
     receiving streams, which the copies between devices order against each other.
-
-    Attributes:
-        last_pull: an event after the last reads of shards.
     """
 
     def __init__(self, unit: Unit) -> None:

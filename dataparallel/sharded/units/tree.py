@@ -327,10 +327,8 @@ class Tree:
     """The units of one tree, the root's first.
 
     Attributes:
-        machines: the processes that the units are spread over, if there are several.
         bindings: for each unit the binding that a call of this tree gives it.
         next_unit: for each unit the unit that came after it in the last forward.
-        last_call: the call of the root that began last.
         order_of_sums: the numbers of units, in the order of sums over machines: rank 0's if ``is_order_known``.
     """
 

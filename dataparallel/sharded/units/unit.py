@@ -185,7 +185,6 @@ class Unit(UnitSettings):
     """The parameters of one unit at their owners, and a `SlotUnit` for each slot (``slot_units``).
 
     Attributes:
-        number_of_modules: how many modules the unit was made from.
         binding: what the tree gives the unit whose call uses it. Each call sets it.
         indices: for each dtype the positions of its parameters; ``owned`` has their flat shards.
         trainable: positions of the parameters that need gradients.
