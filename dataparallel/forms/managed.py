@@ -2,9 +2,6 @@
 
 `SlotsMethod` is such a method, `StateOnSlots` makes the calls, and replicas are made from a `Twin` of the module. This
 file knows no form. `names_explained` is for state dicts whose names do not fit.
-
-transformers, accelerate and Lightning read ``inspect.signature(model.forward)``, compare bound methods and look for
-their ``__func__``. So `StandIns` makes a function on the class and a bound method on the instance.
 """
 
 from __future__ import annotations
@@ -41,7 +38,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class StandIns:
     """Makes one stand-in for each function, and gives the same one while somebody holds it.
 
-    So two bound methods that were made one after the other are equal while the first is held, as with any method.
+    So two bound methods that were made one after the other are equal while the first is held, as with any method:
+    transformers, accelerate and Lightning compare them, look for ``__func__``, and read ``inspect.signature``.
 
     Args:
         make: makes a stand-in from a function. The stand-in keeps it alive through ``__wrapped__`` or a closure.

@@ -1,9 +1,7 @@
 """`SyncBatchNorm`: BatchNorm over the whole batch, in replicas with a chunk each, and conversions to it and back.
 
-The first and the last of three steps are nodes of the graph. `Statistics` computes the mean of a replica's chunk and
-M2, the sum of squared distances from it. `merged` makes the batch's mean and variance of all statistics, by one
-exchange of two vectors in forward and one in backward. `Normalised` normalises the chunk. Both nodes save the chunk in
-its own dtype.
+Nodes of the graph compute a chunk's `Statistics` and normalise it, and save the chunk in its own dtype. Between them
+`merged` makes the statistics of the batch, by one exchange of two vectors in forward and one in backward.
 """
 
 from __future__ import annotations
@@ -31,8 +29,9 @@ VALUES = 64 * 1024  # of a piece, at least
 class Statistics(Node):
     """``statistics, *carriers = Statistics.apply(chunk)``: the statistics to exchange, two carriers for `Normalised`.
 
-    The statistics are the mean of each channel, the M2 of each channel, and the count, shape (2 * channels + 1,). All
-    are zeros for an empty chunk. The count is a value on the device, because a copy from the host would have to wait.
+    The statistics are each channel's mean, each channel's M2 (the sum of squared distances from the mean), and the
+    count, shape (2 * channels + 1,). All are zeros for an empty chunk. The count is a value on the device, because a
+    copy from the host would have to wait.
 
     This node's backward computes the chunk's gradient once, after the exchange. So only one tensor of the chunk's size
     is needed beside the gradient of the output, as in BatchNorm. The term ``scale * grad`` does not depend on other

@@ -1,14 +1,9 @@
 """Finds references to a module tree in plain attributes of its modules, and rebinds them to a replica.
 
-References are bound methods, partials, closures, caches, weak references and proxies that lead to the tree, and modules
-and tensors themselves, directly or within one level of a container. A replica that kept them would compute with the
-source's weights. Weak references to tensors stay: torch's RNNs see by them that their weights have changed.
-
-An object that is called in place of a module's method, ``m.forward = Decorator(m.forward)``, leads there by attributes.
-
-A bound method or a reference to the parent makes a cycle, in the source and so in each replica. With it a replica's
-copies of all weights would live until the garbage collector runs, so `ReferenceCycles` breaks it when nothing needs the
-replicas any more. ``build`` notes the attributes; calls, ``frozen`` blocks and graphs hold the replicas.
+References are bound methods, partials, closures, caches, weak references and proxies that lead to the tree, objects
+that are called in place of a method (``m.forward = Wrapper(m.forward)``), and modules and tensors themselves, directly
+or within one level of a container. A replica that kept them would compute with the source's weights. Weak references to
+tensors stay: torch's RNNs see by them that their weights have changed.
 """
 
 from __future__ import annotations
@@ -270,8 +265,10 @@ CYCLES = "_dataparallel_cycles"
 class ReferenceCycles:
     """Attributes of the replicas of one call through which a replica may lead back to itself.
 
-    The attributes are deleted when nothing needs the replicas any more. Then reference counting frees what nobody else
-    refers to. Code that refers to a part of a replica for longer finds the part whole but for these attributes.
+    A bound method or a reference to the parent does so, and a replica's copies of all weights would live until the
+    garbage collector runs. The attributes are deleted when nothing needs the replicas any more. Then reference counting
+    frees what nobody else refers to. Code that refers to a part of a replica for longer finds the part whole but for
+    these attributes.
 
     Three kinds of `Hold` tell who needs the replicas. The *call* does while it runs. A graph does, because a checkpoint
     may run methods of the replicas again: as long as *backward* may still run on the slots, and as long as nodes of the

@@ -3,9 +3,6 @@
 It has the shape, dtype and gradient of the full tensor. It has no memory of its own: its shards hold the values. One
 thread runs an operator for all devices, once for each owner, on the owner's shard. ``sharded.operators`` has the
 operators; any other raises ``TypeError``, which names `full_tensor`.
-
-`hand_over` is for a unit. Where a loss uses a parameter itself, as a penalty on weights does, torch's engine brings a
-part of its gradient at any time of the backward. Hooks have to see the whole gradient, once.
 """
 
 from __future__ import annotations
@@ -74,6 +71,9 @@ AFTER_ACCUMULATION = WaitingHooks(_torch.POST_ACCUMULATE_GRAD_HOOKS)
 
 def hand_over(parameter: Any, find_taker: WeakMethod[Callable[[], Taker | None]]) -> None:
     """Hands over what the engine would accumulate in ``parameter.grad``, and lets the parameter's hooks wait.
+
+    Where a loss uses a parameter itself, as a penalty on weights does, the engine brings a part of its gradient at any
+    time of the backward. Hooks have to see the whole gradient, once.
 
     ``find_taker`` is called in each backward. If it returns ``None`` or is gone, and in a backward with
     ``create_graph=True`` or of ``torch.autograd.grad``, the engine does what it does for any tensor.

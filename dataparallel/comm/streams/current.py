@@ -1,9 +1,7 @@
 """`Event`, `streams_set` and `kept_stream`: events and streams, safe for several threads and for unused devices.
 
 torch's own events and contexts have effects that hurt a library with many threads in one process: `streams_set`,
-`Event` and `GivenEvents` name them. Other files decide which stream does what. torch orders a copy between devices
-against the current streams of both, so on one stream a device that passes data on cannot receive while it sends:
-`PieceStreams` are several on each.
+`Event` and `GivenEvents` name them. Other files decide which stream does what.
 """
 
 from __future__ import annotations
@@ -313,6 +311,8 @@ def wavefront(hops: int, pieces: int) -> list[tuple[int, int]]:
 class PieceStreams:
     """For each device of a call the caller's current stream, which has number 0, and further ones.
 
+    torch orders a copy between devices against the current streams of both, so on one stream a device that passes data
+    on cannot receive while it sends.
     Nothing orders the streams of a device against each other, except copies that share a stream of another device.
     ``broadcast_pieces``: how many pieces have been sent along chains; the next piece takes the next stream.
     """

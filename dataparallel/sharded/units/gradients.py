@@ -1,9 +1,7 @@
 """`UnitGradients` takes the deliveries of one unit from all slots, and has them summed when every slot has delivered.
 
-A slot copies its gradients into a matrix with a row for each owner (`Delivery`), which is memory of the slot's
-computing stream. Before the slot's next delivery, of any unit, this stream waits for the sums that read the last one
-(`SumsOfPass.release_deliveries`), so at most two matrices are in memory. `UnitSums` reduce-scatters by one call of
-``comm.reduce_scatter``, in slot order, so the bits are the same in every run.
+A slot copies its gradients into a matrix with a row for each owner (`Delivery`). `UnitSums` reduce-scatters by one call
+of ``comm.reduce_scatter``, in slot order, so the bits are the same in every run.
 """
 
 from __future__ import annotations
@@ -38,6 +36,9 @@ DtypeGroup: TypeAlias = "tuple[list[int], Layout, torch.dtype]"
 @dataclass
 class Delivery:
     """The gradients that one slot has computed for one unit, and memory for its owner's part of the sum.
+
+    The memory belongs to the slot's computing stream, which waits before the slot's next delivery, of any unit, for the
+    sums that read the last one (`SumsOfPass.release_deliveries`). So a slot has at most two matrices in memory.
 
     Attributes:
         matrices: for each dtype the gradients in the layout of the gathered matrix, with a row for each owner on this

@@ -1,11 +1,8 @@
 """`MachinesOfTree` has the process groups of a tree, and `SourcesOverMachines` all-gathers shards over processes.
 
 A machine is one process. Parameters are sharded over the owners of this machine and, if there is a *shard* group, over
-the owners of all its machines. The machines of the *replicate* group have the same shards.
-
-`SumsOverMachines` averages what the slots of each have summed. A pass of backward is one round of all machines. Each
-unit is sent once, as soon as this machine has summed it and all units before it have been sent, in the order in which
-they came on rank 0 in an earlier pass. Nothing is added to ``.grad`` before all sums have succeeded.
+the owners of all its machines. The machines of the *replicate* group have the same shards; `SumsOverMachines` averages
+what the slots of each have summed.
 """
 
 from __future__ import annotations
@@ -227,7 +224,12 @@ class _UnitEntry:
 
 
 class SumsOverMachines:
-    """The sums of one pass over machines. Any thread may use it. ``computing``: each accelerator's computing stream."""
+    """The sums of one pass over machines. Any thread may use it. ``computing``: each accelerator's computing stream.
+
+    A pass is one round of all machines. Each unit is sent once, when this machine has summed it and all units before it
+    have been sent, in the order in which they came on rank 0 in an earlier pass. Nothing is added to ``.grad`` before
+    all sums have succeeded.
+    """
 
     def __init__(self, tree: Tree, machines: MachinesOfTree, computing: Mapping[torch.device, torch.Stream]) -> None:
         self._tree, self._machines, self._devices, self._computing = tree, machines, tree.slots, computing

@@ -1,12 +1,7 @@
 """`OwnedShards` packs a unit's shards into flat ones, `PullSource` lets slots pull them, on streams of `TreeStreams`.
 
-Each shard of a parameter is a view of its owner's flat shard. A copy between devices orders the streams that are
-current on both of them: the sending stream waits for the receiving one before the copy, and the receiving one waits for
-the sending one after it. So an event on the receiving stream comes after all pulls that were launched before it.
-
-With ``reshard_after_forward=k`` `UnitPieces` keeps parts of a unit between forward and backward. Slots 0 to k - 1 are a
-group, the next k another, and so on. A slot keeps its *piece*: the shard that it would own if the parameters were
-sharded over its group. In backward it gathers from its group if all members have pieces of the current values.
+Each shard of a parameter is a view of its owner's flat shard. With ``reshard_after_forward=k`` `UnitPieces` keeps parts
+of a unit between forward and backward.
 """
 
 from __future__ import annotations
@@ -38,6 +33,9 @@ Purpose: TypeAlias = Literal["calls", "pulls", "deliveries", "sums"]
 
 class TreeStreams:
     """The side streams of a tree on the devices of its slots. On the CPU there are none.
+
+    A copy between devices orders the current streams of both: the sending one waits for the receiving one before the
+    copy, which waits for the sending one after it. So an event on the receiving stream comes after all earlier pulls.
 
     Attributes:
         receiving: for each slot the stream on its device on which its pulls end. It owns the matrix that is received.
@@ -278,6 +276,8 @@ class Piece:
 class UnitPieces:
     """The pieces of one unit on all slots. Any thread may use it.
 
+    Slots 0 to k - 1 are a group, the next k another, and so on. A slot's *piece* is the shard that it would own if the
+    parameters were sharded over its group. In backward it gathers from its group if all have pieces of current values.
     A piece is freed once all slots of its group have read it, at the latest when the pass of backward ends.
     """
 
