@@ -171,9 +171,9 @@ class ReplicateState(StateOnSlots):
         if self.machines is None:
             self.tensors.reduce_by(HookedSums(registered))
         else:
-            from dataparallel.gradients.machine_sums import HookedMachineSums
+            from dataparallel.gradients.machine_sums import MachineSums
 
-            self.tensors.reduce_by(HookedMachineSums(self.machines, registered))
+            self.tensors.reduce_by(MachineSums(self.machines, bool(self._settings["average"]), registered))
         self._hook = registered
 
     def _updated_twin(self, method: str) -> nn.Module:

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from dataparallel._torch import current_stream_at
 from dataparallel.comm.streams.current import Event, kept_stream, memory_of, streams_set
 from dataparallel.devices import current_device_set
-from dataparallel.gradients.ordered_pass import BucketSum
 
 
 class GradBucket:
-    """A bucket of gradients, for a communication hook. It has the methods of ``torch.distributed.GradBucket``.
+    """A bucket of gradients, for a `Reducer` or a communication hook, with the methods of torch's class of this name.
 
     The buffer has the sum over the slots of this process, one gradient after the other in the order of `parameters`,
     each in the order of a contiguous tensor. It is not divided by anything. A parameter that no slot has used has
@@ -32,16 +32,15 @@ class GradBucket:
     def __init__(
         self, index: int, count: int, buffer: Tensor, parameters: Sequence[Tensor], names: Sequence[str]
     ) -> None:
-        self._index, self._count, self._parameters, self._names = index, count, list(parameters), list(names)
+        self._index, self.count, self._parameters, self.names = index, count, parameters, names
         self._buffer = buffer
         self.summed: Tensor = buffer
         """The buffer that the bucket was made with; `set_buffer` does not change it."""
         self.kind: tuple[torch.Size, torch.dtype, torch.device] = (buffer.shape, buffer.dtype, buffer.device)
 
-    @classmethod
-    def of(cls, bucket_sum: BucketSum, buffer: Tensor) -> GradBucket:
-        """The bucket of ``bucket_sum``. ``buffer`` is its flat tensor, or a copy of it."""
-        return cls(bucket_sum.index, bucket_sum.count, buffer, bucket_sum.parameters, bucket_sum.names)
+    def over(self, buffer: Tensor) -> GradBucket:
+        """The same bucket with a copy of the buffer."""
+        return GradBucket(self._index, self.count, buffer, self._parameters, self.names)
 
     def index(self) -> int:
         """The bucket's number, from 0 on. Hooks are called in this order, once for each bucket in each backward."""
@@ -49,7 +48,7 @@ class GradBucket:
 
     def is_last(self) -> bool:
         """True for the last bucket of a backward."""
-        return self._index == self._count - 1
+        return self._index == self.count - 1
 
     def buffer(self) -> Tensor:
         """All gradients in one flat tensor: the one that `set_buffer` was given last, else the sum over the slots."""
@@ -97,8 +96,8 @@ class GradBucket:
 
     def __str__(self) -> str:
         (numel,), dtype, _ = self.kind
-        more = f" and {len(self._names) - 1} more" if len(self._names) > 1 else ""
-        return f"bucket {self._index} of {self._count} ({self._names[0]!r}{more}, {numel} x {dtype})"
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        return f"bucket {self._index} of {self.count} ({self.names[0]!r}{more}, {numel} x {dtype})"
 
 
 class CommHook:
@@ -221,7 +220,7 @@ class _HookedPass:
         self._sums = sums
         self._has_failed = False
 
-    def launch(self, bucket_sum: BucketSum) -> HookCall | None:
+    def launch(self, bucket: GradBucket) -> HookCall | None:
         """See `ReducerPass`. After an error of the hook itself, the hook is not called again in this pass.
 
         If the pass fails elsewhere, the hook is still called for the remaining buckets, with zeros.
@@ -229,24 +228,16 @@ class _HookedPass:
         if self._has_failed:
             return None
         try:
-            return self._sums.call(GradBucket.of(bucket_sum, bucket_sum.flat))
+            return self._sums.call(bucket)
         except BaseException:
             self._has_failed = True
             raise
 
-    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> _KnownResult:
+    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> Future[Sequence[bool]]:
         """See `ReducerPass`. A gradient is ``None`` if no slot has used the parameter."""
-        return _KnownResult(used)
-
-
-class _KnownResult:
-    """An `AsyncResult` that is known at once: a backward waits for the buckets before it waits for the end."""
-
-    def __init__(self, value: Sequence[bool]) -> None:
-        self._value = value
-
-    def wait(self) -> Sequence[bool]:
-        return self._value
+        known = Future[Sequence[bool]]()
+        known.set_result(used)
+        return known
 
 
 class HookCall:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +24,7 @@ from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_fail
 from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.buckets import unflatten
 from dataparallel.comm.streams.current import Event, streams_set
+from dataparallel.gradients.comm_hooks import GradBucket
 from dataparallel.gradients.gradient_sums import (
     KeptToSlots,
     ReducerBucket,
@@ -264,22 +264,6 @@ _PREVIOUS_PASS_TIMEOUT = 300.0
 """Seconds that a pass waits for the pass before it in the same backward. Only an error makes the wait that long."""
 
 
-@dataclass(frozen=True, slots=True)
-class BucketSum:
-    """The sum over the slots of one bucket. A parameter that no slot has used has zeros in it.
-
-    ``flat`` has one gradient after the other, each in the order of a contiguous tensor, for ``parameters`` with these
-    ``names``. It is not divided by anything, and the reducer may write to it and keep it. Every pass has ``count``
-    buckets.
-    """
-
-    index: int
-    count: int
-    flat: Tensor
-    parameters: Sequence[Tensor]
-    names: Sequence[str]
-
-
 class AsyncResult(Protocol):
     """The result of work that a reducer has begun."""
 
@@ -294,10 +278,11 @@ class AsyncResult(Protocol):
 class ReducerPass(Protocol):
     """One pass of a `Reducer`."""
 
-    def launch(self, bucket_sum: BucketSum) -> AsyncResult | None:
-        """Begins to reduce a bucket. Called in the order of buckets, in any thread, which it does not block if it can.
+    def launch(self, bucket: GradBucket) -> AsyncResult | None:
+        """Begins to reduce a bucket, whose buffer it may write to and keep.
 
-        Returns ``None`` if an earlier launch of this pass has raised: then nobody waits.
+        Called in the order of buckets, in any thread, which it does not block if it can. A parameter that no slot has
+        used has zeros in the bucket. Returns ``None`` if an earlier launch of this pass has raised: then nobody waits.
         """
 
     def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> AsyncResult:
@@ -416,13 +401,13 @@ class OrderedPass:
         row, bucket = self._row, self._row.buckets[index]
         members = bucket.layout.indices
         parameters, names = [bucket.sources[i] for i in members], [bucket.names[i] for i in members]
-        bucket_sum = BucketSum(index, len(row.buckets), flat, parameters, names)
+        summed = GradBucket(index, len(row.buckets), flat, parameters, names)
 
         def launch() -> None:
             if self._reducer_pass is None:
                 self._reducer_pass = row.passes.reducer.begin_pass(row.contents)
             with streams_set(sides):
-                result = self._reducer_pass.launch(bucket_sum)
+                result = self._reducer_pass.launch(summed)
                 launch_event = Event(sides[flat.device]) if sides else None
             self._in_flight.append(_BucketInFlight(result, flat, sums, launch_event))
 
