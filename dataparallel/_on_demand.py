@@ -23,10 +23,7 @@ def import_on_demand(package: str, rooms: Mapping[str, tuple[str, ...]]) -> None
     """Lets ``package`` import public names and submodules at their first use. The package or module itself calls it.
 
     A public name wins over a submodule of the same name, whoever has imported that submodule before.
-
-    Args:
-        package: the ``__name__`` of the package.
-        rooms: the names that are public, by the module that has them.
+    ``rooms``: the names that are public, by the module that has them.
     """
     module = sys.modules[package]
     vars(module)["_room_of"] = {name: room for room, names in rooms.items() for name in names}

@@ -1,14 +1,16 @@
-"""Functions that run before each step of every optimizer. Any thread may add and remove some at any time.
+"""Functions that run before each step of every optimizer. Any thread may add some at any time.
 
 torch walks through its global hooks at each step, and fails if another thread changes them meanwhile. So it gets one
-hook, when the first function is added, and keeps it. The hook calls what is in a tuple, which is replaced as a whole.
+hook, when the first function is added, and keeps it. The hook walks through a copy of what was added.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from types import MethodType
+from typing import Any, TypeVar
+from weakref import WeakMethod
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -16,40 +18,29 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dataparallel import _torch
 
 Function = Callable[[Optimizer], object]
+F = TypeVar("F", bound=Function)
+
+_lock = threading.Lock()
+_added: dict[Function | WeakMethod[Function], None] = {}
+_is_registered = False
 
 
-class _BeforeSteps:
-    """What runs before each step."""
+def before_steps(function: F) -> F:
+    """Calls ``function`` with the optimizer before each step of every optimizer, until it returns true.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._functions: tuple[Function, ...] = ()
-        self._is_registered = False
-
-    def add(self, function: Function) -> Callable[[], None]:
-        """Adds a function. Returns one that removes it."""
-        with self._lock:
-            if not self._is_registered:
-                register_optimizer_step_pre_hook(_torch.not_traced(self._make_hook()))
-                self._is_registered = True
-            self._functions += (function,)
-        return lambda: self._remove(function)
-
-    def _remove(self, function: Function) -> None:
-        with self._lock:
-            self._functions = tuple(each for each in self._functions if each is not function)
-
-    def _make_hook(self) -> Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]:
-        def run(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            for function in self._functions:
-                function(optimizer)
-
-        return run
+    Of a bound method only a weak reference to the object is kept.
+    """
+    global _is_registered
+    with _lock:
+        if not _is_registered:
+            register_optimizer_step_pre_hook(_torch.not_traced(_run))
+            _is_registered = True
+        _added[WeakMethod(function) if isinstance(function, MethodType) else function] = None
+    return function
 
 
-_before = _BeforeSteps()
-
-
-def before_each_step(function: Function) -> Callable[[], None]:
-    """Calls ``function`` with the optimizer before each step of every optimizer. Returns a function that ends this."""
-    return _before.add(function)
+def _run(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for each in [*_added]:
+        function = each() if isinstance(each, WeakMethod) else each
+        if function is None or function(optimizer):
+            _added.pop(each, None)

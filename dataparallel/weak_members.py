@@ -28,16 +28,13 @@ class WeakMembers(Generic[T]):
         self._references: dict[int, weakref.ref[T]] = {}
 
     def add(self, member: T) -> None:
-        """Adds an object, unless it is there."""
         key = id(member)
         self._references.setdefault(key, weakref.ref(member, partial(_drop, weakref.ref(self), key)))
 
     def discard(self, member: T) -> None:
-        """Removes an object, if it is there."""
         self._references.pop(id(member), None)
 
     def clear(self) -> None:
-        """Removes all objects."""
         self._references.clear()
 
     def __iter__(self) -> Iterator[T]:

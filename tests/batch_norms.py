@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.nn import batch_norm
+from dataparallel.nn import sync_batch_norm
 
 SHAPES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (3, 2), nn.BatchNorm3d: (2, 1, 2)}
 
@@ -48,7 +48,7 @@ class Kernels:
         monkeypatch.setattr(torch, "batch_norm_elemt", self.elemt)
         monkeypatch.setattr(torch, "batch_norm_backward_reduce", self.reduce)
         monkeypatch.setattr(torch, "batch_norm_backward_elemt", self.backward_elemt)
-        monkeypatch.setattr(batch_norm, "_has_kernels", lambda chunk: chunk.numel() > 0)
+        monkeypatch.setattr(sync_batch_norm, "_has_kernels", lambda chunk: chunk.numel() > 0)
         return self
 
     def stats(self, input: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from dataparallel.threads import pool
-from dataparallel.threads.gang import Gang
-from dataparallel.threads.in_turn import SerialTasks
+from dataparallel.threads.gang import Gang, SerialTasks
 
 
 def values(tasks: list[Callable[[], Any]], permits: int, groups: list | None = None) -> list[Any]:

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from dataparallel.sharded import Shard, distribute_tensor
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units import joint_gathers
-from dataparallel.sharded.units.bindings import Precision
 from dataparallel.sharded.units.shards import PullSource
-from dataparallel.sharded.units.unit import Unit
+from dataparallel.sharded.units.unit import Precision, Unit
 
 
 def values(count: int = 2, rows: int = 6, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -1,19 +1,9 @@
-"""Functions before the steps of all optimizers, which any thread may add and remove at any time."""
-
-from collections.abc import Iterator
-from contextlib import ExitStack
+"""Functions before the steps of all optimizers, which any thread may add at any time."""
 
 import pytest
 import torch
 
-from dataparallel.optimizer_steps import before_each_step
-
-
-@pytest.fixture
-def added() -> Iterator[ExitStack]:
-    """Removes what a test has added."""
-    with ExitStack() as stack:
-        yield stack
+from dataparallel.optimizer_steps import before_steps
 
 
 def sgd() -> torch.optim.SGD:
@@ -26,33 +16,34 @@ def value_of(optimizer: torch.optim.Optimizer) -> float:
     return optimizer.param_groups[0]["params"][0][0].item()
 
 
-def test_they_run_before_each_step_of_every_optimizer(added: ExitStack) -> None:
+def test_they_run_before_each_step_of_every_optimizer_until_they_return_true() -> None:
     seen = []
-    added.callback(before_each_step(lambda optimizer: seen.append((optimizer, value_of(optimizer)))))
+
+    def notes(optimizer: torch.optim.Optimizer) -> bool:
+        seen.append((optimizer, value_of(optimizer)))
+        return len(seen) == 2
+
+    before_steps(notes)
     first, second = sgd(), sgd()
     first.step()
     second.step()
+    first.step()
     assert seen == [(first, 1.0), (second, 1.0)]
 
 
-def test_they_end_when_they_are_removed() -> None:
-    seen = []
-    remove = before_each_step(seen.append)
-    remove()
-    remove()
-    sgd().step()
-    assert seen == []
-
-
-def test_they_may_be_added_and_removed_while_another_thread_steps(added: ExitStack) -> None:
-    """As if it were another thread: one that runs in a step adds others. torch's own hooks fail here."""
+def test_they_may_be_added_while_another_thread_steps() -> None:
+    """As if it were another thread: one that runs in a step adds another. torch's own hooks fail here."""
     seen = []
 
-    def adds(optimizer: torch.optim.Optimizer) -> None:
-        added.callback(before_each_step(seen.append))
-        before_each_step(seen.append)()
+    def notes(optimizer: torch.optim.Optimizer) -> bool:
+        seen.append(optimizer)
+        return True
 
-    added.callback(before_each_step(adds))
+    def adds(optimizer: torch.optim.Optimizer) -> bool:
+        before_steps(notes)
+        return True
+
+    before_steps(adds)
     optimizer = sgd()
     optimizer.step()
     assert seen == []
@@ -60,12 +51,77 @@ def test_they_may_be_added_and_removed_while_another_thread_steps(added: ExitSta
     assert seen == [optimizer]
 
 
-def test_an_error_stops_the_step(added: ExitStack) -> None:
-    def refuses(optimizer: torch.optim.Optimizer) -> None:
-        raise RuntimeError("not now")
+def test_an_error_stops_the_step() -> None:
+    refusals = ["not now"]
 
-    added.callback(before_each_step(refuses))
+    def refuses(optimizer: torch.optim.Optimizer) -> bool:
+        if refusals:
+            raise RuntimeError(refusals.pop())
+        return True
+
+    before_steps(refuses)
     optimizer = sgd()
     with pytest.raises(RuntimeError, match="not now"):
         optimizer.step()
     assert value_of(optimizer) == 1.0
+    optimizer.step()
+    assert value_of(optimizer) == 0.5
+
+
+class Works:
+    """Counts its calls, and raises or has not done yet if it is told to."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.error: Exception | None = None
+        self.is_done = True
+
+    def work(self, optimizer: torch.optim.Optimizer) -> bool:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        return self.is_done
+
+
+@pytest.fixture
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1)
+
+
+def test_it_is_done_before_the_next_step_and_not_before_later_ones(optimizer):
+    works = Works()
+    for _ in range(2):
+        before_steps(works.work)
+    assert works.calls == 0
+    for _ in range(2):
+        optimizer.step()
+    assert works.calls == 1
+
+
+def test_what_raises_is_done_again(optimizer):
+    works = Works()
+    works.error = ArithmeticError("not yet")
+    before_steps(works.work)
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+    works.error = None
+    for _ in range(2):
+        optimizer.step()
+    assert works.calls == 3
+
+
+def test_an_object_that_is_gone_has_nothing_to_do(optimizer):
+    before_steps(Works().work)
+    optimizer.step()
+
+
+def test_an_optimizer_that_it_is_not_about_leaves_it_to_later_ones(optimizer):
+    works = Works()
+    works.is_done = False
+    before_steps(works.work)
+    optimizer.step()
+    works.is_done = True
+    for _ in range(2):
+        optimizer.step()
+    assert works.calls == 2

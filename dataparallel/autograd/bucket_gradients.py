@@ -46,18 +46,13 @@ def empty_handle(device: torch.device) -> Tensor:
 
 
 def envelope_with(contents: Any, device: torch.device) -> Tensor:
-    """An envelope with these contents."""
     envelope = empty_handle(device)
     envelope.contents = contents  # type: ignore[attr-defined]
     return envelope
 
 
 def take_contents(envelope: Tensor | None) -> Any:
-    """Takes the contents out of an envelope; ``None`` for ``None``.
-
-    Raises:
-        RuntimeError: a hook has changed or replaced the envelope, which does not change the contents.
-    """
+    """Takes the contents out of an envelope, which hooks may not change; ``None`` for ``None``."""
     if envelope is None:
         return None
     if _torch.version_of(envelope) != 0 or "contents" not in envelope.__dict__:
@@ -74,11 +69,7 @@ def take_contents(envelope: Tensor | None) -> Any:
 
 
 class Packing:
-    """Chooses which gradients of one bucket are flattened, for all slots. For arguments see `broadcast_bucket`.
-
-    Attributes:
-        planned: the plan by which the bucket's parameters travel as a flat buffer; ``None`` if they do not.
-    """
+    """Chooses which gradients of one bucket are flattened, for all slots. For arguments see `broadcast_bucket`."""
 
     def __init__(
         self, slots: Sequence[torch.device], tensors: Sequence[Tensor], may_flatten: Callable[[], bool] | None
@@ -86,7 +77,7 @@ class Packing:
         self._may_flatten = may_flatten
         self._layouts: dict[int, FlatLayout] = {}
         self._buckets: dict[tuple[int, ...], Bucket] = {}
-        self.planned: Planned | None = None
+        self.planned: Planned | None = None  # the plan by which the parameters travel as a flat buffer, if they do
         if comm.sums_travel_flat(slots, tensors):
             self.planned = plan_buckets(tensors, sys.maxsize)
             buckets, _ = self.planned
@@ -145,7 +136,6 @@ class SlotGradients:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is no gradient."""
         return self.flat is None and not self.separate
 
     def receive_flat(self) -> None:
@@ -370,9 +360,9 @@ def broadcast_bucket(
         to_slots: applies a subclass of `ToSlots`, with the same arguments.
         may_flatten: called in each backward; False if a slot's gradients stay there, so that flattening is of no use.
         when_complete: called in each backward when a slot has its last gradient, by the thread of the slot's device.
-        later: receives the bucket's broadcast, which the caller launches; see `comm.broadcast_coalesced`.
+        later: see `comm.broadcast_coalesced`.
         handle: the output of the caller's `FromSource` for the tensors; by default this function makes one.
-        held: an object that the graph keeps as long as a backward may still run on the slots; see `saved_instead`.
+        held: see `saved_instead`.
     """
     packing = Packing(slots, tensors, may_flatten)
     if handle is None:
@@ -475,16 +465,12 @@ class ToSlots(Node):
 
     @staticmethod
     def sum_into_envelope(ctx: Any, by_slot: Sequence[SlotGradients | None]) -> Tensor | None:
-        """An envelope with the result of `sum_over_slots`; ``None`` if there is no gradient."""
         sums = ToSlots.sum_over_slots(ctx, by_slot)
         return None if sums is None else envelope_with(sums, ctx.source_device)
 
     @staticmethod
     def sum_over_slots(ctx: Any, by_slot: Sequence[SlotGradients | None]) -> SourceGradients | None:
-        """The sums over the slots, in slot order; ``None`` if there is no gradient.
-
-        The streams of the forward have to be current.
-        """
+        """The sums over the slots, in slot order; ``None`` without gradients. The forward's streams are current."""
         present = [slot_grads for slot_grads in by_slot if slot_grads is not None and not slot_grads.is_empty]
         if not present:
             return None

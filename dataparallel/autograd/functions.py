@@ -118,9 +118,6 @@ class ReduceAddCoalesced(Node):
     """``ReduceAddCoalesced.apply(destination, count, *tensors)``: ``count`` sums over the slots.
 
     ``tensors`` lists ``count`` tensors of the first slot, then ``count`` of the second, and so on. Backward broadcasts.
-
-    Raises:
-        ValueError: shapes or dtypes that differ between slots; the message names them.
     """
 
     @staticmethod

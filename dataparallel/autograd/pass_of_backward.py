@@ -26,11 +26,7 @@ _passes: dict[int, PassOfBackward] = {}  # the passes that run, by the engine's 
 
 
 def running_pass() -> PassOfBackward:
-    """The pass in which the calling thread runs a node or an end function. All its threads get the same object.
-
-    Raises:
-        RuntimeError: no backward runs in this thread.
-    """
+    """The pass in which the calling thread runs a node or an end function. All its threads get the same object."""
     number = _torch.current_graph_task_id()
     running = _passes.get(number)
     if running is None:
@@ -74,11 +70,7 @@ def error_of_failed_pass() -> RuntimeError:
 
 
 class PassOfBackward:
-    """One pass. Its threads may use this object at the same time.
-
-    Attributes:
-        contents: objects that other files keep until the pass ends, under keys of their own.
-    """
+    """One pass. Its threads may use this object at the same time. Other files keep objects in its ``contents``."""
 
     def __init__(self, number: int) -> None:
         self.contents: dict[Hashable, object] = {}
@@ -94,7 +86,6 @@ class PassOfBackward:
             return self.contents[key]  # type: ignore[return-value]
 
     def is_first(self, key: Hashable) -> bool:
-        """True for the first call with this key in the pass."""
         token = object()
         return self.contents.setdefault(key, token) is token
 

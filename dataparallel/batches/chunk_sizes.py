@@ -19,27 +19,15 @@ ChunkSizes: TypeAlias = "Sequence[float] | None"
 class Split:
     """Splits every batch alike: by numbers of samples, by shares, or into near-equal chunks for ``None``.
 
-    Args:
-        given: the user's ``chunk_sizes``.
-        slots: the number of slots; ``None`` if it is not known yet.
-
-    Attributes:
-        given: the argument; a sequence is kept as a tuple, so that users assign it and cannot change it in place.
-
-    Raises:
-        TypeError: ``given`` is no sequence of numbers.
-        ValueError: not one number for each slot, none at all, or one that is not above 0, not finite or not a number.
+    ``given``: the user's ``chunk_sizes``; a sequence is kept as a tuple, so that users assign it and cannot change it
+    in place. ``slots``: how many; ``None`` if it is not known yet.
     """
 
     def __init__(self, given: ChunkSizes, slots: int | None = None) -> None:
         self.given = None if given is None else _checked(given, slots)
 
     def sizes(self, total: int, slots: int) -> list[int]:
-        """Returns the sizes of the chunks of ``total`` samples, for the first slots, at least 1 each.
-
-        Raises:
-            ValueError: the given numbers do not fit.
-        """
+        """Returns the sizes of the chunks of ``total`` samples, for the first slots, at least 1 each."""
         if self.given is None:
             return near_equal_sizes(total, slots)
         samples = [number for number in self.given if isinstance(number, int)]

@@ -21,12 +21,7 @@ from dataparallel.samples import Samples
 
 
 def check_entries(marked: Samples[Any], path: str) -> None:
-    """Checks that everything inside can be moved.
-
-    Raises:
-        ValueError: a tensor has no data; a container contains itself; there is a `PerReplica`. The message names the
-            place.
-    """
+    """Checks that everything inside can be moved."""
     for place, leaf in leaves(list(marked), path):
         if isinstance(leaf, PerReplica):
             raise ValueError(

@@ -1,13 +1,17 @@
 """`leaves` and `with_leaves` walk nested arguments, `whole` marks tensors, `number_of_replicas` counts replicas.
 
-``batch_types`` says which types are containers. ``scatter`` and ``gather`` move the tensors.
+``batch_types`` says which types are containers. ``scatter`` and ``gather`` move the tensors. `CopiedContainer` is one
+that ``scatter`` has copied: `Written` is an entry that ``forward`` writes there, which ``gather`` hands back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,11 +84,7 @@ def children_of(obj: Any, path: str) -> list[tuple[str, Any]] | None:
 
 
 def leaves(obj: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yields the path and value of each leaf (all that is no container), in order. ``above``: ids of containers around.
-
-    Raises:
-        ValueError: a container contains itself.
-    """
+    """Yields path and value of each leaf (all that is no container), in order. ``above``: ids of containers around."""
     children = children_of(obj, path)
     if children is None:
         yield path, obj
@@ -117,11 +117,7 @@ def tensors_in(obj: Any) -> Iterator[Tensor]:
 def number_of_replicas(
     paths_and_leaves: Sequence[tuple[str, Any]], batch_size: int | None, chunk_sizes: Sequence[int] | None, slots: int
 ) -> int:
-    """Returns how many replicas get arguments with the given `leaves`. Without a batch ``chunk_sizes`` is ``None``.
-
-    Raises:
-        ValueError: a `PerReplica` has another number of entries; replicas would share an object that they write to.
-    """
+    """Returns how many replicas get arguments with the given `leaves`. Without a batch ``chunk_sizes`` is ``None``."""
     expected: tuple[str, int] | None = None  # the reason for the number, and the number
     if chunk_sizes is not None:
         expected = f"a batch of {batch_size} on {slots} slots is for {len(chunk_sizes)}", len(chunk_sizes)
@@ -164,11 +160,7 @@ def number_of_samples(obj: Any, dim: int) -> int:
 
 
 def arguments_of_one(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call without slots, with each `PerReplica` replaced by its only entry.
-
-    Raises:
-        ValueError: a `PerReplica` has more or fewer entries than one; the message names its path.
-    """
+    """Returns the arguments of a call without slots, with each `PerReplica` replaced by its only entry."""
     # The compiler cannot trace the walk, so a `PerReplica` stays in the arguments.
     if torch.compiler.is_dynamo_compiling():
         return inputs, kwargs
@@ -189,3 +181,74 @@ def _has_per_replica(obj: Any, above: tuple[int, ...]) -> bool:
         return True
     children = None if id(obj) in above else children_of(obj, "")
     return children is not None and any(_has_per_replica(child, (*above, id(obj))) for _, child in children)
+
+
+def entries_of(container: Any) -> dict[Any, Any] | None:
+    """Returns what code can write into a container, by key, position or field; ``None`` if it is of another kind."""
+    if isinstance(container, (dict, UserDict)):
+        return dict(container.items())
+    if isinstance(container, (list, deque)):
+        return dict(enumerate(container))
+    if dataclasses.is_dataclass(container):
+        names = (field.name for field in dataclasses.fields(container))
+        return {name: getattr(container, name) for name in names if hasattr(container, name)}
+    return None
+
+
+@dataclass(eq=False)
+class Written:
+    """An entry that replicas have written: its value in each of them, and ``joined``, which the caller gets."""
+
+    container: Any
+    key: Any
+    values: list[Any]
+    joined: Any = None
+
+    def hand_back(self, value: Any) -> None:
+        """Writes the entry into the caller's container."""
+        self.joined = value
+        if isinstance(self.container, (list, deque)):
+            if self.key < len(self.container):
+                self.container[self.key] = value
+            else:
+                self.container.append(value)
+        elif isinstance(self.container, (dict, UserDict)):
+            self.container[self.key] = value
+        else:
+            object.__setattr__(self.container, self.key, value)  # as `batch_types` builds dataclasses
+
+
+class CopiedContainer(NamedTuple):
+    """A container among the arguments, its copies for the replicas, and what was in them before."""
+
+    original: Any
+    copies: list[Any]
+    before: list[dict[Any, Any]]
+
+    @classmethod
+    def noted(cls, original: Any, copies: list[Any]) -> list[CopiedContainer]:
+        """Returns a list with it; an empty one for a container of another kind."""
+        before = [entries for copy in copies if (entries := entries_of(copy)) is not None]
+        return [cls(original, copies, before)] if before else []
+
+    def written(self) -> list[Written]:
+        """Returns the entries that some replica has added or replaced. Entries that it lacks are ``None`` there.
+
+        Entries that all replicas have removed are removed from the caller's container.
+        """
+        after = [entries_of(copy) or {} for copy in self.copies]
+        keys = {
+            key: None
+            for before, entries in zip(self.before, after, strict=True)
+            for key, value in entries.items()
+            if key not in before or before[key] is not value
+        }
+        for key in reversed([key for key in self.before[0] if not any(key in entries for entries in after)]):
+            if isinstance(self.original, (list, deque, dict, UserDict)):
+                del self.original[key]
+        return [Written(self.original, key, [entries.get(key) for entries in after]) for key in keys]
+
+
+def written_into(copied: Iterable[CopiedContainer]) -> list[Written]:
+    """Returns all entries that replicas have written into ``copied``."""
+    return [written for container in copied for written in container.written()]

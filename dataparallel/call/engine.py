@@ -18,19 +18,17 @@ import torch
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.batches.gather import gather_outputs
-from dataparallel.batches.padding import Pad
+from dataparallel.batches.gather import Pad, gather_outputs
 from dataparallel.batches.scatter import moved, scatter_arguments
-from dataparallel.batches.structures import arguments_of_one, leaves
-from dataparallel.batches.written import CopiedContainer, written_into
+from dataparallel.batches.structures import CopiedContainer, arguments_of_one, leaves, written_into
 from dataparallel.call.options import CallOptions
 from dataparallel.call.parallel_apply import is_serial, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.comm.streams.arrivals import LateCopies
 from dataparallel.devices import current_device_set, resolve, resolve_output
 from dataparallel.profiling import stage
-from dataparallel.replicas.cycles import Hold, ReferenceCycles, cycles_of, hold_by_output
 from dataparallel.replicas.kept_replicas import KeptReplicas
+from dataparallel.replicas.references import Hold, ReferenceCycles, cycles_of, hold_by_output
 from dataparallel.threads.meetings import Meeting
 from dataparallel.threads.pool import UntilExit
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
@@ -105,13 +103,7 @@ class CallEngine:
         self._options, self._maker = options, maker
 
     def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the output of ``method`` for the whole batch, on the output device.
-
-        Raises:
-            RuntimeError: a parameter or buffer is not on the first slot; a replica cannot be made or run here.
-            ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
-            Exception: a replica raised it.
-        """
+        """Returns the output of ``method`` for the whole batch, on the output device."""
         if not self._options.slots:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
             return self._maker.alone(method)(*inputs, **kwargs)
@@ -235,11 +227,7 @@ _DEEPEST = 8
 
 
 class _InsideReplicas:
-    """A context around the replicas of a call. It is no generator, which could not pass on a frozen exception.
-
-    Raises:
-        RuntimeError: replicas of the same module have called the module `_DEEPEST` times.
-    """
+    """A context around the replicas of a call. It is no generator, which could not pass on a frozen exception."""
 
     def __init__(self, source: nn.Module, method: str) -> None:
         self._source, self._here = source, (id(source), method)
@@ -285,15 +273,8 @@ class Call:
         may_use_source: true if code of the user runs between the stages. It may write to the source or step an
             optimizer. Then no copies are late either, because only lookups in replicas wait for late copies.
 
-    Attributes:
-        combine_scalars: combines scalars that replicas return, from the stage ``replicate`` on.
-        pad: fills outputs up to one size.
-        reads: the copies that read pinned memory of the caller. The stage ``scatter`` notes them here.
-        copied: containers among the arguments, to which replicas may write. The stage ``scatter`` notes them here, if
-            it is a list.
-
-    Raises:
-        RuntimeError: several replicas cannot run here: see ``threads.settings.REFUSED``.
+    The stage ``scatter`` notes in ``reads`` the copies that read pinned memory of the caller, and in ``copied``, if it
+    is a list, containers among the arguments to which replicas may write.
     """
 
     def __init__(
@@ -333,7 +314,6 @@ class Call:
         return self._copies.may_begin()
 
     def uses(self, replicas: R) -> R:
-        """Notes the replicas of this call, and returns them."""
         self._cycles = cycles_of(replicas)
         self._holds = [cycles.hold("call") for cycles in self._cycles]
         return replicas

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.batches.chunk_sizes import ChunkSizes, Split
-from dataparallel.batches.padding import Pad, checked_pad
+from dataparallel.batches.gather import Pad, checked_pad
 from dataparallel.batches.structures import number_of_samples
 from dataparallel.call.advice import PerformanceChecks
 from dataparallel.call.parallel_apply import check_workers
@@ -26,14 +26,7 @@ ScalarRule: TypeAlias = Literal["mean", "sum"] | Callable[[Tensor, tuple[int, ..
 
 
 class Scalars:
-    """Combines the scalars of a call. Without a rule they become a vector.
-
-    Attributes:
-        rule: the function that combines them, or ``None``.
-
-    Raises:
-        TypeError, ValueError: ``rule`` is something else than a `ScalarRule`.
-    """
+    """Combines the scalars of a call by ``rule``. Without a rule they become a vector."""
 
     def __init__(self, rule: ScalarRule = None) -> None:
         if isinstance(rule, str) and rule not in _RULES:
@@ -74,31 +67,13 @@ class CallOptions:
 
     An option is checked when it is assigned. If it is refused, nothing changes.
 
-    Args:
-        slots: the slots. Without accelerator there are none, and the module runs without replicas.
-        others: as the arguments of `dataparallel.DataParallel`.
-
     Attributes:
-        slots: as given.
         output_device: the device of the outputs; ``None`` is the first slot.
-        dim: the batch dimension of inputs and outputs.
         chunk_sizes, workers, serial, bucket_cap_mb, scalars, pad: as given; a sequence is a tuple here.
-        split: splits a batch among the slots.
-        cap_bytes: the size of the largest bucket.
-        combines: combines scalars that replicas return.
         permits: says how many replicas run at a time, and learns from the first calls.
-        checks: looks at the first calls, and warns of what makes them slow.
         overridden: by name the stages that a user's subclass overrides.
-        hands_back: true if the caller gets what replicas write into dicts and lists: see ``batches.written``.
+        hands_back: true if the caller gets what replicas write into dicts and lists: see ``batches.structures``.
         may_use_source: true if an overridden stage may write to parameters: see `call.engine.Call`.
-
-    Raises:
-        AttributeError: what is assigned is no option, or one that stays.
-        TypeError: ``dim`` is no int; ``scalars`` cannot be called; ``chunk_sizes`` or ``pad`` are no numbers;
-            ``workers`` is no int; ``serial`` is no bool.
-        ValueError: ``output_device`` is no device; ``workers`` is below 1; ``bucket_cap_mb`` is not above 0;
-            ``chunk_sizes`` are not one positive number for each slot; ``scalars`` is another string than ``"mean"`` and
-            ``"sum"``.
     """
 
     assignable: ClassVar[tuple[str, ...]] = (

@@ -1,32 +1,31 @@
 """`parallel_apply` runs each replica on its device, and returns the outputs in slot order or raises the first error.
 
-``threads.gang`` and ``threads.in_turn`` run the calls, and ``threads.settings`` gives them the caller's settings. This
-file says which replicas must not run at the same time, if they need worker threads, and which error is raised;
-``threads.permits`` says how many of the others run.
+``threads.gang`` runs the calls, and ``threads.settings`` gives them the caller's settings. This file says which
+replicas must not run at the same time, if they need worker threads, which error is raised, and what to do about one
+that comes from the split; ``threads.permits`` says how many of the others run.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dataparallel import _torch
+from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.batches.structures import tensors_in
-from dataparallel.call.error_hints import hint_of
 from dataparallel.devices import DeviceLike, current_device, resolve, resolve_slots
 from dataparallel.environment import says_no
 from dataparallel.profiling import in_ranges
 from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.replicas.plan import HAS_COMPILED
-from dataparallel.threads.gang import Gang
-from dataparallel.threads.in_turn import SerialTasks
+from dataparallel.threads.gang import Gang, SerialTasks
 from dataparallel.threads.meetings import Meeting, is_wake_up
 from dataparallel.threads.permits import Permits, cores
 from dataparallel.threads.pool import Outcome, Skipped
@@ -123,7 +122,7 @@ def run_replicas(
         meeting.scheduler = SerialTasks(tasks, worker_tasks, slots)
         outcomes = meeting.scheduler.run_tasks()
     else:
-        call, has_compiled = None, _has_compiled(modules[0])
+        call, has_compiled = None, isinstance(modules[0], nn.Module) and HAS_COMPILED in vars(modules[0])
         # Code is compiled for a number of intra-op threads, so for compiled code it does not depend on the permits.
         divisor = workers if workers is not None and has_compiled else at_once
         if permits is not None and workers is None:
@@ -192,11 +191,6 @@ def _size_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
 
     tensors = islice(tensors_in((args, kwargs)), 8)
     return tuple((tensor.dtype, None if tensor.is_nested else rounded(tensor.numel())) for tensor in tensors)
-
-
-def _has_compiled(module: Any) -> bool:
-    """True if the replica calls compiled code."""
-    return isinstance(module, nn.Module) and HAS_COMPILED in vars(module)
 
 
 def _devices_of(
@@ -269,3 +263,47 @@ def _note(error: BaseException, note: str) -> None:
                 error.__cause__ = RuntimeError(note)
     except Exception:  # an exception that takes no attributes is raised without the note
         return
+
+
+_TWO_DEVICES = "same device"
+_ONE_VALUE = "Expected more than 1 value per channel"
+
+
+def hint_of(error: BaseException, module: Any, device: torch.device) -> str | None:
+    """Returns what to do about an error that a replica, ``module``, has raised on its device, if that is known."""
+    try:
+        text = str(error)
+    except Exception:  # the error's __str__ raises
+        return None
+    if _ONE_VALUE in text:
+        return (
+            "BatchNorm in training needs two values of a channel, and this chunk has one sample. Take a batch with two "
+            "samples or more for each slot (DataLoader(..., drop_last=True) for the last one), or statistics of the "
+            "whole batch: pass sync_batch_norm=True where you wrap the model"
+        )
+    if _TWO_DEVICES not in text or not isinstance(module, nn.Module):
+        return None
+    for path, name, where in _tensors_elsewhere(module, device):
+        if str(where) in text:
+            return (
+                f"The attribute {f'{path}.{name}'.lstrip('.')!r} of the {type(module).__name__} is on {where}: a "
+                "tensor in a plain attribute stays where it is. Make it a buffer, which is copied to each device: "
+                f"self.register_buffer({name!r}, tensor)"
+            )
+    return (
+        "A tensor that is no argument, parameter or buffer of the module is on another device. Make "
+        "tensors in forward with device=x.device, and keep others as buffers: self.register_buffer('name', tensor)"
+    )
+
+
+def _tensors_elsewhere(module: nn.Module, device: torch.device) -> Iterator[tuple[str, str, torch.device]]:
+    """Yields path of the module, name and device of attributes that are, or hold, a tensor on another device."""
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if name in (*REGISTRIES, *HOOK_TABLES):
+                continue
+            held = [*value.values()] if isinstance(value, dict) else value
+            held = held if isinstance(held, (list, tuple)) else [held]
+            for each in held:
+                if isinstance(each, Tensor) and each.device != device:
+                    yield path, name, each.device

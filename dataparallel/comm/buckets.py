@@ -73,6 +73,11 @@ class Bucket:
             row_major=all(layout.row_major for layout in by_layout),
         )
 
+    @classmethod
+    def row_major_of(cls, tensors: Sequence[Tensor], positions: Iterable[int]) -> Bucket:
+        """A bucket in which each tensor lies in the order of a contiguous one, whatever its strides are."""
+        return cls.of([(i, layout_of(torch.empty(tensors[i].shape, device="meta"))) for i in positions])
+
 
 Planned: TypeAlias = tuple[list[Bucket], list[int]]
 """The result of `plan_buckets`."""

@@ -81,7 +81,6 @@ def why_not_gatherable(tensors: Sequence[Tensor], dim: int) -> str | None:
 
 
 def check_exactly_one(devices: object, out: object) -> None:
-    """Raises ``ValueError`` unless exactly one of the two is ``None``."""
     if (devices is None) == (out is None):
         raise ValueError(f"pass exactly one of devices and out; got devices={devices!r} and out={out!r}")
 

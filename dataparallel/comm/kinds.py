@@ -33,9 +33,6 @@ def same_kind(new: Tensor, original: Tensor, send: Send = send_by_torch) -> Tens
 
     What the copy has of its own stays, such as the tensors that a wrapper consists of. ``send`` copies tensors in
     attributes, see `give_attributes`.
-
-    Raises:
-        TypeError: ``original`` is a wrapper, and its class made a tensor of another class when it was copied.
     """
     if type(new) is type(original) and not original.__dict__:
         return new

@@ -13,8 +13,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from dataparallel.comm.piece_streams import RECEIVING, SENDING, piece_streams, wavefront
-from dataparallel.comm.streams.current import Event
+from dataparallel.comm.streams.current import RECEIVING, SENDING, Event, piece_streams, wavefront
 from dataparallel.devices import CPU
 
 Copy = Callable[[Tensor, Tensor], object]
@@ -25,7 +24,6 @@ Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocates with ``torch.empty``."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -41,7 +39,6 @@ millisecond, at 225 GB/s, and the launches that the chain saves take half of tha
 
 
 def are_apart(devices: Sequence[torch.device]) -> bool:
-    """True if ``devices`` are distinct accelerators."""
     return len({*devices}) == len(devices) and CPU not in devices
 
 

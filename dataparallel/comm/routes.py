@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dataparallel.comm.piece_streams import are_pieces_under_way, piece_streams, shared_piece_streams, wavefront
+from dataparallel.comm.streams.current import are_pieces_under_way, piece_streams, shared_piece_streams, wavefront
 from dataparallel.comm.transport import Transport, summed_in
 
 _ALIGNED = 128

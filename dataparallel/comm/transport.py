@@ -102,7 +102,6 @@ class Transport(ABC):
     def reduce_scatter(
         self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: matrix_collectives.Allocate, overwrite: bool
     ) -> None:
-        """`matrices.reduce_scatter`."""
         matrix_collectives.reduce_scatter(self.copy, matrices, out, empty, overwrite)
 
     # ---- one tensor --------------------------------------------------------------------------------------------------
@@ -136,7 +135,11 @@ class Transport(ABC):
         devices = [target.device for target in out]
         are_apart = len({tensor.device, *devices}) == 1 + len(devices)
         # A device may pass on the values that it received, so no target may have rounded them to another dtype.
-        if are_apart and all(target.dtype == tensor.dtype for target in out) and all(map(_is_flat, (tensor, *out))):
+        if (
+            are_apart
+            and all(target.dtype == tensor.dtype for target in out)
+            and all(t.dim() == 1 and travels_flat(t) and t.is_contiguous() for t in (tensor, *out))
+        ):
             self.broadcast_flat(tensor, out)
         else:
             for target in out:
@@ -324,7 +327,3 @@ def travel_flat_on_every_slot(inputs: Sequence[Sequence[Tensor]]) -> list[int]:
         device = tensors[0].device if tensors else None
         positions = [i for i in positions if travels_flat(tensors[i]) and tensors[i].device == device]
     return positions
-
-
-def _is_flat(tensor: Tensor) -> bool:
-    return tensor.dim() == 1 and travels_flat(tensor) and tensor.is_contiguous()

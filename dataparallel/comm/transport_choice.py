@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dataparallel.comm import kernels, nccl, settings
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
-from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.host import ThroughHost
+from dataparallel.comm.kernels import Cupy
 from dataparallel.comm.peers import PEER_CHECK_VARIABLE, Pair, failed_pairs, peers_are_checked
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.settings import CommSettings
@@ -74,9 +74,6 @@ def choose(
         settings: the user's. A route without a transport asks for plain copies, because only they have routes.
         unavailable: why the transport of ``settings`` is not available between these devices; ``None`` if it is.
         failed_pairs: ordered pairs that have failed their check: a call with both devices goes through the host.
-
-    Raises:
-        ValueError: the transport that was asked for can do nothing between these devices.
     """
     distinct = [*dict.fromkeys(devices)]
     if len(distinct) < 2:
@@ -170,10 +167,6 @@ def transport_for(
 
     ``tensors``: the tensors that each device receives in a broadcast, or brings to a sum. They travel in buckets of
     ``cap_bytes``.
-
-    Raises:
-        ValueError: a transport that was asked for can do nothing between these devices, or an environment variable
-            names an unknown transport or route.
     """
     if len({*devices}) < 2:
         return STAR

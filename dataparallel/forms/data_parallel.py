@@ -15,8 +15,7 @@ from torch import nn
 
 from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import ChunkSizes
-from dataparallel.batches.gather import gather_outputs
-from dataparallel.batches.padding import Pad
+from dataparallel.batches.gather import Pad, gather_outputs
 from dataparallel.batches.scatter import scatter_arguments
 from dataparallel.call.advice import PerformanceChecks
 from dataparallel.call.engine import CallEngine, Method, ReplicaMaker, call_of_this_thread
@@ -24,13 +23,12 @@ from dataparallel.call.options import CallOptions, ScalarRule
 from dataparallel.call.parallel_apply import CALL, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
-from dataparallel.forms.signatures import shows_forward_of_module
-from dataparallel.forms.state_dict_hints import names_explained
+from dataparallel.forms.managed import names_explained, shows_forward_of_module
 from dataparallel.forms.wrapper_options import WrapperOptions, own_options
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import check_graphs
-from dataparallel.replicas.placement import check_placement
+from dataparallel.replicas.plan import check_placement
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, make_replicas
 
 M = TypeVar("M", bound=nn.Module)

@@ -70,14 +70,7 @@ class Form(Generic[P, S]):
         return f"<composable form {self.__name__}>"
 
     def __call__(self, module: M, *args: P.args, **kwargs: P.kwargs) -> M:
-        """Applies the form to ``module``, or to all modules of a list, and returns it, the same object.
-
-        Raises:
-            TypeError: ``module`` is no module, or its class cannot be changed.
-            ValueError: a list is empty, or one of its modules holds another.
-            RuntimeError: the module, a parent, a child or a parameter has a form already; the message names it.
-            Exception: the form's function raised it.
-        """
+        """Applies the form to ``module``, or to all modules of a list, and returns it, the same object."""
         modules = self._modules_of(module)
         with _lock:
             for each in modules:
@@ -178,11 +171,7 @@ class Form(Generic[P, S]):
             )
 
     def check_unshared(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Checks parameters that the form would manage. ``prepare`` of a form that nests calls it with the unit's own.
-
-        Raises:
-            RuntimeError: a form manages one of them in another module, or has replaced it there.
-        """
+        """Checks parameters that the form would manage. ``prepare`` of a form that nests calls it with its own."""
         ours = {id(parameter): (name, parameter) for name, parameter in named}
         for name, parameter in ours.values():
             replaced = replaced_parameters.where(parameter)

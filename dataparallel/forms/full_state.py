@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from dataparallel import _torch
 from dataparallel.devices import CPU
 from dataparallel.forms.fully_shard_state import FullyShardState
-from dataparallel.forms.managed import form_and_state
-from dataparallel.forms.state_dict_hints import hint_for_names
+from dataparallel.forms.managed import form_and_state, hint_for_names
 from dataparallel.progress import progress
 from dataparallel.replicas.replaced_parameters import check_optimizer
 from dataparallel.sharded.distribute import counters, sharded_value
@@ -170,7 +169,6 @@ def full_copy(tree: Any, copies: dict[int, Tensor], step: Callable[[], None] = l
 
 
 def _state_to_load(model: nn.Module, state: Any, optimizer: Optimizer | None) -> StatePair:
-    """Checks the state dicts of the model and the optimizer, and returns them."""
     _check_optimizer(optimizer)
     model_state, optimizer_state = _model_and_optimizer_state(state, optimizer)
     _check_model_state(model, model_state)
@@ -375,10 +373,6 @@ def act_together(
     """Returns the result of ``act()`` after it has succeeded on all ranks and they agree on ``describe(result)``.
 
     All ranks of the groups call this. One group compares after the other; after an error all others hear of it.
-
-    Raises:
-        PeerFailed: it has failed on another rank.
-        MachinesDiffer: descriptions differ.
     """
     remaining = [*groups]
     try:

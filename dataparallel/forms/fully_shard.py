@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from dataparallel.batches.chunk_sizes import ChunkSizes
-from dataparallel.batches.padding import Pad
+from dataparallel.batches.gather import Pad
 from dataparallel.call.options import CallOptions, ScalarRule
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.forms.form import Form

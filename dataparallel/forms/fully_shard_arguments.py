@@ -108,7 +108,6 @@ def check_kind(module: nn.Module) -> None:
 
 
 def check_policies(mp_policy: object, offload_policy: object) -> None:
-    """Checks the types of the policies."""
     for name, policy, expected in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
@@ -144,12 +143,7 @@ def check_reshard(value: object, slots: int, machines: int = 1) -> None:
 
 
 def parameters_of_unit(modules: Sequence[nn.Module], ignored: Sequence[object]) -> list[tuple[str, nn.Parameter]]:
-    """Returns the unit's parameters with their names: the parameters of `own_modules` that are not ignored.
-
-    Raises:
-        TypeError: an entry of ``ignored`` is no tensor.
-        ValueError: there is nothing to shard.
-    """
+    """Returns the unit's parameters with their names: the parameters of `own_modules` that are not ignored."""
     for i, parameter in enumerate(ignored):
         if not isinstance(parameter, Tensor):
             raise TypeError(f"ignored_params[{i}] is {parameter!r}; expected parameters, not their names")
@@ -165,14 +159,7 @@ def parameters_of_unit(modules: Sequence[nn.Module], ignored: Sequence[object]) 
 
 
 def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Checks the unit's parameters.
-
-    Raises:
-        TypeError: a parameter is sharded already, consists of other tensors, has attributes with tensors, or is of a
-            class of its own.
-        ValueError: parameters are on two devices.
-        RuntimeError: a parameter is not initialised.
-    """
+    """Checks that the unit's parameters are plain ones, initialised, and on one device."""
     for name, parameter in named:
         if is_lazy(parameter):
             raise RuntimeError(

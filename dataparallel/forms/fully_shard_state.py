@@ -29,10 +29,9 @@ from dataparallel.replicas.plan import TwinInfo
 from dataparallel.sharded.distribute import distribute_tensor
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.bindings import Precision
 from dataparallel.sharded.units.buffers import FixedMemory
 from dataparallel.sharded.units.tree import Tree
-from dataparallel.sharded.units.unit import Unit
+from dataparallel.sharded.units.unit import Precision, Unit
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
 if TYPE_CHECKING:

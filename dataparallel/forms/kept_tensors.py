@@ -25,9 +25,8 @@ from dataparallel.comm.kinds import inner_tensors
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
-from dataparallel.gradients.gradient_sums import GradientSums, KeptToSlots, SourceBucket
+from dataparallel.gradients.gradient_sums import GradientSums, KeptToSlots, ReducerBucket, SourceBucket
 from dataparallel.gradients.ordered_pass import BucketRow, ModulePasses, Reducer
-from dataparallel.gradients.reducer_buckets import ReducerBucket
 from dataparallel.progress import progress
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.build import make_parameters
@@ -47,14 +46,7 @@ class KeptTensors(TensorStore):
     memory that the first thread may read at the same time, and nothing orders the two. A thread that runs only backward
     is not noticed: it should not run beside another thread's forward.
 
-    Args:
-        slots: all slots; a call may use only the first few.
-        first_bytes, cap_bytes: sizes of the first bucket and of the others.
-        broadcast_buffers: if true, buffers get slot 0's values at each forward, else only when they are made.
-
-    Attributes:
-        sums, passes: the gradients that wait on slots; and the module's passes if a `Reducer` gets the sums.
-        copies: the copies that the next forward uses if it can.
+    ``slots``: all slots; a call may use only the first few. ``passes``: the module's, if a `Reducer` gets the sums.
     """
 
     def __init__(self, slots: list[torch.device], first_bytes: int, cap_bytes: int, broadcast_buffers: bool) -> None:
@@ -100,7 +92,6 @@ class KeptTensors(TensorStore):
             return self.copies.by_slot[: len(slots)]
 
     def start_afresh_after_fork(self) -> None:
-        """See `TensorStore.start_afresh_after_fork`."""
         self.sums.start_afresh_after_fork()
 
     def clear(self) -> None:
@@ -177,17 +168,12 @@ class BucketOrder:
         self.arrived: list[int] = []
         self.is_due = False
         self._tensors = [] if plan is None else plan.tensors
-        self._parameters = None if plan is None else plan.parameters
         self._recorded = [] if plan is None else _positions_with_grad(plan)
+        self._identity = None if plan is None else _identity_of(plan)
 
     def is_of(self, plan: ModulePlan) -> bool:
         """True if this is the order of a plan with the same tensors, of which the same ones need gradients."""
-        return (
-            len(plan.tensors) == len(self._tensors)
-            and all(map(is_, self._tensors, plan.tensors))
-            and plan.parameters == self._parameters
-            and _positions_with_grad(plan) == self._recorded
-        )
+        return _identity_of(plan) == self._identity
 
     def from_arrivals(self) -> list[int]:
         """Returns the positions whose gradients have arrived, then the others in the reverse order of registration."""
@@ -201,26 +187,40 @@ class BucketOrder:
         return True
 
     def note_pass(self) -> None:
-        """Notes that a pass has succeeded on all machines."""
         self.is_due = True
 
 
 def _positions_with_grad(plan: ModulePlan) -> list[int]:
-    """Returns the positions of the tensors that need gradients."""
     return [i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad]
+
+
+def _identity_of(plan: ModulePlan) -> tuple[Any, ...]:
+    """The tensors, which the caller holds, and what each of them is."""
+    return [*map(id, plan.tensors)], plan.parameters, _positions_with_grad(plan)
+
+
+def _stamp_of(plan: ModulePlan, slots: list[torch.device]) -> tuple[Any, ...]:
+    """All that copies depend on, except values. The tensors of the plan and the caller's thread and streams are in it.
+
+    A swap gives a parameter another node in the graph, also where it gives the same memory: so addresses of tensors.
+    """
+    return (
+        threading.get_ident(),
+        [*slots],
+        _identity_of(plan),
+        kinds_of(plan.tensors),
+        [*map(_torch.tensor_address, plan.tensors)],
+        plan.read_directly,
+        current_streams(slots),
+        settings.current(),
+    )
 
 
 class _KeptCopies:
     """Copies that were made together, with the state of the source and of the caller at that time.
 
-    Attributes:
-        by_slot: for each slot a copy of each of the plan's tensors.
-        recorded: positions in the plan of tensors that need gradients.
-        buckets: the same positions, in buckets.
-        order: the order of the buckets; ``None`` if it was not known.
-        learns_order: True if a pass through these copies shows the order.
-        values: gives the copies the source's values at each forward.
-        memory: the memory of the copies.
+    ``recorded``: positions in the plan of tensors that need gradients, and ``buckets`` the same positions, in buckets.
+    ``order``: theirs; ``None`` if it was not known. ``learns_order``: a pass through these copies shows the order.
     """
 
     buckets: list[list[int]]
@@ -232,12 +232,8 @@ class _KeptCopies:
         self.recorded = _positions_with_grad(plan)
         self.order = order.known
         self.learns_order = record and order.known is None
-        self._kinds = kinds_of(plan.tensors)
-        # A swap gives a parameter another node in the graph, also where it gives the same memory.
-        self._addresses = [*map(_torch.tensor_address, plan.tensors)]
-        self._thread = threading.get_ident()
         self._streams = current_streams(slots)
-        self._settings = settings.current()
+        self._stamp = _stamp_of(plan, slots)
         self.values = CurrentValues(plan.tensors, slots, self.by_slot, plan.parameters, plan.read_directly)
 
     def still_fit(self, plan: ModulePlan, slots: list[torch.device]) -> bool:
@@ -245,19 +241,7 @@ class _KeptCopies:
 
         False for another thread than the one that has made the copies: it would write values while the first one reads.
         """
-        return (
-            threading.get_ident() == self._thread
-            and slots == self.slots
-            and len(plan.tensors) == len(self.plan.tensors)
-            and all(map(is_, plan.tensors, self.plan.tensors))
-            and plan.parameters == self.plan.parameters
-            and _positions_with_grad(plan) == self.recorded
-            and kinds_of(plan.tensors) == self._kinds
-            and [*map(_torch.tensor_address, plan.tensors)] == self._addresses
-            and plan.read_directly == self.plan.read_directly
-            and current_streams(slots) == self._streams
-            and settings.current() == self._settings
-        )
+        return self._stamp == _stamp_of(plan, slots)
 
     def make(
         self,

@@ -1,7 +1,7 @@
 """`ManagedModule` is the base class that a form (``forms.form``) gives to a module; its methods run on the slots.
 
 `SlotsMethod` is such a method, `StateOnSlots` makes the calls, and replicas are made from a `Twin` of the module. This
-file knows no form.
+file knows no form. `names_explained` is for state dicts whose names do not fit.
 """
 
 from __future__ import annotations
@@ -12,25 +12,126 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from itertools import chain
+from types import CodeType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.fx
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.batches.padding import Pad, checked_pad
+from dataparallel.batches.gather import Pad, checked_pad
 from dataparallel.call.engine import CallEngine, Method, ReplicaMaker
 from dataparallel.call.options import CallOptions
 from dataparallel.devices import resolve_slots
-from dataparallel.forms.signatures import StandIns, left_alone
-from dataparallel.forms.state_dict_hints import names_explained
 from dataparallel.replicas.build import bare_module, give_attributes
 from dataparallel.replicas.plan import TWIN_INFO, UNIT_MODULE, TwinInfo, dotted, instance_slots
 
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall, PeerRounds
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class StandIns:
+    """Makes one stand-in for each function, and gives the same one while somebody holds it.
+
+    So two bound methods that were made one after the other are equal while the first is held, as with any method:
+    transformers, accelerate and Lightning compare them, look for ``__func__``, and read ``inspect.signature``.
+
+    Args:
+        make: makes a stand-in from a function. The stand-in keeps it alive through ``__wrapped__`` or a closure.
+        is_traced: False if ``torch.compile`` finds nothing to compile in stand-ins and below. A compiled function then
+            calls them between its graphs, and the compiler would look through each function on the way to the stages.
+    """
+
+    def __init__(self, make: Callable[[Any], FunctionType], is_traced: bool = True) -> None:
+        self._make, self._is_traced = make, is_traced
+        # The keys are ids of functions. A stand-in keeps its function alive, so nothing else gets the id meanwhile.
+        self._made: weakref.WeakValueDictionary[int, FunctionType] = weakref.WeakValueDictionary()
+        self._last: FunctionType | None = None  # held, as a model is called again and again
+
+    def of(self, function: Any) -> FunctionType:
+        """Returns the stand-in for ``function``. Of several threads that ask first at once, each may get its own."""
+        made = self._made.get(id(function)) or self._made.setdefault(id(function), self._new(function))
+        if getattr(function, "__closure__", None) is None:  # else it would keep other objects alive
+            self._last = made
+        return made
+
+    def _new(self, function: Any) -> FunctionType:
+        made = self._make(function)
+        return made if self._is_traced else left_alone(made)
+
+
+def left_alone(function: F) -> F:
+    """Marks this function with `_torch.leave_alone`, but not other functions that the same ``def`` has made.
+
+    The mark is on the code, which they share. So all functions of the ``def`` that get the mark share a copy of it.
+    """
+    code = cast(FunctionType, function).__code__
+    marked = _marked.get(code)
+    if marked is None:
+        marked = _marked.setdefault(code, code.replace())
+    cast(FunctionType, function).__code__ = marked
+    return _torch.leave_alone(function)
+
+
+_marked: dict[CodeType, CodeType] = {}
+"""For each code that `left_alone` has seen, its copy with the mark. There is one for each ``def``, so there are few."""
+
+
+class _ShowsForwardOfModule:
+    """A method of a wrapper. On the class it is a plain function, on an instance it shows the module's signature."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self.__doc__ = function.__doc__
+        self._function = function
+        self._stand_ins = {is_traced: StandIns(self._make_stand_in, is_traced) for is_traced in (True, False)}
+        self._left_alone = left_alone(self._make_copy())
+
+    @_torch.leave_alone
+    def __get__(self, wrapper: Any, cls: type | None = None) -> Any:
+        if wrapper is None:
+            return self._function
+        if torch.compiler.is_dynamo_compiling():  # the compiler does not read the signature
+            return functools.partial(self._function, wrapper)
+        module = vars(wrapper).get("_modules", {}).get("module")
+        original = getattr(module, "forward", None)
+        is_traced = not wrapper.device_ids
+        if isinstance(original, MethodType):
+            return MethodType(self._stand_ins[is_traced].of(original.__func__), wrapper)
+        bound = MethodType(self._function if is_traced else self._left_alone, wrapper)
+        if original is None or (isinstance(original, _torch.ScriptMethod) and not hasattr(original, "__wrapped__")):
+            return bound  # what `torch.jit.trace` makes has no signature
+        return _give_signature(functools.partial(bound), original)
+
+    def _make_stand_in(self, original: Any) -> FunctionType:
+        return _give_signature(self._make_copy(), original)
+
+    def _make_copy(self) -> FunctionType:
+        function = self._function
+
+        def forward(wrapper: Any, /, *inputs: Any, **kwargs: Any) -> Any:
+            return function(wrapper, *inputs, **kwargs)
+
+        functools.update_wrapper(forward, function)
+        return cast(FunctionType, forward)
+
+
+def _give_signature(function: F, original: Any) -> F:
+    """Gives ``function`` the signature of ``original``, which Python reads when somebody asks for it."""
+    function.__wrapped__ = original  # type: ignore[attr-defined]
+    # Python looks up annotations that are strings where ``original`` is defined.
+    function.__annotations__ = dict(getattr(original, "__annotations__", {}))
+    return function
+
+
+def shows_forward_of_module(function: F) -> F:
+    """Decorates a method of a class whose instances hold a module, ``self.module``, and slots, ``self.device_ids``."""
+    return cast(F, _ShowsForwardOfModule(cast(FunctionType, function)))
+
 
 FORM_ATTRIBUTE = "_dataparallel_form"
 """The attribute of a managed module that holds its form and the form's state."""
@@ -98,14 +199,8 @@ class ManagedModule:
 class Twin:
     """Holds the twin of one module: another object that replicas are made from, the same one at each call.
 
-    The twin has all attributes of the module, so the same children and tensors. Only class and hooks may differ.
-
-    Args:
-        cls: the class of the twin and of the replicas.
-        info: what plans need to know about the twin.
-
-    Attributes:
-        module: the twin. It has no attributes until `update` is called.
+    The twin has all attributes of the module, so the same children and tensors. Only class and hooks may differ. It has
+    none until `update` is called.
     """
 
     def __init__(self, cls: type[nn.Module], info: TwinInfo) -> None:
@@ -134,11 +229,7 @@ def original_class(cls: type) -> type[Any]:
 
 
 def original_attribute(module: Any, name: str) -> Any:
-    """Returns the attribute that the module would have without the form, from its instance or its original class.
-
-    Raises:
-        AttributeError: there is no attribute of this name.
-    """
+    """Returns the attribute that the module would have without the form, from its instance or its original class."""
     attributes = vars(module)
     return attributes[name] if name in attributes else getattr(super(ManagedModule, module), name)
 
@@ -178,13 +269,11 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def form_and_state(module: Any) -> tuple[Any, Any]:
-    """Returns the module's form and its state there, or two ``None``."""
     found: tuple[Any, Any] = vars(module).get(FORM_ATTRIBUTE, (None, None))
     return found
 
 
 def name_of_form(module: Any) -> str:
-    """Returns the name of the form that manages the module, for messages."""
     form, _ = form_and_state(module)
     return "a composable form" if form is None else form.__name__
 
@@ -193,11 +282,7 @@ def name_of_form(module: Any) -> str:
 
 
 def state_of(module: Any) -> Any:
-    """Returns the state of a managed module.
-
-    Raises:
-        RuntimeError: it has no state, because it is a copy of a managed module.
-    """
+    """Returns the state of a managed module. A copy of one has none."""
     form, state = form_and_state(module)
     if form is None:
         raise RuntimeError(
@@ -225,11 +310,9 @@ class StateOnSlots(ReplicaMaker):
         self._modules = [weakref.ref(module) for module in modules]
 
     def modules(self) -> list[nn.Module]:
-        """Returns the modules that have this state."""
         return [*map(_resolve, self._modules)]
 
     def source(self) -> nn.Module:
-        """Returns the first of the modules."""
         return _resolve(self._modules[0])
 
     def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,7 +320,6 @@ class StateOnSlots(ReplicaMaker):
         return CallEngine(self.options, self).run(method, inputs, kwargs)
 
     def spans_machines(self, method: Method) -> AbstractContextManager[PeerCall | None]:
-        """See `ReplicaMaker.spans_machines`."""
         return nullcontext() if self.peers is None else self._spanning(self.peers, method.name)
 
     @contextmanager
@@ -364,3 +446,40 @@ def register_forward_method(module: nn.Module, name: str, *, pad: Pad = None) ->
     if name != "forward" and name not in vars(cls):
         setattr(cls, name, SlotsMethod(name))
     state_of(module).methods[name] = pad
+
+
+@contextmanager
+def names_explained(model: Any, state_dict: Any) -> Iterator[None]:
+    """A context around ``load_state_dict`` of ``model``. Its ``RuntimeError`` gets the `hint_for_names`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (hint := hint_for_names(model, state_dict)):
+            raise
+        raise RuntimeError(f"{error}\n\t{hint}") from None
+
+
+def hint_for_names(model: nn.Module, state_dict: Any) -> str:
+    """Returns what to do about a state dict with the names of another model; ``""`` if nothing is known."""
+    if not isinstance(state_dict, Mapping):
+        return ""
+    every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    own = {name for name, _ in every}
+    names = [name for name in state_dict if isinstance(name, str)]
+    if isinstance(model, nn.DataParallel) and own & {f"module.{name}" for name in names}:
+        return (
+            "These are the names of the module without its wrapper: write model.module.load_state_dict(state_dict), "
+            "which loads what model.module.state_dict() saves"
+        )
+    for prefix in ("module.", "_orig_mod."):
+        if own & {name.removeprefix(prefix) for name in names if name.startswith(prefix)}:
+            of = "a DataParallel" if prefix == "module." else "torch.compile"
+            return (
+                f"The names begin with {prefix!r}, which comes from {of}. To take it off in place: "
+                f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, {prefix!r})"
+            )
+    bare = {name.removeprefix("module.") for name in own}
+    for key, value in state_dict.items():
+        if isinstance(value, Mapping) and bare & {str(name).removeprefix("module.") for name in value}:
+            return f"The state dict of the model is an entry of this one: load state_dict[{key!r}]"
+    return ""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.batches.chunk_sizes import ChunkSizes
-from dataparallel.batches.padding import Pad
+from dataparallel.batches.gather import Pad
 from dataparallel.call.options import CallOptions, ScalarRule
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.forms.form import Form
@@ -270,12 +270,7 @@ replicate: Final = Form(_prepare, ReplicatedModule, begin=lambda modules, state:
 
 
 def _check_for_machines(module: nn.Module, slots: Sequence[torch.device], converts: bool) -> None:
-    """Checks that a module can be replicated over machines. ``converts``: its BatchNorms will be converted.
-
-    Raises:
-        TypeError: its parameters are DTensors, sparse or nested.
-        ValueError: it has torch's SyncBatchNorm, and several slots.
-    """
+    """Checks that a module can be replicated over machines. ``converts``: its BatchNorms will be converted."""
     from dataparallel.machines.arguments import refuse_tensor_parallel
 
     refuse_tensor_parallel(module)

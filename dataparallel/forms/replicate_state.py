@@ -20,8 +20,7 @@ from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookedSums
 from dataparallel.replicas.compiled.calls import CompileArgument, call_of, compiled_here
 from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.kept_replicas import KeptReplicas
-from dataparallel.replicas.placement import check_placement
-from dataparallel.replicas.plan import TwinInfo
+from dataparallel.replicas.plan import TwinInfo, check_placement
 
 if TYPE_CHECKING:
     from dataparallel.gradients.machine_sums import Agreement
@@ -114,7 +113,6 @@ class ReplicateState(StateOnSlots):
         return method.of_module if root is None or root.child is not None else call_of(twin, root)
 
     def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
-        """Makes or refreshes replicas of the twin."""
         with self.kept.lock:  # calls of several threads share the twin
             return self.replicate(self._updated_twin(method.name), slots)
 
@@ -124,7 +122,6 @@ class ReplicateState(StateOnSlots):
 
     @property
     def may_use_source(self) -> bool:  # type: ignore[override]
-        """True if the stage is overridden."""
         return getattr(self.replicate, "__func__", None) is not ReplicateState.replicate
 
     def returns(self, output: Any) -> None:
@@ -135,11 +132,7 @@ class ReplicateState(StateOnSlots):
     # ---- machines and hooks ------------------------------------------------------------------------------------------
 
     def join_machines(self) -> None:
-        """Compares the module with that of the other machines, and gives it the values of rank 0.
-
-        Raises:
-            MachinesDiffer: on every rank; the message names what differs.
-        """
+        """Compares the module with that of the other machines, and gives it the values of rank 0."""
         if self.machines is None:
             return
         from dataparallel.gradients.machine_sums import Agreement, MachineSums
@@ -164,7 +157,6 @@ class ReplicateState(StateOnSlots):
         self.tensors.reduce_by(sums, self._agreement)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
-        """See `ReplicatedModule.register_comm_hook`."""
         registered = CommHook(state, hook)
         if self._hook is not None:
             raise RuntimeError(
@@ -179,9 +171,9 @@ class ReplicateState(StateOnSlots):
         if self.machines is None:
             self.tensors.reduce_by(HookedSums(registered))
         else:
-            from dataparallel.gradients.machine_sums import HookedMachineSums
+            from dataparallel.gradients.machine_sums import MachineSums
 
-            self.tensors.reduce_by(HookedMachineSums(self.machines, registered))
+            self.tensors.reduce_by(MachineSums(self.machines, bool(self._settings["average"]), registered))
         self._hook = registered
 
     def _updated_twin(self, method: str) -> nn.Module:

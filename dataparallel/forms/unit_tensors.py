@@ -58,11 +58,7 @@ class UnitTensors(TensorStore):
         record: bool,
         arrivals: Arrivals | None = None,
     ) -> list[list[Tensor]]:
-        """See `TensorStore.for_call`. Only buffers are sent.
-
-        Raises:
-            RuntimeError: a graph is recorded, and a parameter that needs a gradient is in no unit.
-        """
+        """See `TensorStore.for_call`. Only buffers are sent. Other tensors that need gradients have to be in a unit."""
         self._find_paths(plan)
         self._outer_references = self._find_outer_references(plan) if plan.has_references else []
         self._prepare(plan)
@@ -226,7 +222,6 @@ class _CompiledParts:
             entry.compiled = compile(entry.module, others=[each.compiled for each in self._entries])
 
     def _holds_units(self, at: int) -> bool:
-        """True if a module of a unit is below this one."""
         seen: set[int] = set()
         waiting = [*self._below[at]]
         while waiting:

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from dataparallel._torch import current_stream_at
 from dataparallel.comm.streams.current import Event, kept_stream, memory_of, streams_set
 from dataparallel.devices import current_device_set
-from dataparallel.gradients.ordered_pass import BucketSum
 
 
 class GradBucket:
-    """A bucket of gradients, for a communication hook. It has the methods of ``torch.distributed.GradBucket``.
+    """A bucket of gradients, for a `Reducer` or a communication hook, with the methods of torch's class of this name.
 
     The buffer has the sum over the slots of this process, one gradient after the other in the order of `parameters`,
     each in the order of a contiguous tensor. It is not divided by anything. A parameter that no slot has used has
@@ -32,16 +32,15 @@ class GradBucket:
     def __init__(
         self, index: int, count: int, buffer: Tensor, parameters: Sequence[Tensor], names: Sequence[str]
     ) -> None:
-        self._index, self._count, self._parameters, self._names = index, count, list(parameters), list(names)
+        self._index, self.count, self._parameters, self.names = index, count, parameters, names
         self._buffer = buffer
         self.summed: Tensor = buffer
         """The buffer that the bucket was made with; `set_buffer` does not change it."""
         self.kind: tuple[torch.Size, torch.dtype, torch.device] = (buffer.shape, buffer.dtype, buffer.device)
 
-    @classmethod
-    def of(cls, bucket_sum: BucketSum, buffer: Tensor) -> GradBucket:
-        """The bucket of ``bucket_sum``. ``buffer`` is its flat tensor, or a copy of it."""
-        return cls(bucket_sum.index, bucket_sum.count, buffer, bucket_sum.parameters, bucket_sum.names)
+    def over(self, buffer: Tensor) -> GradBucket:
+        """The same bucket with a copy of the buffer."""
+        return GradBucket(self._index, self.count, buffer, self._parameters, self.names)
 
     def index(self) -> int:
         """The bucket's number, from 0 on. Hooks are called in this order, once for each bucket in each backward."""
@@ -49,7 +48,7 @@ class GradBucket:
 
     def is_last(self) -> bool:
         """True for the last bucket of a backward."""
-        return self._index == self._count - 1
+        return self._index == self.count - 1
 
     def buffer(self) -> Tensor:
         """All gradients in one flat tensor: the one that `set_buffer` was given last, else the sum over the slots."""
@@ -97,19 +96,12 @@ class GradBucket:
 
     def __str__(self) -> str:
         (numel,), dtype, _ = self.kind
-        more = f" and {len(self._names) - 1} more" if len(self._names) > 1 else ""
-        return f"bucket {self._index} of {self._count} ({self._names[0]!r}{more}, {numel} x {dtype})"
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        return f"bucket {self._index} of {self.count} ({self.names[0]!r}{more}, {numel} x {dtype})"
 
 
 class CommHook:
-    """A registered hook.
-
-    Attributes:
-        name: for messages.
-
-    Raises:
-        TypeError: ``hook`` cannot be called.
-    """
+    """A registered hook. Messages call it ``name``."""
 
     def __init__(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         if not callable(hook):
@@ -122,12 +114,7 @@ class CommHook:
 
     @torch.no_grad()
     def call(self, bucket: GradBucket) -> Any:
-        """Calls the hook, and returns its future.
-
-        Raises:
-            RuntimeError: the hook has raised; that error is its cause.
-            TypeError: it has returned something else.
-        """
+        """Calls the hook, and returns its future. An error of the hook becomes the cause of a ``RuntimeError``."""
         try:
             future = self.hook(self.state, bucket)
         except Exception as error:
@@ -145,11 +132,8 @@ class CommHook:
     def value(self, bucket: GradBucket, future: Any) -> Tensor:
         """Returns the tensor of the hook's future, which is done. The current stream waits for it.
 
-        Raises:
-            RuntimeError: the future has failed. Its error is the cause.
-            TypeError: it has no tensor.
-            ValueError: the tensor has another shape, dtype or device. The dtype may also be the dtype of the tensor
-                that the hook gave to `GradBucket.set_buffer`: torch's ``fp16_compress_wrapper`` returns such a tensor.
+        It has the bucket's shape and device, and its dtype or that of the tensor that the hook gave to
+        `GradBucket.set_buffer`: torch's ``fp16_compress_wrapper`` returns such a tensor.
         """
         try:
             value = future.wait()
@@ -213,18 +197,13 @@ class HookedSums:
         self._last_future: Any = None  # of the last call, if it was not done at once
 
     def begin_pass(self, contents: str) -> _HookedPass:
-        """See `Reducer`."""
         return _HookedPass(self)
 
     def signal_failure(self, error: BaseException) -> None:
         """See `Reducer`. There is no other process to tell."""
 
     def call(self, bucket: GradBucket) -> HookCall:
-        """Calls the hook, once the future of the previous bucket is done.
-
-        Raises:
-            Exception: as `CommHook.call`.
-        """
+        """Calls the hook, once the future of the previous bucket is done."""
         with self._lock:
             previous, self._last_future = self._last_future, None
             if previous is not None:
@@ -241,7 +220,7 @@ class _HookedPass:
         self._sums = sums
         self._has_failed = False
 
-    def launch(self, bucket_sum: BucketSum) -> HookCall | None:
+    def launch(self, bucket: GradBucket) -> HookCall | None:
         """See `ReducerPass`. After an error of the hook itself, the hook is not called again in this pass.
 
         If the pass fails elsewhere, the hook is still called for the remaining buckets, with zeros.
@@ -249,32 +228,20 @@ class _HookedPass:
         if self._has_failed:
             return None
         try:
-            return self._sums.call(GradBucket.of(bucket_sum, bucket_sum.flat))
+            return self._sums.call(bucket)
         except BaseException:
             self._has_failed = True
             raise
 
-    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> _KnownResult:
+    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> Future[Sequence[bool]]:
         """See `ReducerPass`. A gradient is ``None`` if no slot has used the parameter."""
-        return _KnownResult(used)
-
-
-class _KnownResult:
-    """An `AsyncResult` that is known at once: a backward waits for the buckets before it waits for the end."""
-
-    def __init__(self, value: Sequence[bool]) -> None:
-        self._value = value
-
-    def wait(self) -> Sequence[bool]:
-        return self._value
+        known = Future[Sequence[bool]]()
+        known.set_result(used)
+        return known
 
 
 class HookCall:
-    """One call of the hook, which waits for the event ``summed`` or else for the current stream. It begins at once.
-
-    Attributes:
-        future: the future that the hook has returned.
-    """
+    """One call of the hook, which waits for the event ``summed`` or else for the current stream. It begins at once."""
 
     def __init__(self, hook: CommHook, bucket: GradBucket, summed: Event | None = None) -> None:
         self._hook, self._bucket = hook, bucket
@@ -290,11 +257,7 @@ class HookCall:
         self._hook.value(self._bucket, self.future)
 
     def wait(self) -> Tensor:
-        """Returns the gradients, on the current stream.
-
-        Raises:
-            Exception: as `CommHook.value`.
-        """
+        """Returns the gradients, on the current stream."""
         wait_for(self.future)
         if self._event is None:
             return self._bucket.owned(self._hook.value(self._bucket, self.future))

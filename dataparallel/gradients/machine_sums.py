@@ -1,4 +1,4 @@
-"""`MachineSums` and `HookedMachineSums` reduce gradients over machines; `Agreement` prepares a forward on all machines.
+"""`MachineSums` reduces gradients over machines; `Agreement` prepares a forward on all machines.
 
 A forward without grad mode sends nothing to other machines, so one machine may evaluate alone. `replicate` imports this
 file only if a group or a mesh was given.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dataparallel.comm import nccl
 from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookCall
-from dataparallel.gradients.ordered_pass import AsyncResult, BucketSum
+from dataparallel.gradients.ordered_pass import AsyncResult
 from dataparallel.machines.collectives import all_reduce, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
@@ -23,80 +23,45 @@ from dataparallel.machines.rounds import PendingResult, Round
 from dataparallel.machines.start import send_values
 
 
-class _ReducerOverMachines:
-    """The base of the reducers below. Each pass is a round of all machines."""
+class MachineSums:
+    """A `Reducer` over all machines: it sums buckets, and divides by their number if ``average``, or calls ``hook``.
 
-    def __init__(self, machines: Machines) -> None:
-        self._machines = machines
+    The issuing thread calls the hook, in the order of buckets that all machines have agreed on, beside the backward. If
+    the hook fails on one rank, no rank gets gradients.
+    """
 
-    def _begin_round(self, contents: str) -> Round:
-        return self._machines.queue.begin_round("backward", contents)
+    def __init__(self, machines: Machines, average: bool, hook: CommHook | None = None) -> None:
+        self.machines, self.average, self.hook = machines, average, hook
+
+    def begin_pass(self, contents: str) -> _MachinePass:
+        """See `Reducer`. Each pass is a round of all machines. Ranks compare the hook's name too."""
+        if self.hook is not None:
+            contents += f"\nthe communication hook {self.hook.name}"
+        return _MachinePass(self, self.machines.queue.begin_round("backward", contents))
 
     def signal_failure(self, error: BaseException) -> None:
         """See `Reducer`. All machines know of a `MachinesError` already."""
         if not isinstance(error, MachinesError):
-            self._machines.queue.signal_failure(error)
-
-
-class MachineSums(_ReducerOverMachines):
-    """A `Reducer` that sums buckets over all machines, and divides by their number if ``average``."""
-
-    def __init__(self, machines: Machines, average: bool) -> None:
-        super().__init__(machines)
-        self._average = average
-
-    def begin_pass(self, contents: str) -> _MachinePass:
-        """See `Reducer`."""
-        return _MachinePass(self._machines, self._begin_round(contents), self._average)
+            self.machines.queue.signal_failure(error)
 
 
 class _MachinePass:
-    """The `ReducerPass` of `MachineSums`."""
+    """The `ReducerPass` of `MachineSums`. `launch` does not call a hook yet, so ``wait`` raises its errors."""
 
-    def __init__(self, machines: Machines, round: Round, average: bool) -> None:
-        self._machines, self._round, self._average = machines, round, average
-        self.end_pass = round.end
-
-    def launch(self, bucket_sum: BucketSum) -> AsyncResult:
-        """See `ReducerPass`."""
-        flat = bucket_sum.flat
-        if self._average:
-            flat.div_(self._machines.size)
-        # `stage` is called here, because the current stream has made the sum.
-        issue = partial(all_reduce, self._machines, stage(self._machines, flat))
-        what = f"bucket {bucket_sum.index} of {bucket_sum.count}, with {bucket_sum.names[0]!r}"
-        return self._round.launch(what, issue)
-
-
-class HookedMachineSums(_ReducerOverMachines):
-    """A `Reducer` that calls a communication hook. If the hook fails on one rank, no rank gets gradients.
-
-    The issuing thread calls the hook, in the order of buckets that all machines have agreed on, beside the backward.
-    """
-
-    def __init__(self, machines: Machines, hook: CommHook) -> None:
-        super().__init__(machines)
-        self._hook = hook
-
-    def begin_pass(self, contents: str) -> _HookedMachinePass:
-        """See `Reducer`. Ranks compare the hook's name too."""
-        round = self._begin_round(f"{contents}\nthe communication hook {self._hook.name}")
-        return _HookedMachinePass(self._machines, round, self._hook)
-
-
-class _HookedMachinePass:
-    """The `ReducerPass` of `HookedMachineSums`. `launch` does not call the hook yet, so ``wait`` raises its errors."""
-
-    def __init__(self, machines: Machines, round: Round, hook: CommHook) -> None:
-        self.machines, self.round, self.hook = machines, round, hook
+    def __init__(self, sums: MachineSums, round: Round) -> None:
+        self.machines, self.round, self._average, self._hook = sums.machines, round, sums.average, sums.hook
         self.end_result: PendingResult | None = None
 
-    def launch(self, bucket_sum: BucketSum) -> _HookedResult:
-        """See `ReducerPass`."""
-        return _HookedResult(self, bucket_sum)
+    def launch(self, bucket: GradBucket) -> AsyncResult:
+        if self._hook is not None:
+            return _HookedResult(self, self._hook, bucket)
+        if self._average:
+            bucket.summed.div_(self.machines.size)
+        # `stage` is called here, because the current stream has made the sum.
+        issue = partial(all_reduce, self.machines, stage(self.machines, bucket.summed))
+        return self.round.launch(f"bucket {bucket.index()} of {bucket.count}, with {bucket.names[0]!r}", issue)
 
     def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> PendingResult:
-        """See `ReducerPass`."""
         self.end_result = self.round.end(used, error)
         return self.end_result
 
@@ -104,12 +69,12 @@ class _HookedMachinePass:
 class _HookedResult:
     """The `AsyncResult` of one bucket. The hook gets a copy in host memory if the group cannot send the bucket."""
 
-    def __init__(self, of_pass: _HookedMachinePass, bucket_sum: BucketSum) -> None:
-        self._pass = of_pass
+    def __init__(self, of_pass: _MachinePass, hook: CommHook, bucket: GradBucket) -> None:
+        self._pass, self._hook = of_pass, hook
         self._hook_call: HookCall | None = None
-        self._staged = stage(of_pass.machines, bucket_sum.flat)
-        self._bucket = GradBucket.of(bucket_sum, self._staged.payload)
-        what = f"the communication hook {of_pass.hook.name} for {self._bucket}"
+        self._staged = stage(of_pass.machines, bucket.summed)
+        self._bucket = bucket.over(self._staged.payload)
+        what = f"the communication hook {hook.name} for {self._bucket}"
         self._launched = of_pass.round.call(what, self._call_hook, self._check)
 
     def _call_hook(self) -> Any:
@@ -117,7 +82,7 @@ class _HookedResult:
         if staged.is_copied and staged.event is not None:
             staged.event.synchronize()
         with nccl.launching() if is_nccl else nullcontext():
-            self._hook_call = HookCall(self._pass.hook, self._bucket, staged.event if is_nccl else None)
+            self._hook_call = HookCall(self._hook, self._bucket, staged.event if is_nccl else None)
         return self._hook_call.future
 
     def _check(self) -> None:

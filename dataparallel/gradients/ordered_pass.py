@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
 from typing import Any, NamedTuple, Protocol
@@ -25,8 +24,14 @@ from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_fail
 from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.buckets import unflatten
 from dataparallel.comm.streams.current import Event, streams_set
-from dataparallel.gradients.gradient_sums import KeptToSlots, reached_sources
-from dataparallel.gradients.reducer_buckets import ReducerBucket, ReducerSums, TakenGradients
+from dataparallel.gradients.comm_hooks import GradBucket
+from dataparallel.gradients.gradient_sums import (
+    KeptToSlots,
+    ReducerBucket,
+    ReducerSums,
+    TakenGradients,
+    reached_sources,
+)
 from dataparallel.weak_members import WeakMembers
 
 _numbers = count()
@@ -39,8 +44,6 @@ class BucketRow:
     """The ordered buckets of copies that were made together. The nodes in the graph of these copies hold it.
 
     Attributes:
-        streams: the computing streams of the forward.
-        on_success: called when a pass has succeeded on all machines.
         number: a row that was made later has a higher number.
         contents: describes the buckets; all machines have to have the same.
         first_positions: the position of each bucket's first parameter in the list of all parameters, then its length.
@@ -193,11 +196,6 @@ class ModulePasses:
     """The `OrderedPass` objects of one module. Only one backward at a time goes over the module.
 
     A hook on the outputs of a call notices where a backward begins. Of several rows the oldest is launched first.
-
-    Attributes:
-        reducer: reduces the sums over the slots further.
-        sums: the module's gradients that wait on slots.
-        rows: the buckets of all forwards whose graphs still exist.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -219,15 +217,13 @@ class ModulePasses:
         with self._changed:
             if self in backward.contents:
                 return
-            self._wait_for_other_passes()
+            # One that has failed may still be in a thread of the engine.
+            if not wait_for_passes(self._changed, lambda: not self._backward_passes, _FAILED_PASS_TIMEOUT):
+                raise _nested()
             backward.get(self, self._make_passes)  # another thread of the same backward may have waited too
 
     def pass_over(self, row: BucketRow) -> OrderedPass:
-        """Returns the pass of the running backward over ``row``.
-
-        Raises:
-            RuntimeError: the backward is nested in another one.
-        """
+        """Returns the pass of the running backward over ``row``. The backward may not be nested in another one."""
         backward = running_pass()
         with self._changed:
             if self not in backward.contents and self._backward_passes:  # no hook on an output has noticed it
@@ -244,11 +240,6 @@ class ModulePasses:
             self._backward_passes.add(backward)
         backward.on_end(partial(self._end_passes, backward, passes))
         return passes
-
-    def _wait_for_other_passes(self) -> None:
-        """Waits until no other backward runs here. One that has failed may still be in a thread of the engine."""
-        if not wait_for_passes(self._changed, lambda: not self._backward_passes, _FAILED_PASS_TIMEOUT):
-            raise _nested()
 
     def _end_passes(self, backward: PassOfBackward, passes: dict[BucketRow, OrderedPass], ok: bool) -> None:
         try:
@@ -273,25 +264,6 @@ _PREVIOUS_PASS_TIMEOUT = 300.0
 """Seconds that a pass waits for the pass before it in the same backward. Only an error makes the wait that long."""
 
 
-@dataclass(frozen=True, slots=True)
-class BucketSum:
-    """The sum over the slots of one bucket. A parameter that no slot has used has zeros in it.
-
-    Attributes:
-        index, count: the number of the bucket, from 0 on, and how many buckets every pass has.
-        flat: one gradient after the other, each in the order of a contiguous tensor. It is not divided by anything, and
-            the reducer may write to it and keep it.
-        parameters: the gradients' parameters, in the order of ``flat``.
-        names: the names of the parameters.
-    """
-
-    index: int
-    count: int
-    flat: Tensor
-    parameters: Sequence[Tensor]
-    names: Sequence[str]
-
-
 class AsyncResult(Protocol):
     """The result of work that a reducer has begun."""
 
@@ -306,10 +278,11 @@ class AsyncResult(Protocol):
 class ReducerPass(Protocol):
     """One pass of a `Reducer`."""
 
-    def launch(self, bucket_sum: BucketSum) -> AsyncResult | None:
-        """Begins to reduce a bucket. Called in the order of buckets, in any thread, which it does not block if it can.
+    def launch(self, bucket: GradBucket) -> AsyncResult | None:
+        """Begins to reduce a bucket, whose buffer it may write to and keep.
 
-        Returns ``None`` if an earlier launch of this pass has raised: then nobody waits.
+        Called in the order of buckets, in any thread, which it does not block if it can. A parameter that no slot has
+        used has zeros in the bucket. Returns ``None`` if an earlier launch of this pass has raised: then nobody waits.
         """
 
     def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> AsyncResult:
@@ -428,13 +401,13 @@ class OrderedPass:
         row, bucket = self._row, self._row.buckets[index]
         members = bucket.layout.indices
         parameters, names = [bucket.sources[i] for i in members], [bucket.names[i] for i in members]
-        bucket_sum = BucketSum(index, len(row.buckets), flat, parameters, names)
+        summed = GradBucket(index, len(row.buckets), flat, parameters, names)
 
         def launch() -> None:
             if self._reducer_pass is None:
                 self._reducer_pass = row.passes.reducer.begin_pass(row.contents)
             with streams_set(sides):
-                result = self._reducer_pass.launch(bucket_sum)
+                result = self._reducer_pass.launch(summed)
                 launch_event = Event(sides[flat.device]) if sides else None
             self._in_flight.append(_BucketInFlight(result, flat, sums, launch_event))
 

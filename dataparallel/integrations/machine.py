@@ -180,7 +180,6 @@ def _gpu(nvml: Any, handle: Any, handles: Sequence[Any]) -> Iterator[str]:
 
 
 def next_steps(devices: Sequence[torch.device]) -> list[tuple[str, str]]:
-    """What to do next."""
     if len(devices) > 1:
         script = f'model = DataParallel(model.to("{devices[0].type}"))  # one replica on each of {len(devices)} devices'
     else:

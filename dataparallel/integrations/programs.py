@@ -19,19 +19,14 @@ from typing import Any
 import torch
 
 from dataparallel.forks import main_is_the_program
-from dataparallel.integrations import torch_rules, torch_wrapper
+from dataparallel.integrations import torch_wrapper
 from dataparallel.integrations.machine import description
 from dataparallel.integrations.replacement import Replacement, replace_torch
 from dataparallel.tracing import Trace
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the program that ``arguments`` name, as Python would with ``arguments`` in place of its own.
-
-    Raises:
-        SystemExit: the arguments are wrong (status 2), or the program has called ``sys.exit``.
-        Exception: the program raised it.
-    """
+    """Runs the program that ``arguments`` name, as Python would with ``arguments`` in place of its own."""
     parser = _parser()
     options = parser.parse_args(arguments)
     is_module = options.module is not None
@@ -71,13 +66,13 @@ class FewCalls:
         self._trace: Trace | None = None
 
     def __enter__(self) -> FewCalls:
-        torch_rules.counts.before_call = self._before_call
+        torch_wrapper.counts.before_call = self._before_call
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        torch_rules.counts.before_call = None
+        torch_wrapper.counts.before_call = None
         self._end(kind, error, traceback)
 
     def _before_call(self, name: str, number: int) -> None:
@@ -137,7 +132,7 @@ def _say_where_options_go(script: str) -> None:
 
 def _what_happened(replacement: Replacement, times: FewCalls | None) -> str:
     """What a program's reader has to know at its end. Without ``--report`` that is nothing, if the library was used."""
-    calls = torch_rules.counts.calls()
+    calls = torch_wrapper.counts.calls()
     report = "" if times is None or not calls else f"\n{replacement.report()}\n\n{times.table}\n"
     if not calls:
         what = "the program called neither torch.nn.DataParallel nor its relatives, and ran as it is"

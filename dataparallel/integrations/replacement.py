@@ -26,9 +26,8 @@ from dataparallel.call import parallel_apply as applies
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
 from dataparallel.devices import CPU, DeviceLike, current_device, resolve_slots
 from dataparallel.forms import data_parallel as wrappers
-from dataparallel.integrations import replacement, torch_rules, torch_wrapper
-from dataparallel.integrations.torch_rules import as_torch_splits, fall_back
-from dataparallel.integrations.torch_wrapper import DataParallel, Once
+from dataparallel.integrations import replacement, torch_wrapper
+from dataparallel.integrations.torch_wrapper import DataParallel, Once, as_torch_splits, fall_back
 from dataparallel.replicas import replicate as replicates
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,7 +39,7 @@ def _counted(name: str) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            torch_rules.counts.note_call(name)
+            torch_wrapper.counts.note_call(name)
             return function(*args, **kwargs)
 
         return call  # type: ignore[return-value]
@@ -221,11 +220,11 @@ class Replacement:
         lines = [f"dataparallel was in the place of {len(self.places) - len(elsewhere)} names of torch"]
         if elsewhere:
             lines.append(f"and of what was imported from there before: {', '.join(elsewhere)}")
-        calls = torch_rules.counts.calls()
+        calls = torch_wrapper.counts.calls()
         lines += [f"  {name:24} called {number} times" for name, number in calls.items()]
         if not calls:
             lines.append("  nothing was called")
-        fallbacks = torch_rules.counts.fallbacks()
+        fallbacks = torch_wrapper.counts.fallbacks()
         lines += [f"  {number} times as torch does: {rule}" for rule, number in fallbacks.items()]
         left = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in _torch_subclasses()))
         if left:

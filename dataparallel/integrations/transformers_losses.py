@@ -31,10 +31,6 @@ class LossByItems:
     ``num_items_in_batch`` most models return a sum divided by it, and some a mean over their own items all the same. So
     each chunk gets another number: the one that the batch would have if all chunks were like this one. Then both kinds
     of losses are means over the items of the chunk, up to a factor that all chunks share.
-
-    Args:
-        items_of: returns the `Items` of a batch, from the keyword arguments of the model.
-        name: that of the model's class, for the warning that nobody knows the items.
     """
 
     def __init__(self, items_of: Callable[[Mapping[str, Any]], Items], name: str) -> None:

@@ -183,7 +183,6 @@ def _line(value: object) -> str:
 
 
 def _parse(text: str) -> Description:
-    """The description that `as_text` has written."""
     description: Description = {}
     for number, line in enumerate(text.split("\n")):
         name, *words = line.split("\t")

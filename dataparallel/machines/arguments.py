@@ -26,12 +26,6 @@ def machines_of(
     """The machines over which a module is replicated; ``None`` if neither a group nor a mesh is given.
 
     A machine is a process that is a member of the group, or of the mesh of one dimension.
-
-    Raises:
-        TypeError: another type than a ``ProcessGroup`` or a ``DeviceMesh``.
-        ValueError: both are given; the mesh has several dimensions or another type of device; this process is no
-            member.
-        RuntimeError: torch.distributed is not there or not initialised, the group is destroyed, or the mesh has none.
     """
     if not _is_given(process_group, mesh):
         return None
@@ -54,9 +48,6 @@ def shard_and_replicate_groups(
     With a group parameters are sharded over the devices of each machine and replicated over machines. A mesh means what
     it means for ``torch.distributed.fsdp.fully_shard``, over processes: a single dimension shards; of two dimensions
     the first one replicates and the second one shards. Each result may be ``None``.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `machines_of`, where a mesh may have two dimensions.
     """
     if not _is_given(process_group, mesh):
         return None, None

@@ -77,15 +77,8 @@ def stage(
 
     If the group cannot send from the device, this copies the tensor to host memory, on the current stream. It allocates
     the receive buffer for the stream that takes the result, so that its memory is free once the result is dropped.
-
-    Args:
-        group: the machines.
-        tensor: the tensor to send, computed on the current stream.
-        receives: how many elements are received, if they do not replace the tensor.
-        taken_on: the streams on which the result is taken, if not the current ones. Only NCCL needs this.
-
-    Raises:
-        ValueError: the tensor is not dense, or not contiguous.
+    ``receives``: how many elements are received, if they do not replace the tensor. ``taken_on``: the streams on which
+    the result is taken, if not the current ones. Only NCCL needs this.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()  # a conjugate that is not computed has no bytes of its own
     if tensor.layout is not torch.strided or not tensor.is_contiguous():

@@ -47,5 +47,4 @@ def copy_error(error: E) -> E:
 
 
 def describe_error(error: BaseException) -> str:
-    """The error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())

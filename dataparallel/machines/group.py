@@ -57,7 +57,6 @@ class MachineGroup:
 
     @property
     def exists(self) -> bool:
-        """False if the group has been destroyed."""
         try:
             return distributed.get_process_group_ranks(self.group) == self.ranks
         except (KeyError, ValueError):
@@ -70,7 +69,6 @@ class MachineGroup:
 
     @cached_property
     def store(self) -> Any:
-        """The store of all ranks of the job."""
         world: Any = distributed.group.WORLD
         return world.get_group_store()
 
@@ -108,12 +106,7 @@ class Machines(MachineGroup):
     # ---- machines for other purposes, or with other ranks
 
     def another(self) -> Machines:
-        """Makes machines of the same ranks for another purpose. All ranks of the group call it, in one order.
-
-        Raises:
-            RuntimeError: on every rank, if torch would give the group that sends different names on them.
-            PeerGone: a rank did not come within the group's timeout.
-        """
+        """Makes machines of the same ranks for another purpose. All ranks of the group call it, in one order."""
         sender = self._sender
         if sender is None:
             self._sender = self._sending(self._with_ranks(self.ranks, [self]), self._health)

@@ -77,7 +77,6 @@ class Health:
 
     @property
     def is_closed(self) -> bool:
-        """True if the interpreter ends."""
         return self.launcher.is_closed
 
     def check_process(self) -> None:
@@ -206,9 +205,6 @@ class Notices:
 
     A thread of its own reads and writes the store, because a store whose machine is gone may not answer. No other
     thread waits for a read for more than `ANSWER` seconds.
-
-    Attributes:
-        broken: why the group is broken, if a rank has published a reason.
     """
 
     def __init__(self, group: MachineGroup) -> None:
@@ -235,7 +231,6 @@ class Notices:
             self._put(self._write_state)
 
     def forget_wait(self, wait: object) -> None:
-        """Publishes that ``wait`` is over."""
         if self._waits.pop(wait, None) is not None:
             self._put(self._write_state)
 

@@ -145,11 +145,8 @@ class Launcher:
     """The thread that runs the rounds of all queues. It runs each until it has to wait, and sleeps when all wait.
 
     The thread never blocks: the issuing thread makes the calls that may block. It holds a queue only while the queue
-    has rounds, and ends when there have been no rounds for a while.
-
-    Attributes:
-        changed: guards the rounds of all queues. `wake` notifies it.
-        is_closed: the interpreter ends.
+    has rounds, and ends when there have been no rounds for a while. ``changed`` guards the
+    rounds of all queues, and `wake` notifies it.
     """
 
     def __init__(self) -> None:
@@ -231,7 +228,6 @@ _launcher = Launcher()
 
 
 def launcher() -> Launcher:
-    """The launcher of this process."""
     return _launcher
 
 

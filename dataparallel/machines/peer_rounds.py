@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dataparallel import _torch
 from dataparallel.autograd.node import Node
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
 from dataparallel.batches.structures import tensors_in
-from dataparallel.machines.collectives import ALIGNED, all_to_all, stage
+from dataparallel.machines.collectives import all_to_all, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
 
@@ -41,11 +39,7 @@ class PeerRounds:
 
     @contextmanager
     def calling(self, mode: Hashable) -> Iterator[PeerCall]:
-        """Wraps a call of the form. It expects collectives if the last call in this ``mode`` had any.
-
-        Raises:
-            MachinesError: another machine has failed in this forward, or is gone.
-        """
+        """Wraps a call of the form. It expects collectives if the last call in this ``mode`` had any."""
         call = PeerCall(self)
         is_expected = self._has_collectives.get(mode, False)
         try:
@@ -66,15 +60,16 @@ class PeerRounds:
             return self.machines.queue.all_gather_object(kind, text, value)
 
     def exchange(self, kind: str, text: str, messages: Sequence[Message]) -> list[Tensor]:
-        """Exchanges all messages by one `collectives.all_to_all`. The results are ready for the current stream."""
-        flat, send, receive = _pack(messages)
+        """Exchanges the messages together. The results are ready for the current stream."""
         with _errors_of_peers():
-            staged = stage(self.machines, flat, sum(receive))
+            sent = [partial(all_to_all, self.machines, stage(self.machines, m.flat, sum(m.receive))) for m in messages]
             this_round = self.machines.queue.begin_round(f"the values of {kind}", text)
-            result = this_round.launch("the values", partial(all_to_all, self.machines, staged, send, receive))
+            results = this_round.launch_together(
+                ["the values"] * len(messages),
+                [partial(send, message.send, message.receive) for send, message in zip(sent, messages, strict=True)],
+            )
             this_round.close()
-            received: Tensor = result.wait()
-        return _unpack(messages, received)
+            return [result.wait() for result in results]
 
     def expect_in_backward(self) -> None:
         """Ends the running pass of backward with a round, because the pass has a collective on every machine."""
@@ -108,8 +103,6 @@ class PeerCall:
 
     Attributes:
         counts: how many replicas each machine has, once `exchange_counts` has been called.
-        has_begun: the machines have begun a collective.
-        is_over: the forward has failed on all machines.
         token: a tensor without elements that the last collective in the graph has returned.
     """
 
@@ -129,7 +122,6 @@ class PeerCall:
             self.counts = self.rounds.all_gather_object("the first collective across machines of a forward", "", count)
 
     def all_gather_object(self, text: str, value: Any) -> list[Any]:
-        """See `PeerRounds.all_gather_object`."""
         with self._over_if_raised():
             return self.rounds.all_gather_object(_FORWARD, text, value)
 
@@ -138,11 +130,9 @@ class PeerCall:
     ) -> list[list[Tensor]]:
         """Sends a piece to each machine, for all dtypes at once. Returns for each dtype the pieces in rank order.
 
-        Args:
-            text: equal on all machines.
-            pieces: for each dtype a flat tensor for each machine, all on one device.
-            receive: for each dtype how many elements come from each machine. This machine's own piece is not sent.
-            in_graph: equal on all machines; true if pieces of any machine need gradients. The results are in the graph.
+        ``pieces``: for each dtype a flat tensor for each machine, all on one device. ``receive``: how many elements
+        come from each. A machine's own piece is not sent. ``text`` and ``in_graph`` are equal on all machines: true if
+        pieces of any of them need gradients. The results are in the graph then.
         """
         own_pieces = [of_dtype[self.rank] for of_dtype in pieces]
         if self.size == 1 or not pieces:
@@ -198,9 +188,8 @@ class PeerCall:
 class _Exchange(Node):
     """``token, *received, *own_pieces = _Exchange.apply(rounds, text, sends, receives, token, *flats, *own_pieces)``.
 
-    Each of ``flats`` is the tensor of a `Message` with its sizes of ``sends`` and ``receives``. All of them travel in
-    one collective, in forward and in backward. ``own_pieces``, which this machine keeps, pass through the node, so that
-    a backward through any result runs this node, on every machine.
+    Each of ``flats`` is the tensor of a `Message` with its sizes of ``sends`` and ``receives``. ``own_pieces``, which
+    this machine keeps, pass through the node, so that a backward through any result runs this node, on every machine.
     """
 
     @staticmethod
@@ -257,47 +246,9 @@ def _errors_of_peers() -> Iterator[None]:
         raise
 
 
-# ---- tensors of several dtypes as one message, in bytes --------------------------------------------------------------
-
-
 class Message(NamedTuple):
     """A 1-D tensor of an exchange: the pieces for all machines in rank order. Sizes are in elements, by rank."""
 
     flat: Tensor
     send: Sequence[int]
     receive: Sequence[int]
-
-
-def _pack(messages: Sequence[Message]) -> Message:
-    """One message of bytes that holds all messages. A single message stays as it is."""
-    if len(messages) == 1:
-        return messages[0]
-    rows = [[_padded_bytes(piece) for piece in message.flat.split([*message.send])] for message in messages]
-    for_machines = [*zip(*rows, strict=True)]
-    flat = torch.cat([piece for pieces in for_machines for piece in pieces])
-    send = [sum(piece.numel() for piece in pieces) for pieces in for_machines]
-    return Message(flat, send, [sum(sizes) for sizes in zip(*map(_receive_bytes, messages), strict=True)])
-
-
-def _unpack(messages: Sequence[Message], received: Tensor) -> list[Tensor]:
-    """For each message a tensor of the pieces that all machines have sent, in rank order."""
-    if len(messages) == 1:
-        return [received]
-    pieces: list[list[Tensor]] = [[] for _ in messages]
-    sizes = [size for of_machine in zip(*map(_receive_bytes, messages), strict=True) for size in of_machine]
-    for index, start in enumerate([0, *accumulate(sizes)][:-1]):
-        machine, number = divmod(index, len(messages))
-        message = messages[number]
-        used = message.receive[machine] * message.flat.element_size()
-        pieces[number].append(received[start : start + used].view(message.flat.dtype))
-    return [torch.cat(of_message) for of_message in pieces]
-
-
-def _receive_bytes(message: Message) -> list[int]:
-    """How many bytes come from each machine, padding included."""
-    return [-(-size * message.flat.element_size() // ALIGNED) * ALIGNED for size in message.receive]
-
-
-def _padded_bytes(piece: Tensor) -> Tensor:
-    data = piece.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
-    return pad(data, (0, -data.numel() % ALIGNED))

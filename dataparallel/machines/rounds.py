@@ -47,13 +47,8 @@ class PendingResult:
     def wait(self) -> Any:
         """The tensor of a collective, the list of gathered objects, or the list of bool of an end.
 
-        A tensor is ready for the calling thread's current stream.
-
-        Raises:
-            PeerGone: a rank is gone, or did not come within the group's timeout.
-            PeerFailed: a rank has failed in this round.
-            MachinesDiffer: the ranks have begun different rounds.
-            Exception: what a collective or a communication hook has raised on this rank.
+        A tensor is ready for the calling thread's current stream. Raises a `MachinesError`, or what a collective or a
+        communication hook has raised on this rank.
         """
         self._health.check_process()
         with WaitCheck(self._health, self.what) as check:
@@ -153,15 +148,8 @@ class Round:
         """Adds a collective. The issuing thread calls ``collective`` in the order in which items were added.
 
         ``collective`` has to issue the same on every rank, over the queue's group or a part of it. If it raises, the
-        wait for its result raises too, and the group is broken: the messages of the other ranks have no partner.
-
-        Args:
-            what: the name of the collective in messages.
-            collective: issues the collective.
-            after: results whose tensors the collective sends on. It is issued when they have arrived.
-
-        Raises:
-            RuntimeError: after `end`.
+        wait for its result raises too, and the group is broken: the messages of the other ranks have no partner. It is
+        issued when the results ``after``, whose tensors it sends on, have arrived.
         """
         return self.launch_together([what], [collective], after)[0]
 
@@ -194,10 +182,8 @@ class Round:
     def end(self, used: Sequence[bool], error: BaseException | None = None) -> PendingResult:
         """Ends the round. The result says for each entry of ``used`` if it is true on any rank.
 
-        Args:
-            used: as many entries on every rank; their number follows from ``contents``.
-            error: why this rank has failed. Every rank's wait raises `PeerFailed` then. This rank still has to launch
-                every collective that the other ranks launch in the round, with zeros for example.
+        With ``error``, why this rank has failed, every rank's wait raises `PeerFailed`. This rank still has to launch
+        every collective that the other ranks launch in the round, with zeros for example.
         """
         failure = None if error is None else f"in {self.kind!r}: {describe_error(error)}"
         result = self._new_result("the end")
@@ -312,8 +298,6 @@ class RoundQueue:
 
     Attributes:
         is_waiting: true while the queue waits for other ranks or for the issuing thread, not for a caller here.
-        changed: the launcher's condition; it guards the rounds.
-        call_count: how many calls of communication hooks this queue has begun.
     """
 
     def __init__(self, group: MachineGroup, health: Health, name: str) -> None:
@@ -333,10 +317,8 @@ class RoundQueue:
         If the ranks differ in kind or contents, no rank issues anything of the round, and every wait for one of its
         results raises `MachinesDiffer`. If the group is broken, this returns a round all the same: its waits raise.
 
-        Args:
-            kind: a word for messages, ``"backward"`` for example.
-            contents: lines of text that are equal on all ranks. Whatever decides the number, order, sizes and dtypes of
-                the round's items has to be in the text.
+        ``contents``: lines of text that are equal on all ranks. Whatever decides the number, order, sizes and dtypes of
+        the round's items has to be in them.
         """
         return self._add(Round(self, kind, contents))
 
@@ -350,12 +332,9 @@ class RoundQueue:
     def signal_failure(self, error: BaseException, until_all: bool = False) -> None:
         """Tells the other ranks that this one has failed and will not begin the round that they begin next.
 
-        Their next round then raises `PeerFailed` with the text of ``error``. This returns at once.
-
-        Args:
-            error: why this rank has failed.
-            until_all: not only their next round raises, but every round until all ranks have called this, once for each
-                failure. A form asks for it if ranks may have begun different numbers of rounds when one fails.
+        Their next round then raises `PeerFailed` with the text of ``error``. This returns at once. With ``until_all``
+        every round raises until all ranks have called this, once for each failure: ranks may have begun different
+        numbers of rounds when one fails.
         """
         text = f"before a round: {describe_error(error)}"
         self.health.notices.publish_failure(text)

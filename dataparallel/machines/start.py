@@ -8,19 +8,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from dataparallel import _torch
-from dataparallel.comm.buckets import has_strides, layout_of
+from dataparallel.comm.buckets import Bucket, fill_buckets, flatten, has_strides, layout_of, unflatten
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.machines.agreement import as_text
-from dataparallel.machines.collectives import ALIGNED, broadcast, stage
+from dataparallel.machines.collectives import broadcast, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import PendingResult
@@ -79,11 +78,7 @@ def failing_together(machines: Machines) -> Iterator[None]:
 
 
 def compare(machines: Machines, what: str, description: Mapping[str, Any]) -> None:
-    """Checks that all ranks give the same description of what is about to begin: see `agreement.as_text`.
-
-    Raises:
-        MachinesDiffer: on every rank, with the same message: it lists what differs and on which ranks.
-    """
+    """Checks that all ranks give the same description of what is about to begin: see `agreement.as_text`."""
     machines.queue.begin_round(f"the start of {what}", as_text(description)).end([]).wait()
 
 
@@ -94,33 +89,33 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
     tensor that comes under several names travels once. The copies run on the current streams of the calling thread, and
     version counters move on the ranks that receive.
 
-    Raises:
-        MachinesDiffer: on every rank: names, shapes, dtypes or types of device differ.
-        ValueError: a tensor cannot take values.
-        TypeError: a tensor is not a plain strided one.
-        MachinesError: a rank has failed, or is gone. If it is gone, some tensors may have the values of rank 0 already.
-            Otherwise nothing is changed.
+    If a rank is gone, some tensors may have the values of rank 0 already. After any other error nothing is changed.
     """
     with failing_together(machines):
         # Keeps each tensor under its first name only.
         first = {id(tensor): name for name, tensor in reversed([*named.items()])}
         named = {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
         _check_values(named)
-        buckets = _plan_buckets(named, cap_bytes)
-    devices = [tensor.device for tensor in named.values()]
+        names, tensors = [*named], [*named.values()]
+        order = [i for i, tensor in enumerate(tensors) if tensor.numel()]
+        groups = fill_buckets(tensors, order, cap_bytes, cap_bytes)  # they depend only on what is compared
+    devices = [tensor.device for tensor in tensors]
     description = _describe_values(named, machines.names_of(devices), cap_bytes)
     this_round = machines.queue.begin_round("values of rank 0", as_text(description))
-    sent_buckets: deque[tuple[_Bucket, PendingResult]] = deque()
+    sent_buckets: deque[tuple[Bucket, PendingResult]] = deque()
     try:
-        for bucket in buckets:
+        for group in groups:
             if len(sent_buckets) == MAX_SENT:
-                _receive(machines, *sent_buckets.popleft())
-            flat = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=bucket.device)
+                _receive(machines, tensors, *sent_buckets.popleft())
+            bucket, first_tensor = Bucket.row_major_of(tensors, group), tensors[group[0]]
             if machines.rank == 0:
-                _fill(bucket, flat)
+                with torch.no_grad(), _torch.DisableTorchFunctionSubclass():
+                    flat = flatten(bucket, tensors)
+            else:
+                flat = torch.empty(bucket.numel, dtype=first_tensor.dtype, device=first_tensor.device)
             # Staged here, because the current stream has filled the buffer.
             sending = partial(broadcast, machines, stage(machines, flat))
-            sent_buckets.append((bucket, this_round.launch(f"{bucket.entries[0].name!r} and others", sending)))
+            sent_buckets.append((bucket, this_round.launch(f"{names[group[0]]!r} and others", sending)))
     except MachinesError:
         raise  # all ranks know of it
     except BaseException as error:
@@ -133,22 +128,9 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
         raise
     end = this_round.end([])
     while sent_buckets:
-        _receive(machines, *sent_buckets.popleft())
+        _receive(machines, tensors, *sent_buckets.popleft())
     end.wait()
     machines.note_communicators(devices)
-
-
-class _Entry(NamedTuple):
-    name: str
-    tensor: Tensor
-    offset: int  # in bytes
-
-
-@dataclass
-class _Bucket:
-    device: torch.device
-    entries: list[_Entry]
-    nbytes: int = 0
 
 
 def _check_values(named: Mapping[str, Tensor]) -> None:
@@ -181,45 +163,15 @@ def _describe_values(named: Mapping[str, Tensor], devices: Sequence[str], cap_by
     }
 
 
-def _plan_buckets(named: Mapping[str, Tensor], cap_bytes: int) -> list[_Bucket]:
-    """Buckets of at most ``cap_bytes``, or of one tensor. They depend only on what `_describe_values` describes."""
-    buckets: list[_Bucket] = []
-    filling: dict[torch.device, _Bucket] = {}
-    for name, tensor in named.items():
-        nbytes = tensor.numel() * tensor.itemsize
-        if not nbytes:
-            continue
-        bucket = filling.get(tensor.device)
-        if bucket is None or bucket.nbytes + nbytes > cap_bytes:
-            bucket = filling[tensor.device] = _Bucket(tensor.device, [])
-            buckets.append(bucket)
-        bucket.entries.append(_Entry(name, tensor, bucket.nbytes))
-        bucket.nbytes += -(-nbytes // ALIGNED) * ALIGNED
-    return buckets
-
-
-def _views(bucket: _Bucket, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The bucket's tensors, each with a view of its piece of the buffer, of the same shape and dtype."""
-    for _, tensor, offset in bucket.entries:
-        piece = flat[offset : offset + tensor.numel() * tensor.itemsize]
-        yield tensor, piece.view(tensor.dtype).view(tensor.shape)
-
-
 @torch.no_grad()
-def _fill(bucket: _Bucket, flat: Tensor) -> None:
-    with _torch.DisableTorchFunctionSubclass():
-        for tensor, piece in _views(bucket, flat):
-            piece.copy_(tensor)
-
-
-@torch.no_grad()
-def _receive(machines: Machines, bucket: _Bucket, result: PendingResult) -> None:
+def _receive(machines: Machines, tensors: Sequence[Tensor], bucket: Bucket, result: PendingResult) -> None:
     """Waits for a bucket, and copies it into its tensors."""
     received = result.wait()
     if machines.rank == 0:
         return
     with _torch.DisableTorchFunctionSubclass():
-        for tensor, piece in _views(bucket, received):
+        for i, piece in zip(bucket.indices, unflatten(bucket, received), strict=True):
+            tensor = tensors[i]
             # Repeated elements, as `expand` makes them, are one element of memory.
             repeated = [step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
             for dim in [dim for dim, is_repeated in enumerate(repeated) if is_repeated]:

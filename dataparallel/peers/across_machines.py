@@ -119,7 +119,6 @@ def sent(peer_call: Any, text: str, of_slots: Sequence[Sequence[Tensor]], counts
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """For each dtype the indices of its tensors."""
     dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
     return [[i for i, tensor in enumerate(tensors) if tensor.dtype == dtype] for dtype in dtypes]
 

@@ -99,7 +99,6 @@ class Tape:
 
     @property
     def is_replayed(self) -> bool:
-        """True inside of the recomputation."""
         return self._next is not None
 
     @contextmanager
@@ -119,7 +118,6 @@ class Tape:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Wraps the forward."""
         self._entered_at = here()
         token = _tapes.set((*_tapes.get(), self))
         try:
@@ -132,11 +130,7 @@ class Tape:
         self._results.append((request, _leaves(results)))
 
     def read(self, request: Request) -> list[Tensor]:
-        """The results that the forward had at this point.
-
-        Raises:
-            RuntimeError: the forward called another collective here.
-        """
+        """The results that the forward had at this point."""
         assert self._next is not None
         recorded = self._results[self._next] if self._next < len(self._results) else (None, [])
         if recorded[0] != request:
@@ -163,7 +157,6 @@ def _replayed_tape() -> Tape | None:
 
 
 def note_results(request: Request, results: Sequence[Tensor]) -> None:
-    """Notes the results of a collective on the tapes that record."""
     for tape in _active_tapes():
         if not tape.is_replayed:
             tape.write(request, results)
@@ -189,10 +182,8 @@ def check_checkpoints(place: MeetingPlace) -> None:
     """Checks, before a meeting, that a checkpoint around the collective can recompute it.
 
     A checkpoint around the whole parallel call recomputes the call with its meetings. So only checkpoints matter that
-    have begun inside of ``forward``: they show by other saved-tensor hooks, or by gradients that are off.
-
-    Raises:
-        RuntimeError: the checkpoint is torch's, which cannot recompute a collective.
+    have begun inside of ``forward``: they show by other saved-tensor hooks, or by gradients that are off. torch's own
+    cannot recompute a collective.
     """
     if _active_tapes():
         return
@@ -221,12 +212,7 @@ def _is_called_by(module: str) -> bool:
 class JointSpan:
     """The replicas of a collective, seen from one of them.
 
-    Attributes:
-        place: the replica's place in the call of its own machine.
-        index: the replica's number among all replicas, machine by machine.
-        counts: how many replicas each machine has.
-        rank: the number of the replica's machine.
-        peer_call: a ``machines.peer_rounds.PeerCall`` if the collective spans several machines.
+    ``index`` is the replica's number among all replicas, machine by machine, and ``counts`` says how many each has.
     """
 
     place: MeetingPlace
@@ -311,12 +297,7 @@ class _CollectiveSignature:
 class Request:
     """One collective, as error messages name it.
 
-    Attributes:
-        name: the function's name.
-        detail: the function's other arguments, as a call would write them.
-        tensors: the signature of each tensor.
-        across_machines: true if the replicas of other machines take part.
-        inference: true in inference mode. All replicas have to be in it, or none.
+    ``detail``: the function's other arguments, as a call would write them. ``tensors``: the signature of each.
     """
 
     name: str
@@ -363,10 +344,6 @@ def joint(
     """Runs a collective and returns this replica's results. All replicas have to call it with an equal request.
 
     ``note``: a value of this replica that is no tensor, because the host has to know it.
-
-    Raises:
-        ValueError: a tensor is not on the replica's device.
-        RuntimeError: as `Place.meet`; the call is inside a checkpoint of torch.
     """
     replayed = results_of_forward(request)
     if replayed is not None:

@@ -17,7 +17,6 @@ from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES
 from dataparallel.comm.streams.arrivals import ExpectedArrivals
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.compiled.calls import CompiledCall
-from dataparallel.replicas.cycles import CYCLES
 from dataparallel.replicas.plan import (
     HAS_COMPILED,
     NONE_POSITION,
@@ -29,7 +28,7 @@ from dataparallel.replicas.plan import (
     instance_slots,
     original_class,
 )
-from dataparallel.replicas.references import Rebinding
+from dataparallel.replicas.references import CYCLES, Rebinding
 
 
 @contextmanager
@@ -107,7 +106,6 @@ def _as_written(module: Any, attributes: dict[str, Any] | None = None) -> nn.Mod
 
 
 def device_of(tensors: list[Tensor]) -> torch.device | None:
-    """The device of a replica with these tensors."""
     return tensors[0].device if tensors else None
 
 
@@ -252,10 +250,6 @@ class ParameterRegistry(dict[str, Any]):
     that stream current before the lookup, or let it wait for this one after the lookup. Every other way to the values
     waits for all parameters of the module; only dict's own methods, called as ``dict.values(registry)``, do not wait.
     Copies and pickles are plain dicts.
-
-    Args:
-        positions: for each name the position in the plan.
-        expected: what the replica waits for; all of its registries share it.
     """
 
     __slots__ = ("_expected", "_positions")

@@ -26,10 +26,6 @@ class KeptModules:
     before the backward of the last one. Replicas that ``forward`` has changed serve no other call. They are dropped at
     the end of the call if it has failed, or if they have new attributes, which may hold much memory. Otherwise they are
     dropped before the next call.
-
-    Args:
-        arrivals: of the first call; ``None`` if its parameters are there already.
-        graphs: makes the replicas launch captured graphs.
     """
 
     def __init__(
@@ -61,7 +57,6 @@ class KeptModules:
         )
 
     def lease(self, copies: Sequence[list[Tensor]], arrivals: Arrivals | None) -> Lease:
-        """Returns the replicas, with these tensors."""
         for slot, (tensors, tables, expected) in enumerate(zip(copies, self._tables, self._expected, strict=False)):
             if arrivals is not None and expected is not None:
                 arrivals.expect(expected, slot, len(tensors) + len(self._plan.shared) + 1)

@@ -25,8 +25,7 @@ from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.kept_modules import KeptModules, Lease
-from dataparallel.replicas.placement import placement_error, refuse_constants
-from dataparallel.replicas.plan import ModulePlan, names_of
+from dataparallel.replicas.plan import ModulePlan, names_of, placement_error, refuse_constants
 from dataparallel.replicas.replicate import build_replicas, copy_tensors, make_leaves
 from dataparallel.replicas.tree_state import TreeSnapshot
 from dataparallel.weak_members import WeakMembers
@@ -83,7 +82,6 @@ class FreshCopies(TensorStore):
         record: bool,
         arrivals: Arrivals | None = None,
     ) -> list[list[Tensor]]:
-        """See `TensorStore.for_call`."""
         if record:
             return copy_tensors(plan, slots, True, cap_bytes, arrivals, self._as_torch)
         return constant_copies(plan, slots, cap_bytes, arrivals)
@@ -102,10 +100,7 @@ def constant_copies(
 
 
 MOST_FROZEN = 4
-"""One ``frozen`` block keeps at most so many sets of replicas: one for each call that runs at the same time.
-
-If more calls run at the same time, their replicas are not kept.
-"""
+"""One ``frozen`` block keeps at most so many sets of replicas. If more calls run at a time, others are not kept."""
 
 _all: WeakMembers[KeptReplicas] = WeakMembers()
 
@@ -163,11 +158,9 @@ class KeptReplicas:
 
     @property
     def is_frozen(self) -> bool:
-        """True while a ``frozen`` block is open."""
         return self._frozen_blocks > 0
 
     def clear(self) -> None:
-        """Drops everything."""
         with self.lock:
             self._clear()
 
@@ -186,22 +179,13 @@ class KeptReplicas:
         try:
             yield
         finally:
-            self._end_frozen_block()
-
-    def _end_frozen_block(self) -> None:
-        with self.lock:
-            self._frozen_blocks -= 1
-            if self._frozen_blocks:
-                return
-            self._clear()
+            with self.lock:
+                self._frozen_blocks -= 1
+                if not self._frozen_blocks:
+                    self._clear()
 
     def replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int) -> list[Any]:
-        """Returns replicas for ``slots``, as `dataparallel.replicate` makes them.
-
-        Raises:
-            RuntimeError: the tree cannot be replicated, or a tensor is not on the first slot; the message names the
-                module or the tensor. A call inside `frozen` records a graph.
-        """
+        """Returns replicas for ``slots``, as `dataparallel.replicate` makes them."""
         record = torch.is_grad_enabled()
         with self.lock:
             if self.is_frozen and record:
@@ -312,7 +296,6 @@ class _FrozenSet:
         )
 
     def lease(self, count: int) -> Lease:
-        """Returns the first ``count`` replicas."""
         self.is_free = False
         return Lease(self._replicas[:count], self)
 

@@ -70,10 +70,7 @@ class CurrentValues:
     used another value. So the versions of the copies are changed too, and the graph's backward raises the error that
     torch raises on one device. Writes through ``.data`` change no version.
 
-    Args:
-        tensors, slots: the source's tensors, and where their copies are.
-        by_slot: for each slot a copy of each of the tensors. The caller fills the lists later.
-        parameters, read_directly: positions of tensors, as in `ModulePlan`.
+    ``by_slot``: for each slot a copy of each of the tensors. The caller fills the lists later.
     """
 
     def __init__(

@@ -17,31 +17,24 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dataparallel._torch import HOOK_TABLES, REGISTRIES
-from dataparallel.optimizer_steps import before_each_step
+from dataparallel.optimizer_steps import before_steps
 from dataparallel.replicas.references import ATOMIC, Rebinding, reached
 
 _lock = threading.Lock()
 _replaced: Any = WeakIdKeyDictionary()
 """For each replaced parameter that is still there: its name, the form that has replaced it, and by what."""
 
-_hook: Any = None
-
 
 def remember(parameters: Iterable[tuple[str, Tensor, Tensor]], owner: str, form: str) -> None:
     """Remembers replaced parameters: their names, themselves and the new ones. Messages name ``owner`` and ``form``."""
-    global _hook
+    before_steps(check_optimizer)
     with _lock:
-        if _hook is None:
-            _hook = before_each_step(check_optimizer)
         for name, parameter, new in parameters:
             _replaced[parameter] = f"{name!r} of a {owner}", form, weakref.ref(new)
 
 
 def where(parameter: Tensor) -> tuple[str, str] | None:
-    """The place where the parameter was before it was replaced, in words, and the form that has replaced it.
-
-    ``None``: it was not replaced.
-    """
+    """Where the parameter was before it was replaced, in words, and the form that did so; ``None`` if none did."""
     found = _replaced.get(parameter) if _replaced else None
     return None if found is None else found[:2]
 

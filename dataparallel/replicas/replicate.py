@@ -24,8 +24,7 @@ from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.replicas.build import build_replica, collector_paused
 from dataparallel.replicas.compiled.calls import Compiled
-from dataparallel.replicas.placement import refuse_constants
-from dataparallel.replicas.plan import ModulePlan
+from dataparallel.replicas.plan import ModulePlan, refuse_constants
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -252,7 +251,6 @@ def at_positions(positions: Sequence[int], later: Later | None) -> Later | None:
 
 
 def make_leaves(plan: ModulePlan, copies: list[list[Tensor]]) -> None:
-    """Sets ``requires_grad`` on copies of parameters that require gradients."""
     needed = [i for i in plan.parameters if plan.tensors[i].requires_grad and not plan.tensors[i].is_inference()]
     for tensors in copies:
         for i in needed:

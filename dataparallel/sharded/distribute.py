@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dataparallel import _torch
 from dataparallel.devices import CPU, DeviceLike, resolve_each
+from dataparallel.optimizer_steps import before_steps
 from dataparallel.progress import progress
 from dataparallel.sharded.placements import Owners, Placement, Replicate, Shard, check_placement, over_of
 from dataparallel.sharded.shards import empty_shards
@@ -176,8 +176,8 @@ def _shard_state(optimizer: Optimizer) -> None:
             state[name] = _torch.pytree.tree_map(partial(sharded_value, parameter=parameter), state[name])
 
 
-@_torch.not_traced
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@before_steps
+def _before_step(optimizer: Optimizer) -> None:
     """Runs before each step of every optimizer. It checks the parameters at first, and again if groups were added."""
     groups = optimizer.param_groups
     if _group_counts.get(optimizer) == len(groups):
@@ -192,6 +192,3 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
                 _has_load_hook[optimizer] = None
     with _lock:
         _group_counts[optimizer] = len(groups)
-
-
-register_optimizer_step_pre_hook(_before_step)

@@ -40,12 +40,7 @@ Division: TypeAlias = "Placement | Rows"
 
 
 def check_placement(placement: object, shape: Sequence[int]) -> Placement:
-    """Returns the placement, with a dimension that is not negative.
-
-    Raises:
-        TypeError: it is neither a `Shard` nor a `Replicate`.
-        ValueError: a tensor of this shape has no such dimension.
-    """
+    """Returns the placement, with a dimension that is not negative."""
     if isinstance(placement, Replicate):
         return placement
     # Exactly `Shard`: its subclasses divide in other ways.
@@ -93,9 +88,7 @@ class Owners(tuple[torch.device, ...]):
 
     If all owners are on one machine, any tuple of devices will do. It equals `Owners` without ``over``.
 
-    Args:
-        devices: those of this machine, in the order of the shards. Every machine has as many.
-        over: the machines. Default: this one alone.
+    Every machine has as many devices. ``over``: the machines; by default this one alone.
     """
 
     over: Machines | None
@@ -148,9 +141,6 @@ def destinations(owners: Sequence[torch.device], device: torch.device) -> tuple[
 
     Each shard goes to its owner if ``device`` is the first owner, or the current device of a type that owners have;
     ``"cuda"`` means the current device, as everywhere in torch.
-
-    Raises:
-        ValueError: another device, or owners that the machine lacks.
     """
     if device.type == META:
         return (device,) * len(owners)

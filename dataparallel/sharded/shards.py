@@ -41,7 +41,6 @@ def empty_shards(
     dtype: torch.dtype,
     over: Machines | None = None,
 ) -> list[Tensor]:
-    """Uninitialised contiguous shards, one on each of the devices."""
     shapes = local_shard_shapes(shape, placement, len(devices), over)
     return [torch.empty(of_shard, dtype=dtype, device=device) for of_shard, device in zip(shapes, devices, strict=True)]
 
@@ -254,7 +253,6 @@ def stack_on_first(of_owners: Sequence[Tensor]) -> Tensor:
 
 
 def _padded(shard: Tensor, shape: torch.Size) -> Tensor:
-    """The shard, padded with zeros at the end to this shape."""
     if shard.shape == shape:
         return shard
     padded = shard.new_zeros(shape)

@@ -38,7 +38,7 @@ def is_wake_up(error: BaseException | None) -> bool:
 
 
 class Scheduler(Protocol):
-    """Runs the replicas of a call and gives permits to them. It is a `Gang` or `in_turn.SerialTasks`."""
+    """Runs the replicas of a call and gives permits to them. It is a `Gang` or `gang.SerialTasks`."""
 
     def park(self, slot: int, unpark: Sequence[int] = ()) -> Turn:
         """Gives back the permit of ``slot`` and lets its group run. The slot's thread calls this, and then waits.
@@ -64,11 +64,7 @@ def here() -> MeetingPlace | None:
 
 class MeetingPlace:
     """One replica in the meeting of its call.
-
-    Attributes:
-        index: the replica's number, in slot order.
-        meeting: the meeting of the call.
-        thread: the id of the thread that runs ``forward``.
+    ``thread`` is the id of the thread that runs ``forward``.
     """
 
     __slots__ = ("index", "meeting", "thread")
@@ -86,11 +82,7 @@ class MeetingPlace:
 
         The last replica that comes calls ``combine`` with the values of all replicas in slot order. ``combine`` returns
         one result for each replica. Error messages contain ``str(request)``.
-
-        Raises:
-            RuntimeError: requests differ, a replica has returned, or the time limit has run out; another replica has
-                failed (`WokenUp`); this is not the thread that runs ``forward``.
-            Exception: ``combine`` raised it, in this thread.
+        If requests differ, a replica has returned or failed, or the time limit has run out, this raises.
         """
         if threading.get_ident() != self.thread:
             raise RuntimeError(
@@ -155,7 +147,6 @@ class Meeting:
         self._failure: str | None = None
 
     def run_replica(self, index: int, task: Callable[[], T]) -> T:
-        """Runs the replica's ``task`` at the place ``index``."""
         token = _current_place.set(MeetingPlace(index, self))
         try:
             result = task()
@@ -168,7 +159,6 @@ class Meeting:
         return result
 
     def meet(self, index: int, request: Hashable, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """See `Place.meet`."""
         visit = _Visit(request, value)
         with self._lock:
             if self._failure is not None:

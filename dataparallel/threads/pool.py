@@ -65,11 +65,7 @@ _rebuilding = threading.Lock()
 
 
 def start(job: Job, device: Hashable) -> None:
-    """Makes a thread of ``device`` call ``job(worker)``. The job calls `release` when it has nothing left to do.
-
-    Raises:
-        RuntimeError: no thread is idle, and the system has no more threads.
-    """
+    """Makes a thread of ``device`` call ``job(worker)``. The job calls `release` when it has nothing left to do."""
     global _engine_is_stale
     note_use()
     if _engine_is_stale:
@@ -114,7 +110,6 @@ def _take(device: Hashable) -> Worker | None:
 
 @in_forked_child
 def _start_afresh_after_fork() -> None:
-    """A forked child has none of the threads."""
     global _used, _engine_is_stale, _rebuilding
     _rebuilding = threading.Lock()
     if _used:

@@ -50,10 +50,7 @@ class Trace:
         self._clock, self._ran = DeviceClock(), list[tuple[int, torch.device, float, tuple[Marks, Marks]]]()
 
     def __enter__(self) -> Trace:
-        """
-        Raises:
-            RuntimeError: another trace or a profiler of torch runs in this process, or this trace has had its block.
-        """
+        """Only one trace or profiler of torch runs in a process, and a trace has one block."""
         if self._profile is not None:
             raise RuntimeError("a trace is for one block: call dataparallel.trace() again for another one")
         if not _running.acquire(blocking=False):

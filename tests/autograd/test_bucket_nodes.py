@@ -10,7 +10,7 @@ from buckets import broadcast, check, expected, loss_of
 from dataparallel import comm
 from dataparallel.autograd.bucket_gradients import OnSlot, Packing, SlotGradients, take_contents
 from dataparallel.comm import using
-from dataparallel.comm.cupy import Cupy
+from dataparallel.comm.kernels import Cupy
 from graphs import nodes_of
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dataparallel import gather
-from dataparallel.batches.padding import checked_pad
+from dataparallel.batches.gather import checked_pad
 
 
 @st.composite

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import PerformanceWarning, PerReplica, samples, scatter, scatter_kwargs, whole
-from dataparallel.batches.shared_arguments import MOST_VALUES
+from dataparallel.batches.scatter import MOST_VALUES
 
 
 @pytest.fixture

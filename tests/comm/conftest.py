@@ -9,8 +9,8 @@ import torch
 from kernel_launches import Launches
 from kernel_runner import Kernels
 
-from dataparallel.comm import cupy, transport_choice
 from dataparallel.comm import kernels as launching
+from dataparallel.comm import transport_choice
 from dataparallel.comm.kernels import Kernel, pack
 
 
@@ -54,5 +54,5 @@ def launch(request: pytest.FixtureRequest) -> Callable:
 @pytest.fixture
 def launches(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> Launches:
     replaced = Launches(launch)
-    monkeypatch.setattr(cupy, "kernels", replaced)
+    monkeypatch.setattr(launching, "launch", replaced.launch)
     return replaced

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dataparallel.comm import piece_streams
+from dataparallel.comm.streams import current
 
 
 class Ports(TorchDispatchMode):
@@ -34,13 +34,13 @@ class Ports(TorchDispatchMode):
         def noted(stream: torch.Stream) -> torch.Stream:
             return Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
-        current_streams, kept_stream = piece_streams.current_streams, piece_streams.kept_stream
+        current_streams, kept_stream = current.current_streams, current.kept_stream
 
         def currents(devices: Iterable[torch.device]) -> Mapping[torch.device, torch.Stream]:
             return {device: noted(stream) for device, stream in current_streams(devices).items()}
 
-        monkeypatch.setattr(piece_streams, "current_streams", currents)
-        monkeypatch.setattr(piece_streams, "kept_stream", lambda *which: noted(kept_stream(*which)))
+        monkeypatch.setattr(current, "current_streams", currents)
+        monkeypatch.setattr(current, "kept_stream", lambda *which: noted(kept_stream(*which)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].device != args[1].device:

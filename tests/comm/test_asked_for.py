@@ -15,7 +15,7 @@ from torch import nn
 
 from dataparallel import DataParallel, comm
 from dataparallel.comm import kernels, nccl, transport_choice
-from dataparallel.comm.cupy import Cupy
+from dataparallel.comm.kernels import Cupy
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.settings import TRANSPORT_VARIABLE
 from dataparallel.comm.transport_choice import Choice, Collective, choose, transport_for

@@ -11,9 +11,8 @@ from tensor_kinds import devices_of, of_many_magnitudes
 from torch import Tensor
 
 from clocked import check_clocks
-from dataparallel.comm.piece_streams import piece_streams, shared_piece_streams
 from dataparallel.comm.routes import TorchCopies
-from dataparallel.comm.streams.current import streams_set
+from dataparallel.comm.streams.current import piece_streams, shared_piece_streams, streams_set
 from orders import race
 from spare_streams import spare_stream
 

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from dataparallel.composable import fully_shard
 from dataparallel.sharded import Shard
-from dataparallel.sharded.units import passes
+from dataparallel.sharded.units import tree
 from dataparallel.sharded.units.buffers import FullBuffer
-from dataparallel.sharded.units.gradients import UnitGradients
+from dataparallel.sharded.units.gradients import UnitGradients, UnitSums
 from dataparallel.sharded.units.joint_gathers import JointGathers
-from dataparallel.sharded.units.passes import BackwardPass
-from dataparallel.sharded.units.sums import UnitSums
+from dataparallel.sharded.units.tree import BackwardPass
 from freed_later import freed_later
 from made_units import without_joint_gathers
 from memory import allocated, nbytes
@@ -266,8 +265,8 @@ def bound(slots: int, weights: int, gradients: int = 2 * UNIT) -> int:
 )
 def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lags, slots, root, monkeypatch):
     """Beside the shards, also where one slot takes longer than others: these do not run ahead."""
-    assert passes._PATIENCE > LAG
-    monkeypatch.setattr(passes, "_PATIENCE", 30.0)  # a busy machine may take longer than a slot lags
+    assert tree._PATIENCE > LAG
+    monkeypatch.setattr(tree, "_PATIENCE", 30.0)  # a busy machine may take longer than a slot lags
     before = allocated(slots)
     options = {"no reshard": {"reshard_after_forward": False}, "in twos": {"reshard_after_forward": 2}}.get(way, {})
     training = Training(slots, deep(), (WIDTH,), **options)
@@ -318,7 +317,7 @@ class Conditioned(Block):
 @pytest.mark.slots(4)
 def test_a_tensor_that_goes_to_all_units_does_not_keep_them_full(slots, root, monkeypatch):
     """Its gradient is complete only when the backward of the first unit has run."""
-    monkeypatch.setattr(passes, "_PATIENCE", 30.0)
+    monkeypatch.setattr(tree, "_PATIENCE", 30.0)
     monkeypatch.setattr(f"{__name__}.Block", Conditioned)
     before = allocated(slots)
     training = Training(slots, Shares(), (WIDTH,))
@@ -346,7 +345,7 @@ class SkipsBlocks(Deep):
 @pytest.mark.parametrize("skipped", [(2, 3), (0, 1), (4, 5), (0, 2, 5)], ids=str)
 def test_nobody_waits_for_a_slot_that_skips_blocks(skipped, slots, root, monkeypatch):
     """It has no gradients of them that could come."""
-    monkeypatch.setattr(passes, "_PATIENCE", 3.0)
+    monkeypatch.setattr(tree, "_PATIENCE", 3.0)
     gave_up: list[int] = []
     end = BackwardPass.end_task
 

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from dataparallel.sharded.units.calls import RootCall
-from dataparallel.sharded.units.gradients import UnitGradients
+from dataparallel.sharded.units.gradients import UnitGradients, UnitSums
 from dataparallel.sharded.units.slot_unit import SlotUnit
-from dataparallel.sharded.units.sums import UnitSums
 from dataparallel.testing.cases import seeded, sgd, tokens
 from dataparallel.testing.steps import mean_square_loss
 from sharded_models import GPT, LENGTH, VOCABULARY, Block

@@ -14,7 +14,7 @@ from dataparallel import _torch, comm
 from dataparallel.comm.streams.current import Event, streams_joined
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
-from dataparallel.sharded.units import passes
+from dataparallel.sharded.units import tree
 from dataparallel.sharded.units.buffers import FullBuffer
 from dataparallel.sharded.units.calls import RootCall
 
@@ -134,8 +134,8 @@ def test_after_a_call_that_failed_parameters_are_written_when_they_have_been_cas
 
 def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots, root, monkeypatch):
     """The next delivery waits for these sums, and links serve copies in the order of their launches."""
-    monkeypatch.setattr(passes, "_MAY_WAIT_BYTES", 0)  # no slot is more than a unit ahead: sums have been launched
-    monkeypatch.setattr(passes, "_PATIENCE", 30.0)
+    monkeypatch.setattr(tree, "_MAY_WAIT_BYTES", 0)  # no slot is more than a unit ahead: sums have been launched
+    monkeypatch.setattr(tree, "_PATIENCE", 30.0)
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]).to(root)
     for layer in model:
         fully_shard(layer, devices=slots)

@@ -12,7 +12,7 @@ from torch import nn
 
 from affine import Affine, build_affine
 from dataparallel import DataParallel
-from dataparallel.forms.signatures import StandIns
+from dataparallel.forms.managed import StandIns
 from nets import samples
 
 pytestmark = pytest.mark.devices("cpu")  # signatures do not depend on devices

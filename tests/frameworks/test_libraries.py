@@ -14,7 +14,7 @@ from torch import nn
 
 import dataparallel
 from dataparallel.composable import replicate
-from dataparallel.integrations.torch_rules import counts
+from dataparallel.integrations.torch_wrapper import counts
 
 pytestmark = pytest.mark.devices("cuda")
 

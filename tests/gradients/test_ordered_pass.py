@@ -13,7 +13,7 @@ from over_machines import CAP_MB, FIRST_MB, Branches, assert_close, batch_of, bu
 from torch import Tensor
 
 from dataparallel.composable import replicate
-from dataparallel.gradients.ordered_pass import BucketSum
+from dataparallel.gradients.comm_hooks import GradBucket
 from freed_later import freed_later
 
 
@@ -34,7 +34,7 @@ class Recorder:
         self.change = change
         self.passes: list[Recorder] = []
         self.contents = ""
-        self.launched: list[BucketSum] = []
+        self.launched: list[GradBucket] = []
         self.ends: list[tuple[Sequence[bool], BaseException | None]] = []
         self.failures: list[BaseException] = []
 
@@ -46,9 +46,9 @@ class Recorder:
     def signal_failure(self, error: BaseException) -> None:
         self.failures.append(error)
 
-    def launch(self, sums: BucketSum) -> Arrived:
+    def launch(self, sums: GradBucket) -> Arrived:
         self.launched.append(sums)
-        return Arrived(lambda: self.change(sums.flat))
+        return Arrived(lambda: self.change(sums.summed))
 
     def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> Arrived:
         self.ends.append((used, error))
@@ -81,7 +81,7 @@ def test_every_pass_launches_every_bucket_once_and_in_order(model: Any, recorder
         x = batch_of(0, step).to(root)
         loss_of(model(x)).backward(inputs=used if step == 3 else None)
         this = recorder.passes[-1]
-        assert [sums.index for sums in this.launched] == [*range(this.launched[0].count)]
+        assert [sums.index() for sums in this.launched] == [*range(this.launched[0].count)]
         assert sorted(names_in(this)) == sorted(name for name, _ in model.named_parameters())
         assert len(this.ends) == 1
     assert len(recorder.passes) == 4
@@ -163,7 +163,7 @@ def test_a_pass_that_fails_on_its_way_launches_the_rest_and_ends_with_an_error(
     with pytest.raises(ArithmeticError):
         loss_of(model(x)).backward()
     (failed,) = recorder.passes
-    assert [sums.index for sums in failed.launched] == [*range(failed.launched[0].count)]
+    assert [sums.index() for sums in failed.launched] == [*range(failed.launched[0].count)]
     ((used, error),) = failed.ends
     assert isinstance(error, RuntimeError)
     assert not any(used)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from dataparallel.integrations import torch_rules
+from dataparallel.integrations import torch_wrapper
 from dataparallel.integrations.programs import main
 from processes import run_script
 
@@ -79,8 +79,8 @@ def test_workers_return_objects_of_the_programs_classes(script, capsys, monkeypa
 @pytest.fixture
 def counts(monkeypatch):
     """Those of a process that has called nothing."""
-    monkeypatch.setattr(torch_rules, "counts", torch_rules.FallbackCounts())
-    return torch_rules.counts
+    monkeypatch.setattr(torch_wrapper, "counts", torch_wrapper.FallbackCounts())
+    return torch_wrapper.counts
 
 
 def test_the_report_at_the_end(script, capsys, counts):

@@ -12,7 +12,7 @@ from torch import nn
 import dataparallel
 from dataparallel import replace_torch
 from dataparallel.devices import current_device_set
-from dataparallel.integrations import torch_rules
+from dataparallel.integrations import torch_wrapper
 
 
 class Adds(nn.Module):
@@ -25,7 +25,7 @@ class Adds(nn.Module):
 @pytest.fixture(autouse=True)
 def counts(monkeypatch):
     """As in a program that has called nothing yet."""
-    monkeypatch.setattr(torch_rules, "counts", torch_rules.FallbackCounts())
+    monkeypatch.setattr(torch_wrapper, "counts", torch_wrapper.FallbackCounts())
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_one_entry_for_each_slot_is_no_reason_to_warn(slots, root):
     with replace_torch(), warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(nn.DataParallel(Adds(), slots)(x, each), expected(slots, x, each))
-    assert torch_rules.counts.fallbacks() == {"each tensor is split by itself": 1}
+    assert torch_wrapper.counts.fallbacks() == {"each tensor is split by itself": 1}
 
 
 def test_one_warning_for_all_sizes(slots, root):
@@ -254,8 +254,8 @@ class TestSubclassesThatSplit:
 def test_equal_sizes_are_no_fallback(slots, root):
     with replace_torch():
         nn.DataParallel(Adds(), slots)(torch.ones(6, 4, device=root), torch.ones(6, device=root))
-    assert torch_rules.counts.fallbacks() == {}
-    assert torch_rules.counts.calls() == {"DataParallel": 1, "DataParallel.forward": 1}
+    assert torch_wrapper.counts.fallbacks() == {}
+    assert torch_wrapper.counts.calls() == {"DataParallel": 1, "DataParallel.forward": 1}
 
 
 class Unused(nn.Module):
@@ -408,7 +408,7 @@ def test_wrappers_of_torch_keep_complex_tensors(slots, root):
     with replace_torch():
         output = model(x)
         output.abs().sum().backward()
-    assert torch_rules.counts.calls()["comm.broadcast_coalesced"] == 1
+    assert torch_wrapper.counts.calls()["comm.broadcast_coalesced"] == 1
     torch.testing.assert_close(output, x * (1 + 2j))
     expected = torch.full((4,), 1 + 2j, device=root, requires_grad=True)
     (x * expected).abs().sum().backward()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataparallel.integrations import programs, torch_rules
+from dataparallel.integrations import programs, torch_wrapper
 
 FOLDER = Path(__file__).parent / "programs"
 
@@ -24,7 +24,7 @@ ALIKE = [("classify", "--arch=plain")] + [
 def numbers(tmp_path, monkeypatch, capsys, slots, root):
     """Runs a program with ``torch``'s class, with ``ours`` or on ``one`` device, and returns the numbers it prints."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch_rules, "counts", torch_rules.FallbackCounts())
+    monkeypatch.setattr(torch_wrapper, "counts", torch_wrapper.FallbackCounts())
     before = torch.get_default_dtype()
 
     def run(way, name, *options):
@@ -37,8 +37,8 @@ def numbers(tmp_path, monkeypatch, capsys, slots, root):
         try:
             if way == "ours":
                 programs.main(arguments)
-                assert torch_rules.counts.calls()["DataParallel.forward"] > 0
-                assert torch_rules.counts.fallbacks() == {}
+                assert torch_wrapper.counts.calls()["DataParallel.forward"] > 0
+                assert torch_wrapper.counts.fallbacks() == {}
             else:
                 monkeypatch.setattr(sys, "argv", arguments)
                 runpy.run_path(arguments[0], run_name="__main__")
@@ -90,12 +90,12 @@ def text(tmp_path, monkeypatch, capsys):
 
     def run(way, name):
         before, path = torch.get_default_dtype(), str(FOLDER / f"{name}.py")
-        monkeypatch.setattr(torch_rules, "counts", torch_rules.FallbackCounts())
+        monkeypatch.setattr(torch_wrapper, "counts", torch_wrapper.FallbackCounts())
         capsys.readouterr()
         try:
             if way == "ours":
                 programs.main([path])
-                assert torch_rules.counts.calls()
+                assert torch_wrapper.counts.calls()
             else:
                 runpy.run_path(path, run_name="__main__")
         finally:

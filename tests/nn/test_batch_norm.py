@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from batch_norms import SHAPES, Kernels, batch_of, made, same
 from dataparallel import DataParallel, peers
 from dataparallel.composable import replicate
-from dataparallel.nn import SyncBatchNorm, batch_norm
+from dataparallel.nn import SyncBatchNorm, sync_batch_norm
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -28,7 +28,7 @@ def way(request, monkeypatch):
         yield request.param
         assert all(kernels.calls.values())
     else:
-        monkeypatch.setattr(batch_norm, "VALUES", 1)
+        monkeypatch.setattr(sync_batch_norm, "VALUES", 1)
         yield request.param
 
 
@@ -148,12 +148,12 @@ class TestPrecision:
         chunk, grad = batch_of(61).to(slots[0], dtype), batch_of(61).to(slots[0], dtype).sin()
         wide = chunk.double()
         with torch.no_grad():
-            mean, m2 = batch_norm.statistics(chunk)
+            mean, m2 = sync_batch_norm.statistics(chunk)
             variance = m2 / (chunk.numel() // 4)
-            sums = batch_norm.sums(grad, chunk, mean)
+            sums = sync_batch_norm.sums(grad, chunk, mean)
             made = [
-                batch_norm.normalised(chunk, mean, variance, mean.to(dtype), mean.to(dtype), 1e-5),
-                batch_norm.grad_of_chunk(chunk, mean, variance, mean, grad, variance),
+                sync_batch_norm.normalised(chunk, mean, variance, mean.to(dtype), mean.to(dtype), 1e-5),
+                sync_batch_norm.grad_of_chunk(chunk, mean, variance, mean, grad, variance),
             ]
         assert {each.dtype for each in (mean, m2, *sums)} == {torch.float32}
         wanted_variance, wanted_mean = torch.var_mean(wide, [0, 2, 3], correction=0)

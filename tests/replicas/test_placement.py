@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.replicas.placement import check_placement
+from dataparallel.replicas.plan import check_placement
 
 pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
 

@@ -16,7 +16,7 @@ STRESS = """
 import faulthandler, random, signal, sys, threading, time
 import torch
 from dataparallel.threads.gang import Gang
-from dataparallel.threads.in_turn import SerialTasks
+from dataparallel.threads.gang import SerialTasks
 from dataparallel.threads.meetings import Meeting, here
 
 kind, rounds, rng, main = sys.argv[1], int(sys.argv[2]), random.Random(int(sys.argv[3])), threading.get_ident()

@@ -15,7 +15,7 @@ pytestmark = [
 PRELUDE = """
 import contextlib, gc, os, signal, threading, time, weakref
 from dataparallel.threads import pool
-from dataparallel.threads.in_turn import SerialTasks
+from dataparallel.threads.gang import SerialTasks
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.pool import Skipped
 

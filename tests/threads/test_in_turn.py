@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dataparallel.threads.in_turn import SerialTasks
+from dataparallel.threads.gang import SerialTasks
 from dataparallel.threads.pool import Skipped
 from gangs import values_of
 

@@ -14,8 +14,7 @@ from torch import nn
 
 from dataparallel import parallel_apply
 from dataparallel.threads import pool
-from dataparallel.threads.gang import Gang
-from dataparallel.threads.in_turn import SerialTasks
+from dataparallel.threads.gang import Gang, SerialTasks
 from dataparallel.threads.meetings import Meeting, WokenUp, here
 from dataparallel.threads.pool import Skipped, Turn
 

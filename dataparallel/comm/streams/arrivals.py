@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.comm.piece_streams import PieceStreams, shared_piece_streams
-from dataparallel.comm.streams.current import Event, current_streams, kept_stream, run_apart, streams_set
+from dataparallel.comm.streams.current import (
+    Event,
+    PieceStreams,
+    current_streams,
+    kept_stream,
+    run_apart,
+    shared_piece_streams,
+    streams_set,
+)
 from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.environment import says_no
 
@@ -26,7 +33,7 @@ _FLATS_HELD = 2
 """The number of flat buffers at a time: one is sent while the next one is filled."""
 
 _PIECE_STREAMS = 3
-"""The streams that pieces take in turn on each device (``comm.piece_streams``); pieces of buckets differ in size."""
+"""The streams that pieces take in turn on each device (``comm.streams.current``); pieces of buckets differ in size."""
 
 
 def parameter_stream(device: torch.device) -> torch.Stream:
@@ -70,7 +77,7 @@ class Arrivals:
       belongs to the computing streams, and earlier work there may still use it.
     - The root fills flat buffers on a filling stream, so that it fills one while it sends another. A buffer belongs to
       that stream, so it is freed only when the stream waits for its send: before the next buffer but one is filled.
-    - Buckets follow each other on the streams of ``comm.piece_streams``, without waiting for each other.
+    - Buckets follow each other on the streams of ``comm.streams.current``, without waiting for each other.
     - An event follows each bucket on each stream that received it. On the root, where replicas share the source's
       memory, an event follows the read of the source, because a forward may write to the source.
     - When the call ends, also if it fails, the computing streams wait for the side streams, so that later work there

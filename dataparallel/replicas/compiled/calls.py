@@ -30,13 +30,8 @@ class CompiledCall:
     It refers to the module weakly, because the module holds it: a cycle would keep replicas alive. When the compiler
     traces a module around this one, it does not call this object, but looks into the module.
 
-    Args:
-        functions: ``None``: the module runs as it is.
-        seen: returns what the compiler sees in place of the module.
-
-    Attributes:
-        functions: see above.
-        device: the device of all tensors of the replica; ``None`` if it has none.
+    ``functions`` is ``None`` if the module runs as it is. ``seen`` returns what the compiler sees in place of the
+    module. ``device`` is that of all tensors of the replica, ``None`` if it has none.
     """
 
     def __init__(
@@ -49,7 +44,6 @@ class CompiledCall:
 
     @property
     def module(self) -> Any:
-        """The module that is called."""
         return self._module()
 
     def of(self, module: nn.Module) -> CompiledCall:
@@ -87,10 +81,8 @@ class Compiled(NamedTuple):
 def compiled_here(module: nn.Module, others: Iterable[Compiled | None] = ()) -> Compiled | None:
     """How ``module`` is compiled: by ``module.compile()``, or because it is what ``torch.compile(...)`` has returned.
 
-    ``None`` if it is not. ``others``: how other modules of its tree are, whose functions it may share.
-
-    Raises:
-        LookupError: it is compiled, and replicas could not be compiled in the same way.
+    ``None`` if it is not. ``others``: how other modules of its tree are, whose functions it may share. Raises
+    ``LookupError`` if replicas could not be compiled in the same way.
     """
     if not _torch.is_compiler_loaded():
         return None
@@ -105,11 +97,7 @@ def compiled_here(module: nn.Module, others: Iterable[Compiled | None] = ()) -> 
 
 
 def compiled_in_place(module: nn.Module, call: Any, others: Iterable[Compiled | None] = ()) -> Compiled:
-    """How a module is compiled whose own calls lead to ``call``, which ``torch.compile`` has made.
-
-    Raises:
-        LookupError: see `compiled_here`.
-    """
+    """How a module is compiled whose own calls lead to ``call``, which ``torch.compile`` has made."""
     return Compiled(_functions(module, by_call_impl, call, others), CALL, None, (CALL,))
 
 
@@ -121,7 +109,6 @@ def compiled_call(module: nn.Module) -> CompiledCall | None:
 
 
 def compiled_calls(module: nn.Module) -> dict[str, CompiledCall]:
-    """All compiled calls that a module of a replica has, by attribute."""
     forward = vars(module).get("forward")  # what `torch.compile` has returned has one
     found = {CALL: compiled_call(module), "forward": forward if isinstance(forward, CompiledCall) else None}
     return {name: call for name, call in found.items() if call is not None}
@@ -160,14 +147,7 @@ class CompileArgument:
 
     @classmethod
     def checked(cls, module: nn.Module, compile: Any) -> CompileArgument | None:
-        """Reads the argument of a wrapper of ``module``.
-
-        Raises:
-            TypeError: it is neither ``True``, ``False`` or ``None`` nor a dict; a name in the dict is none of `NAMES`;
-                the module is a ScriptModule.
-            ValueError: the module is compiled already.
-            Exception: ``torch.compile`` does not take an option.
-        """
+        """Reads the argument of a wrapper of ``module``."""
         if compile is None or compile is False:
             return None
         options = {} if compile is True else compile

@@ -68,9 +68,6 @@ class CompiledFunctions:
     Modules of one tree that have the same structure and were compiled alike share them, as the blocks of a model do
     that are compiled one by one. So do the replicas of all wrappers of a module. They live as long as the source or a
     replica that calls them. ``body`` is `by_call` or `by_call_impl`.
-
-    Attributes:
-        are_captured: calls are captured as CUDA graphs (``replicas.graphs``).
     """
 
     def __init__(self, structure: Hashable, body: Callable[..., Any], context: Any) -> None:
@@ -274,7 +271,6 @@ def counts() -> FrameCounts:
 
 
 def _note(device: torch.device | None, compilations: int, eager: int) -> None:
-    """Adds to the counts of a device."""
     with _counts_lock:
         _now.compilations[device] += compilations
         _now.eager[device] += eager

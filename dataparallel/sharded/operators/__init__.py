@@ -63,12 +63,7 @@ def register_on_wholes(on_wholes: OnWholes) -> OnWholes:
 
 
 def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator of which some arguments are sharded.
-
-    Raises:
-        TypeError: the operator does not work on sharded tensors, or not on these arguments.
-        ValueError: the sharded tensors have different owners or placements.
-    """
+    """Runs an operator of which some arguments are sharded."""
     operator = TABLE.get(func)
     if operator is None:
         operator = TABLE[func] = _by_rule(func)

@@ -21,7 +21,6 @@ from dataparallel.sharded.tensor import ShardedTensor
 
 
 def sharded_in(values: Iterable[Any]) -> Iterator[ShardedTensor]:
-    """The sharded tensors among the values and in lists there."""
     for value in values:
         if isinstance(value, ShardedTensor):
             yield value
@@ -35,7 +34,6 @@ def find_template(values: Iterable[Any]) -> ShardedTensor:
 
 
 def shard_devices(tensor: ShardedTensor) -> list[torch.device]:
-    """The devices of the tensor's shards on this machine."""
     return [shard.device for shard in tensor._shards]
 
 
@@ -64,10 +62,7 @@ def scalar_value(tensor: ShardedTensor) -> Tensor:
 def shards_for(func: OpOverload, value: Any, template: ShardedTensor) -> Sequence[Any]:
     """For each owner its argument: the elements that correspond to the owner's shard of ``template``.
 
-    Raises:
-        NeedsWhole: a sharded tensor with other owners or another placement; a tensor that does not broadcast to the
-            shape of ``template``.
-        TypeError: a tensor that is not dense.
+    Raises `NeedsWhole` for other owners or another placement, and for what does not broadcast to the template's shape.
     """
     if isinstance(value, ShardedTensor):
         if value is template:

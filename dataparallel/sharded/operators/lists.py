@@ -79,12 +79,10 @@ def _signature(func: OpOverload) -> _ListSignature:
 
 
 class SameOwners(NamedTuple):
-    """Tensors of a list that have the same owners.
+    """Tensors of a list that have the same owners, at these positions of the list.
 
-    Attributes:
-        templates: for each tensor the sharded tensor at its position in one of the lists, as which the tensors there
-            have to be divided; empty if the tensors are plain.
-        positions: the positions of the tensors in the list.
+    ``templates``: for each tensor the sharded tensor at its position in one of the lists, as which the tensors there
+    have to be divided; empty if the tensors are plain.
     """
 
     templates: list[ShardedTensor]
@@ -197,7 +195,6 @@ def _calls(
     kwargs: dict[str, Any],
     group: SameOwners,
 ) -> list[tuple[list[Any], dict[str, Any]]]:
-    """For each owner of a group the arguments of its call."""
     everything = len(group.positions) == len(args[lists[0]])
     chosen = args if everything else [_chosen(i, value, signature, lists, group) for i, value in enumerate(args)]
     if not group.templates:

@@ -26,7 +26,6 @@ aten = torch.ops.aten
 
 
 def _like(tensor: ShardedTensor, shards: Sequence[Tensor]) -> ShardedTensor:
-    """A sharded tensor of these shards, with the shape, placement and owners of ``tensor``."""
     return ShardedTensor(shards, tensor._placement, tensor.shape, tensor._devices)
 
 

@@ -117,10 +117,7 @@ def _lift_fresh(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
 
 def pointwise(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Runs the operator once for each owner, and once in all for a 0-dim tensor that is not replicated.
-
-    Raises:
-        NeedsWhole: as ``layout.shards_for``, and if the operator writes to a plain tensor or to one of another shape.
-            If one of `INPLACE_OPERATORS` writes to a plain tensor, the error is a ``RuntimeError``.
+    If it writes to a plain tensor or to one of another shape, this raises `NeedsWhole`.
     """
     result = _run_fast(func, args, kwargs)
     if result is not None:

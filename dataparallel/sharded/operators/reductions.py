@@ -35,10 +35,8 @@ def _combined_norm(partials: Tensor, order: float) -> Tensor:
 def _partials(tensor: ShardedTensor, reduce: Callable[[Tensor], Tensor], has_neutral: bool = True) -> Tensor:
     """The partial results, stacked on the first owner's device. Of 0-dim and replicated tensors there is one.
 
-    Args:
-        reduce: reduces a shard to a 0-dim tensor.
-        has_neutral: true if the result of an empty shard does not change the total. Otherwise empty shards are left
-            out. If all are empty, torch decides what the reduction of an empty tensor is.
+    ``has_neutral``: the result of an empty shard does not change the total. Otherwise empty shards are left out. If all
+    are empty, torch decides what the reduction of an empty tensor is.
     """
     shards, over = tensor._shards, tensor.over
     if isinstance(tensor._placement, Replicate):
@@ -215,11 +213,8 @@ def _of_list(
 ) -> list[Tensor]:
     """The result for each tensor of the list. All partial results of an owner travel as one tensor.
 
-    Args:
-        of_plain: reduces a list of plain tensors.
-        reduce: reduces a list of one owner's shards.
-        finish: the results for tensors of a dtype, from the partial results, of shape (owners, tensors).
-        neutral: the value that stands for an empty shard of a dtype.
+    ``finish``: the results for tensors of a dtype, from the partial results, of shape (owners, tensors). ``neutral``:
+    the value that stands for an empty shard of a dtype.
     """
     results: list[Any] = [None] * len(tensors)
     for group in groups_of([tensors]):

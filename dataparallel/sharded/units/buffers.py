@@ -130,9 +130,9 @@ class Layout:
         torch.cat([*parts], columns.dim, out=region.view(columns.shape))
 
     def copy_in(self, grads: Sequence[Tensor | None], gathered: Tensor) -> None:
-        """Copies gradients of full parameters into the gathered matrix, and zeros for parameters without gradients.
+        """Copies gradients of full parameters into the gathered matrix by one operator, which casts too.
 
-        This takes one operator, which casts too. On CUDA it is one kernel if the gradients are contiguous.
+        Zeros stand for missing ones. On CUDA it is one kernel if the gradients are contiguous.
         """
         like = next((grad for grad in grads if grad is not None), None)
         if like is None:
@@ -163,31 +163,20 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
 
 
-def out_of_memory_error(
-    what: str, unit: str, device: torch.device, number_of_bytes: int, error: torch.OutOfMemoryError
-) -> torch.OutOfMemoryError:
-    """Returns an error to raise from ``error``, which says that ``device`` has no room for ``what`` of a unit."""
-    return torch.OutOfMemoryError(
-        f"{device} has no room for the {number_of_bytes:,} bytes of {what} of the unit {unit!r}: shard smaller units, "
-        f"prefetch less, or use more devices. {error}"
-    )
-
-
 @contextmanager
 def naming_out_of_memory(what: str, unit: str, device: torch.device, number_of_bytes: int) -> Iterator[None]:
-    """Wraps allocations: if memory is short, raises `out_of_memory_error`, which gets the same arguments."""
+    """Wraps allocations: if memory is short, says that ``device`` has no room for ``what`` of a unit."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise out_of_memory_error(what, unit, device, number_of_bytes, error) from error
+        raise torch.OutOfMemoryError(
+            f"{device} has no room for the {number_of_bytes:,} bytes of {what} of the unit {unit!r}: shard smaller "
+            f"units, prefetch less, or use more devices. {error}"
+        ) from error
 
 
 class FullBuffer:
     """The full parameters of one dtype on one slot, whose storage has no bytes at first.
-
-    Args:
-        layout: of the matrix that is gathered from the owners.
-        dtype, device: of the parameters on the slot.
 
     Attributes:
         tensors: the parameters, views of one storage. Reading them while it has no bytes crashes the process.
@@ -211,10 +200,7 @@ class FullBuffer:
         self.free()
 
     def pull(self, pieces: Sequence[Tensor], first: int, layout: Layout | None = None) -> None:
-        """Copies the pieces into a new matrix. Begins with piece ``first``, so that slots pull from distinct owners.
-
-        ``layout``: the layout of the pieces; by default the owners'.
-        """
+        """Copies the pieces into a new matrix. Begins with piece ``first``, so that slots pull from distinct owners."""
         self._layout_of_gathered = layout = layout or self.layout
         matrix = self._buffer.new_empty(layout.owners, layout.numel)
         rows = matrix if len(matrix) == len(pieces) else matrix.view(len(pieces), -1)  # several for a piece of machines

@@ -36,10 +36,8 @@ from dataparallel.sharded.units.nodes import (
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.bindings import RegistryEntry
-    from dataparallel.sharded.units.passes import BackwardPass
-    from dataparallel.sharded.units.tree import Tree
-    from dataparallel.sharded.units.unit import Unit
+    from dataparallel.sharded.units.tree import BackwardPass, Tree
+    from dataparallel.sharded.units.unit import RegistryEntry, Unit
 
 
 class ModuleRunner:
@@ -101,11 +99,7 @@ class UnitModule:
     """One of a unit's modules in a replica, as long as the replica lives. Each call of the root sets its ``runner``.
 
     It is an attribute of the module from the beginning, so that a call leaves the module's attributes as they were.
-
-    Args:
-        unit_number: which of the tree's units.
-        number: which of the unit's modules.
-        places: where the unit's parameters are registered: number of the module in the replica, name, position.
+    ``places``: where the parameters are registered: number of the module in the replica, name, position in the unit.
     """
 
     def __init__(self, unit_number: int, number: int, places: Sequence[tuple[int, str, int]]) -> None:
@@ -238,10 +232,7 @@ def _cast(structure: Any, dtype: torch.dtype) -> Any:
 class RootCall:
     """One call of the root on some slots: the order of its units in forward, and gathers ahead in both directions.
 
-    Attributes:
-        slots: the devices of the replicas.
-        computing: for each accelerator the stream that was current when the call began.
-        ready: for each accelerator an event after which shards may be read.
+    ``ready``: for each accelerator an event after which shards may be read.
     """
 
     def __init__(self, tree: Tree, slots: Sequence[torch.device]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from dataparallel import _torch, comm
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.replicas.compiled.compile_lock import compile_lock
-from dataparallel.sharded.units.buffers import out_of_memory_error
+from dataparallel.sharded.units.buffers import naming_out_of_memory
 from dataparallel.sharded.units.shards import OwnedShards, PullSource, wait_for
 from dataparallel.threads.meetings import MeetingPlace, Scheduler, here
 
@@ -164,9 +164,6 @@ class JointGathers:
     unit the slots exchange their pieces (``comm.all_gather``), so that all links are busy. In backward, where gradients
     take memory too, the slot that asks last launches the gather of a large unit. The matrices are memory of the
     receiving streams, which the copies between devices order against each other.
-
-    Attributes:
-        last_pull: an event after the last reads of shards.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -190,7 +187,6 @@ class JointGathers:
 
     @property
     def number(self) -> int:
-        """The number of the unit in its tree."""
         return self._unit.binding.number
 
     @property
@@ -209,11 +205,6 @@ class JointGathers:
         Otherwise the slot waits for the budget, or with ``ahead`` gets true: it has to ask again when it needs the
         unit. Returns false if the slot has to pull by itself: there are few slots, or some share a device, or they need
         the unit in different rounds, or no other slot goes on.
-
-        ``ready``: for each device an event after which shards there may be read.
-
-        Raises:
-            torch.OutOfMemoryError: a device has no memory; the message names unit and device.
         """
         if not self._is_possible:
             return False
@@ -274,7 +265,6 @@ class JointGathers:
             self._budget.release(self, self._unit.full_bytes)
 
     def has_arrived(self, slot: int) -> bool:
-        """True if the unit has arrived for the slot, which has not taken it."""
         return slot in self._untaken
 
     def _drop_all(self) -> None:
@@ -298,8 +288,9 @@ class JointGathers:
     def _launch(self, ready: Mapping[torch.device, Event]) -> list[list[Tensor]]:
         """Launches the copies on the receiving streams. Returns for each dtype the matrices of all slots."""
         unit, devices = self._unit, self._unit.slots[: self._number_of_slots]
-        is_exchange = self._is_exchange()
-        collector = unit.binding.number % self._number_of_slots  # the slot that collects; units use distinct ones
+        # Either the slots exchange their pieces, or one collects them all. Units use distinct collectors.
+        is_exchange = unit.full_bytes > _COLLECTED and self._number_of_slots == len(unit.slots)
+        collector = unit.binding.number % self._number_of_slots
         wait_for({*ready.values()}, self._streams.values())
         gathered: list[list[Tensor]] = []
         for owned in unit.owned:
@@ -323,17 +314,9 @@ class JointGathers:
             gathered.append(matrices)
         return gathered
 
-    def _is_exchange(self) -> bool:
-        """True if slots exchange their pieces; else one slot collects all pieces."""
-        return self._unit.full_bytes > _COLLECTED and self._number_of_slots == len(self._unit.slots)
-
     def _empty(self, owned: OwnedShards, dtype: torch.dtype, devices: list[torch.device]) -> list[Tensor]:
-        shape = owned.layout.owners, owned.layout.numel
-        matrices: list[Tensor] = []
-        try:
-            for device in devices:
-                matrices.append(torch.empty(shape, dtype=dtype, device=device))
-        except torch.OutOfMemoryError as error:
-            unit, device = self._unit, devices[len(matrices)]
-            raise out_of_memory_error("parameters", unit.name, device, unit.full_bytes, error) from error
+        unit, matrices = self._unit, []
+        for device in devices:
+            with naming_out_of_memory("parameters", unit.name, device, unit.full_bytes):
+                matrices.append(torch.empty(owned.layout.owners, owned.layout.numel, dtype=dtype, device=device))
         return matrices

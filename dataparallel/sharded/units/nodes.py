@@ -15,8 +15,7 @@ from dataparallel import _torch
 from dataparallel.autograd.node import Node, OneNode, run_first
 from dataparallel.autograd.pass_of_backward import running_pass
 from dataparallel.batches.batch_types import container_of
-from dataparallel.batches.structures import children_of, tensors_in
-from dataparallel.batches.written import Written, entries_of
+from dataparallel.batches.structures import Written, children_of, entries_of, tensors_in
 from dataparallel.comm.kinds import alias
 from dataparallel.comm.streams.current import memory_of
 from dataparallel.replica_parameter import ReplicaParameter
@@ -45,7 +44,6 @@ class ToOwners(Node):
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, tensors: list[Tensor], receive: weakref.WeakMethod[Any]) -> Any:
-        """Makes the tensors outputs."""
         ctx.set_materialize_grads(False)
         ctx.receive = receive
         run_first(ctx)
@@ -77,10 +75,6 @@ def with_one_node(output: Any, given: Any) -> Any:
     A tensor is left alone if it has no graph, is sparse, nested or of another class than ``Tensor``, or shares memory
     with another output or an argument: a change in place would be lost to the other tensor's graph. Batches and
     containers among the arguments are left alone too. If fewer than two nodes made the tensors, ``output`` is returned.
-
-    Args:
-        output: the nested output of the call.
-        given: the arguments of the call.
     """
     kept = {id(part): part for part in _parts(given)}
     found = {id(part): part for part in _parts(output, kept) if isinstance(part, Tensor)}
@@ -109,11 +103,8 @@ def with_own_memory(output: Any, given: Any, full: Sequence[Tensor]) -> Any:
 
 
 def _lies_in(addresses: set[int], part: Any) -> bool:
-    return isinstance(part, Tensor) and not addresses.isdisjoint(_addresses_of(part))
-
-
-def _addresses_of(tensor: Tensor) -> Iterator[int]:
-    return (each.untyped_storage().data_ptr() for each in memory_of(tensor) if each.layout is torch.strided)
+    memory = memory_of(part) if isinstance(part, Tensor) else ()
+    return any(each.untyped_storage().data_ptr() in addresses for each in memory if each.layout is torch.strided)
 
 
 def _makers(tensors: Mapping[int, Tensor]) -> set[Any]:
@@ -184,11 +175,7 @@ class InputNodes:
     left to run there, also where the same tensor goes to later calls, whose gradients are still missing.
 
     A tensor stays as it is if it is in a list or a dict, which the call may change, is of another class than
-    ``Tensor``, sparse, or on another device.
-
-    Args:
-        device: the slot's.
-        at_end: called by each node.
+    ``Tensor``, sparse, or on another device than the slot's.
     """
 
     def __init__(self, device: torch.device, at_end: Callable[[], None]) -> None:
@@ -236,10 +223,7 @@ class InputNodes:
         return [(tensor, passed) for tensor, passed, node in self._by_id.values() if passed.grad_fn is not node]
 
     def hand_back(self, output: Any, given: Any) -> Any:
-        """Returns the call's output with inputs in place of the nodes' outputs, and makes changes those of the inputs.
-
-        ``given``: see `with_one_node`.
-        """
+        """Returns the output with inputs in place of the nodes' outputs, and makes changes those of the inputs."""
         for tensor, passed in self.changed():
             version = _torch.version_of(tensor)
             tensor.copy_(passed)
@@ -274,11 +258,7 @@ class Receiver:
         self._unit, self._slot_unit = unit, slot_unit
 
     def receive(self, grads: Sequence[Tensor | None]) -> None:
-        """Called in the node's backward.
-
-        Raises:
-            RuntimeError: the backward is recorded.
-        """
+        """Called in the node's backward, which may not be recorded."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True reaches sharded parameters: a graph of their gradients would need them full. Take "

@@ -1,8 +1,7 @@
 """`OwnedShards` packs a unit's shards into flat ones, `PullSource` lets slots pull them, on streams of `TreeStreams`.
 
-Each shard of a parameter is a view of its owner's flat shard. A copy between devices orders the streams that are
-current on both of them: the sending stream waits for the receiving one before the copy, and the receiving one waits for
-the sending one after it. So an event on the receiving stream comes after all pulls that were launched before it.
+Each shard of a parameter is a view of its owner's flat shard. With ``reshard_after_forward=k`` `UnitPieces` keeps parts
+of a unit between forward and backward.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
@@ -19,12 +19,13 @@ from dataparallel import _torch
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
 from dataparallel.devices import CPU
-from dataparallel.sharded.placements import Shard
+from dataparallel.sharded.placements import Shard, rows_of_shards
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.buffers import Layout
+from dataparallel.sharded.units.buffers import FullBuffer, Layout
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
+
 
 Purpose: TypeAlias = Literal["calls", "pulls", "deliveries", "sums"]
 """Which events meet on one stream: the caller's before a call, pulls before writes, deliveries before sums, or sums."""
@@ -32,6 +33,9 @@ Purpose: TypeAlias = Literal["calls", "pulls", "deliveries", "sums"]
 
 class TreeStreams:
     """The side streams of a tree on the devices of its slots. On the CPU there are none.
+
+    A copy between devices orders the current streams of both: the sending one waits for the receiving one before the
+    copy, which waits for the sending one after it. So an event on the receiving stream comes after all earlier pulls.
 
     Attributes:
         receiving: for each slot the stream on its device on which its pulls end. It owns the matrix that is received.
@@ -56,10 +60,7 @@ class TreeStreams:
         return {d: stream for d in {*self.slots} if (stream := _kept(d, purpose, number)) is not None}
 
     def meet(self, purpose: Purpose, events: Iterable[Event]) -> Event | None:
-        """Returns one event after all ``events`` and earlier ones of the same purpose; ``None`` on the CPU.
-
-        To wait for them all takes one call then.
-        """
+        """Returns one event after all ``events`` and earlier ones of the same purpose; ``None`` on the CPU."""
         stream = self.meeting[purpose]
         if stream is None:
             return None
@@ -72,7 +73,6 @@ class TreeStreams:
 
 
 def wait_for(events: Iterable[Event], streams: Iterable[torch.Stream]) -> None:
-    """Makes each stream wait for each event."""
     streams = [*streams]
     for event in events:
         for stream in streams:
@@ -84,19 +84,11 @@ def _kept(device: torch.device, purpose: str, number: int = 0) -> torch.Stream |
 
 
 class OwnedShards:
-    """The shards of a unit's parameters of one dtype, in one flat shard for each owner.
+    """The shards of a unit's parameters of one dtype, in one flat shard for each owner (``flats``).
 
     Other code may give a parameter other memory: ``load_state_dict(assign=True)``, ``model.half()``, ``to_empty``. Then
     the shards are packed again before the next call.
-
-    Args:
-        parameters: sharded over the same owners. They stay the same objects, and get shards in the flat ones.
-        owners: the devices that compute on the shards.
-        pin: if true, shards in host memory are pinned, where an accelerator is among the owners.
-        over: how many machines the parameters are sharded over, and the number of this machine among them.
-
-    Attributes:
-        flats: for each owner its flat shard.
+    ``over``: how many machines the parameters are sharded over, and the number of this machine among them.
     """
 
     def __init__(
@@ -119,7 +111,6 @@ class OwnedShards:
 
     @property
     def are_on_meta(self) -> bool:
-        """True if the parameters have no memory yet."""
         return any(parameter._shards[0].is_meta for parameter in self.parameters)
 
     def off_host(self) -> torch.device | None:
@@ -140,10 +131,7 @@ class OwnedShards:
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Copies the shards into new flat ones, one for each owner, and makes them views of these.
-
-        On the meta device there is nothing to pack.
-        """
+        """Copies the shards into new flat ones, one for each owner, and makes them views of these."""
         self.flats, self._number_of_packs = [], self._number_of_packs + 1
         if not self.are_on_meta:
             with torch.inference_mode(False):  # the shards outlive the block that the call may be in
@@ -194,12 +182,7 @@ class PullSource:
     """The tensors that slots pull in one round of gathers: flat shards in the slots' dtype, on the owners' devices.
 
     Any thread may use it. Flat shards with this dtype and device are pulled as they are. Otherwise the first slot has
-    copies made, on the casting streams, which own them, and the last slot drops the copies.
-
-    Args:
-        unit: it has the dtype for the slots, the casting streams, and the `LastCopies`.
-        owned: the shards.
-        pulls: how many slots will pull.
+    copies made, on the casting streams, which own them, and the last of ``pulls`` slots drops the copies.
     """
 
     def __init__(self, unit: Unit, owned: OwnedShards, pulls: int) -> None:
@@ -224,8 +207,7 @@ class PullSource:
     def pieces(self, ready: Mapping[torch.device, Event]) -> tuple[list[Tensor], Mapping[torch.device, Event]]:
         """Returns for each owner its piece, and for each device an event after which a piece there may be read.
 
-        ``ready``: for each device an event after which shards there may be read. Call `end_pull` after the reads, also
-        if they fail.
+        Call `end_pull` after the reads, also if they fail.
         """
         if self.is_plain:
             return self._owned.flats, {}
@@ -247,10 +229,9 @@ class PullSource:
             self._ready = self._last_copies.record(self._streams)
 
     def _copy(self) -> list[Tensor]:
-        """Returns for each owner its piece."""
         # A piece is sent before it is cast: a cast on the host would hold up this thread.
         return [
-            _sent(flat, owner).to(self._dtype)
+            flat.to(owner, non_blocking=True).to(self._dtype)
             for flat, owner in zip(self._owned.flats, self._owned.owners, strict=True)
         ]
 
@@ -264,12 +245,158 @@ class PullSource:
                 self._copies = None
 
 
-def _sent(flat: Tensor, owner: torch.device) -> Tensor:
-    return flat.to(owner, non_blocking=True)
-
-
 def cut_of(parameter: ShardedTensor) -> Shard:
     """Returns the placement of a unit's parameter, which is never replicated."""
     placement = parameter.placement
     assert isinstance(placement, Shard)
     return placement
+
+
+@dataclass
+class Piece:
+    """The piece of one slot. The computing stream that wrote it owns it, and waits for all reads before it is freed.
+    Attributes:
+        group: the slots whose pieces make up the unit, in the order of the pieces.
+        versions: of the parameters when their values were copied.
+        stream: the computing stream that owns the memory; ``None`` on the CPU.
+        written: an event after the writes, on this stream.
+    """
+
+    group: range
+    layouts: list[Layout]
+    flats: list[Tensor]
+    versions: list[int]
+    stream: torch.Stream | None
+    written: Event | None
+    _slots_done: set[int] = field(default_factory=set)  # slots that have launched their reads
+    _reads: list[Event] = field(default_factory=list)
+    _number_of_readers: int = 0  # slots that launch reads now
+
+
+class UnitPieces:
+    """The pieces of one unit on all slots. Any thread may use it.
+
+    Slots 0 to k - 1 are a group, the next k another, and so on. A slot's *piece* is the shard that it would own if the
+    parameters were sharded over its group. In backward it gathers from its group if all have pieces of current values.
+    A piece is freed once all slots of its group have read it, at the latest when the pass of backward ends.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._kept: list[Piece | None] = [None] * len(unit.slots)
+        self._lock = threading.Lock()
+        self._layouts: dict[int, list[Layout]] = {}
+
+    def keep(
+        self, slot: int, size: int, full: Sequence[Tensor], versions: list[int], stream: torch.Stream | None
+    ) -> None:
+        """Copies the slot's piece out of its ``full`` parameters, on their computing stream, which is current."""
+        first = slot - slot % size
+        layouts = self._layouts_for(size)
+        self._drop([slot])  # frees the last piece before memory for the next one is taken
+        flats = []
+        for layout, indices in zip(layouts, self._unit.indices, strict=True):
+            flat = full[indices[0]].new_empty(layout.numel)
+            parts = [_part(full[i], self._unit.cuts[i].dim, slot - first, size) for i in indices]
+            layout.pack(flat, parts, slot - first)
+            flats.append(flat)
+        written = None if stream is None else Event(stream)
+        with self._lock:
+            self._kept[slot] = Piece(range(first, first + size), layouts, flats, versions, stream, written)
+
+    def borrow(self, slot: int) -> list[Piece] | None:
+        """Returns the pieces of the slot's group; ``None`` if one is missing. Call `give_back` after the reads."""
+        versions = self._unit.versions()
+        with self._lock:
+            pieces = self._pieces_of_group(slot)
+            if pieces is None or any(piece.versions != versions for piece in pieces):
+                return None
+            for piece in pieces:
+                piece._number_of_readers += 1
+            return pieces
+
+    def _pieces_of_group(self, slot: int) -> list[Piece] | None:
+        own_piece = self._kept[slot]
+        if own_piece is None:
+            return None
+        group = own_piece.group
+        pieces = [each for each in self._kept[group.start : group.stop] if each is not None and each.group == group]
+        return pieces if len(pieces) == len(group) else None
+
+    def pull(self, slot: int, buffers: Sequence[FullBuffer]) -> bool:
+        """Pulls the pieces of the slot's group into the slot's ``buffers``. Returns false if a piece is missing."""
+        pieces = self.borrow(slot)
+        if pieces is None:
+            return False
+        receiving, streams = self._unit.streams.receiving[slot], self._unit.streams.pulling[slot]
+        try:
+            for member, piece in zip(pieces[0].group, pieces, strict=True):
+                if piece.written is not None:
+                    piece.written.make_wait(streams[self._unit.slots[member]])
+            with streams_set(streams):
+                for at, full in enumerate(buffers):
+                    full.pull([piece.flats[at] for piece in pieces], slot % len(pieces), pieces[0].layouts[at])
+        finally:
+            self.give_back(slot, pieces, None if receiving is None else Event(receiving))
+        return True
+
+    def give_back(self, slot: int, pieces: Sequence[Piece], read: Event | None) -> None:
+        """Notes that the slot has launched all of its reads of these pieces. ``read``: an event after them."""
+        finished: list[int] = []
+        with self._lock:
+            for piece in pieces:
+                piece._number_of_readers -= 1
+                piece._slots_done.add(slot)
+                if read is not None:
+                    piece._reads.append(read)
+            for member, piece in zip(pieces[0].group, pieces, strict=True):
+                if self._kept[member] is not piece:
+                    _free_if_unread(piece)
+                elif piece._slots_done.issuperset(piece.group):
+                    finished.append(member)
+        if finished:
+            self._drop(finished)
+
+    def drop(self) -> None:
+        self._drop(range(len(self._kept)))
+
+    def _layouts_for(self, size: int) -> list[Layout]:
+        """Returns for each dtype the layout over ``size`` owners that fills the same full buffers as the unit's own."""
+        unit = self._unit
+        with self._lock:
+            if size not in self._layouts:
+                self._layouts[size] = [
+                    Layout(
+                        [unit.shapes[i] for i in indices],
+                        [unit.cuts[i] for i in indices],
+                        size,
+                        owned.layout.full_offsets,
+                    )
+                    for indices, owned in zip(unit.indices, unit.owned, strict=True)
+                ]
+            return self._layouts[size]
+
+    def _drop(self, slots: Sequence[int]) -> None:
+        with self._lock:
+            for slot in slots:
+                piece, self._kept[slot] = self._kept[slot], None
+                if piece is not None:
+                    _free_if_unread(piece)
+
+
+def _free_if_unread(piece: Piece) -> None:
+    """Frees a dropped piece after its reads, unless a slot launches reads now, which frees the piece later."""
+    if piece._number_of_readers:
+        return
+    if piece.stream is not None:
+        for event in piece._reads:
+            event.make_wait(piece.stream)
+    piece._reads.clear()
+    piece.flats.clear()
+
+
+def _part(full: Tensor, dim: int, number: int, parts: int) -> Tensor:
+    if full.dim() == 0:
+        return full if number == 0 else full.new_empty(0)
+    rows = rows_of_shards(full.shape[dim], parts)
+    return full.detach().narrow(dim, sum(rows[:number]), rows[number])

@@ -18,7 +18,7 @@ from dataparallel import _torch
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
-from dataparallel.sharded.units.buffers import FullBuffer, out_of_memory_error
+from dataparallel.sharded.units.buffers import FullBuffer, naming_out_of_memory
 from dataparallel.sharded.units.shards import PullSource, wait_for
 from dataparallel.weak_members import WeakMembers
 
@@ -92,17 +92,15 @@ class SlotUnit:
 
     @property
     def is_started(self) -> bool:
-        """True if a gather has started, or the parameters are full."""
         is_pulled = self._pull_event is not None or any(full.gathered is not None for full in self._buffers)
         return self.is_full or is_pulled or self._sent_sources is not None
 
     # ---- gathering and freeing ---------------------------------------------------------------------------------------
 
     def start(self, ready: Mapping[torch.device, Event], ahead: bool = False) -> None:
-        """Starts a gather, unless one has started or the parameters are full.
+        """Starts a gather, unless one has started. ``ready``: for each device an event before reads of shards.
 
-        ``ready``: for each device an event after which shards there may be read. ``ahead``: nothing starts that
-        would take memory on slots that need the unit later still. Errors for lack of memory name unit and device.
+        ``ahead``: nothing starts that would take memory on slots that need the unit later still.
         """
         with self._lock:
             if self.is_started:
@@ -155,10 +153,11 @@ class SlotUnit:
     def _naming_out_of_memory(self) -> Iterator[None]:
         """Wraps an allocation: if memory is short, frees the parameters and names the unit and the device."""
         try:
-            yield
-        except torch.OutOfMemoryError as error:
+            with naming_out_of_memory("parameters", self.unit.name, self.device, self.unit.full_bytes):
+                yield
+        except torch.OutOfMemoryError:
             self.free()
-            raise out_of_memory_error("parameters", self.unit.name, self.device, self.unit.full_bytes, error) from error
+            raise
 
     def make_full(self, ready: Mapping[torch.device, Event]) -> None:
         """Makes the parameters full. The current stream, which computes, waits for the gather."""

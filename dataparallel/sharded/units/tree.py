@@ -1,75 +1,334 @@
 """`Tree` runs calls of the root and passes of backward over its units, and orders them against each other.
 
 The root is the outermost module that is called. Its tree has the units of the root and of all modules below.
+`BackwardPass` is one backward. It may include several tasks of the engine: those that reentrant checkpoints start
+inside it, and those of other threads at the same time. Their gradients are summed together.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dataparallel import _torch
-from dataparallel.autograd.pass_of_backward import running_pass, wait_for_passes
-from dataparallel.comm.streams.current import GivenEvents, current_streams
-from dataparallel.optimizer_steps import before_each_step
+from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass, wait_for_passes
+from dataparallel.comm.streams.current import Event, GivenEvents, current_streams, streams_set
+from dataparallel.devices import CPU
+from dataparallel.optimizer_steps import before_steps
+from dataparallel.profiling import stage
 from dataparallel.sharded.operators import note_host_reads
-from dataparallel.sharded.units.bindings import TreeBinding
 from dataparallel.sharded.units.calls import RootCall
+from dataparallel.sharded.units.gradients import Delivery, PassGradients
 from dataparallel.sharded.units.joint_gathers import GatherBudget
-from dataparallel.sharded.units.passes import BackwardPass, SumsOfPass
 from dataparallel.sharded.units.shards import LastCopies, wait_for
-from dataparallel.sharded.units.sums import PassGradients
-from dataparallel.sharded.units.unit import Unit
+from dataparallel.sharded.units.unit import TreeBinding, Unit
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.sums_over_machines import SumsOverMachines
-
-_lock = threading.Lock()
-_before_step: dict[weakref.WeakMethod[Callable[[Optimizer], bool]], None] = {}
-_hook: Any = None
+    from dataparallel.sharded.units.over_machines import SumsOverMachines
 
 
-def before_next_step(method: Callable[[Optimizer], bool]) -> None:
-    """Calls a bound method with the optimizer before each step of any optimizer, until the method returns true.
+_PATIENCE = 0.25
+"""Seconds after which a slot stops waiting if no slot has begun the backward of a unit or delivered gradients."""
 
-    Only a weak reference to the method's object is kept.
+_MAY_WAIT_BYTES = 2**20
+"""Bytes of a slot's gradients that may wait for another slot before the slot stops."""
+
+
+@dataclass
+class SumsOfPass:
+    """The state that the sums of all units of a tree share in one pass of backward.
+
+    Attributes:
+        computing: the computing stream of each accelerator, as in forward.
+        callers: the streams that were current where ``backward()`` was called. They may be others.
+        in_flight: for each slot the deliveries whose sums have been launched, each with an event after its last read.
+        last_sums: for each owner an event after its last sum.
+        host_additions: functions that add sums to gradients on the host, once the events in ``last_sums`` have passed.
+        added_to: gradients of earlier passes that sums are added to. They are kept here, as the user may drop them.
+        latest_sum: an event after all sums launched so far, which have read their deliveries by then.
+        restorers: for the ``id`` of a unit's gradients and a slot, a function that holds gradients of earlier passes on
+            the slot again. It is called if the pass fails before it has summed them.
     """
-    global _hook
-    with _lock:
-        if _hook is None:
-            _hook = before_each_step(_run_before_step)
-        _before_step[weakref.WeakMethod(method)] = None
+
+    slots: int
+    computing: Mapping[torch.device, torch.Stream]
+    summed: PassGradients
+    in_flight: dict[int, list[tuple[Delivery, Event | None]]] = field(default_factory=dict)
+    last_sums: dict[int, Event] = field(default_factory=dict)
+    host_additions: list[Callable[[], object]] = field(default_factory=list)
+    latest_sum: Event | None = None
+    added_to: list[Tensor] = field(default_factory=list)
+    restorers: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
+    over_machines: SumsOverMachines | None = None
+    callers: set[torch.Stream] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def hold_delivery(self, slot: int, delivery: Delivery, after_reads: Event | None) -> None:
+        """Keeps a delivery until `release_deliveries`. ``after_reads``: an event after all reads of it."""
+        with self._lock:
+            self.in_flight.setdefault(slot, []).append((delivery, after_reads))
+
+    def note_sums(
+        self, adding: Mapping[int, torch.Stream], meet: Callable[[Iterable[Event]], Event | None]
+    ) -> Event | None:
+        """Notes that sums have been launched, for each owner on its stream, and returns an event after all sums so far.
+
+        Threads of several slots may end sums at once: their events are recorded one after the other.
+        """
+        with self._lock:
+            self.last_sums.update({owner: Event(stream) for owner, stream in adding.items()})
+            self.latest_sum = meet(self.last_sums.values())
+            return self.latest_sum
+
+    def release_deliveries(self, slot: int) -> None:
+        """Makes the slot's computing stream wait for the sums that read its deliveries, and drops the deliveries."""
+        with self._lock:
+            deliveries = self.in_flight.pop(slot, [])
+        for delivery, after_reads in deliveries:
+            if after_reads is not None:
+                after_reads.make_wait(self.computing[(delivery.matrices or delivery.sums)[0].device])
+
+    def drop_all(self) -> None:
+        """Drops everything after a failure. The computing streams, which are current, wait for sums that read it."""
+        self._make_computing_wait()
+        if self.over_machines is not None:
+            self.over_machines.fail_round(RuntimeError("its backward has failed, with an error that is shown there"))
+        self.in_flight.clear()
+        self.host_additions.clear()
+        self.added_to.clear()
+        self.summed.fail_pass()
+        while self.restorers:
+            _, put_back = self.restorers.popitem()
+            put_back()
+
+    def _make_computing_wait(self) -> None:
+        wait_for([] if self.latest_sum is None else [self.latest_sum], self.computing.values())
+
+    def note_callers(self) -> None:
+        """Notes the current streams as callers'. At the end of a task the engine makes the caller's streams current."""
+        self.callers.update(current_streams(self.computing).values())
+
+    def make_callers_wait(self) -> None:
+        """Makes the callers' streams and the current ones wait for the computing streams.
+
+        On the callers' streams other code uses gradients, and an optimizer writes to the shards that pulls have read.
+        """
+        self.note_callers()
+        for device, computing in self.computing.items():
+            others = [stream for stream in self.callers if stream.device == device and stream != computing]
+            if others:
+                wait_for([Event(computing)], others)
+
+    def wait_for_sums(self) -> None:
+        """Makes the computing and callers' streams wait for all sums, adds sums on the host, and runs hooks."""
+        self._make_computing_wait()
+        self.in_flight.clear()  # `latest_sum` comes after the sums that read these deliveries
+        self.added_to.clear()
+        if self.over_machines is not None:
+            self.over_machines.add_to_gradients(self.summed)
+        if self.host_additions:
+            for event in self.last_sums.values():
+                event.synchronize()
+            for add in self.host_additions:
+                add()
+        self.restorers.clear()
+        self.make_callers_wait()
+        self.summed.end_pass()  # uses gradients on the current streams, which wait for the sums now
 
 
-def _run_before_step(optimizer: Optimizer) -> None:
-    """Runs before each step of every optimizer."""
-    for reference in [*_before_step]:
-        method = reference()
-        if method is None or method(optimizer):
-            with _lock:
-                _before_step.pop(reference, None)
+class BackwardPass:
+    """One backward. If it fails, gradients that wait are dropped and every unit is freed.
+
+    No slot may run far ahead of the others, because its gradients would pile up until the slowest slot has delivered
+    too. So a slot stops before its next unit while too many of its gradients wait for another slot
+    (`wait_for_others`). The slowest slot never stops. But it may need what the thread of a stopped slot has to compute.
+    So a slot that has seen no other move for `_PATIENCE` seconds goes on until a slot behind it has delivered again:
+    waiting saves memory, and correct results do not need it.
+
+    Attributes:
+        reaches_units: true if units take part, not only parameters that a loss uses directly.
+        is_recorded: true if a graph of this backward is recorded (``create_graph=True``).
+        has_finished: true once streams wait for all sums, or if the pass has failed.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        slots: Sequence[torch.device],
+        computing: Mapping[torch.device, torch.Stream],
+        summed: PassGradients,
+        over_machines: SumsOverMachines | None = None,
+    ) -> None:
+        self._tree = tree
+        self._has_returned = self.has_finished = self.reaches_units = False
+        summed.begin_pass(parameter for unit in tree.units for parameter in unit.parameters)
+        self.sums = SumsOfPass(len(slots), computing, summed, over_machines=over_machines)
+        self._have_own_threads, self._number_included = False, 0
+        self.include(slots)
+        self.is_recorded = False
+        self._tasks: set[PassOfBackward] = set()  # of the engine, which have joined and not ended
+        self._changed = threading.Condition()
+        self._missing: defaultdict[int, set[Unit]] = defaultdict(set)  # units that each slot will deliver
+        # For a slot that waits and another: the units that the first has delivered and the second has not; their bytes.
+        self._waiting: defaultdict[tuple[int, int], dict[Unit, int]] = defaultdict(dict)
+        # By `id`, the order of units in each forward of this pass, and for each slot the position it has come back to.
+        self._orders: dict[int, tuple[Sequence[Sequence[Unit]], list[int]]] = {}
+        self._deliveries: defaultdict[int, int] = defaultdict(int)  # how many of each slot
+        self._gave_up_at: dict[int, int] = {}  # for each slot that gave up: deliveries of the slowest slot until then
+        self._movements = 0  # how often a slot has moved
+        self._is_over = False
+
+    def include(self, slots: Sequence[torch.device]) -> None:
+        """Has these slots take part, the first ones of the tree."""
+        if len(slots) == self._number_included:
+            return
+        self._number_included = len(slots)
+        self.sums.slots = max(self.sums.slots, len(slots))
+        self._have_own_threads = len({*slots}) == len(slots) and CPU not in slots
+
+    def join(self, only_if_alone: bool = False) -> bool:
+        """Makes the pass last until the engine's task that runs now has ended. Called in the backward of a node.
+
+        With ``only_if_alone`` the task joins unless another task has: a backward may reach parameters on a way past the
+        hooks. Returns false if the pass is over and takes no more gradients.
+        """
+        running = running_pass()
+        with self._changed:
+            if self._is_over:
+                return False
+            if running in self._tasks or (only_if_alone and self._tasks):
+                return True
+            self._tasks.add(running)
+        running.on_end(partial(self.end_task, running))
+        return True
+
+    @property
+    def has_tasks(self) -> bool:
+        """True if a task of the engine that has joined the pass has not ended."""
+        return bool(self._tasks)
+
+    def has_current_task(self) -> bool:
+        """True if the engine's task that runs now has joined the pass."""
+        return running_pass() in self._tasks
+
+    def note_delivery(self, slot: int, unit: Unit, number_of_bytes: int) -> None:
+        """Notes that a slot has delivered a unit's gradients, which may wait for deliveries of other slots."""
+        with self._changed:
+            for other in range(self.sums.slots):
+                if other != slot and unit in self._missing[other]:
+                    self._waiting[slot, other][unit] = number_of_bytes
+            self._deliveries[slot] += 1
+            self._stop_waiting_for(slot, unit)
+            self._note_movement()
+
+    def note_unit_begun(self, slot: int, position: int, order: Sequence[Sequence[Unit]]) -> None:
+        """Notes that the backward of the unit at ``position`` begins on a slot.
+
+        ``order``: for each slot the units of one forward, in the order in which they ended. The slot has passed units
+        behind ``position`` that have not begun, and will not deliver them.
+        """
+        if not self._have_own_threads:
+            return
+        with self._changed:
+            if id(order) not in self._orders:
+                self._orders[id(order)] = order, [*map(len, order)]
+                for each, units in enumerate(order):
+                    self._missing[each].update(units)
+            _, passed = self._orders[id(order)]
+            for unit in order[slot][position + 1 : passed[slot]]:
+                self._stop_waiting_for(slot, unit)
+            passed[slot] = min(position, passed[slot])
+            self._note_movement()
+
+    def _stop_waiting_for(self, slot: int, unit: Unit) -> None:
+        """Lets gradients of ``unit`` on other slots no longer count as waiting for this slot."""
+        self._missing[slot].discard(unit)
+        for other in range(self.sums.slots):
+            self._waiting[other, slot].pop(unit, None)
+
+    def wait_for_others(self, slot: int) -> None:
+        """Waits while too many gradients of this slot wait for another. Does nothing if slots share a thread."""
+        if not self._have_own_threads:
+            return
+        with self._changed:
+            while not self._is_over:
+                others = range(self.sums.slots)
+                behind = [each for each in others if sum(self._waiting[slot, each].values()) > _MAY_WAIT_BYTES]
+                if not behind:
+                    break
+                least = min(self._deliveries[other] for other in behind)
+                if self._gave_up_at.get(slot) == least:
+                    break
+                before = self._movements
+                self._changed.wait(_PATIENCE)
+                if self._movements == before:
+                    self._gave_up_at[slot] = least
+
+    def _note_movement(self) -> None:
+        self._movements += 1
+        self._changed.notify_all()
+
+    def end_task(self, task: PassOfBackward, ok: bool) -> None:
+        """Ends the pass if ``task`` is its last one or has failed."""
+        has_failed = not ok
+        with self._changed:
+            self._tasks.discard(task)
+            if self._is_over:
+                return
+            self.sums.note_callers()
+            if self._tasks and not has_failed:
+                self._has_returned = True
+                self.sums.summed.publish()
+                self._tree.note_backward_returned()
+                return
+            self._is_over = True
+            self._changed.notify_all()
+        try:
+            if not has_failed:
+                with stage("reduce_add"):
+                    self._finish()
+        except BaseException:
+            has_failed = True
+            raise
+        finally:
+            if has_failed:
+                with streams_set(self.sums.computing):
+                    for unit in self._tree.units:
+                        unit.gradients.end_pass(None)
+                    self.sums.drop_all()
+                if self._has_returned:
+                    for unit in self._tree.units:
+                        unit.gradients.note_lost(self.sums.computing)
+                self.has_finished = True
+            self._tree.note_pass_end(self, has_failed)
+
+    def _finish(self) -> None:
+        for unit in self._tree.units:
+            unit.gradients.end_pass(self.sums)
+        self.sums.summed.publish()
+        if self.sums.over_machines is not None:
+            self.sums.over_machines.end_round()
+        if all(unit.is_last_backward for unit in self._tree.units):
+            self._tree.before_last_sums(self.sums.computing)
+            self.sums.wait_for_sums()
+            self.has_finished = True
 
 
 class Tree:
-    """The units of one tree.
-
-    Args:
-        units: the root's first.
-        slots: the devices on which replicas run.
+    """The units of one tree, the root's first.
 
     Attributes:
-        machines: the processes that the units are spread over, if there are several.
         bindings: for each unit the binding that a call of this tree gives it.
-        gather_budget: limits how far joint gathers run ahead.
         next_unit: for each unit the unit that came after it in the last forward.
-        last_call: the call of the root that began last.
         order_of_sums: the numbers of units, in the order of sums over machines: rank 0's if ``is_order_known``.
     """
 
@@ -130,11 +389,7 @@ class Tree:
                     unit.registries.show_current()
 
     def prepare(self) -> None:
-        """Adapts the units to what other code has done to the parameters since the last call.
-
-        Raises:
-            RuntimeError: the parameters of a unit have no memory.
-        """
+        """Adapts the units to what other code has done to the parameters since the last call."""
         for unit in self.units:
             unit.refresh(self._wait_for_optimizer)
             unit.gradients.drop_void()
@@ -180,10 +435,7 @@ class Tree:
         self._make_owners_wait(computing)
 
     def join_pass(self, call: RootCall, only_if_alone: bool = False, reaches_units: bool = True) -> BackwardPass:
-        """Returns the running pass of backward, begun now if there is none. It lasts until the engine's task has ended.
-
-        ``only_if_alone``: see `BackwardPass.join`. ``reaches_units``: see `BackwardPass`.
-        """
+        """Returns the running pass of backward, begun now if there is none. It lasts until the task has ended."""
         with self._changed:
             if any(failed.has_current_task() for failed in self._failed):
                 raise RuntimeError(
@@ -211,7 +463,7 @@ class Tree:
         The other one may have failed before: torch raises the error while threads still run its nodes. A backward that
         begins meanwhile takes part in the same pass, and loses gradients when the pass ends.
         """
-        before_next_step(self._end_pass_before_step)
+        before_steps(self._end_pass_before_step)
 
     def _end_pass_before_step(self, optimizer: Optimizer) -> bool:
         """Waits for the pass. Returns false if the optimizer has none of the parameters: a later one may have."""
@@ -242,7 +494,7 @@ class Tree:
             return None
         if any(unit.gradients.partial is not None or not unit.requires_all_reduce for unit in self.units):
             self._finish_sums()  # partial sums, which wait for other machines, are part of the next sums
-        from dataparallel.sharded.units.sums_over_machines import SumsOverMachines
+        from dataparallel.sharded.units.over_machines import SumsOverMachines
 
         return SumsOverMachines(self, self.machines, computing)
 

@@ -1,53 +1,192 @@
-"""`Unit` has the parameters that one application of ``fully_shard`` gathers and frees together."""
+"""`Unit` has the parameters that one application of ``fully_shard`` gathers and frees together.
+
+Its ties are to the user (`UnitSettings`), to the user's modules (`ModuleRegistries`), and to its tree (`TreeBinding`).
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.devices import CPU
 from dataparallel.sharded.operators import note_host_reads
+from dataparallel.sharded.placements import Shard, over_of
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.bindings import ModuleRegistries, Precision, TreeBinding, UnitSettings
 from dataparallel.sharded.units.buffers import naming_out_of_memory
 from dataparallel.sharded.units.calls import reach_parameters
 from dataparallel.sharded.units.gradients import UnitGradients
-from dataparallel.sharded.units.joint_gathers import JointGathers
+from dataparallel.sharded.units.joint_gathers import GatherBudget, JointGathers
 from dataparallel.sharded.units.nodes import Receiver, make_outputs
-from dataparallel.sharded.units.pieces import UnitPieces
-from dataparallel.sharded.units.shards import OwnedShards, PullSource, TreeStreams, cut_of, wait_for
+from dataparallel.sharded.units.shards import (
+    LastCopies,
+    OwnedShards,
+    PullSource,
+    TreeStreams,
+    UnitPieces,
+    cut_of,
+    wait_for,
+)
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.buffers import FixedMemory
     from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
+    from dataparallel.sharded.units.tree import BackwardPass
+
+
+RegistryEntry: TypeAlias = "tuple[dict[str, Any], str, int]"
+"""Where a parameter is registered: the ``_parameters`` of a module, the name there, the position in the unit."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a unit. ``None`` means the dtype of the parameters, and for sums the dtype of the gradients."""
+
+    parameters: torch.dtype | None = None
+    sums: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+    casts_inputs: bool = True
+
+
+@dataclass(eq=False, repr=False)
+class UnitSettings:
+    """The settings of a unit, which a user may change at any time.
+
+    Attributes:
+        reshard_after_forward: free the parameters after forward (``True``), keep them (``False``), or shard them over
+            groups of so many slots until backward (a number).
+        is_reshard_automatic: the user has not set ``reshard_after_forward``.
+        reshard_after_backward: free the parameters after backward.
+        requires_gradient_sync: sum the gradients of all slots in backward; otherwise they stay on the slots.
+        requires_all_reduce: sum gradients over the machines that have the same shards; otherwise partial sums wait.
+        gradient_divide_factor: sums are divided by it.
+        forward_prefetch, backward_prefetch: units whose gathers start when this one begins; ``None``: the next one.
+        unshard_in_backward: gather this unit before its backward.
+        is_last_backward: a pass of backward waits for its sums.
+    """
+
+    reshard_after_forward: bool | int = True
+    is_reshard_automatic: bool = False
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    gradient_divide_factor: float = 1.0
+    forward_prefetch: list[Unit] | None = None
+    backward_prefetch: list[Unit] | None = None
+    unshard_in_backward: bool = True
+    all_reduce_hook: Callable[[Tensor], None] | None = None
+    post_optim_event: torch.Event | Sequence[torch.Event] | None = None
+    is_last_backward: bool = True
+
+
+def _no_tree(unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
+    raise RuntimeError(f"the unit {unit.name!r} belongs to no tree")
+
+
+@dataclass
+class TreeBinding:
+    """What a tree gives a unit that its calls use. A unit may belong to several trees, one after the other.
+
+    Attributes:
+        number: decides which slot collects the unit, and which joint gathers a slot has passed by.
+        copies: notes the last copies of shards that slots have pulled from.
+        join_pass: joins the pass of backward that runs, for a parameter that a loss uses directly. ``None``: no tree
+            has called the unit.
+    """
+
+    number: int = 0
+    deliver: Callable[[Unit, int, Sequence[Tensor | None]], None] = _no_tree
+    settle: Callable[[], None] = lambda: None
+    copies: LastCopies = field(default_factory=LastCopies)
+    gather_budget: GatherBudget = field(default_factory=GatherBudget)
+    join_pass: Callable[[], BackwardPass] | None = None
+
+
+class ModuleRegistries:
+    """Registers the parameters of one unit in the user's modules: the sharded ones, so that all code finds the same.
+
+    Only inside of the user's ``unshard()`` the modules have the full ones.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self.entries: list[RegistryEntry] = []
+
+    def adopt(self) -> None:
+        """Makes parameters the unit's own that other code has registered in the user's modules."""
+        known: list[Sequence[Tensor]] = [self._unit.parameters]
+        known += [slot_unit.parameters for slot_unit in self._unit.slot_units[:1]]
+        adopted: dict[int, ShardedTensor] = {}
+        for registry, name, position in self.entries:
+            found = registry.get(name)
+            if any(found is parameters[position] for parameters in known) or position in adopted:
+                continue
+            own = self._unit.parameters[position]
+            if not isinstance(found, nn.Parameter) and isinstance(found, Tensor):
+                raise RuntimeError(
+                    f"{name!r} in the unit {self._unit.name!r} was replaced by {_described(found)} that is no "
+                    "parameter, as torch.func.functional_call does for one call. A unit keeps the parameters that it "
+                    "finds, and no gradient would reach what they were computed from. Use functional_call on a plain "
+                    "module or on a replicated one, or load the values with load_state_dict"
+                )
+            if not _can_replace(found, own):
+                raise RuntimeError(
+                    f"{name!r} in the unit {self._unit.name!r} was replaced by {_described(found)}; fully_shard needs "
+                    f"a sharded parameter of shape {tuple(own.shape)} on {[*map(str, own.devices)]}, placed by "
+                    f"{own.placement!r} as this one is, or by another Shard(dim) that divides the dimension evenly. "
+                    "Load values with load_state_dict(assign=False), or pass distribute_tensor(tensor, devices)"
+                )
+            adopted[position] = found
+        for position, parameter in adopted.items():
+            self._unit.parameters[position] = parameter
+
+    def show_current(self) -> None:
+        """Registers the full parameters of slot 0 if the user has gathered them by ``unshard()``, else the sharded."""
+        shown = [slot for slot in self._unit.slot_units[:1] if slot.is_full and slot.is_unsharded]
+        self._register(shown[0].parameters if shown else self._unit.parameters)
+
+    def show_sharded(self) -> None:
+        self._register(self._unit.parameters)
+
+    def _register(self, parameters: Sequence[Tensor]) -> None:
+        for registry, name, position in self.entries:
+            registry[name] = parameters[position]
+
+
+def _can_replace(value: object, own: ShardedTensor) -> TypeGuard[ShardedTensor]:
+    """True if ``value`` may take the place of the unit's parameter ``own``."""
+    if not isinstance(value, ShardedTensor) or value.devices != own.devices or value.shape != own.shape:
+        return False
+    placement, processes = value.placement, over_of(own.devices)
+    if not isinstance(placement, Shard):
+        return False
+    # Along other dimensions than 0 all shards must have one size.
+    owners = len(value.devices) * (1 if processes is None else processes.size)
+    return placement.dim in (0, cut_of(own).dim) or value.shape[placement.dim] % owners == 0
+
+
+def _described(value: object) -> str:
+    if isinstance(value, ShardedTensor):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)} on {value.device}"
+    return repr(value)
 
 
 class Unit(UnitSettings):
     """The parameters of one unit at their owners, and a `SlotUnit` for each slot (``slot_units``).
 
-    Args:
-        name: for messages.
-        parameters: the sharded parameters, whose owners are the devices of the slots.
-        slots: the devices on which replicas run.
-        precision: the dtypes for compute, sums and outputs.
-        is_offloaded: shards and gradients lie in host memory.
-        pin: this host memory is pinned.
-        machines: the processes that the unit is spread over, if there are several.
-
     Attributes:
-        number_of_modules: how many modules the unit was made from.
-        registries: where the user's modules register the parameters.
         binding: what the tree gives the unit whose call uses it. Each call sets it.
-        indices: for each dtype the positions of its parameters.
-        owned: for each dtype the flat shards of the owners.
+        indices: for each dtype the positions of its parameters; ``owned`` has their flat shards.
         trainable: positions of the parameters that need gradients.
         fixed_memory: for each slot the memory in which parameters have fixed addresses; ``None`` without graphs.
     """
@@ -112,7 +251,6 @@ class Unit(UnitSettings):
 
     @property
     def is_sharded_over_machines(self) -> bool:
-        """True if shards of other machines are gathered too."""
         return self.machines is not None and self.machines.gathers is not None
 
     @property
@@ -137,13 +275,10 @@ class Unit(UnitSettings):
         return host.copy_(part, non_blocking=pinned)
 
     def refresh(self, before_packing: Callable[[], None] = lambda: None) -> None:
-        """Adapts the unit to what other code has done to the parameters since the last call.
+        """Adapts the unit to what other code has done to the parameters since the last call, or raises if it cannot.
 
         ``before_packing`` is called before shards are copied. Once parameters have got memory, the first call over
         machines gives the machines that replicate them the same values.
-
-        Raises:
-            RuntimeError: a parameter cannot be used, or has changed while gradients wait on the slots.
         """
         self.binding.settle()
         self.refuse_overwritten()
@@ -198,11 +333,7 @@ class Unit(UnitSettings):
             )
 
     def refuse_overwritten(self, slot: int | None = None) -> None:
-        """Raises if other code has written to full parameters on this slot, or without ``slot`` on any.
-
-        Raises:
-            RuntimeError: other code has. What was written is dropped.
-        """
+        """Raises if other code wrote to full parameters on this slot, or without ``slot`` on any. The write is lost."""
         slot_units = self.slot_units if slot is None else [self.slot_units[slot]]
         overwritten = [at for slot_unit in slot_units if (at := slot_unit.take_overwritten()) is not None]
         if overwritten:
@@ -316,10 +447,7 @@ class Unit(UnitSettings):
     # ---- calls by the user -------------------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool) -> _UnshardHandle:
-        """Starts a gather on all slots, and without ``async_op`` waits for it.
-
-        The user's modules have the full parameters of slot 0 once the gather has been waited for.
-        """
+        """Starts a gather on all slots, and without ``async_op`` waits for it."""
         self.refresh()
         ready = self.streams.now()
         for slot_unit in self.slot_units:
@@ -332,11 +460,7 @@ class Unit(UnitSettings):
         return handle
 
     def reshard(self) -> None:
-        """Frees the full parameters on all slots, except in a backward. The modules have the sharded ones again.
-
-        Raises:
-            RuntimeError: other code has written to full parameters; these are freed all the same.
-        """
+        """Frees the full parameters on all slots, except in a backward. Raises if other code has written to them."""
         if _torch.is_in_backward():
             self.registries.show_sharded()
             return

@@ -14,8 +14,8 @@ from kernel_launches import Launches, assert_alike, made
 from tensor_kinds import tagged, with_attribute
 from torch import Tensor, nn
 
-from dataparallel.comm import cupy
-from dataparallel.comm.cupy import Cupy
+from dataparallel.comm import kernels
+from dataparallel.comm.kernels import Cupy
 from dataparallel.comm.routes import STAR
 
 pytestmark = pytest.mark.slots(3)
@@ -33,7 +33,7 @@ def test_addresses_are_those_of_sources_and_results(
 ) -> None:
     """Nothing is launched: a wrong address would end the process."""
     launches = Launches(lambda *arguments: None)
-    monkeypatch.setattr(cupy, "kernels", launches)
+    monkeypatch.setattr(kernels, "launch", launches.launch)
     shapes = [(3, 4), (5,), (3, 4), (8, 2), (1,), (5,), (3, 4)]
     inputs = [[torch.randn(shape).to(slot) for shape in shapes] for slot in slots]
     copied = KERNELS.broadcast_coalesced(inputs[0], [root, *map(torch.device, slots)], own=True)
@@ -167,7 +167,7 @@ def test_each_tensor_of_the_caller_is_asked_once_and_no_result(
         asked.append(tensor)
         return data_ptr(tensor)
 
-    monkeypatch.setattr(cupy, "kernels", Launches(lambda *arguments: None))
+    monkeypatch.setattr(kernels, "launch", Launches(lambda *arguments: None).launch)
     monkeypatch.setattr(Tensor, "data_ptr", noted)
     KERNELS.reduce_add_coalesced(inputs, CPU)
     of_inputs = Counter(id(tensor) for tensors in inputs for tensor in tensors)
@@ -287,7 +287,7 @@ def test_any_mix_has_the_bits_of_plain_copies(launch: Callable, drawn: list, cou
             values = (torch.randn(shape, generator=random) * 50).to(dtype)
             tensors.append(KINDS[kind](values) if len(shape) == 2 or kind != "transposed" else values)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cupy, "kernels", Launches(launch))
+        patch.setattr(kernels, "launch", Launches(launch).launch)
         totals = KERNELS.reduce_add_coalesced(inputs, CPU)
         copied = KERNELS.broadcast_coalesced(inputs[0], [CPU] * count, own=True)
     assert_alike(totals, STAR.reduce_add_coalesced(inputs, CPU, 2**30))

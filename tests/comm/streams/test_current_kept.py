@@ -63,7 +63,7 @@ class TestOnADevice:
         assert first in [kept_stream(root, purpose, number) for number in range(2, 6)]
 
     def test_a_second_one_is_never_the_one_that_sums_travel_on(self, root: torch.device) -> None:
-        """`comm.piece_streams` adds a second stream to the current one."""
+        """`piece_streams` adds a second stream to the current one."""
         others = [kept_stream(root, purpose, turn) for purpose in ("gradients", "gathers", "sums") for turn in range(4)]
         assert kept_stream(root, "pieces") not in others
 

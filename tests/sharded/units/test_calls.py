@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel.composable import fully_shard
-from dataparallel.sharded.units.bindings import Precision
 from dataparallel.sharded.units.calls import ModuleRunner
+from dataparallel.sharded.units.unit import Precision
 
 
 class Told:

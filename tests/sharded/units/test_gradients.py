@@ -14,11 +14,10 @@ from torch import Tensor
 
 from clocked import check_clocks
 from dataparallel.comm.streams.current import Event, current_streams, streams_joined, streams_set
-from dataparallel.sharded.units.bindings import Precision
 from dataparallel.sharded.units.buffers import Layout
-from dataparallel.sharded.units.passes import SumsOfPass
-from dataparallel.sharded.units.sums import PassGradients, UnitSums
-from dataparallel.sharded.units.unit import Unit
+from dataparallel.sharded.units.gradients import PassGradients, UnitSums
+from dataparallel.sharded.units.tree import SumsOfPass
+from dataparallel.sharded.units.unit import Precision, Unit
 from made_units import unit_of, values
 from memory import Growth, nbytes
 

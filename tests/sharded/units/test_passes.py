@@ -13,9 +13,9 @@ import torch
 
 from at_once import in_threads
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
-from dataparallel.sharded.units import passes
-from dataparallel.sharded.units.passes import BackwardPass, SumsOfPass
-from dataparallel.sharded.units.sums import PassGradients
+from dataparallel.sharded.units import tree
+from dataparallel.sharded.units.gradients import PassGradients
+from dataparallel.sharded.units.tree import BackwardPass, SumsOfPass
 from made_units import in_backward
 
 
@@ -203,7 +203,7 @@ class TestASlotThatIsAhead:
     @pytest.fixture(autouse=True)
     def patience(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whoever is not woken hangs."""
-        monkeypatch.setattr(passes, "_PATIENCE", LONG)
+        monkeypatch.setattr(tree, "_PATIENCE", LONG)
 
     @pytest.fixture
     def order(self, running: BackwardPass) -> list[list[Any]]:
@@ -237,7 +237,7 @@ class TestASlotThatIsAhead:
         running.wait_for_others(1)
 
     def test_gives_up_if_nothing_moves(self, running, order, monkeypatch):
-        monkeypatch.setattr(passes, "_PATIENCE", 0.01)
+        monkeypatch.setattr(tree, "_PATIENCE", 0.01)
         delivers(running, 0, "d")
         running.wait_for_others(0)
 
@@ -254,7 +254,7 @@ class TestASlotThatIsAhead:
         assert_ends(thread)
 
     def test_is_patient_while_another_slot_moves(self, running, order, monkeypatch):
-        monkeypatch.setattr(passes, "_PATIENCE", 1.0)
+        monkeypatch.setattr(tree, "_PATIENCE", 1.0)
         delivers(running, 0, "d")
         thread = waits(running, 0)
         for _ in range(15):
@@ -266,10 +266,10 @@ class TestASlotThatIsAhead:
         assert_ends(thread)
 
     def test_that_has_given_up_waits_again_when_the_slot_behind_has_delivered(self, running, order, monkeypatch):
-        monkeypatch.setattr(passes, "_PATIENCE", 0.01)
+        monkeypatch.setattr(tree, "_PATIENCE", 0.01)
         delivers(running, 0, "d")
         running.wait_for_others(0)
-        monkeypatch.setattr(passes, "_PATIENCE", LONG)
+        monkeypatch.setattr(tree, "_PATIENCE", LONG)
         delivers(running, 0, "c")
         running.wait_for_others(0)
         delivers(running, 1, "d")

@@ -12,10 +12,9 @@ from clocked import check_clocks
 from dataparallel import comm
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.sharded.units import buffers
-from dataparallel.sharded.units.bindings import Precision
 from dataparallel.sharded.units.shards import wait_for
 from dataparallel.sharded.units.slot_unit import SlotUnit
-from dataparallel.sharded.units.unit import Unit
+from dataparallel.sharded.units.unit import Precision, Unit
 from made_units import Registry, unit_of, values
 
 
