@@ -26,7 +26,6 @@ from dataparallel.sharded.units.shards import OwnedShards, PullSource, TreeStrea
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.buffers import FixedMemory
     from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
 
 
@@ -49,7 +48,6 @@ class Unit(UnitSettings):
         indices: for each dtype the positions of its parameters.
         owned: for each dtype the flat shards of the owners.
         trainable: positions of the parameters that need gradients.
-        fixed_memory: for each slot the memory in which parameters have fixed addresses; ``None`` without graphs.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class Unit(UnitSettings):
         self.parameters = list(parameters)
         self.number_of_modules = 1
         self.binding = TreeBinding()
-        self.fixed_memory: list[FixedMemory] | None = None
         self.registries = ModuleRegistries(self)
         self.streams = TreeStreams(self.slots)
         self._lock = threading.Lock()
