@@ -395,7 +395,13 @@ class _NoDraws(_torch.DispatchMode):
     """Refuses operators that draw random numbers: a checkpoint would draw others than its forward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        # Attention and its backward have the tag too. They draw only if they drop something out, and in the forward.
+        if torch.Tag.nondeterministic_seeded in func.tags and "backward" not in func.name():
+            names = [argument.name for argument in _torch.schema_of(func).arguments]
+            given = {**dict.fromkeys(names, 0), **dict(zip(names, args, strict=False)), **(kwargs or {})}
+            rates = [given[name] for name in ("dropout_p", "dropout", "p") if name in names]
+            if rates and not any(rates):
+                return func(*args, **(kwargs or {}))
             raise CannotBeCaptured("its backward draws random numbers, as dropout in a checkpoint does")
         return func(*args, **(kwargs or {}))
 

@@ -21,7 +21,7 @@ from dataparallel.replicas.compiled.calls import compiled_here
 from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.replicas.compiled.functions import _say_that_they_run_without
 from dataparallel.replicas.graphs.calls import WARM_UP
-from each_form import Form, by_wrapper, replicated
+from each_form import Form, by_wrapper, replicated, replicating_forms
 from graphed_models import FORMS, MODELS
 from graphed_nets import SETTLE, Block, Net, build, captured, graphs_of, inputs, reasons, step
 
@@ -136,6 +136,7 @@ def test_code_that_is_compiled_later_has_no_graphs_and_says_so(
 
 
 @with_graphs
+@replicating_forms
 def test_code_compiled_with_cuda_graphs_is_not_captured_if_the_user_says_so(
     form: Form, slots: list, root: torch.device
 ) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from each_form import Form, replicating_forms
-from graphed_nets import inputs
 
 pytestmark = [pytest.mark.devices("cuda"), replicating_forms, pytest.mark.usefixtures("one_intra_op_thread")]
 
@@ -113,14 +112,18 @@ class Training:
         self.module: Any = Model(*spec).double().to(self.root)
         self.network = form(self.module, slots, graphs=graphs)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.05)
-        self.samples, self.needs_grad = 4 * len(slots), False
+        self.samples, self.needs_grad, self.random = 4 * len(slots), False, torch.Generator().manual_seed(0)
         self.saved, self.held, self.found = None, list[Tensor](), list[Any]()
 
     def call(self) -> list[Tensor]:
-        output = self.network(inputs(self.root, self.samples).requires_grad_(self.needs_grad))
+        found = [each.to(self.root) for each in tensors_of(self.network(self.inputs()))]
         # A parameter that is returned is the user's own without graphs, and changes later.
-        found = [each.to(self.root) for each in tensors_of(output)]
-        return [each.clone() if isinstance(each, nn.Parameter) else each for each in found]
+        return [each.clone() for each in found] if self.module.output == "parameter" else found
+
+    def inputs(self) -> Tensor:
+        # Checkpoints on several devices set the host's generator.
+        x = torch.randn(self.samples, 4, dtype=torch.double, generator=self.random)
+        return x.to(self.root).requires_grad_(self.needs_grad)
 
     def loss(self, heads: int | None = None) -> Tensor:
         outputs = [each for each in self.call() if each.requires_grad][:heads]
@@ -176,7 +179,7 @@ class Training:
 
     def penalty(self) -> None:
         """A capture that was made for steps without penalties refuses this one."""
-        x = inputs(self.root, self.samples).requires_grad_()
+        x = self.inputs().detach().requires_grad_()
         output = tensors_of(self.network(x))[0]
         try:
             (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)

@@ -209,8 +209,14 @@ class TestRandomNumbers:
         assert reasons(network) == {"its backward draws random numbers, as dropout in a checkpoint does"}
 
     def test_a_checkpoint_that_draws_nothing_is_captured(self, form: Form, slots: list, root: torch.device) -> None:
+        """Attention is an operator that may draw. It does so only if it drops something out."""
+
+        def attend(self: Head, x: Tensor) -> Tensor:
+            y = self.lin(x)[:, None]
+            return nn.functional.scaled_dot_product_attention(y, y, y)[:, 0].tanh()
+
         def run(self: Head, x: Tensor) -> Tensor:
-            return checkpoint(lambda x: self.lin(x).tanh(), self.drop(x), use_reentrant=False)
+            return checkpoint(lambda x: attend(self, x), self.drop(x), use_reentrant=False)
 
         network = compare(form, slots, root, lambda: Head(run), losses)
         assert captured(network)
