@@ -265,25 +265,26 @@ class Captured:
         static = [place for place in self._places if place is not None and place.requires_grad]
         static = [place for i, place in enumerate(static) if all(place is not other for other in static[:i])]
         outputs = [output for output in self.outputs if output.requires_grad]
-        grad_outputs = [torch.empty_like(output, requires_grad=False) for output in outputs]
-        below: Tensor = outputs[0]
+        given, have_grads = self.outputs, [output.requires_grad for output in self.outputs]
+        places = [torch.empty_like(output, requires_grad=False) for output in outputs]
         for piece in pieces.of_backward(outputs, static):
-            is_top = not self._stages
             inputs = [i for i, place in enumerate(static) if any(place is leaf for leaf in piece.leaves)]
             stage = _Stage(
                 piece=piece,
-                outputs=self.outputs if is_top else [below],
-                have_grads=[output.requires_grad for output in self.outputs] if is_top else [True],
-                grad_outputs=grad_outputs if is_top else [torch.empty_like(below)],
+                outputs=given,
+                have_grads=have_grads,
+                grad_outputs=places,
                 inputs=inputs,
                 parameters=[pieces.parameter_of[id(leaf)][0] for leaf in piece.leaves[len(inputs) :]],
             )
-            self._record(stage, (True,) * len(stage.grad_outputs))
+            left = self._record(stage, (True,) * len(places)).grads_below
             self._stages.insert(0, stage)
             if piece.below is not None:
-                below = piece.below[1]
+                given, have_grads, places = [piece.below[1]], [True], [torch.empty_like(piece.below[1])]
+                if left[0] is not None and left[0].stride() == places[0].stride():
+                    places = cast("list[Tensor]", left)  # the next piece reads the gradient where this one leaves it
 
-    def _record(self, stage: _Stage, pattern: tuple[bool, ...]) -> None:
+    def _record(self, stage: _Stage, pattern: tuple[bool, ...]) -> _Recording:
         """Captures a piece of the backward for gradients that come in as ``pattern`` says."""
         recording = _Recording()
         torch.clear_autocast_cache()  # a checkpoint would find what the forward has converted, which is freed later
@@ -295,6 +296,7 @@ class Captured:
             recording.grads_below = found[:count]
             recording.grads = _FlatGrads(found[count:])
         stage.recordings[pattern] = recording
+        return recording
 
     # ---- launches ----------------------------------------------------------------------------------------------------
 
