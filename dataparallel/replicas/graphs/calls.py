@@ -27,9 +27,9 @@ from dataparallel.replicas.graphs.captured import Captured, Pool
 from dataparallel.replicas.graphs.kinds import (
     CannotBeCaptured,
     Contents,
-    HostGenerators,
     Structure,
     difference,
+    host_generators,
     settings,
 )
 from dataparallel.replicas.plan import ModulePlan, names_of
@@ -161,6 +161,9 @@ class GraphedReplicas:
             return
         for slot, (replica, tensors) in enumerate(zip(replicas, copies, strict=True)):
             captures = self._captures[slot]
+            if any(tensor.device != devices[slot] for tensor in tensors):
+                captures.say("it has tensors on several devices")
+                continue
             former = self._tensors.get(slot, [])
             if len(former) != len(tensors) or not all(map(is_, former, tensors)):
                 captures.clear()
@@ -339,8 +342,8 @@ class _Captures:
     def _warm_up(
         self, made: _GraphedCall, kind: _Kind, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        state, generators = TreeState([*module.modules()], _torch.REGISTRIES), HostGenerators()
-        are_unchanged = made.contents.state()
+        state, reached = TreeState([*module.modules()], _torch.REGISTRIES), made.contents.reached()
+        generators = host_generators()
         before = Structure(Arguments((args, kwargs)), "arguments", self.replica.device)
         output = call_inside(module, *args, **kwargs)
         kind.threads.add(threading.current_thread())
@@ -349,11 +352,11 @@ class _Captures:
                 raise CannotBeCaptured("its forward writes into a dict or list among its arguments")
             if not state.is_unchanged():
                 raise CannotBeCaptured("its forward assigns to attributes")
-            if not are_unchanged():
+            if reached != made.contents.reached():
                 raise CannotBeCaptured("its forward writes into a list or dict that is global or enclosed")
             found = Structure(output, "its output", self.replica.device)
             self._refuse_if_differentiated(kind, found.leaves)
-            drawn = generators.have_drawn()
+            drawn = generators != host_generators()  # perhaps for another thread
             kind.draws, kind.calls = kind.draws + drawn, kind.calls + (not drawn)
             if kind.draws == MOST_DRAWS:
                 raise CannotBeCaptured("its forward draws random numbers on the host")

@@ -11,7 +11,7 @@ import random
 import sys
 import types
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from operator import is_
 from typing import Any
 
@@ -51,9 +51,6 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self._value)
-
-    def __repr__(self) -> str:
-        return f"a {type(self._value).__name__}"
 
 
 def _is_plain(value: Any) -> bool:
@@ -171,7 +168,7 @@ class Contents:
                         looked_into.setdefault(id(value), (f"{path}.{key}", value))
         self._fixed, self._looked_into = Noted(fixed), [*looked_into.values()]
         self._seen: list[tuple[list[Any], Noted]] = [([("", None)], Noted()) for _ in self._looked_into]
-        self._reach = _Reach(root)
+        self._reached = _reached_by(root)
 
     def now(self) -> tuple[Noted, ...]:
         """What a graph depends on. It is made anew for what can change in place.
@@ -188,9 +185,9 @@ class Contents:
                 self._seen[number] = items, Noted((path + key, _of_value(path + key, each)) for key, each in items)
         return (self._fixed, *(noted for _, noted in self._seen))
 
-    def state(self) -> Callable[[], bool]:
-        """A function that tells if global lists, dicts and sets, and enclosed ones, are the same."""
-        return self._reach.state()
+    def reached(self) -> list[list[Same]]:
+        """What is in global lists, dicts and sets, and in enclosed ones, for a comparison."""
+        return [[Same(each) for each in ([*x, *x.values()] if isinstance(x, dict) else x)] for x in self._reached]
 
 
 def _items_of(value: Any) -> list[tuple[str, Any]] | None:
@@ -212,53 +209,26 @@ def _of_value(path: str, value: Any) -> Hashable:
     return Same(value)
 
 
-class _Reach:
+def _reached_by(root: nn.Module) -> list[Any]:
     """The global lists, dicts and sets that methods of a tree's modules name, and those that they enclose."""
-
-    def __init__(self, root: nn.Module) -> None:
-        classes = {base for module in root.modules() for base in type(module).__mro__}
-        functions = [
-            getattr(each, "__func__", each)
-            for cls in classes
-            if cls.__module__.partition(".")[0] not in ("torch", "dataparallel", "builtins")
-            for each in vars(cls).values()
-        ]
-        self._found: dict[int, Any] = {}
-        for function in functions:
-            if isinstance(function, types.FunctionType):
-                seen = inspect.getclosurevars(function)
-                values = [*seen.nonlocals.values(), *seen.globals.values()]
-                self._found |= {id(each): each for each in values if type(each) in (list, dict, set)}
-
-    def _contents(self) -> list[list[Any]]:
-        return [[*x, *x.values()] if isinstance(x, dict) else [*x] for x in self._found.values()]
-
-    def state(self) -> Callable[[], bool]:
-        before = self._contents()
-
-        def is_same() -> bool:
-            pairs = zip(before, self._contents(), strict=True)
-            return all(len(old) == len(new) and all(map(is_, old, new)) for old, new in pairs)
-
-        return is_same
+    classes = {base for module in root.modules() for base in type(module).__mro__}
+    own = [cls for cls in classes if cls.__module__.partition(".")[0] not in ("torch", "dataparallel", "builtins")]
+    found: dict[int, Any] = {}
+    for function in (getattr(each, "__func__", each) for cls in own for each in vars(cls).values()):
+        if isinstance(function, types.FunctionType):
+            seen = inspect.getclosurevars(function)
+            values = [*seen.nonlocals.values(), *seen.globals.values()]
+            found |= {id(each): each for each in values if type(each) in (list, dict, set)}
+    return [*found.values()]
 
 
-class HostGenerators:
-    """The global generators for the host. A captured graph would do for ever what they draw once."""
-
-    def __init__(self) -> None:
-        self._before = self._states()
-
-    def _states(self) -> list[object]:
-        states: list[object] = [torch.get_rng_state().tolist(), random.getstate()]
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            states.append([numpy.asarray(each).tobytes() for each in numpy.random.get_state()])
-        return states
-
-    def have_drawn(self) -> bool:
-        """True if one of them has drawn since, for this thread or for another one."""
-        return self._states() != self._before
+def host_generators() -> list[object]:
+    """States of the global generators for the host. A captured graph would do for ever what they draw once."""
+    states: list[object] = [torch.get_rng_state().tolist(), random.getstate()]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states.append([numpy.asarray(each).tobytes() for each in numpy.random.get_state()])
+    return states
 
 
 def settings() -> tuple[tuple[str, Hashable], ...]:
