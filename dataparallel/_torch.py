@@ -285,6 +285,7 @@ function_modes = private("torch.overrides._get_current_function_mode_stack", "ha
 push_function_mode = private("torch.overrides._push_mode", "hand modes to workers")
 pop_function_mode = private("torch.overrides._pop_mode", "hand modes to workers")
 dispatch_modes = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "hand modes to workers")
+DispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", "see random draws in a captured backward")
 _push_dispatch_mode = private("torch.utils._python_dispatch._push_mode", "hand modes to workers")
 _pop_dispatch_mode = private("torch.utils._python_dispatch._pop_mode", "hand modes to workers")
 top_saved_tensors_hooks = private("torch._C._autograd._top_saved_tensors_default_hooks", "hand hooks to workers")
@@ -300,6 +301,17 @@ _GLOBAL_DEVICE_CONTEXT = private("torch._GLOBAL_DEVICE_CONTEXT", "see the defaul
 _functorch_interpreter = private("torch._C._functorch.peek_interpreter_stack", "refuse transforms around calls")
 
 private("torch.nn.utils.parametrize._cache_enabled", "refuse to run replicas inside parametrize.cached()")
+
+
+_GLOBAL_HOOKS = [
+    private(f"torch.nn.modules.module._global_{kind}_hooks", "see hooks that are set for all modules")
+    for kind in ("forward_pre", "forward", "backward_pre", "backward")
+]
+
+
+def global_hooks() -> Sequence[Any]:
+    """The tables of hooks for all modules."""
+    return _GLOBAL_HOOKS
 
 
 def push_dispatch_modes(modes: Sequence[Any]) -> Callable[[], None]:

@@ -1,8 +1,8 @@
-"""Models of many kinds whose replicas and units are captured as graphs, and a training with what users do meanwhile.
+"""Models of many kinds whose replicas are captured as graphs, and a training with what users do meanwhile.
 
 The GPTs and the ResNet are those of the tests of `fully_shard`, the BERT and the T5 those of compiled replicas. Here
 are a plain row of layers, torch's own encoder, recurrent layers, a model with structures in and out, and one that
-branches on its arguments and its mode. `units()` of each says what `fully_shard` shards by itself.
+branches on its arguments and its mode.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from torch import Tensor, nn
 
 import compiled_models
 import each_form
-from dataparallel.composable import fully_shard
-from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.testing.cases import Batch, generator, numbers, seeded, tokens
 from dataparallel.testing.steps import mean_square_loss
-from graphed_nets import read_by_the_host
-from sharded_models import GPT, LENGTH, VOCABULARY, WIDTH, Apart, ResNet, Units
-from sharded_steps import Model, moved, on_device, sharded, whole
+from sharded_models import GPT, LENGTH, VOCABULARY, WIDTH, Apart, ResNet
+from sharded_steps import Model, moved, on_device, whole
 
 
 class Layer(nn.Module):
@@ -46,29 +43,17 @@ class SmoothLayer(Layer):
 
 
 class Row(nn.Module):
-    """Layers one after the other, and `between` is called before each of them.
+    """Layers one after the other."""
 
-    ``by_parts``: only the layers can be captured, and `between` runs for each call.
-    """
-
-    def __init__(self, kind: Callable[[], nn.Module] = Layer, by_parts: bool = False) -> None:
+    def __init__(self, kind: Callable[[], nn.Module] = Layer) -> None:
         super().__init__()
-        self.by_parts = by_parts
         self.first, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
         self.layers = nn.ModuleList(kind() for _ in range(3))
 
-    def units(self) -> Units:
-        return [*self.layers]
-
-    def between(self, x: Tensor, number: int) -> Tensor:
-        return x
-
     def forward(self, x: Tensor) -> Tensor:
-        if self.by_parts:
-            read_by_the_host(x)
         x = self.first(x)
-        for number, layer in enumerate(self.layers):
-            x = layer(self.between(x, number))
+        for layer in self.layers:
+            x = layer(x)
         return self.last(x)
 
 
@@ -81,9 +66,6 @@ class Encoder(nn.Module):
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, activation="gelu", batch_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
-    def units(self) -> Units:
-        return [*self.layers.layers]
-
     def forward(self, words: Tensor) -> Tensor:
         return self.head(self.layers(self.embedding(words)))
 
@@ -95,9 +77,6 @@ class Recurrent(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList([Reads(nn.LSTM), Reads(nn.GRU)])
         self.last = nn.Linear(WIDTH, 3)
-
-    def units(self) -> Units:
-        return [*self.parts]
 
     def forward(self, x: Tensor) -> Tensor:
         for part in self.parts:
@@ -121,9 +100,6 @@ class Structures(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(Mixes() for _ in range(2))
         self.last = nn.Linear(WIDTH, 3)
-
-    def units(self) -> Units:
-        return [*self.parts]
 
     def forward(self, pair: tuple[Tensor, Tensor], *, more: dict[str, Any], scale: float = 1.0) -> Any:
         state = {"x": pair[0], "y": pair[1], "shift": more["shift"], "nothing": None}
@@ -150,9 +126,6 @@ class Branches(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(Chooses() for _ in range(2))
         self.last = nn.Linear(WIDTH, 3)
-
-    def units(self) -> Units:
-        return [*self.parts]
 
     def forward(self, x: Tensor, twice: bool = False, power: int = 1) -> Tensor:
         for part in self.parts:
@@ -203,27 +176,13 @@ MODELS: dict[str, Model] = {
 }
 
 
-FORMS: dict[str, Any] = {**each_form.FORMS, "fully_shard": sharded}
-"""Each is called with a model, the slots and options. `fully_shard` makes a unit of each of the model's ``units()``."""
+FORMS: dict[str, Any] = {"DataParallel": each_form.by_wrapper, "replicate": each_form.replicated}
 
 
 def made(model: Model, form: Callable[..., Any], slots: list, **options: Any) -> tuple[nn.Module, Any]:
     """The module, and what is called in its place."""
     source = on_device(model.build, torch.device(slots[0]))
     return source, form(source, slots, **options)
-
-
-def saved_state(source: nn.Module) -> Any:
-    """Whole values, for `load_state`."""
-    is_sharded = isinstance(source, FullyShardedModule)
-    return fully_shard.full_state_dict(source) if is_sharded else copy.deepcopy(source.state_dict())
-
-
-def load_state(source: nn.Module, state: Any) -> None:
-    if isinstance(source, FullyShardedModule):
-        fully_shard.load_full_state_dict(source, state)
-    else:
-        source.load_state_dict(state)
 
 
 def values(source: nn.Module) -> dict[str, Tensor]:
@@ -267,12 +226,12 @@ def train(
                 found.append(whole(network(*args, **kwargs)))
             network.train()
         if number == steps // 2:
-            saved = saved_state(source)
+            saved = copy.deepcopy(source.state_dict())
             optimizer.param_groups[0]["lr"] = 0.003
         if number == steps // 2 + 3:
             with torch.no_grad():
                 for parameter in source.parameters():
                     parameter.mul_(0.9)
         if number == steps - 4:
-            load_state(source, saved)
+            source.load_state_dict(saved)
     return {"computed": found, "state": values(source)}, network

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dataparallel import DataParallel
-from dataparallel.composable import fully_shard, replicate
-from dataparallel.forms.fully_sharded_module import FullyShardedModule
-from dataparallel.replicas.graphs.captures import WARM_UP, Segment
+from dataparallel.composable import replicate
+from dataparallel.replicas.graphs.calls import WARM_UP, GraphedReplica
 
 WIDTH = 6
 SETTLE = WARM_UP + 3
@@ -30,11 +28,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two parts, and operators before, between and after them. ``by_parts``: the whole cannot be captured."""
+    """Two parts, and operators before, between and after them."""
 
-    def __init__(self, rate: float = 0.0, by_parts: bool = False) -> None:
+    def __init__(self, rate: float = 0.0) -> None:
         super().__init__()
-        self.by_parts = by_parts
         self.first = nn.Linear(4, WIDTH)
         self.blocks = nn.ModuleList([Block(rate), Block(rate)])
         self.norm, self.last = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)
@@ -46,32 +43,12 @@ class Net(nn.Module):
         return self.last(self.norm(x))
 
     def begin(self, x: Tensor) -> Tensor:
-        if self.by_parts:
-            read_by_the_host(x)
         return self.first(x)
 
 
 def read_by_the_host(x: Tensor) -> None:
     """What forbids a capture."""
     x.detach().sum().item()
-
-
-def by_parts(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Builds modules of which only parts can be captured when gradients are recorded."""
-
-    def build() -> nn.Module:
-        module = kind()
-        cls = type(module)
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
-                read_by_the_host(next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
-            return cls.forward(self, *args, **kwargs)
-
-        module.__class__ = type(cls.__name__, (cls,), {"forward": forward})
-        return module
-
-    return build
 
 
 def build(root: torch.device, kind: Callable[[], nn.Module] = Net) -> nn.Module:
@@ -91,24 +68,17 @@ def step(network: Any, x: Tensor) -> Tensor:
 
 def graphs_of(network: Any) -> Any:
     """The captured graphs of a module by one of the forms."""
-    if isinstance(network, DataParallel):
-        return network.options.graphs
-    return (fully_shard if isinstance(network, FullyShardedModule) else replicate).state(network).graphs
+    return network.options.graphs if isinstance(network, DataParallel) else replicate.state(network).graphs
 
 
-def segments(network: Any) -> list[Segment]:
-    return [] if graphs_of(network) is None else graphs_of(network).segments
+def graphed(network: Any) -> list[GraphedReplica]:
+    return [] if graphs_of(network) is None else graphs_of(network).replicas
 
 
-def captured(network: Any) -> dict[str, int]:
-    """By name of a module: the launches of its graphs, on all slots."""
-    found: dict[str, int] = {}
-    for segment in segments(network):
-        if segment.captures:
-            found[segment.name] = found.get(segment.name, 0) + segment.launches
-    return found
+def captured(network: Any) -> int:
+    """The launches of captures, on all slots."""
+    return sum(replica.launches for replica in graphed(network))
 
 
-def reasons(network: Any, of_parts: bool = False) -> set[str]:
-    found = [segment for segment in segments(network) if segment.name or not of_parts]
-    return {reason for segment in found for reason in segment.reasons}
+def reasons(network: Any) -> set[str]:
+    return {reason for replica in graphed(network) for reason in replica.reasons}

@@ -33,7 +33,6 @@ from dataparallel.forms.managed import own_modules, own_parameters
 from dataparallel.nn.sync_batch_norm import check_sync_batch_norm, prepare
 from dataparallel.replicas import replaced_parameters
 from dataparallel.replicas.compiled.calls import CompileArgument
-from dataparallel.replicas.graphs.calls import check_graphs
 from dataparallel.replicas.plan import dotted
 from dataparallel.replicas.replicate import BUCKET_CAP_MB
 
@@ -61,7 +60,7 @@ def _prepare(
     process_group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     compile: bool | dict[str, Any] | None = None,
-    graphs: bool | Literal["auto"] | None = None,
+    graphs: Literal[False] | None = None,
     scalars: ScalarRule = None,
     pad: Pad = None,
     sync_batch_norm: bool | Literal["across_machines"] = False,
@@ -117,8 +116,7 @@ def _prepare(
         compile: compile the module on the slots: ``True``, or a dict of arguments for ``torch.compile`` (``backend``,
             ``mode``, ``dynamic``, ``fullgraph``, ``options``). Each unit below is compiled by itself, in the same way
             unless it has its own. A module that is compiled needs no argument.
-        graphs: capture the units on CUDA devices as graphs: as for `dataparallel.DataParallel`. That of the outermost
-            module counts. What was captured is in ``fully_shard.state(module).graphs``.
+        graphs: refused. Only replicas that hold all of their parameters are captured as graphs.
         scalars, pad: scalars that the replicas return, and a value that fills outputs: as for
             `dataparallel.DataParallel`. Those of the outermost module count.
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
@@ -137,7 +135,7 @@ def _prepare(
         ValueError: devices as for `dataparallel.DataParallel`; nothing to shard, parameters on two devices, a
             ``reshard_after_forward`` that does not divide the number of slots, a dimension that cannot be cut, a child
             that is sharded over other devices; a list that is empty or has a module twice; ``compile`` for a module
-            that is compiled.
+            that is compiled; ``graphs``.
         RuntimeError: the module or a parent is fully sharded already, a module or a parameter of the tree has another
             form, a parameter is shared with another unit, or a lazy one is not initialised. There is no process group.
             It is called inside ``torch.inference_mode()``.
@@ -171,7 +169,11 @@ def _prepare(
         )
         check_policies(mp_policy, offload_policy)
         compiled = [CompileArgument.checked(each, compile) for each in module]
-        has_graphs = check_graphs(graphs, module, compiled[0], slots)
+        if graphs:
+            raise ValueError(
+                "fully_shard has no graphs: a unit is gathered and freed around its calls, and no graph does that. "
+                "If the model fits on each device, take replicate(model, graphs=True). Or compile its blocks"
+            )
         if reshard_after_forward is not None:
             check_reshard(reshard_after_forward, len(slots), parts)
         ignored = [] if ignored_params is None else [*ignored_params]
@@ -203,7 +205,6 @@ def _prepare(
         ignored_parameters=[parameter for _, parameter in own_parameters(module) if id(parameter) in ignored_ids],
         machines=machines,
         compile=compiled[0],
-        graphs=has_graphs,
     )
 
 

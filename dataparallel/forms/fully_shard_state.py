@@ -23,13 +23,11 @@ from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, StateOnSlo
 from dataparallel.forms.unit_tensors import UnitTensors
 from dataparallel.progress import progress
 from dataparallel.replicas.compiled.calls import CompileArgument
-from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.plan import TwinInfo
 from dataparallel.sharded.distribute import distribute_tensor
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.buffers import FixedMemory
 from dataparallel.sharded.units.tree import Tree
 from dataparallel.sharded.units.unit import Precision, Unit
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
@@ -46,11 +44,9 @@ class FullyShardState(StateOnSlots):
         placements: for each parameter the dimension in which it is cut.
         reshard_after_forward: as the user gave it.
         ignored_parameters: parameters that all replicas share.
-        graphs: replicas launch captured graphs, if the module is the outermost one.
 
     Attributes:
         unit: the unit, once `shard` has been called.
-        graphs: the captured graphs; ``None`` without.
     """
 
     may_use_source = True  # forward reads the source's shards, and copies of these are never late
@@ -69,10 +65,8 @@ class FullyShardState(StateOnSlots):
         ignored_parameters: Sequence[Tensor],
         machines: MachinesOfTree | None,
         compile: CompileArgument | None,
-        graphs: bool,
     ) -> None:
         super().__init__(modules, options)
-        self.graphs = GraphedReplicas() if graphs else None
         self.machines, self.compile = machines, compile
         self.peers = None if machines is None else machines.peers
         self._parameters, self._placements = list(parameters), list(placements)
@@ -184,16 +178,8 @@ class FullyShardState(StateOnSlots):
         ignored = [parameter for state in states for parameter in state._ignored]
         info = TwinInfo(id(source), ignored_parameters=frozenset(map(id, ignored)), allowed=ManagedModule)
         self._twin = Twin(type(source), info)
-        has_graphs = self.graphs is not None
-        self._tensors = UnitTensors(
-            units, [state.modules() for state in states], [state.compile for state in states], has_graphs
-        )
-        self.kept = KeptReplicas(self._tensors, graphs=self.graphs)
-        if has_graphs:
-            memory = [FixedMemory(device) for device in self.slots]
-            for unit in units:
-                unit.free()  # what is full is elsewhere
-                unit.fixed_memory = memory
+        self._tensors = UnitTensors(units, [state.modules() for state in states], [state.compile for state in states])
+        self.kept = KeptReplicas(self._tensors)
         return Tree(units, self.slots)
 
 

@@ -1,7 +1,7 @@
 """`UnitTensors` gives replicas of a fully sharded tree their tensors; `_CompiledParts` compiles code inside units only.
 
 A replica's parameters are its units' tensors on its slot (``units.slot_unit``), which are empty between calls. Each
-call sends buffers to the slots; the first slot has the module's own. The copies are new, unless replicas launch graphs.
+call sends buffers to the slots; the first slot has the module's own. The copies are new.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from dataparallel import comm
 from dataparallel.comm.streams.arrivals import Arrivals
-from dataparallel.forms.kept_tensors import KeptBuffers
 from dataparallel.forms.managed import has_forward
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, Compiled, compiled_in_place
 from dataparallel.replicas.kept_replicas import TensorStore
@@ -29,7 +28,7 @@ from dataparallel.sharded.units.unit import Unit
 class UnitTensors(TensorStore):
     """The tensors of one tree's replicas.
 
-    ``tops`` has the modules of each unit, and ``compile`` how it is compiled. ``graphs``: replicas launch graphs.
+    ``tops`` has the modules of each unit, and ``compile`` how it is compiled.
     """
 
     are_copies = False
@@ -40,10 +39,8 @@ class UnitTensors(TensorStore):
         units: Sequence[Unit],
         tops: Sequence[Sequence[nn.Module]],
         compile: Sequence[CompileArgument | None],
-        graphs: bool,
     ) -> None:
         self._units, self._compile = list(units), list(compile)
-        self._buffers = KeptBuffers() if graphs else None
         self._modules = [[weakref.ref(module) for module in modules] for modules in tops]
         # Of each unit, in the tree of the last call: paths of its modules, and path, name and number of its parameters.
         self._tops: list[list[str]] = []
@@ -75,11 +72,7 @@ class UnitTensors(TensorStore):
             else:
                 buffers.append(i)
         sources = [plan.tensors[i] for i in buffers]
-        if self._buffers is None:
-            copies = comm.broadcast_coalesced(sources, slots, cap_bytes, own_storage=True)
-        else:
-            copies = self._buffers.on_slots(sources, slots, cap_bytes)
-        put(by_slot, buffers, copies)
+        put(by_slot, buffers, comm.broadcast_coalesced(sources, slots, cap_bytes, own_storage=True))
         return by_slot
 
     def clear(self) -> None:

@@ -23,7 +23,7 @@ class WrapperOptions(CallOptions):
 
     Attributes:
         compile, sync_batch_norm: as given.
-        graphs: the captured graphs of the replicas; ``None`` if there are none. Its ``segments`` say what was captured,
+        graphs: the captured graphs of the replicas; ``None`` if there are none. Its ``replicas`` say what was captured,
             and what was not and why.
         compiled: how replicas are compiled, if the argument ``compile`` says so.
         kept: makes the replicas, and keeps those that stay.

@@ -21,7 +21,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from dataparallel import _torch
 from dataparallel.comm.streams.current import Event, current_streams, memory_of, streams_set
-from dataparallel.replicas.graphs.captured import CannotBeCaptured
+from dataparallel.replicas.graphs.kinds import CannotBeCaptured
 from dataparallel.replicas.graphs.pieces import is_capturing
 from dataparallel.threads.meetings import MeetingPlace, here
 

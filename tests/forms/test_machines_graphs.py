@@ -1,4 +1,4 @@
-"""Both forms over machines, with replicas and units that are captured as graphs: steps are those of one device."""
+"""`replicate` over machines, with replicas that are captured as graphs: steps are those of one device."""
 
 from typing import Any
 
@@ -12,22 +12,20 @@ from sharded_steps import LOOPS, MODELS, Trained, assert_same, on_device, train
 
 pytestmark = pytest.mark.devices("cuda")
 
-MODEL, STEPS = "gpt", 20
+MODEL, WAY, STEPS = "gpt", "replicate", 20
 
 
-def trained_with_graphs(rank: int, devices: list[Any], way: str) -> tuple[Trained, dict[str, int]]:
-    """The whole values, and the launches of this machine by name of a module."""
-    module = over(way, on_device(MODELS[MODEL].build, devices[0]), devices, graphs=True)
+def trained_with_graphs(rank: int, devices: list[Any]) -> tuple[Trained, int]:
+    """The whole values, and the launches of this machine."""
+    module = over(WAY, on_device(MODELS[MODEL].build, devices[0]), devices, graphs=True)
     own = batches_of_rank(MODEL, rank, distributed.get_world_size(), devices[0])
     found = train(module, own, steps=STEPS, loop=LOOPS["one_backward"], loss=sum_of_squares)
     return found, captured(module)
 
 
-@pytest.mark.parametrize("way", ["replicate", "hybrid", "1-D"])
-def test_steps_are_those_of_one_device(way: str) -> None:
-    found = on_machines(trained_with_graphs, way, ranks=ranks_of(way), slots=slots_of(way))
-    expected = trained_on_one(MODEL, ranks_of(way), steps=STEPS)
+def test_steps_are_those_of_one_device() -> None:
+    found = on_machines(trained_with_graphs, ranks=ranks_of(WAY), slots=slots_of(WAY))
+    expected = trained_on_one(MODEL, ranks_of(WAY), steps=STEPS)
     for trained, launches in found:
         assert_same(trained, expected, losses=False)
-        assert {*launches} == ({""} if way == "replicate" else {"blocks.0", "blocks.1", "blocks.2"})
-        assert min(launches.values()) > STEPS // 2
+        assert launches > STEPS // 2

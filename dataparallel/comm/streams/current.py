@@ -36,7 +36,6 @@ _STREAMS: Mapping[str, tuple[int, ...]] = {
     "gradients": (3, 4, 5, 6),
     "shards leave": (4, 5, 6, 7),
     "pieces": (7, 6),
-    "captures": (8,),
 }
 """For each purpose the numbers of its streams on a device, taken in turn. Eight streams serve all slots and models.
 
@@ -56,13 +55,11 @@ purposes that wait for each other anyway:
 - Shards leave for several slots on four streams in turn. With two, a device was seen to wait for slots that lag:
   predicted steps on 8 devices took a third longer. With four they took 2 % longer than with a stream for each slot.
 
-The ninth stream, for ``captures``, is given no work that runs. What a stream gets while it captures becomes a part of
-a graph, so nobody else may use it.
-
 ``hooks`` and ``collectives`` launch work that waits for other machines, which runs on streams of the process group.
 """
 
 _kept: dict[tuple[torch.device, int], torch.Stream] = {}
+_captors: list[torch.Stream] = []
 _making = threading.Lock()
 
 _TORCH_HAS = 32
@@ -84,13 +81,32 @@ def kept_stream(device: torch.device, purpose: str, number: int = 0) -> torch.St
 
 
 def _another(device: torch.device) -> torch.Stream:
-    """A stream that is none of those that are kept, if the device has so many."""
-    taken = [stream for (where, _), stream in _kept.items() if where == device]
+    """A stream that is neither kept nor a captor's, if the device has so many."""
+    taken = [*_captors, *(stream for (where, _), stream in _kept.items() if where == device)]
     for _ in range(_TORCH_HAS):
         stream = torch.Stream(device)
         if stream not in taken:
             break
     return stream
+
+
+def new_captor(device: torch.device) -> torch.Stream | None:
+    """A stream to capture on, for the caller alone until `drop_captor`; ``None`` if the device has no further one.
+
+    What a stream gets while it captures becomes a part of a graph. And torch frees the workspaces of a captor when a
+    graph dies that it has captured.
+    """
+    with _making:
+        stream = _another(device)
+        if stream in _captors or stream in _kept.values():
+            return None
+        _captors.append(stream)
+        return stream
+
+
+def drop_captor(stream: torch.Stream) -> None:
+    """Lets others have the stream."""
+    _captors.remove(stream)
 
 
 def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.Stream]:

@@ -116,7 +116,10 @@ class CompiledFunctions:
 
 @cache
 def _say_that_they_run_without() -> None:
-    log.warning("replicas that were compiled with CUDA graphs run without: their form has none. Pass graphs=True to it")
+    log.warning(
+        "replicas that were compiled with CUDA graphs run without: their form has none. DataParallel and replicate "
+        "have graphs=True"
+    )
 
 
 class _CompiledFunction:

@@ -1,15 +1,16 @@
-"""`GraphedReplicas` makes the modules of replicas launch captured graphs, and says what was captured and why not.
+"""`GraphedReplicas` makes replicas launch captured graphs, and says what was captured and why not.
 
-A module runs as it is in the first calls with arguments of one kind: these warm up what is made lazily. Then it is
-captured, and launched from then on. What cannot be captured runs as it is, and the reason is logged once. If that is
-the whole replica, its parts are captured instead.
+A replica runs as it is in the first calls with arguments of one kind: these warm up what is made lazily. Then it is
+captured, and launched from then on. What cannot be captured runs as it is, and the reason is logged once.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
@@ -17,20 +18,49 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
+from dataparallel.batches.structures import Arguments
+from dataparallel.comm.kinds import attributes_with_tensors
 from dataparallel.replicas.build import ParameterRegistry
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, call_inside, compiled_call, use_cuda_graphs
-from dataparallel.replicas.graphs.captures import Captures, Segment, warn_once
-from dataparallel.replicas.graphs.kinds import contents_of
-from dataparallel.replicas.graphs.places import CapturePlace
-from dataparallel.replicas.graphs.pools import Pools
-from dataparallel.replicas.graphs.segments import Segments, why_none
-from dataparallel.replicas.plan import ModulePlan
+from dataparallel.replicas.compiled.compile_lock import compile_lock
+from dataparallel.replicas.graphs.captured import Captured, Pool
+from dataparallel.replicas.graphs.kinds import (
+    CannotBeCaptured,
+    Contents,
+    Structure,
+    difference,
+    host_generators,
+    settings,
+)
+from dataparallel.replicas.plan import ModulePlan, names_of
+from dataparallel.replicas.tree_state import TreeState
 from dataparallel.weak_members import WeakMembers
 
 log = logging.getLogger("dataparallel")
 
+WARM_UP = 2
+"""How many calls with arguments of one kind run as they are before they are captured."""
+
+MOST_CAPTURES = 8
+"""How many kinds of arguments are captured for one state of a replica. Calls with other kinds run as they are."""
+
 MOST_STATES = 4
-"""How many states of a module's attributes, such as its mode, are remembered for one replica."""
+"""How many states of a replica have captures: settings, and what its forward reads besides arguments."""
+
+MOST_TRIES = 4
+"""A kind is not captured after so many captures that others have spoiled, or that were of no use soon afterwards."""
+
+MOST_DRAWS = 8
+"""A replica is not captured after so many calls in which the host has drawn random numbers.
+
+In fewer calls another thread may have drawn them.
+"""
+
+MOST_NEW_KINDS = 8
+"""After so many calls in a row with new kinds the log says what differs."""
+
+_MOST_KINDS = 1000
+"""Of so many kinds of calls it is known how often they came."""
 
 
 def check_graphs(
@@ -57,6 +87,27 @@ def check_graphs(
     return bool(slots) and not without
 
 
+@dataclass
+class GraphedReplica:
+    """What has been captured of one replica.
+
+    Attributes:
+        device: of the replica.
+        captures: how many captures there are, of a forward with its backward, if it has one.
+        launches: how often captures were launched.
+        reasons: why calls run as they are, other than to warm up.
+    """
+
+    device: torch.device
+    captures: int = 0
+    launches: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        reasons = "".join(f"; runs as it is: {reason}" for reason in self.reasons)
+        return f"the replica on {self.device}: {self.captures} captures, {self.launches} launches{reasons}"
+
+
 class GraphedReplicas:
     """The captured graphs of one module's replicas. Copying or unpickling gives an empty one.
 
@@ -64,11 +115,8 @@ class GraphedReplicas:
     """
 
     def __init__(self) -> None:
-        self._places: dict[torch.device, CapturePlace] = {}
-        self._pools: dict[int, Pools] = {}
         self._tensors: dict[int, list[Tensor]] = {}
-        self._captures: dict[tuple[int, str, Hashable], Captures] = {}
-        self._refused: list[Segment] = []
+        self._captures: dict[int, _Captures] = {}
         self._said: set[str] = set()
         self._others: WeakMembers[GraphedReplicas] = WeakMembers()
 
@@ -76,14 +124,13 @@ class GraphedReplicas:
         return GraphedReplicas, ()
 
     @property
-    def segments(self) -> list[Segment]:
-        """What has been captured, and what cannot be, for each module of each replica."""
-        found = [captures.segment for captures in self._captures.values()]
-        own = [segment for segment in found if segment.captures or segment.reasons]
-        return [*self._refused, *own, *(segment for other in self._others for segment in other.segments)]
+    def replicas(self) -> list[GraphedReplica]:
+        """What has been captured, and what cannot be, for each replica."""
+        own = [captures.replica for captures in self._captures.values()]
+        return [*own, *(replica for other in self._others for replica in other.replicas)]
 
     def another(self) -> GraphedReplicas:
-        """Graphs of other replicas of the same module. Its `segments` are among those of this object."""
+        """Graphs of other replicas of the same module. Its `replicas` are among those of this object."""
         made = GraphedReplicas()
         made._said = self._said
         self._others.add(made)
@@ -92,75 +139,240 @@ class GraphedReplicas:
     def prepare(self, plan: ModulePlan, slots: Sequence[torch.device]) -> bool:
         """Tells compiled code of a plan's replicas, before it runs, that it will be captured.
 
-        Returns false if no module can be captured. The reason is logged once, and is in `segments`.
+        Returns false if replicas cannot be captured. The reason is logged once, and is in `replicas`.
         """
         for entry in plan.entries:
             if entry.compiled is not None and entry.compiled.functions is not None:
                 entry.compiled.functions.are_captured = True
-        reason = why_none(plan)
-        self._refused = [] if reason is None else [Segment("", slot, reasons=[reason]) for slot in slots]
-        if reason is not None:
-            warn_once(self._said, "", reason)
+        reason = _why_none(plan)
+        for slot, device in enumerate(slots):
+            captures = self._captures.setdefault(slot, _Captures(device, self._said))
+            if reason is not None:
+                captures.say(reason)
         return reason is None
 
     def attach_all(self, plan: ModulePlan, replicas: Sequence[nn.Module], copies: Sequence[list[Tensor]]) -> None:
-        """Calls `attach` for new replicas of a plan, if their modules can be captured."""
-        if not self.prepare(plan, [tensors[0].device for tensors in copies if tensors]):
+        """Makes new replicas of a plan launch graphs. ``copies``: their parameters and buffers.
+
+        Graphs of an earlier replica of a slot are launched for this one if it has the same tensors.
+        """
+        devices = [tensors[0].device for tensors in copies if tensors]
+        if not self.prepare(plan, devices) or len(devices) < len(copies):
             return
         for slot, (replica, tensors) in enumerate(zip(replicas, copies, strict=True)):
-            self.attach(replica, slot, tensors)
+            captures = self._captures[slot]
+            if any(tensor.device != devices[slot] for tensor in tensors):
+                captures.say("it has tensors on several devices")
+                continue
+            former = self._tensors.get(slot, [])
+            if len(former) != len(tensors) or not all(map(is_, former, tensors)):
+                captures.clear()
+                self._tensors[slot] = tensors
+            try:
+                vars(replica)[CALL] = _GraphedCall(replica, captures)
+            except CannotBeCaptured as error:
+                captures.say(str(error))
 
-    def attach(self, replica: nn.Module, slot: int, tensors: list[Tensor]) -> None:
-        """Makes a new replica of a plain tree launch graphs. ``tensors``: its parameters and buffers.
 
-        Graphs of an earlier replica of the slot are launched for this one if it has the same tensors.
-        """
-        former = self._tensors.get(slot, [])
-        if len(former) != len(tensors) or not all(map(is_, former, tensors)):
-            self._captures = {key: captures for key, captures in self._captures.items() if key[0] != slot}
-            self._tensors[slot] = tensors
-        devices = {tensor.device for tensor in tensors}
-        device = next(iter(devices), None)
-        if device is None or device.type != "cuda" or len(devices) > 1:
-            return
-        place, pools = self._places.setdefault(device, CapturePlace(device)), self._pools.setdefault(slot, Pools())
-        segments = Segments.of(replica)
-        for name, module in segments.modules.items():
-            key = slot, name, contents_of(module)
-            captures = self._captures.get(key)
-            if captures is None:
-                self._forget_oldest(slot, name)
-                captures = self._captures[key] = Captures(Segment(name, device), place, pools, self._said)
-            vars(module)[CALL] = _GraphedCall(module, captures, segments)
-
-    def _forget_oldest(self, slot: int, name: str) -> None:
-        states = [key for key in self._captures if key[:2] == (slot, name)]
-        if len(states) >= MOST_STATES:
-            del self._captures[states[0]]
+def _why_none(plan: ModulePlan) -> str | None:
+    """Why the plan's replicas are not captured; ``None`` if they may be."""
+    shared = [child for item in plan.shared if isinstance(item, nn.Module) for child in item.modules()]
+    if any(isinstance(child, torch.jit.ScriptModule) for child in shared):
+        return "one of its ignored modules is a ScriptModule"
+    for i, tensor in enumerate(plan.tensors):
+        # What a class with operators of its own keeps in attributes, such as shards, is what its tensors consist of.
+        has_own_operators = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        if not has_own_operators and (attributes := attributes_with_tensors(tensor)):
+            return f"the attribute {attributes[0]!r} of {names_of(plan)[i]} holds tensors"
+    if plan.is_plain:
+        return None
+    for entry in plan.entries:
+        name, kind = entry.name or "the module", entry.cls.__name__
+        if entry.has_hooks:
+            return f"{name} has hooks"
+        if entry.has_own_rule:
+            return f"{name} is {'an' if kind[:1] in 'AEILO' else 'a'} {kind}, whose class makes its replicas itself"
+    return "attributes of a module refer to other modules or to tensors"
 
 
 class _GraphedCall:
-    """Calls a module by its graphs. It refers to the module weakly, because the module holds it.
+    """Calls a replica by its graphs. It refers to the replica weakly, because the replica holds it."""
 
-    Outputs of the root are copies: the next launch would write to those that are in a graph's memory.
-    """
-
-    def __init__(self, module: nn.Module, captures: Captures, segments: Segments) -> None:
+    def __init__(self, module: nn.Module, captures: _Captures) -> None:
         self._module, self._captures = weakref.ref(module), captures
         self.compiled = compiled_call(module)
-        name = captures.segment.name
-        self._is_root = not name
-        self._is_captured = {False: name in segments.without_gradients, True: name in segments.with_gradients}
+        self.contents = Contents(module)
         # Their lookups wait for parameters that are on their way. A graph looks nothing up.
         registries = enumerate(vars(child)["_parameters"] for child in module.modules())
-        self._late = [late for late in registries if isinstance(late[1], ParameterRegistry)]
+        self.late = [late for late in registries if isinstance(late[1], ParameterRegistry)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         if _torch.is_in_backward():  # a checkpoint runs a forward again, and has to find the same operators
             return call_inside(module, *args, **kwargs)
-        if self._is_captured[torch.is_grad_enabled()]:
-            output = self._captures.call(module, args, kwargs, self._late)
-        else:
-            output = call_inside(module, *args, **kwargs)
-        return self._captures.apart(output) if self._is_root else output
+        return self._captures.call(self, module, args, kwargs)
+
+
+@dataclass
+class _Kind:
+    """Calls of one kind.
+
+    Attributes:
+        calls: how many ran as they are, without those in ``draws``.
+        draws: in how many the host has drawn random numbers.
+        threads: in which they ran. Libraries of CUDA have handles for each thread, and make them lazily.
+        tries: how many captures failed, or were of no use soon.
+    """
+
+    state: Hashable
+    calls: int = 0
+    draws: int = 0
+    threads: weakref.WeakSet[threading.Thread] = field(default_factory=weakref.WeakSet)
+    tries: int = 0
+    is_refused: bool = False
+    captured: Captured | None = None
+
+
+class _Captures:
+    """The captures of one replica, for each kind of call. Any thread may call it."""
+
+    def __init__(self, device: torch.device, said: set[str]) -> None:
+        self.replica = GraphedReplica(device)
+        self._said = said
+        self._kinds: dict[Hashable, _Kind] = {}  # in the order of their last calls
+        self._free: list[Pool] = []
+        self._last: Sequence[Any] = ()
+        self._new_kinds = 0
+        self._busy = threading.Lock()
+
+    def clear(self) -> None:
+        """Drops all captures."""
+        self._kinds.clear()
+        self.replica.captures = self._new_kinds = 0
+
+    def say(self, reason: str) -> None:
+        """Notes and logs, once, why calls run as they are."""
+        if reason not in self.replica.reasons:
+            self.replica.reasons.append(reason)
+        if reason not in self._said:
+            self._said.add(reason)
+            log.warning(f"replicas run without a graph: {reason}")
+
+    def call(self, made: _GraphedCall, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the module, by a graph if it can.
+
+        A call from another thread would write to the same places meanwhile, so it runs as it is.
+        """
+        if not self._busy.acquire(blocking=False):
+            return call_inside(module, *args, **kwargs)
+        try:
+            try:
+                arguments = Structure(Arguments((args, kwargs)), "arguments", self.replica.device)
+                state = (*made.contents.now(), *settings())
+                kind = self._kind_of(state, (*state, *arguments.kinds()))
+                captured = self._captured(kind, module, arguments)
+            except CannotBeCaptured as error:
+                self.say(str(error))
+                return call_inside(module, *args, **kwargs)
+            if captured is not None:
+                self.replica.launches += 1
+                return captured.launch(arguments.leaves, made.late)
+            if kind.is_refused or kind.captured is not None:
+                return call_inside(module, *args, **kwargs)
+            return self._warm_up(made, kind, module, args, kwargs)
+        finally:
+            self._busy.release()
+
+    def _kind_of(self, state: Hashable, key: tuple[Any, ...]) -> _Kind:
+        kind = self._kinds.pop(key, None)
+        self._new_kinds = self._new_kinds + 1 if kind is None else 0
+        if self._new_kinds == MOST_NEW_KINDS:
+            self.say(difference(self._last, key))
+        self._last = key
+        while len(self._kinds) >= _MOST_KINDS:
+            self._drop(self._kinds.pop(next(iter(self._kinds))))
+        found = self._kinds[key] = kind or _Kind(state)
+        return found
+
+    def _captured(self, kind: _Kind, module: nn.Module, arguments: Structure) -> Captured | None:
+        """The capture to launch, which is made if it is time; ``None`` if the call runs as it is."""
+        if kind.captured is not None and not kind.captured.still_fits():
+            self._use_failed(kind, kind.captured.launches < MOST_TRIES, "its parameters are elsewhere in each call")
+            self._drop(kind)
+        if kind.captured is None:
+            is_warm = kind.calls >= WARM_UP and threading.current_thread() in kind.threads
+            if kind.is_refused or not is_warm or not self._has_room(kind):
+                return None
+            try:
+                # Inside the lock: a capture that has begun waits for nobody who compiles.
+                kind.captured = compile_lock.run_inside(Captured, module, arguments, self.replica.device, self._free)
+            except CannotBeCaptured as error:
+                kind.is_refused = error.is_final
+                if not error.is_final:
+                    self._use_failed(kind, True, str(error))
+                    return None
+                raise
+            self.replica.captures += 1
+        if kind.captured.is_waiting:
+            return None
+        compile_lock.run_inside(kind.captured.record_what_was_missed)
+        return kind.captured
+
+    def _use_failed(self, kind: _Kind, counts: bool, reason: str) -> None:
+        kind.tries += counts
+        if kind.tries >= MOST_TRIES:
+            kind.is_refused = True
+            self.say(reason)
+
+    def _has_room(self, kind: _Kind) -> bool:
+        alive = [other for other in self._kinds.values() if other.captured is not None]
+        if sum(other.state == kind.state for other in alive) >= MOST_CAPTURES:
+            self.say(f"{MOST_CAPTURES} kinds of arguments are captured, and this is another one")
+            return False
+        states = [*dict.fromkeys(other.state for other in reversed(alive) if other.state != kind.state)]
+        for other in alive:
+            if other.state in states[MOST_STATES - 1 :]:
+                self._drop(other)
+        return True
+
+    def _drop(self, kind: _Kind) -> None:
+        self.replica.captures -= kind.captured is not None
+        kind.captured = None
+
+    def _warm_up(
+        self, made: _GraphedCall, kind: _Kind, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        state, reached = TreeState([*module.modules()], _torch.REGISTRIES), made.contents.reached()
+        generators = host_generators()
+        before = Structure(Arguments((args, kwargs)), "arguments", self.replica.device)
+        output = call_inside(module, *args, **kwargs)
+        kind.threads.add(threading.current_thread())
+        try:
+            if not before.is_as(Structure(Arguments((args, kwargs)), "arguments", self.replica.device)):
+                raise CannotBeCaptured("its forward writes into a dict or list among its arguments")
+            if not state.is_unchanged():
+                raise CannotBeCaptured("its forward assigns to attributes")
+            if reached != made.contents.reached():
+                raise CannotBeCaptured("its forward writes into a list or dict that is global or enclosed")
+            found = Structure(output, "its output", self.replica.device)
+            self._refuse_if_differentiated(kind, found.leaves)
+            drawn = generators != host_generators()  # perhaps for another thread
+            kind.draws, kind.calls = kind.draws + drawn, kind.calls + (not drawn)
+            if kind.draws == MOST_DRAWS:
+                raise CannotBeCaptured("its forward draws random numbers on the host")
+        except CannotBeCaptured as error:
+            kind.is_refused = True
+            self.say(str(error))
+        return output
+
+    def _refuse_if_differentiated(self, kind: _Kind, outputs: Sequence[Any]) -> None:
+        """Refuses a kind of calls if a backward is differentiated, which a captured one cannot be."""
+
+        def look(grad: Tensor) -> None:
+            if torch.is_grad_enabled() and not kind.is_refused:
+                kind.is_refused = True
+                self.say("its backward is differentiated (create_graph=True)")
+
+        for output in outputs:
+            if isinstance(output, Tensor) and output.requires_grad and output.grad_fn is not None:
+                output.register_hook(look)

@@ -1,270 +1,464 @@
-"""`Captured`: one capture of a module's forward and of its backward, for arguments of one kind.
+"""`Captured`: one capture of a replica's forward and of its backward, for arguments of one kind.
 
-Arguments, outputs and gradients have fixed places. A launch copies arguments in, unless they are in their places, and
-hands out the outputs where they are. Parameters are read where they are; those that are gathered for a call come to the
-same addresses each time (``sharded.units.buffers``). The next launch writes over gradients, so they are copied
-out. Only the gradient of another capture's output is left where that capture reads it.
+A launch copies arguments into their places, and outputs and gradients out of theirs. Parameters are read where they
+are. The graph of autograd that was captured is kept. A backward whose incoming gradients are others than those for
+which it was captured runs by that graph as it is: what the forward has saved has the values of the last launch.
 
 The capture follows `torch.cuda.make_graphed_callables` in what it records; it warms up by calls that run as they are.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.autograd.node import saved_instead
-from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
+from dataparallel.autograd.node import Node, saved_instead
+from dataparallel.batches.structures import Arguments
+from dataparallel.comm.buckets import flatten_into, plan_buckets, unflatten
+from dataparallel.comm.streams.current import Event, current_streams, drop_captor, new_captor, streams_set
 from dataparallel.replicas.build import ParameterRegistry, collector_paused
 from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.calls import call_inside
 from dataparallel.replicas.compiled.functions import none_compiled
-from dataparallel.replicas.graphs.copied import copy_for_capture
-from dataparallel.replicas.graphs.launch import BackwardStage, LaunchNode, Waiting, reads
-from dataparallel.replicas.graphs.pieces import BackwardPiece, CapturedPieces, capturing
-from dataparallel.replicas.graphs.places import CapturePlace, FlatGrads
-from dataparallel.replicas.graphs.pools import CapturedGraphs, ForwardPool, Pools
-from dataparallel.replicas.plan import UNIT_MODULE
+from dataparallel.replicas.graphs.kinds import CannotBeCaptured, Structure
+from dataparallel.replicas.graphs.pieces import BackwardPiece, CapturedPieces
 
 _one_at_a_time = threading.Lock()
 
+_OTHER_SEED = 2**62 - 57
+"""Added to the seed during a capture: torch then refuses a forward that sets it, which draws the same in each call."""
 
-class CannotBeCaptured(Exception):
-    """The reason for which a module runs as it is."""
+
+class Pool:
+    """The memory of one capture's graphs, and the stream that captures them. When the capture is gone, another has it.
+
+    Raises:
+        CannotBeCaptured: there is no stream that no other pool has.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        stream = new_captor(device)
+        if stream is None:
+            raise CannotBeCaptured(f"{device} has no stream left for another capture", is_final=False)
+        self.stream = stream
+        weakref.finalize(self, drop_captor, stream)
+        self._handle, self._kept, self._used_on = torch.cuda.graph_pool_handle(), list[Any](), stream
+
+    def order(self, stream: torch.Stream) -> None:
+        """Orders what is launched on ``stream`` from now on after earlier uses of the memory."""
+        if self._used_on != stream:
+            Event(self._used_on).make_wait(stream)
+            self._used_on = stream
+
+    def hold(self, device: torch.device) -> None:
+        """Captures a small graph that stays: torch cannot use a pool again if all of its graphs have gone."""
+        if not self._kept:
+            with self.captures(self._kept):
+                torch.zeros(1, device=device)
+
+    @contextmanager
+    def captures(self, graphs: list[Any]) -> Iterator[None]:
+        """What the block launches on the current stream is captured into ``graphs``, and does not run."""
+        self.begin(graphs)
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # it says that the capture has failed
+                graphs[-1].capture_end()
+            raise
+        graphs[-1].capture_end()
+
+    def begin(self, graphs: list[Any]) -> None:
+        """Begins another one of ``graphs``."""
+        graphs.append(torch.cuda.CUDAGraph())
+        graphs[-1].capture_begin(pool=self._handle, capture_error_mode="thread_local")
+
+
+class _FlatGrads:
+    """Gradients that a captured backward leaves in a few flat buffers, so that few copies take them out."""
+
+    def __init__(self, grads: Sequence[Tensor | None]) -> None:
+        self._count = len(grads)
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        tensors = cast("Sequence[Tensor]", grads)
+        self._buckets, singles = plan_buckets(tensors, sys.maxsize, candidates=present, keep_repeats=False)
+        if singles:
+            raise CannotBeCaptured("a gradient is sparse, or of a class of its own")
+        self._flats: list[Tensor] = []
+        for bucket in self._buckets:  # there is one for each dtype
+            numel = sum(layout.numel for layout in bucket.layouts)
+            self._flats.append(tensors[bucket.indices[0]].new_empty(numel))
+            flatten_into(bucket, tensors, self._flats[-1])
+
+    def taken(self) -> list[Tensor | None]:
+        """The gradients of the last launch, in new tensors."""
+        found: list[Tensor | None] = [None] * self._count
+        for bucket, flat in zip(self._buckets, self._flats, strict=True):
+            for i, grad in zip(bucket.indices, unflatten(bucket, flat.clone()), strict=True):
+                found[i] = grad
+        return found
+
+
+@dataclass(kw_only=True)
+class _Recording:
+    """Graphs of a piece of the backward, for one pattern of incoming gradients, and the gradients that they leave."""
+
+    graphs: list[Any] = field(default_factory=list)
+    grads_below: list[Tensor | None] = field(default_factory=list)
+    grads: _FlatGrads | None = None
+
+
+@dataclass(kw_only=True)
+class _Stage:
+    """A piece of the backward, and what its node takes and gives.
+
+    Attributes:
+        outputs: what the node gives: the outputs of the module, or the tensor at which the piece above begins.
+        have_grads: for each of them if the piece takes its gradient.
+        grad_outputs: where graphs read these gradients.
+        inputs, parameters: what the piece computes gradients of: arguments, by number among those with gradients.
+        recordings: by the pattern of gradients that come in. ``None``: that piece runs as it is.
+        missed: a pattern that came without a recording.
+    """
+
+    piece: BackwardPiece
+    outputs: Sequence[Tensor]
+    have_grads: Sequence[bool]
+    grad_outputs: Sequence[Tensor]
+    inputs: Sequence[int]
+    parameters: Sequence[Tensor]
+    recordings: dict[tuple[bool, ...], _Recording | None] = field(default_factory=dict)
+    missed: tuple[bool, ...] | None = None
+
+
+_MOST_PATTERNS = 4
+"""For so many patterns of incoming gradients a backward is captured."""
+
+
+class _Waiting:
+    """Held by an autograd graph until its backward has run or it is gone."""
 
 
 class Captured:
     """The graphs of one call of ``module``: those of its forward, and if gradients are recorded, of its backward.
 
     Args:
-        module: a module of a replica.
-        leaves, spec: the arguments, flattened.
-        place: the device, and what has a fixed place there.
-        pool, pools: the pool for the forward, and the memory of the slot.
+        module: a replica.
+        arguments: of the call.
+        free: pools of the slot that no capture has. The capture takes one, and gives it back when it is gone.
 
     Attributes:
-        is_waiting: true while an autograd graph needs what the last launch has saved.
         launches: how often it was launched.
-        outputs: the places of outputs.
-        misses: how often in a row it was not, because gathered parameters were elsewhere.
 
     Raises:
         CannotBeCaptured: the call cannot be captured; the message says why. Nothing has changed then.
     """
 
-    def __init__(
-        self, module: nn.Module, leaves: Sequence[Any], spec: Any, place: CapturePlace, pool: ForwardPool, pools: Pools
-    ) -> None:
-        self._place, self._pool = place, pool
+    def __init__(self, module: nn.Module, arguments: Structure, device: torch.device, free: list[Pool]) -> None:
+        self._device, self._free = device, free
+        self._pool = free.pop() if free else Pool(device)
         self._records = torch.is_grad_enabled()
-        unit = vars(module).get(UNIT_MODULE)
-        self._fixed = None if unit is None else unit.runner.fixed_addresses()
-        gathered = set() if self._fixed is None else {*map(id, self._fixed.tensors)}
         # These lookups also make the current stream wait for parameters that are on their way.
-        tensors = [*module.parameters(), *module.buffers()]
-        self._tensors = [tensor for tensor in tensors if id(tensor) not in gathered]
-        self._addresses = [*map(Tensor.data_ptr, self._tensors)]
-        self._stages: list[BackwardStage] = []
-        self._first_graph: Mapping[int, int] = {}
-        self.is_waiting = False
-        self.launches = self.misses = 0
-        self._launched_on: set[torch.Stream] = set()
-        self._memory = pools.for_backward(_torch.current_stream_at(place.device.index)) if self._records else None
+        self._parameters, self._buffers = [*module.parameters()], [*module.buffers()]
+        self._where = self._places_now()
+        self._forward: list[Any] = []
+        self._stages: list[_Stage] = []
+        self._waiting: weakref.ref[_Waiting] | None = None
+        self.launches = 0
+
+        def is_here() -> bool:
+            return _torch.current_stream_at(device.index) == self._pool.stream
+
+        has_backward = self._records and any(parameter.requires_grad for parameter in self._parameters)
+        pieces = CapturedPieces(module, (lambda: self._cut()) if has_backward else None, is_here)
+        self._first_graph = pieces.first_graph
+        with self._capturing():
+            self._capture_forward(pieces, arguments)
+            if self._records and any(output.requires_grad for output in self.outputs):
+                self._capture_backward(pieces)
+
+    def __del__(self) -> None:
+        pool, free = getattr(self, "_pool", None), self._free
+        if pool is not None:
+            pool.order(pool.stream)  # memory goes back to this stream
+        vars(self).clear()  # its graphs die before another capture has the pool
+        if pool is not None:
+            free.append(pool)
+
+    def _cut(self) -> None:
+        self._forward[-1].capture_end()
+        self._pool.begin(self._forward)
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """Inside the block this thread captures. Afterwards the device's generator is as it was."""
+        device, stream = self._device, self._pool.stream
+        current = current_streams([device])[device]
+        torch.cuda.init()  # it makes the list of generators
+        generator = torch.cuda.default_generators[device.index]
         with (
             _one_at_a_time,
             torch.inference_mode(False),
             torch.set_grad_enabled(self._records),
-            torch.cuda.device(place.device),
+            torch.cuda.device(device),
             collector_paused(),  # a graph that is freed in a capture spoils it
         ):
-            self._inputs = [self._static(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-            self._capture(module, leaves, spec)
+            with suppress(RuntimeError):  # a stand-in for CUDA has no cuBLAS, and needs none
+                torch.cuda.current_blas_handle()  # a thread's handle takes memory when it is made: captures forbid that
+            # The state is one object, which all graphs with random numbers follow.
+            state, seed, offset = generator.graphsafe_get_state(), generator.initial_seed(), generator.get_offset()
+            generator.manual_seed((seed + _OTHER_SEED) % 2**63)
+            self._pool.order(stream)
+            Event(current).make_wait(stream)
+            try:
+                with streams_set({device: stream}), _cleared_autocast_cache(), none_compiled():
+                    self._pool.hold(device)
+                    yield
+            except BaseException as error:
+                generator.graphsafe_set_state(state)
+                with suppress(RuntimeError), streams_set({device: stream}), self._pool.captures([]):
+                    torch.zeros(1, device=device)  # torch leaves the generator in a failed capture until one succeeds
+                if not isinstance(error, RuntimeError):
+                    raise
+                # What the capturing thread may not do is refused in the forward. What others do spoils a capture.
+                spoiled = isinstance(error, torch.AcceleratorError) and "not permitted" not in str(error)
+                raise CannotBeCaptured(_reason(error), is_final=not spoiled) from error
+            finally:
+                generator.graphsafe_set_state(state)
+                generator.manual_seed(seed)
+                generator.set_offset(offset)
+                Event(stream).make_wait(current)
 
-    def _static(self, tensor: Tensor) -> Tensor:
-        with torch.no_grad():
-            static = tensor.detach() if self._place.holds(tensor) else tensor.detach().clone()
-        return static.requires_grad_(tensor.requires_grad and self._records)
-
-    def _capture(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> None:
-        device = self._place.device
-        current, stream = current_streams([device])[device], kept_stream(device, "captures")
-        torch.cuda.init()  # it makes the list of generators
-        with suppress(RuntimeError):  # a stand-in for CUDA has no cuBLAS, and needs none
-            torch.cuda.current_blas_handle()  # a thread's handle takes memory when it is made, which captures forbid
-        generator = torch.cuda.default_generators[device.index]
-        before = generator.clone_state()  # a capture that fails may leave the generator in it
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        self._forward = CapturedGraphs(self._pool.pool)
-
-        def is_here() -> bool:
-            return _torch.current_stream_at(device.index) == stream
-
-        has_backward = self._records and bool(parameters)
-        pieces = CapturedPieces(module, parameters, self._forward.cut if has_backward else None, is_here)
-        Event(current).make_wait(stream)
-        try:
-            with (
-                streams_set({device: stream}),
-                capturing(pieces),
-                self._place.capturing(),
-                _cleared_autocast_cache(),
-                none_compiled(),
-            ):
-                self._capture_forward(copy_for_capture(module, pieces), leaves, spec)
-                if any(output.requires_grad for output in self.outputs):
-                    self._capture_backward(leaves, pieces)
-        except BaseException as error:
-            generator.graphsafe_set_state(before)
-            if not isinstance(error, (RuntimeError, CannotBeCaptured)):
-                raise
-            raise CannotBeCaptured(_reason(error)) from error
-        finally:
-            pieces.forget_boundaries()
-            Event(stream).make_wait(current)
-        self._place.note_outputs(self.outputs, self)
-        self._pool.add(self)
-
-    def _capture_forward(self, copy: nn.Module, leaves: Sequence[Any], spec: Any) -> None:
-        places = [leaf if place is None else place for leaf, place in zip(leaves, self._inputs, strict=True)]
-        args, kwargs = _torch.pytree.tree_unflatten(places, spec)
-        versions = [_torch.version_of(place) for place in self._inputs if place is not None]
-        with self._forward.runs():
-            output = call_inside(copy, *args, **kwargs)
-        if versions != [_torch.version_of(place) for place in self._inputs if place is not None]:
+    def _capture_forward(self, pieces: CapturedPieces, arguments: Structure) -> None:
+        places: dict[int, Tensor] = {}
+        with self._pool.captures(self._forward), pieces.capturing():
+            for leaf in arguments.leaves:
+                if isinstance(leaf, Tensor) and id(leaf) not in places:
+                    place = torch.empty_like(leaf, requires_grad=False)
+                    places[id(leaf)] = place.requires_grad_(leaf.requires_grad and self._records)
+            given = [places.get(id(leaf), leaf) for leaf in arguments.leaves]
+            args, kwargs = arguments.with_leaves(given)
+            before = Structure(Arguments((args, kwargs)), "arguments", self._device)
+            versions = [*map(_torch.version_of, places.values())]
+            output = call_inside(pieces.copy, *args, **kwargs)
+        if not before.is_as(Structure(Arguments((args, kwargs)), "arguments", self._device)):
+            raise CannotBeCaptured("its forward writes into a dict or list among its arguments")
+        if versions != [*map(_torch.version_of, places.values())]:
             raise CannotBeCaptured("it writes to its arguments")
-        self._output_leaves, self._output_spec = _torch.pytree.tree_flatten(output)
-        self.outputs = [leaf for leaf in self._output_leaves if isinstance(leaf, Tensor)]
-        if any(tensor.device != self._place.device for tensor in self.outputs):
-            raise CannotBeCaptured("it returns tensors on another device")
+        self._places = [places.get(id(leaf)) for leaf in arguments.leaves]
+        self._targets = [None if place is None else place.data for place in self._places]  # with versions of their own
+        self._output = Structure(output, "its output", self._device)
+        tensors = {id(leaf): leaf for leaf in self._output.leaves if isinstance(leaf, Tensor)}
+        self.outputs = [*tensors.values()]
+        self._number_of = {key: number for number, key in enumerate(tensors)}
 
-    def _capture_backward(self, leaves: Sequence[Any], pieces: CapturedPieces) -> None:
-        memory = self._memory
-        assert memory is not None  # gradients are recorded
-        self._first_graph = pieces.first_graph
-        static = [place for place in self._inputs if place is not None and place.requires_grad]
-        given = [leaf for place, leaf in zip(self._inputs, leaves, strict=True) if place is not None]
-        wanted = [leaf for leaf in given if leaf.requires_grad]
+    def _capture_backward(self, pieces: CapturedPieces) -> None:
+        static = [place for place in self._places if place is not None and place.requires_grad]
+        static = [place for i, place in enumerate(static) if all(place is not other for other in static[:i])]
         outputs = [output for output in self.outputs if output.requires_grad]
-        grad_outputs = [torch.zeros_like(output) for output in outputs]
-        self._place.note_grads(outputs, grad_outputs, self)
+        given, have_grads = self.outputs, [output.requires_grad for output in self.outputs]
+        places = [torch.empty_like(output, requires_grad=False) for output in outputs]
         for piece in pieces.of_backward(outputs, static):
-            is_top = not self._stages
             inputs = [i for i, place in enumerate(static) if any(place is leaf for leaf in piece.leaves)]
-            leaves_of_parameters = piece.leaves[len(inputs) :]
-            stage = BackwardStage(
-                outputs=self.outputs if is_top else [*piece.outputs],
-                have_grads=[output.requires_grad for output in self.outputs] if is_top else [True],
-                grad_outputs=grad_outputs,
+            stage = _Stage(
+                piece=piece,
+                outputs=given,
+                have_grads=have_grads,
+                grad_outputs=places,
                 inputs=inputs,
-                parameters=[pieces.parameter_of[id(leaf)][0] for leaf in leaves_of_parameters],
-                targets=[self._place.claim_grad(wanted[i]) for i in inputs],
-                recording=CapturedGraphs(memory.pool),
-                runs_once=piece.runs_once,
+                parameters=[pieces.parameter_of[id(leaf)][0] for leaf in piece.leaves[len(inputs) :]],
             )
-            self._capture_stage(stage, piece, memory.buffers_for(piece.leaves))
+            left = self._record(stage, (True,) * len(places)).grads_below
             self._stages.insert(0, stage)
-            grad_outputs = [*stage.grads_below]
+            if piece.below is not None:
+                given, have_grads, places = [piece.below[1]], [True], [torch.empty_like(piece.below[1])]
+                if left[0] is not None and left[0].stride() == places[0].stride():
+                    places = cast("list[Tensor]", left)  # the next piece reads the gradient where this one leaves it
 
-    def _capture_stage(self, stage: BackwardStage, piece: BackwardPiece, buffers: Mapping[torch.dtype, Tensor]) -> None:
-        below = [] if piece.below is None else [piece.below]
-        wanted: list[Any] = [*(boundary.edge for boundary in below), *piece.leaves]
-        # Not in the pool of backwards: another one may be launched before the piece below, and would write over them.
-        stage.grads_below = [torch.empty_like(boundary.tensor) for boundary in below]
+    def _record(self, stage: _Stage, pattern: tuple[bool, ...]) -> _Recording:
+        """Captures a piece of the backward for gradients that come in as ``pattern`` says."""
+        recording = _Recording()
         torch.clear_autocast_cache()  # a checkpoint would find what the forward has converted, which is freed later
-        with stage.recording.runs(), torch_compile.compiled_backwards_keep_graphs():
-            # The graph is kept: what the forward has saved must keep its memory as long as the forward is launched.
-            found = torch.autograd.grad(piece.begins, wanted, stage.grad_outputs, retain_graph=True, allow_unused=True)
-            for place, grad in zip(stage.grads_below, found, strict=False):
-                place.zero_() if grad is None else place.copy_(grad)
-            stage.grads = FlatGrads(found[len(below) :], [*stage.targets, *[None] * len(stage.parameters)], buffers)
+        places = [place for place, comes in zip(stage.grad_outputs, pattern, strict=True) if comes]
+        with self._pool.captures(recording.graphs):
+            with _NoDraws():
+                found = _gradients(stage.piece, places, pattern)
+            count = 0 if stage.piece.below is None else 1
+            recording.grads_below = found[:count]
+            recording.grads = _FlatGrads(found[count:])
+        stage.recordings[pattern] = recording
+        return recording
 
     # ---- launches ----------------------------------------------------------------------------------------------------
 
+    def _places_now(self) -> list[Any]:
+        needs_grad = [parameter.requires_grad for parameter in self._parameters]
+        return [*map(Tensor.data_ptr, self._parameters), *map(Tensor.data_ptr, self._buffers), *needs_grad]
+
+    def versions(self) -> list[int]:
+        """Of the parameters."""
+        return [*map(_torch.version_of, self._parameters)]
+
     def still_fits(self) -> bool:
-        """True if parameters and buffers are where they were, or come there again if they are gathered."""
-        stay = [*map(Tensor.data_ptr, self._tensors)] == self._addresses
-        return stay and (self._fixed is None or self._fixed.are_valid())
+        """True if parameters and buffers are where they were."""
+        return self._places_now() == self._where
 
-    def may_be_launched(self) -> bool:
-        """True if no backward needs what a launch writes over, and gathered parameters are where they were.
+    @property
+    def is_waiting(self) -> bool:
+        """True while an autograd graph needs what the last launch has saved."""
+        return self._waiting is not None and self._waiting() is not None
 
-        Call it once for each launch: it counts `misses`.
-        """
-        is_in_place = self._fixed is None or self._fixed.are_current()
-        self.misses = 0 if is_in_place else self.misses + 1
-        return is_in_place and not self.is_waiting and self._pool.may_launch(self)
+    def record_what_was_missed(self) -> None:
+        """Captures pieces of the backward for patterns of gradients that have come in since."""
+        for stage in self._stages:
+            pattern, stage.missed = stage.missed, None
+            if pattern is not None and pattern not in stage.recordings and len(stage.recordings) < _MOST_PATTERNS:
+                stage.recordings[pattern] = None
+                with suppress(CannotBeCaptured), self._capturing():
+                    self._record(stage, pattern)
 
     def launch(self, leaves: Sequence[Any], late: Sequence[tuple[int, ParameterRegistry]]) -> Any:
         """Returns the module's output for these arguments.
 
-        Without a node in autograd's graph nothing says how long the output is needed, so it is a copy.
-
         ``late``: registries of the module whose lookups wait for parameters, each with its module's number.
         """
-        inputs = [(place, leaf) for place, leaf in zip(self._inputs, leaves, strict=True) if place is not None]
         self.launches += 1
+        self._pool.order(_torch.current_stream_at(self._device.index))
         with torch.no_grad():
-            for place, given in inputs:
-                if given.data_ptr() != place.data_ptr():
-                    place.copy_(given)
+            done: set[int] = set()
+            for target, leaf in zip(self._targets, leaves, strict=True):
+                if target is not None and id(leaf) not in done:
+                    done.add(id(leaf))
+                    target.copy_(leaf)
             self._launch_forward(late)
-            outputs: Sequence[Tensor] = [] if self._stages else [output.clone() for output in self.outputs]
+            outputs = [] if self._stages else [output.detach().clone() for output in self.outputs]
         if self._stages:
-            self.is_waiting = True
-            wanted = [leaf for place, leaf in inputs if place.requires_grad]
-            with saved_instead(Waiting(self)):
+            pairs = [(p, leaf) for p, leaf in zip(self._places, leaves, strict=True) if p is not None]
+            wanted = [*{id(place): leaf for place, leaf in pairs if place.requires_grad}.values()]
+            waiting = _Waiting()
+            self._waiting = weakref.ref(waiting)
+            with saved_instead(waiting):
                 for stage in self._stages:
-                    tensors = [wanted[i] for i in stage.inputs]
-                    direct = {i for i, leaf in enumerate(tensors) if reads(leaf.grad_fn, stage.targets[i])}
-                    outputs = LaunchNode.apply(self, stage, direct, *outputs, *tensors, *stage.parameters)
-        found = iter(outputs)
-        return _torch.pytree.tree_unflatten(
-            [next(found) if isinstance(leaf, Tensor) else leaf for leaf in self._output_leaves], self._output_spec
+                    inputs = [wanted[i] for i in stage.inputs]
+                    outputs = [*LaunchNode.apply(self, stage, *outputs, *inputs, *stage.parameters)]
+        return self._output.with_leaves(
+            [outputs[self._number_of[id(x)]] if isinstance(x, Tensor) else x for x in self._output.leaves]
         )
 
     def _launch_forward(self, late: Sequence[tuple[int, ParameterRegistry]]) -> None:
         waits: dict[int, list[ParameterRegistry]] = {}
         for number, registry in late:
             waits.setdefault(self._first_graph.get(number, 0), []).append(registry)
-        for number, graph in enumerate(self._forward.graphs):
+        for number, graph in enumerate(self._forward):
             for registry in waits.get(number, ()):
                 registry.wait_for_all()
-            self._replay(graph)
+            graph.replay()
 
-    def launch_stage(
-        self, stage: BackwardStage, grads: Sequence[Tensor | None], direct: Collection[int]
-    ) -> list[Tensor | None]:
-        """Launches a piece of the backward. Returns the gradients of what its node has taken.
-
-        ``direct``: see `LaunchNode`.
-        """
-        for place, grad in zip(stage.grad_outputs, grads, strict=True):
-            if grad is None:
-                place.zero_()
-            elif grad.data_ptr() != place.data_ptr() or grad.stride() != place.stride():
+    def launch_stage(self, stage: _Stage, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Launches a piece of the backward. Returns the gradients of what its node has taken."""
+        self._pool.order(_torch.current_stream_at(self._device.index))
+        pattern = tuple(grad is not None for grad in grads)
+        given = [grad for grad in grads if grad is not None]
+        if not given:
+            return [None] * ((stage.piece.below is not None) + len(stage.piece.leaves))
+        recording = stage.recordings.get(pattern)
+        if recording is None or recording.grads is None:
+            stage.missed = pattern
+            return _gradients(stage.piece, given, pattern)
+        places = [place for place, comes in zip(stage.grad_outputs, pattern, strict=True) if comes]
+        for place, grad in zip(places, given, strict=True):
+            if grad.data_ptr() != place.data_ptr() or grad.stride() != place.stride():
                 place.copy_(grad)
-        with nullcontext() if self._fixed is None else self._fixed.restored():
-            for graph in stage.recording.graphs:
-                self._replay(graph)
-        assert stage.grads is not None
-        return [*(grad.detach() for grad in stage.grads_below), *stage.grads.taken(direct)]
+        for graph in recording.graphs:
+            graph.replay()
+        below = [None if grad is None else grad.detach() for grad in recording.grads_below]
+        return [*below, *recording.grads.taken()]
 
-    def _replay(self, graph: Any) -> None:
-        self._launched_on.add(_torch.current_stream_at(self._place.device.index))
-        graph.replay()
 
-    def __del__(self) -> None:
-        # The memory goes back to the capturing stream, which has to come after the launches.
-        if not self._place.is_capturing:
-            stream = kept_stream(self._place.device, "captures")
-            for launched_on in getattr(self, "_launched_on", ()):
-                Event(launched_on).make_wait(stream)
+def _gradients(piece: BackwardPiece, grads: Sequence[Tensor], pattern: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of what is below the piece and of its leaves. ``grads``: those that come in, by ``pattern``."""
+    begins = [edge for edge, comes in zip(piece.begins, pattern, strict=True) if comes]
+    wanted: list[Any] = [*([] if piece.below is None else piece.below[:1]), *piece.leaves]
+    with torch_compile.compiled_backwards_keep_graphs():
+        # The graph is kept: what the forward has saved must keep its memory as long as the forward is launched.
+        return [*torch.autograd.grad(begins, wanted, grads, retain_graph=True, allow_unused=True)]
+
+
+class _NoDraws(_torch.DispatchMode):
+    """Refuses operators that draw random numbers: a checkpoint would draw others than its forward."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Attention and its backward have the tag too. They draw only if they drop something out, and in the forward.
+        if torch.Tag.nondeterministic_seeded in func.tags and "backward" not in func.name():
+            names = [argument.name for argument in _torch.schema_of(func).arguments]
+            given = {**dict.fromkeys(names, 0), **dict(zip(names, args, strict=False)), **(kwargs or {})}
+            rates = [given[name] for name in ("dropout_p", "dropout", "p") if name in names]
+            if rates and not any(rates):
+                return func(*args, **(kwargs or {}))
+            raise CannotBeCaptured("its backward draws random numbers, as dropout in a checkpoint does")
+        return func(*args, **(kwargs or {}))
+
+
+class LaunchNode(Node):
+    """The node of one piece of a launch. Its backward launches that piece of the captured backward.
+
+    The nodes of a launch follow each other: each but the first takes what the one below gives.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, captured: Captured, stage: _Stage, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Called after the forward has been launched. ``tensors``: what needs gradients."""
+        ctx.captured, ctx.launch, ctx.stage, ctx.has_run = captured, captured.launches, stage, False
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors[:1])  # see `saved_instead`
+        is_top = stage.outputs is captured.outputs
+        ctx.versions = captured.versions() if is_top else []
+        outputs = tuple(each.detach().clone() if is_top else each.detach() for each in stage.outputs)
+        ctx.mark_non_differentiable(
+            *(output for output, has_grad in zip(outputs, stage.have_grads, strict=True) if not has_grad)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Launches the piece.
+
+        Raises:
+            RuntimeError: it would be differentiated; what the forward has saved was overwritten by a later launch, or
+                perhaps by this piece itself, if it is compiled and was launched before; parameters have changed.
+        """
+        stage: _Stage = ctx.stage
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a captured backward cannot be differentiated, which create_graph=True asks for: leave graphs=True out"
+            )
+        if ctx.captured.launches != ctx.launch:
+            raise RuntimeError(
+                "this backward needs what a forward has saved in a captured graph, and the graph was launched again "
+                "since. Call backward before the next forward, or leave graphs=True out"
+            )
+        if stage.outputs is ctx.captured.outputs and ctx.captured.versions() != ctx.versions:
+            raise RuntimeError(
+                "a parameter was modified by an inplace operation since the forward of a captured replica, and its "
+                "backward reads parameters where they are. Call backward first, or leave graphs=True out"
+            )
+        if ctx.has_run and stage.piece.runs_once:
+            raise RuntimeError(
+                "this backward is compiled and has run already, and compiled code may write to what the forward has "
+                "saved. Call the model again instead of backward with retain_graph=True"
+            )
+        ctx.has_run = True
+        given = [grad for grad, has_grad in zip(grads, stage.have_grads, strict=True) if has_grad]
+        return (None, None, *ctx.captured.launch_stage(stage, given))
 
 
 @contextmanager

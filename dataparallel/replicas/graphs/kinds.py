@@ -1,74 +1,274 @@
-"""What a captured graph depends on besides tensors: the contents of modules, the kinds of arguments, and settings.
+"""What a captured graph is good for: the structure of arguments, what a forward reads of its modules, and settings.
 
-``calls`` compares them: a graph is good as long as they are the same.
+``calls`` compares them at each call. What cannot be compared refuses the capture, by `CannotBeCaptured`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import enum
+import inspect
+import random
+import sys
+import types
+from collections import UserDict
+from collections.abc import Hashable, Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
+from dataparallel.batches.batch_types import batch_of, container_of
+from dataparallel.batches.structures import children_of
+from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.compiled.calls import CALL, CompiledCall, compiled_call
 from dataparallel.replicas.plan import UNIT_MODULE
 from dataparallel.replicas.references import ATOMIC
 
+_PLAIN = (*ATOMIC, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum)
+_TENSORS = (Tensor, nn.Parameter, ReplicaParameter)
+_NOT_READ = {*_torch.REGISTRIES, *_torch.HOOK_TABLES, "_non_persistent_buffers_set", CALL, UNIT_MODULE}
+_NOT_ENTERED = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 
-class _Same:
+
+class CannotBeCaptured(Exception):
+    """The reason for which a replica runs as it is. ``is_final``: another try would fail too."""
+
+    def __init__(self, reason: str, is_final: bool = True) -> None:
+        super().__init__(reason)
+        self.is_final = is_final
+
+
+class Same:
     """A value that equals itself alone, and stays as long as a key holds it."""
 
     def __init__(self, value: object) -> None:
         self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
+        return isinstance(other, Same) and other._value is self._value
 
     def __hash__(self) -> int:
         return id(self._value)
 
 
-_NOT_READ = {*_torch.REGISTRIES, *_torch.HOOK_TABLES, "_non_persistent_buffers_set", CALL, UNIT_MODULE}
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
 
 
-def contents_of(root: nn.Module) -> Hashable:
-    """What a forward may read of the modules besides tensors: a graph is good as long as this is the same."""
-    return tuple(
-        (
-            name,
-            type(module),
-            _of_value(compiled_call(module)),
-            *((key, _of_value(value)) for key, value in vars(module).items() if key not in _NOT_READ),
-        )
-        for name, module in root.named_modules()
-    )
+def _plain(value: Any) -> Hashable:
+    """Equal for equal values of one type only. 0.0 and -0.0 are other values."""
+    return type(value), repr(value) if isinstance(value, (float, complex, tuple)) else value
 
 
-def _of_value(value: Any) -> Hashable:
-    if isinstance(value, CompiledCall):
-        value = value.functions
-    is_atomic = type(value) in ATOMIC or (type(value) is tuple and all(type(item) in ATOMIC for item in value))
-    return (type(value), value) if is_atomic else _Same(value)
+class Structure:
+    """Arguments, or an output, taken apart: leaves, and what holds them.
 
+    Attributes:
+        leaves, paths: plain tensors and plain values, and where they are.
+        shape: types, keys and plain attributes of the containers.
 
-def kind_of(leaves: Sequence[Any], spec: Any, device: torch.device) -> Hashable | str:
-    """What a graph depends on besides the module: kinds of arguments, and settings. A string says why there is none."""
-    kinds: list[Hashable] = []
-    for leaf in leaves:
+    Raises:
+        CannotBeCaptured: something is neither a container that the library knows, nor a plain value or tensor.
+    """
+
+    def __init__(self, value: Any, name: str, device: torch.device) -> None:
+        self.leaves: list[Any] = []
+        self.paths: list[str] = []
+        self._name, self._device = name, device
+        self._tree, self.shape = self._taken_apart(value, name, ())
+
+    def _taken_apart(self, value: Any, path: str, above: tuple[int, ...]) -> tuple[Any, Hashable]:
+        container = None if isinstance(value, Tensor) or batch_of(value) is not None else container_of(value)
+        if container is None:
+            self._check_leaf(value, path)
+            self.leaves.append(value)
+            self.paths.append(path)
+            return None, None
+        children = children_of(value, path) or []
+        attributes = {} if isinstance(value, UserDict) else getattr(value, "__dict__", {})
+        inside = {id(child) for _, child in children}
+        others = {key: each for key, each in attributes.items() if id(each) not in inside}
+        if id(value) in above or not all(map(_is_plain, others.values())):
+            raise CannotBeCaptured(
+                f"{path} is a {type(value).__name__} with attributes beside its fields, or with itself"
+            )
+        found = [self._taken_apart(child, key, (*above, id(value))) for key, child in children]
+        keys = tuple((key, shape) for (key, _), (_, shape) in zip(children, found, strict=True))
+        plain = tuple((key, _plain(each)) for key, each in others.items())
+        return (container, value, [tree for tree, _ in found]), (type(value), keys, plain)
+
+    def _check_leaf(self, leaf: Any, path: str) -> None:
         if isinstance(leaf, Tensor):
-            if type(leaf) is not Tensor or leaf.layout != torch.strided or leaf.device != device:
-                return f"an argument is a {type(leaf).__name__} on {leaf.device} with layout {leaf.layout}"
-            kinds.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
-        elif type(leaf) in ATOMIC or isinstance(leaf, (torch.dtype, torch.device)):
-            kinds.append((type(leaf), leaf))
-        else:
-            return f"an argument is a {type(leaf).__name__}"
-    settings = (
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-    )
-    return spec, settings, *kinds
+            if type(leaf) not in _TENSORS or leaf.layout != torch.strided or leaf.device != self._device:
+                raise CannotBeCaptured(f"{path} is a {type(leaf).__name__} on {leaf.device} with layout {leaf.layout}")
+            if not all(map(_is_plain, vars(leaf).values())) or leaf.is_conj() or leaf.is_neg():
+                raise CannotBeCaptured(f"{path} is a tensor with attributes of its own, or with lazy conjugation")
+        elif not _is_plain(leaf):
+            raise CannotBeCaptured(f"{path} is a {type(leaf).__name__}")
+
+    def with_leaves(self, leaves: Sequence[Any]) -> Any:
+        """Another object of this structure, with new containers."""
+        return _rebuilt(self._tree, iter(leaves))
+
+    def is_as(self, other: Structure) -> bool:
+        """True if the other one has the very same leaves at the same places."""
+        same = len(self.leaves) == len(other.leaves) and all(map(is_, self.leaves, other.leaves))
+        return same and self.shape == other.shape
+
+    def kinds(self) -> Iterator[tuple[str, Hashable]]:
+        """What a graph depends on: for each leaf its path and its kind."""
+        first: dict[int, int] = {}
+        yield self._name, self.shape
+        for number, (path, leaf) in enumerate(zip(self.paths, self.leaves, strict=True)):
+            if isinstance(leaf, Tensor):
+                which = first.setdefault(id(leaf), number)  # a forward may ask if two arguments are the same
+                kind = (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, leaf.is_inference())
+                yield path, (*kind, which, *((key, _plain(value)) for key, value in vars(leaf).items()))
+            else:
+                yield path, _plain(leaf)
+
+
+def _rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
+    if tree is None:
+        return next(leaves)
+    container, like, below = tree
+    return container.rebuild(like, [_rebuilt(each, leaves) for each in below])
+
+
+class Noted(tuple[Any, ...]):
+    """Pairs of a path and a value. They are many, and one object is asked for its hash at each call."""
+
+    def __hash__(self) -> int:
+        found: int | None = vars(self).get("hash")
+        if found is None:
+            found = vars(self)["hash"] = super().__hash__()
+        return found
+
+
+class Contents:
+    """What the forward of a replica may read of its modules besides tensors, and one level of what hangs on them.
+
+    Raises:
+        CannotBeCaptured: it holds a generator of random numbers, a NumPy array or a tensor that is no buffer.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        fixed: list[tuple[str, Hashable]] = []
+        looked_into: dict[int, tuple[str, Any]] = {}
+        for name, module in root.named_modules():
+            path = name or "the module"
+            call = compiled_call(module)
+            fixed.append((path, (type(module), Same(None if call is None else call.functions))))
+            for key, value in vars(module).items():
+                if key not in _NOT_READ and not isinstance(value, CompiledCall):
+                    fixed.append((f"{path}.{key}", _of_value(f"{path}.{key}", value)))
+                    if not _is_plain(value) and not isinstance(value, _NOT_ENTERED) and _items_of(value) is not None:
+                        looked_into.setdefault(id(value), (f"{path}.{key}", value))
+        self._fixed, self._looked_into = Noted(fixed), [*looked_into.values()]
+        self._seen: list[tuple[list[Any], Noted]] = [([("", None)], Noted()) for _ in self._looked_into]
+        self._reached = _reached_by(root)
+
+    def now(self) -> tuple[Noted, ...]:
+        """What a graph depends on. It is made anew for what can change in place.
+
+        Raises:
+            CannotBeCaptured: see the class.
+        """
+        for number, (path, value) in enumerate(self._looked_into):
+            items = _items_of(value) or []
+            before = self._seen[number][0]
+            if len(items) != len(before) or not all(
+                a[0] == b[0] and a[1] is b[1] for a, b in zip(items, before, strict=True)
+            ):
+                self._seen[number] = items, Noted((path + key, _of_value(path + key, each)) for key, each in items)
+        return (self._fixed, *(noted for _, noted in self._seen))
+
+    def reached(self) -> list[list[Same]]:
+        """What is in global lists, dicts and sets, and in enclosed ones, for a comparison."""
+        return [[Same(each) for each in ([*x, *x.values()] if isinstance(x, dict) else x)] for x in self._reached]
+
+
+def _items_of(value: Any) -> list[tuple[str, Any]] | None:
+    """What hangs on an object, one level deep."""
+    if isinstance(value, (set, frozenset)):
+        return [(f"[{number}]", each) for number, each in enumerate(sorted(value, key=hash))]
+    children = children_of(value, "")
+    attributes = [(f".{key}", each) for key, each in getattr(value, "__dict__", {}).items()]
+    return attributes if children is None and hasattr(value, "__dict__") else children
+
+
+def _of_value(path: str, value: Any) -> Hashable:
+    if _is_plain(value):
+        return _plain(value)
+    kind = type(value)
+    is_numpy = kind.__module__.partition(".")[0] == "numpy" and not isinstance(value, _NOT_ENTERED)
+    if is_numpy or isinstance(value, (Tensor, random.Random, torch.Generator)):
+        raise CannotBeCaptured(f"{path} is a {kind.__name__}, which is no buffer")
+    return Same(value)
+
+
+def _reached_by(root: nn.Module) -> list[Any]:
+    """The global lists, dicts and sets that methods of a tree's modules name, and those that they enclose."""
+    classes = {base for module in root.modules() for base in type(module).__mro__}
+    own = [cls for cls in classes if cls.__module__.partition(".")[0] not in ("torch", "dataparallel", "builtins")]
+    found: dict[int, Any] = {}
+    for function in (getattr(each, "__func__", each) for cls in own for each in vars(cls).values()):
+        if isinstance(function, types.FunctionType):
+            seen = inspect.getclosurevars(function)
+            values = [*seen.nonlocals.values(), *seen.globals.values()]
+            found |= {id(each): each for each in values if type(each) in (list, dict, set)}
+    return [*found.values()]
+
+
+def host_generators() -> list[object]:
+    """States of the global generators for the host. A captured graph would do for ever what they draw once."""
+    states: list[object] = [torch.get_rng_state().tolist(), random.getstate()]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states.append([numpy.asarray(each).tobytes() for each in numpy.random.get_state()])
+    return states
+
+
+def settings() -> tuple[tuple[str, Hashable], ...]:
+    """Settings that a graph depends on.
+
+    Raises:
+        CannotBeCaptured: something is set that sees operators, or that a launch does not have.
+    """
+    modes = _torch.function_modes()
+    if any(not _torch.is_device_context(mode) for mode in modes) or _torch.dispatch_modes():
+        raise CannotBeCaptured("a mode for functions or operators of torch is active")
+    if any(map(len, _torch.global_hooks())):
+        raise CannotBeCaptured("hooks for all modules are set")
+    if torch.is_anomaly_enabled():
+        raise CannotBeCaptured("torch.autograd.detect_anomaly is on")
+    if torch.is_grad_enabled() and _torch.top_saved_tensors_hooks(True) is not None:
+        # A capture would call them once, and launches would read for ever what they have packed then.
+        raise CannotBeCaptured("hooks for saved tensors are set, as in a checkpoint")
+    if _torch.why_hooks_are_disabled() is not None:
+        raise CannotBeCaptured("hooks for saved tensors are disabled")
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    found: dict[str, Hashable] = {
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        "autocast's cache": torch.is_autocast_cache_enabled(),
+        "the default dtype": torch.get_default_dtype(),
+        "the default device": tuple(mode.device for mode in modes),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 products": torch.get_float32_matmul_precision(),
+        "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        "attention": (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
+    }
+    return tuple(found.items())
+
+
+def difference(old: Sequence[Any], new: Sequence[Any]) -> str:
+    """Names what differs between two keys."""
+    for before, after in zip(old, new, strict=False):
+        if before != after:
+            is_noted = isinstance(before, Noted) and isinstance(after, Noted)
+            return difference(before, after) if is_noted else f"{after[0]} is another one in each call"
+    return "its arguments are others in each call"

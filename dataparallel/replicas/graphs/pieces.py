@@ -2,13 +2,15 @@
 
 A forward is cut where parts of the module begin: each graph waits only for the parameters that its piece looks up. The
 backward is cut there too, if the one tensor with which the part begins carries all gradients back. So the gradients of
-one piece are summed while the next one runs. ``captured`` uses this file.
+one piece are summed while the next one runs. The capture runs a copy of the module, with leaves in the place of its
+parameters. The module itself stays as it is, so other threads may call it meanwhile. ``captured`` uses this file.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dataparallel import _torch
+from dataparallel.replicas.build import ParameterRegistry, bare_module, give_attributes
 from dataparallel.replicas.compiled import torch_compile
-from dataparallel.replicas.compiled.calls import CALL, CompiledCall
+from dataparallel.replicas.compiled.calls import CALL, CompiledCall, call_inside, compiled_calls
+from dataparallel.replicas.plan import instance_slots
 
 MOST_PIECES = 6
 """If a module has more parts, a piece has several of them, so that there are few launches."""
@@ -27,58 +31,58 @@ MOST_PIECES = 6
 LARGE_PIECE = 25 * 2**20
 """A piece with so many bytes of parameters gets no further part: sending them takes longer than a launch."""
 
+_LARGE_PART = 0.5
+"""A part with more than this share of the parameters is taken apart, so that not all gradients come at the end."""
+
 _of_thread = threading.local()
 
 
 def is_capturing() -> bool:
-    """True while the calling thread captures."""
-    return current_pieces() is not None
+    """True while the calling thread captures the forward of a replica."""
+    return getattr(_of_thread, "pieces", None) is not None
 
 
-def current_pieces() -> CapturedPieces | None:
-    """The pieces of what the calling thread captures."""
-    found: CapturedPieces | None = getattr(_of_thread, "pieces", None)
+def parts_of(root: nn.Module) -> dict[str, nn.Module]:
+    """The modules with which a piece may begin, by name.
+
+    These are the children of the root that have children themselves. Lists and dicts of modules have no forward, so
+    their entries take their place. So do the children of a ``Sequential`` with more than half of the parameters. What
+    is compiled is not taken apart.
+    """
+    whole, found = _nbytes_of(root), dict[str, nn.Module]()
+
+    def look_below(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            is_large = isinstance(child, nn.Sequential) and len(child) > 1 and _nbytes_of(child) > _LARGE_PART * whole
+            if (is_large or isinstance(child, (nn.ModuleList, nn.ModuleDict))) and not compiled_calls(child):
+                look_below(child, f"{prefix}{name}.")
+            elif any(True for _ in child.children()) and child not in found.values():
+                found[f"{prefix}{name}"] = child
+
+    if not compiled_calls(root):
+        look_below(root, "")
     return found
 
 
-@contextmanager
-def capturing(pieces: CapturedPieces) -> Iterator[None]:
-    """Inside the block the calling thread captures."""
-    _of_thread.pieces = pieces
-    try:
-        yield
-    finally:
-        _of_thread.pieces = None
-
-
-def is_part(module: nn.Module) -> bool:
-    """True if a module of a replica has graphs of its own, or could have them. A piece may begin with it."""
-    return not isinstance(vars(module).get(CALL), (CompiledCall, type(None)))
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """A tensor with which a part begins, and the edge of autograd's graph that leads from it to what came before."""
-
-    tensor: Tensor
-    edge: GradientEdge
+def _nbytes_of(root: nn.Module) -> int:
+    # Not by a lookup, which would wait for parameters that are on their way.
+    registries = [vars(child)["_parameters"] for child in root.modules()]
+    return sum(p.nbytes for registry in registries for p in dict.values(registry) if p is not None)
 
 
 @dataclass(frozen=True)
 class BackwardPiece:
-    """A piece of a backward: from gradients at ``begins`` to those of leaves, and of the boundary below it.
+    """A piece of a backward: from gradients at ``begins`` to those of leaves, and of the tensor ``below``.
 
     Attributes:
-        outputs: the tensors whose gradients come in.
-        begins: their edges.
-        below: the boundary that the next piece begins with, if there is one.
+        begins: edges of the tensors whose gradients come in.
+        below: the edge with which the next piece begins, and its tensor, if there is one.
         leaves: whose gradients it computes, those of inputs first.
         runs_once: compiled code runs in it, which may write to what the forward has saved.
     """
 
-    outputs: Sequence[Tensor]
     begins: Sequence[GradientEdge]
-    below: Boundary | None
+    below: tuple[GradientEdge, Tensor] | None
     leaves: Sequence[Tensor]
     runs_once: bool
 
@@ -88,80 +92,90 @@ class CapturedPieces:
 
     Args:
         module: what is captured.
-        parameters: those that need gradients. A piece sees leaves in their place, in the same memory. The nodes of the
-            parameters belong to other streams, which a captured backward must not touch. And other threads, which may
-            use the same parameter, do not find what autocast has converted of a leaf.
         cut: ends a graph and begins the next one. It is called where parts begin. ``None``: there is one piece.
         is_here: true on the stream of the capture. A part that runs on another stream is not the end of a piece.
 
     Attributes:
+        copy: of the module, with leaves in the same memory as the parameters. The nodes of parameters belong to other
+            streams, which a captured backward must not touch. And other threads, which may use the same parameter, do
+            not find what autocast has converted of a leaf. Each piece has leaves of its own.
         parameter_of: by the id of a leaf its parameter, and the leaf, which keeps the id.
         first_graph: for each module of the tree, by its number, the graph that looks its first parameter up.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        cut: Callable[[], None] | None,
-        is_here: Callable[[], bool],
-    ) -> None:
+    def __init__(self, module: nn.Module, cut: Callable[[], None] | None, is_here: Callable[[], bool]) -> None:
         self._cut, self._is_here = cut, is_here
-        self._boundaries: list[Boundary] = []
-        self._starts = self._graphs = 0
+        self._boundaries: list[Tensor] = []
+        self._begun = self._nbytes = self._graphs = 0  # the first two are of the piece
         self.first_graph: dict[int, int] = {}
-        self.parameter_of: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        self._first_leaf = {id(parameter): self._leaf(parameter) for parameter in parameters}
-        self._later_leaves: dict[tuple[int, int], Tensor] = {}
-        parts = sum(is_part(child) for child in module.modules() if child is not module)
-        self._parts_of_piece = math.ceil(parts / MOST_PIECES)
-        self._most_pieces = max(parts, MOST_PIECES)  # a part may be called several times
-        self._begun = self._nbytes = 0  # of the piece
+        self.parameter_of: dict[int, tuple[Tensor, Tensor]] = {}
+        self._registries: list[tuple[dict[str, Any], dict[str, Any]]] = []  # those of the copy, and the module's
+        parts = {id(part) for part in parts_of(module).values()}
+        self._parts_of_piece = math.ceil(len(parts) / MOST_PIECES)
+        self._most_pieces = max(len(parts), MOST_PIECES)  # a part may be called several times
+        self.copy = self._copied(module, parts)
 
-    def _leaf(self, parameter: nn.Parameter) -> Tensor:
-        leaf = parameter.detach().requires_grad_()
-        leaf.__class__ = type(parameter)  # compiled code expects it
-        self.parameter_of[id(leaf)] = parameter, leaf
-        return leaf
+    def _copied(self, root: nn.Module, parts: set[int]) -> Any:
+        modules = [*root.modules()]
+        copies = {id(module): bare_module(type(module)) for module in modules}
+        calls = {id(module): compiled_calls(module) for module in modules}
+        compiled = [call.module for found in calls.values() for call in found.values() if call.functions is not None]
+        traced = {id(child) for module in compiled for child in module.modules()}
+        for number, module in enumerate(modules):
+            copy, own = copies[id(module)], vars(module).copy()
+            registry = own["_parameters"]
+            # Compiled code looks at the types of what it has traced.
+            own["_parameters"] = {} if id(module) in traced else _Lookups(number, self)
+            self._registries.append((own["_parameters"], registry))
+            own["_buffers"] = {name: value if value is None else value.data for name, value in own["_buffers"].items()}
+            own["_modules"] = {name: copies.get(id(child), child) for name, child in own["_modules"].items()}
+            own.pop(CALL, None)
+            own.update({name: call.of(copies[id(call.module)]) for name, call in calls[id(module)].items()})
+            if id(module) in parts:
+                own[CALL] = _PartCall(copy, own.get(CALL))
+            give_attributes(copy, own, module, instance_slots(type(module)))
+        self._give_leaves()
+        return copies[id(root)]
 
-    def leaves_of(self, registry: dict[str, Any]) -> dict[str, Any]:
-        """What a copy of a module has in place of this registry. Lookups there wait for nothing."""
-        return {name: self._first_leaf.get(id(value), value) for name, value in dict.items(registry)}
+    def _give_leaves(self) -> None:
+        leaves: dict[int, Tensor] = {}  # one for each parameter: modules share some
+        for own, registry in self._registries:
+            for name, value in dict.items(registry):
+                if value is not None and value.requires_grad:
+                    if id(value) not in leaves:
+                        leaf = leaves[id(value)] = value.data.requires_grad_()  # with versions of its own
+                        leaf.__class__ = type(value)  # compiled code expects it
+                        self.parameter_of[id(leaf)] = value, leaf
+                    value = leaves[id(value)]
+                dict.__setitem__(own, name, value)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside the block the calling thread captures the forward."""
+        _of_thread.pieces = self
+        try:
+            yield
+        finally:
+            _of_thread.pieces = None
 
     def note_use(self, number: int) -> None:
         """Module ``number`` uses its parameters."""
         self.first_graph.setdefault(number, self._graphs)
 
-    def leaf_for(self, leaf: Any) -> Any:
-        """What is used in the place of a leaf: each piece of the backward has leaves of its own."""
-        if self._starts == 0 or id(leaf) not in self.parameter_of:
-            return leaf
-        key = id(leaf), self._starts
-        if key not in self._later_leaves:
-            self._later_leaves[key] = self._leaf(self.parameter_of[id(leaf)][0])
-        return self._later_leaves[key]
-
     def part_begins(self, part: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Called before a part of the module runs in the forward, with its arguments."""
         is_full = self._begun >= self._parts_of_piece or self._nbytes >= LARGE_PIECE
         if self._cut is not None and is_full and self._graphs + 1 < self._most_pieces and self._is_here():
-            self._begin_piece(_torch.pytree.tree_leaves((args, kwargs)))
+            arguments = _torch.pytree.tree_leaves((args, kwargs))
+            recorded = [leaf for leaf in arguments if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+            if len(recorded) == 1:
+                self._boundaries.append(recorded[0])
+                self._give_leaves()
+            self._graphs += 1
             self._cut()
             self._begun = self._nbytes = 0
         self._begun += 1
-        registries = [vars(module)["_parameters"] for module in part.modules()]
-        self._nbytes += sum(p.nbytes for registry in registries for p in dict.values(registry) if p is not None)
-
-    def _begin_piece(self, arguments: Sequence[Any]) -> None:
-        recorded = [leaf for leaf in arguments if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        if len(recorded) == 1:
-            self._boundaries.append(Boundary(recorded[0], get_gradient_edge(recorded[0])))
-            self._starts += 1
-        self._graphs += 1
-
-    def forget_boundaries(self) -> None:
-        """Ends a cycle. Their graph may hold the copy of the module, by a checkpoint for example, and the copy this."""
-        self._boundaries.clear()
+        self._nbytes += _nbytes_of(part)
 
     def of_backward(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[BackwardPiece]:
         """The pieces of the backward, from the last one of the forward to the first.
@@ -169,28 +183,59 @@ class CapturedPieces:
         Raises:
             RuntimeError: it comes to a leaf that is none of these. A launch would not compute its gradient.
         """
-        nodes = {
-            get_gradient_edge(leaf).node: leaf for leaf in (*inputs, *(leaf for _, leaf in self.parameter_of.values()))
-        }
+        # Both a backward that ends at a tensor with hooks and one that begins there would call them.
+        edges = [(get_gradient_edge(each), each) for each in self._boundaries if not _torch.hooks_of(each)]
+        self._boundaries.clear()  # their graph may hold the copy, by a checkpoint for example, and the copy this
+        leaves = [*inputs, *(leaf for _, leaf in self.parameter_of.values())]
+        nodes = {get_gradient_edge(leaf).node: leaf for leaf in leaves}
         begins = [get_gradient_edge(output) for output in outputs]
         if any(hasattr(node, "variable") and node not in nodes for node in _reached(begins)[0]):
             raise RuntimeError(
                 "it uses a tensor that needs a gradient and is neither an argument nor its own parameter"
             )
 
-        def piece(below: Boundary | None, reached: set[Any]) -> BackwardPiece:
-            leaves = [leaf for node, leaf in nodes.items() if node in reached]
-            return BackwardPiece(outputs, begins, below, leaves, any(map(torch_compile.is_compiled_backward, reached)))
+        def piece(below: tuple[GradientEdge, Tensor] | None, reached: set[Any]) -> BackwardPiece:
+            found = [leaf for node, leaf in nodes.items() if node in reached]
+            return BackwardPiece(begins, below, found, any(map(torch_compile.is_compiled_backward, reached)))
 
         found = []
-        # Both a backward that ends at a tensor with hooks and one that begins there would call them.
-        for boundary in (each for each in reversed(self._boundaries) if not _torch.hooks_of(each.tensor)):
-            above, is_met = _reached(begins, boundary.edge)
-            if is_met and above and above.isdisjoint(_reached([boundary.edge])[0]):
-                place = Boundary(boundary.tensor.detach(), boundary.edge)
-                found.append(piece(place, above))
-                outputs, begins = [place.tensor], [place.edge]
+        for edge, tensor in reversed(edges):
+            above, is_met = _reached(begins, edge)
+            if is_met and above and above.isdisjoint(_reached([edge])[0]):
+                found.append(piece((edge, tensor.detach()), above))
+                begins = [edge]
         return [*found, piece(None, _reached(begins)[0])]
+
+
+class _PartCall:
+    """Calls a part of the copy, where a piece may begin. It refers to the part weakly, because the part holds it."""
+
+    def __init__(self, part: nn.Module, compiled: CompiledCall | None) -> None:
+        self._part, self.compiled = weakref.ref(part), compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        part: Any = self._part()
+        if is_capturing():  # not in a backward, where a checkpoint runs the part again
+            _of_thread.pieces.part_begins(part, args, kwargs)
+        return call_inside(part, *args, **kwargs)
+
+
+class _Lookups(ParameterRegistry):
+    """The parameters of a module of the copy. Lookups note which graph they are in, while the forward is captured."""
+
+    __slots__ = ("_number", "_pieces")
+
+    def __init__(self, number: int, pieces: CapturedPieces) -> None:
+        dict.__init__(self)
+        self._number, self._pieces = number, weakref.proxy(pieces)
+
+    def __getitem__(self, name: str) -> Any:
+        self.wait_for_all()
+        return dict.__getitem__(self, name)
+
+    def wait_for_all(self) -> None:
+        if is_capturing():
+            self._pieces.note_use(self._number)
 
 
 def _reached(begins: Iterable[GradientEdge], stop: GradientEdge | None = None) -> tuple[set[Any], bool]:

@@ -23,7 +23,6 @@ from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.plan import UNIT_MODULE
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.buffers import FixedAddresses
 from dataparallel.sharded.units.nodes import (
     CHOSEN,
     InputNodes,
@@ -81,10 +80,6 @@ class ModuleRunner:
     def is_running(self) -> bool:
         """True inside of a call of the module."""
         return self._is_running
-
-    def fixed_addresses(self) -> FixedAddresses:
-        """The addresses of the full parameters, for a graph that is captured now."""
-        return FixedAddresses(self._slot_unit)
 
     def register(self, parameters: Sequence[Tensor]) -> None:
         """Registers ``parameters`` in the replica: the full ones, or the sharded ones while the unit is not full."""

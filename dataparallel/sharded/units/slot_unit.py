@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +23,6 @@ from dataparallel.sharded.units.shards import PullSource, wait_for
 from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.buffers import Region
     from dataparallel.sharded.units.calls import ModuleRunner
     from dataparallel.sharded.units.unit import Unit
 
@@ -44,8 +43,6 @@ class SlotUnit:
             a backward ended.
         is_in_backward: the backward of a call has begun and not ended.
         last_pull: an event after the last reads of shards.
-        region: where the parameters are, if their addresses are fixed (`FixedMemory`).
-        home: where they were the last time, or where captured graphs read them if ``is_captured``.
     """
 
     def __init__(self, unit: Unit, slot: int) -> None:
@@ -62,9 +59,6 @@ class SlotUnit:
                 tensor.__class__ = ReplicaParameter
                 self.parameters[i] = tensor
         self.is_full = self.is_unsharded = False
-        self.region: Region | None = None
-        self.home: Region | None = None
-        self.is_captured = False
         self.last_pull: Event | None = None
         self._pull_event: Event | None = None  # after the pulls of a gather that `make_full` has not finished
         self._sent_sources: Sequence[PullSource] | None = None  # other machines are sending; the slot pulls later
@@ -179,7 +173,8 @@ class SlotUnit:
                     self._pull_event = Event(receiving)  # not `last_pull`: it reads copies, which `LastCopies` notes
             if self._pull_event is not None:
                 wait_for([self._pull_event], computing.values())
-            self._allocate()
+            for full in self._buffers:
+                full.allocate()
             for full in self._buffers:
                 gathered = full.fill()
                 if receiving is not None:
@@ -189,12 +184,6 @@ class SlotUnit:
         self.is_full = True
         if not self._full_versions:
             self._full_versions = self._versions_of_full()
-
-    def _allocate(self) -> None:
-        memory = self.unit.fixed_memory
-        with nullcontext() if memory is None else memory[self.slot].lent_to(self):
-            for full in self._buffers:
-                full.allocate()
 
     def use(self, ready: Mapping[torch.device, Event], module: ModuleRunner) -> None:
         """Makes the parameters full for a call of ``module``, and keeps them full until `end_use`."""
@@ -226,8 +215,6 @@ class SlotUnit:
             for full in self._buffers:
                 full.gathered = None  # its memory belongs to the receiving stream, which alone has used it
                 full.free()
-            if self.region is not None:
-                self.region.holder, self.region = None, None
             self._pull_event = self._sent_sources = None
             self.is_full = self.is_unsharded = self._is_as_after_backward = False
             for module in self._showing_modules:
@@ -238,26 +225,6 @@ class SlotUnit:
     def flats(self) -> list[Tensor]:
         """For each dtype the memory of the parameters, as bytes."""
         return [full.flat for full in self._buffers]
-
-    @property
-    def sizes(self) -> list[int]:
-        """The bytes of this memory, while there is some."""
-        return [full.nbytes for full in self._buffers]
-
-    @contextmanager
-    def not_running(self) -> Iterator[None]:
-        """Inside the block no forward of the unit begins, and the parameters stay where they are.
-
-        Raises:
-            RuntimeError: a forward runs.
-        """
-        with self._lock:
-            if self._running_calls:
-                raise RuntimeError(
-                    f"a captured backward needs memory that a forward of the unit {self.unit.name!r} uses: do not call "
-                    "the module while another thread is in its backward, or leave graphs=True out"
-                )
-            yield
 
     def copy_from(self, other: SlotUnit) -> None:
         """Copies the values of another slot, unless a gather has started. The computing streams are current."""

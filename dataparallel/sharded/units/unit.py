@@ -37,7 +37,6 @@ from dataparallel.sharded.units.shards import (
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.buffers import FixedMemory
     from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
     from dataparallel.sharded.units.tree import BackwardPass
 
@@ -188,7 +187,6 @@ class Unit(UnitSettings):
         binding: what the tree gives the unit whose call uses it. Each call sets it.
         indices: for each dtype the positions of its parameters; ``owned`` has their flat shards.
         trainable: positions of the parameters that need gradients.
-        fixed_memory: for each slot the memory in which parameters have fixed addresses; ``None`` without graphs.
     """
 
     def __init__(
@@ -208,7 +206,6 @@ class Unit(UnitSettings):
         self.parameters = list(parameters)
         self.number_of_modules = 1
         self.binding = TreeBinding()
-        self.fixed_memory: list[FixedMemory] | None = None
         self.registries = ModuleRegistries(self)
         self.streams = TreeStreams(self.slots)
         self._lock = threading.Lock()

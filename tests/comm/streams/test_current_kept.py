@@ -1,4 +1,4 @@
-"""The library keeps nine streams on a device, and what has to go on at the same time has distinct ones."""
+"""The library keeps eight streams on a device, and what has to go on at the same time has distinct ones."""
 
 import ast
 from collections.abc import Callable
@@ -26,11 +26,21 @@ class TestOnADevice:
         """torch gives out the same 32 streams again and again: older ones may be one stream."""
         monkeypatch.setattr(current, "_kept", {})
 
-    def test_there_are_eight_for_all_purposes_and_one_that_captures(self, root: torch.device) -> None:
+    def test_there_are_eight_for_all_purposes(self, root: torch.device) -> None:
+        assert len(kept_streams(root)) == 8
+
+    def test_a_captor_is_for_its_holder_alone(self, root: torch.device) -> None:
         """While it captures, whatever it is given becomes a part of a graph."""
-        assert len(kept_streams(root)) == 9
-        others = [kept_stream(root, purpose, 0) for purpose in current._STREAMS if purpose != "captures"]
-        assert kept_stream(root, "captures") not in others
+        others, captors = kept_streams(root), []
+        while (stream := current.new_captor(root)) is not None:
+            captors.append(stream)
+        try:
+            assert len(captors) > 10
+            assert len({*captors}) == len(captors)
+            assert not {*captors} & {*others}
+        finally:
+            for stream in captors:
+                current.drop_captor(stream)
 
     def test_they_are_distinct_though_others_take_streams(self, root: torch.device) -> None:
         """torch has 32 streams for a device, and hands them out in turn."""
@@ -39,8 +49,7 @@ class TestOnADevice:
             pass
         for _ in range(31):
             torch.Stream(root)  # the next one is the first again
-        assert kept_stream(root, "captures") != first
-        assert len(kept_streams(root)) == 9
+        assert len(kept_streams(root)) == 8
 
     def test_are_the_same_for_all_who_ask(self, root: torch.device) -> None:
         assert kept_stream(root, "sums") is kept_stream(root, "sums", 5)

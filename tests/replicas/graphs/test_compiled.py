@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import graphed_models
-from dataparallel.composable import fully_shard
 from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.calls import compiled_here
 from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.replicas.compiled.functions import _say_that_they_run_without
-from dataparallel.replicas.graphs.captures import WARM_UP
-from each_form import Form, by_wrapper, replicated, sharded_whole, whole
+from dataparallel.replicas.graphs.calls import WARM_UP
+from each_form import Form, by_wrapper, replicated, replicating_forms
 from graphed_models import FORMS, MODELS
 from graphed_nets import SETTLE, Block, Net, build, captured, graphs_of, inputs, reasons, step
 
@@ -49,13 +48,13 @@ def blocks(form: Form, network: Any, slots: list, backend: str = "aot_eager", **
 
 
 WAYS = [by_argument, wrapped, in_place, blocks]
-SHORT = [(by_argument, by_wrapper), (in_place, sharded_whole), (wrapped, replicated), (blocks, replicated)]
+SHORT = [(by_argument, by_wrapper), (in_place, by_wrapper), (wrapped, replicated), (blocks, replicated)]
 each_way = pytest.mark.parametrize(
     ("way", "form"),
     [
         pytest.param(way, form, marks=[] if (way, form) in SHORT else pytest.mark.long)
         for way in WAYS
-        for form in (by_wrapper, replicated, sharded_whole)
+        for form in (by_wrapper, replicated)
     ],
     indirect=["form"],
 )
@@ -89,7 +88,7 @@ def test_trains_as_on_one_device(way: Way, form: Form, slots: list, root: torch.
     expected = train(form(build(root), slots), root)
     network = way(form, build(root), slots, graphs=True)
     torch.testing.assert_close(train(network, root), expected, rtol=1e-9, atol=1e-9)
-    assert captured(network)[""] >= len({*slots}) * SETTLE  # of both kinds of calls
+    assert captured(network) >= len({*slots}) * SETTLE  # of both kinds of calls
     assert reasons(network) == set()
 
 
@@ -114,7 +113,7 @@ def test_code_compiled_with_cuda_graphs_is_captured_without_an_argument(
     expected = train(form(build(root), slots), root)
     network = way(form, build(root), slots, backend="cudagraphs")
     torch.testing.assert_close(train(network, root), expected, rtol=1e-9, atol=1e-9)
-    assert captured(network)[""] >= len({*slots}) * SETTLE
+    assert captured(network) >= len({*slots}) * SETTLE
     assert reasons(network) == set()
 
 
@@ -131,11 +130,13 @@ def test_code_that_is_compiled_later_has_no_graphs_and_says_so(
     torch.testing.assert_close(step(network, x), expected, rtol=1e-9, atol=1e-9)
     assert graphs_of(network) is None
     assert [record.getMessage() for record in caplog.records if record.name == "dataparallel"] == [
-        "replicas that were compiled with CUDA graphs run without: their form has none. Pass graphs=True to it"
+        "replicas that were compiled with CUDA graphs run without: their form has none. DataParallel and replicate "
+        "have graphs=True"
     ]
 
 
 @with_graphs
+@replicating_forms
 def test_code_compiled_with_cuda_graphs_is_not_captured_if_the_user_says_so(
     form: Form, slots: list, root: torch.device
 ) -> None:
@@ -155,9 +156,8 @@ def test_compiled_blocks_are_pieces_of_the_whole(slots: list, root: torch.device
     network, x = blocks(replicated, build(root, Deep), slots, graphs=True), inputs(root)
     for _ in range(SETTLE):
         step(network, x)
-    calls = [capture for key, capture in graphs_of(network)._captures.items() if not key[1]]
-    stages = {len(each._stages) for capture in calls for each in capture._of_kind.values() if each is not None}
-    assert stages == {4}
+    kinds = [kind for captures in graphs_of(network)._captures.values() for kind in captures._kinds.values()]
+    assert {len(kind.captured._stages) for kind in kinds if kind.captured is not None} == {4}
 
 
 @with_graphs
@@ -168,7 +168,7 @@ def test_dropout_draws_what_it_draws_without_graphs(slots: list, root: torch.dev
         x = inputs(root)
         torch.cuda.manual_seed_all(seed)
         found = torch.stack([step(network, x) for _ in range(2 * SETTLE)])
-        assert not options or captured(network)[""] >= SETTLE
+        assert not options or captured(network) >= SETTLE
         return found
 
     found = losses(1, graphs=True)
@@ -236,37 +236,6 @@ def test_code_that_does_not_fit_in_the_capture_is_not_compiled_there(slots: list
             torch.testing.assert_close(network(x), expected)
     assert not captured(network)
     assert any("none of its compiled code fits" in reason for reason in reasons(network))
-
-
-class Twice(nn.Module):
-    """Uses its weight before its part does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part(nn.functional.linear(x, self.part[0].weight))
-
-
-@with_graphs
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_a_launch_converts_weights_that_autocast_has_converted_before(
-    backend: str | None, slots: list, root: torch.device
-) -> None:
-    module: Any = build(root, Twice).float()
-    x, shared = inputs(root).float(), module.part[0].weight  # autocast keeps what it has made of leaves
-    fully_shard(module.part, devices=slots[:1], ignored_params=[shared], compile=backend and {"backend": backend})
-    fully_shard(module, devices=slots[:1], ignored_params=[shared], graphs=True)
-    elsewhere = []
-    for _ in range(WARM_UP + 3):
-        elsewhere.append(torch.empty_like(shared, dtype=torch.bfloat16))  # so each conversion has memory of its own
-        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
-            expected = nn.functional.linear(nn.functional.linear(x, shared), shared, whole(module.part[0].bias)).relu()
-            torch.clear_autocast_cache()
-            torch.testing.assert_close(module(x), expected)
-            shared.mul_(1.5)
-    assert captured(module) == {"part": 3}
 
 
 @pytest.mark.devices("cpu")

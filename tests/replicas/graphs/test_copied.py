@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,17 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel.composable import fully_shard
-from dataparallel.replicas.compiled import torch_compile
-from dataparallel.replicas.compiled.calls import CALL, CompiledCall
-from dataparallel.replicas.compiled.functions import by_call_impl, functions_for
-from dataparallel.replicas.graphs.captures import WARM_UP
-from dataparallel.replicas.graphs.copied import copy_for_capture
-from dataparallel.replicas.graphs.pieces import CapturedPieces, capturing
-from each_form import by_wrapper, replicated, whole
-from graphed_nets import SETTLE, Block, build, captured, inputs, read_by_the_host, reasons, step
+from dataparallel.replicas.graphs.pieces import CapturedPieces
+from each_form import by_wrapper, replicated
+from graphed_nets import SETTLE, Block, build, captured, inputs, reasons, step
 from graphed_nets import Net as Blocks
-from spare_streams import spare_stream
 
 on_cpu, on_cuda = pytest.mark.devices("cpu"), pytest.mark.devices("cuda")
 
@@ -40,7 +31,7 @@ class Net(nn.Module):
 
 
 def pieces_of(module: nn.Module) -> CapturedPieces:
-    return CapturedPieces(module, [p for p in module.parameters() if p.requires_grad], lambda: None, lambda: True)
+    return CapturedPieces(module, lambda: None, lambda: True)
 
 
 @on_cpu
@@ -48,7 +39,7 @@ def test_computes_the_same_with_leaves_of_its_own() -> None:
     module, x = Net(), torch.randn(4, 3)
     module.last.bias.requires_grad_(False)
     pieces = pieces_of(module)
-    copy = copy_for_capture(module, pieces)
+    copy = pieces.copy
     assert copy.first is copy.twice
     torch.testing.assert_close(copy.eval()(x), module.eval()(x), rtol=0, atol=0)
     copy(x).sum().backward()
@@ -67,10 +58,10 @@ def test_computes_the_same_with_leaves_of_its_own() -> None:
 def test_shares_buffers_and_attributes_and_leaves_the_module_as_it_is() -> None:
     module = Net()
     before = [(vars(child).copy(), child._parameters.copy()) for child in module.modules()]
-    copy = copy_for_capture(module, pieces_of(module))
+    copy = pieces_of(module).copy
     copy(torch.randn(4, 3))
     assert module.norm.num_batches_tracked == 1
-    assert copy.norm._buffers is module.norm._buffers
+    assert copy.norm.running_mean.data_ptr() == module.norm.running_mean.data_ptr()
     assert copy.scale is module.scale
     assert [(vars(child), child._parameters) for child in module.modules()] == before
 
@@ -78,40 +69,11 @@ def test_shares_buffers_and_attributes_and_leaves_the_module_as_it_is() -> None:
 @on_cpu
 def test_is_gone_with_its_last_reference() -> None:
     module = Net()
-    copy = copy_for_capture(module, pieces_of(module))
+    copy = pieces_of(module).copy
     copy(torch.randn(4, 3)).sum()
     gone = weakref.ref(copy.last)
     del copy
     assert gone() is None
-
-
-@on_cpu
-def test_a_part_begins_a_piece_also_if_it_is_compiled() -> None:
-    module: Any = nn.Sequential(Net(), Net())
-    begun = []
-
-    class Noted(CapturedPieces):
-        def part_begins(self, part: nn.Module, *arguments: Any) -> None:
-            begun.append(part)
-
-    class Around:
-        compiled: Any = None
-
-    for part in module:
-        vars(part)[CALL] = Around()
-    functions = functions_for(
-        module[1], by_call_impl, torch_compile.compiler_context(torch.compile(Net(), backend="eager")), []
-    )
-    vars(module[1])[CALL].compiled = CompiledCall(functions, module[1])
-    pieces = Noted(module, [], lambda: None, lambda: True)
-    copy = copy_for_capture(module, pieces)
-    assert type(copy[1]._parameters) is dict  # the compiler looks at types
-    assert vars(copy[1])[CALL].compiled.module is copy[1]
-    assert type(copy[0]._parameters) is not dict
-    vars(copy[1])[CALL].compiled = None  # to run it here without the compiler
-    with capturing(pieces):
-        copy(torch.randn(4, 3))
-    assert begun == [*copy]
 
 
 class Slotted(nn.Linear):
@@ -170,7 +132,7 @@ def test_with_an_ignored_script_module_replicas_run_as_they_are(slots: list, roo
     network, x = replicated(module, slots[:1], ignored_modules=[module[1]], graphs=True), inputs(root)
     for _ in range(SETTLE):
         torch.testing.assert_close(step(network, x), module(x).square().mean().detach(), rtol=1e-9, atol=1e-9)
-    assert captured(network) == {}
+    assert captured(network) == 0
     assert reasons(network) == {"one of its ignored modules is a ScriptModule"}
 
 
@@ -184,16 +146,11 @@ class Checkpointed(nn.Module):
 
 
 class Parts(nn.Module):
-    """``by_parts``: each part is captured by itself."""
-
-    def __init__(self, by_parts: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.by_parts = by_parts
         self.first, self.parts = nn.Linear(4, 6), nn.ModuleList([Checkpointed() for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.by_parts:
-            read_by_the_host(x)
         x = self.first(x)
         for part in self.parts:
             x = part(x)
@@ -205,14 +162,14 @@ def test_a_checkpoint_in_a_part_converts_weights_itself(slots: list, root: torch
     """Under autocast it would find what the forward has converted, in memory that later captures use again."""
 
     def gradients(**options: Any) -> list[Tensor]:
-        module = build(root, lambda: Parts(True)).float()
+        module = build(root, Parts).float()
         network, x = by_wrapper(module, slots[:1], **options), inputs(root).float()
         for _ in range(SETTLE):
             module.zero_grad()
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 loss = network(x).float().square().mean()
             loss.backward()
-        assert not options or {*captured(network)} == {f"parts.{i}" for i in range(4)}
+        assert not options or captured(network)
         return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
     torch.testing.assert_close(gradients(graphs=True), gradients(), rtol=1e-5, atol=1e-6)
@@ -230,62 +187,10 @@ def test_a_copy_that_a_checkpoint_holds_is_gone_with_the_capture(
 
     begin = CapturedPieces.__init__
     monkeypatch.setattr(CapturedPieces, "__init__", noted)
-    network: Any = by_wrapper(build(root, lambda: Parts(False)), slots[:1], graphs=True)
+    network: Any = by_wrapper(build(root, Parts), slots[:1], graphs=True)
     for _ in range(SETTLE):
         step(network, inputs(root))
     assert captured(network)
     del network
     gc.collect()
     assert [pieces() for pieces in made] == [None]
-
-
-class Shares(nn.Module):
-    """Calls ``meanwhile`` before it uses its weight in a capture."""
-
-    def __init__(self, meanwhile: Callable[[], None]) -> None:
-        super().__init__()
-        self.meanwhile, self.layer = meanwhile, nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            self.meanwhile()
-        return self.layer(x)
-
-
-@on_cuda
-def test_what_autocast_has_converted_in_another_thread_is_not_found(slots: list, root: torch.device) -> None:
-    """Replicas share parameters that a form ignores, and threads share what autocast converts of one."""
-    x, may_end, stream = inputs(root).float(), threading.Event(), spare_stream(root)
-    has_converted, ready = threading.Semaphore(0), torch.cuda.Event()
-
-    def convert() -> None:
-        ready.wait(stream)
-        with torch.cuda.stream(stream), torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
-            nn.functional.linear(x, shared)
-            has_converted.release()
-            assert may_end.wait(60)
-
-    def meanwhile() -> None:
-        running.append(pool.submit(convert))
-        assert has_converted.acquire(timeout=60)
-
-    running: list[Future[None]] = []
-    module: Any = build(root, lambda: nn.Sequential(Shares(meanwhile))).float()
-    shared = module[0].layer.weight
-    fully_shard(module[0], devices=slots[:1], ignored_params=[shared])
-    fully_shard(module, devices=slots[:1], graphs=True)
-    with ThreadPoolExecutor(1) as pool, torch.no_grad():
-        try:
-            for _ in range(SETTLE):
-                with torch.autocast("cuda", dtype=torch.bfloat16):
-                    expected = nn.functional.linear(x, shared, whole(module[0].layer.bias))
-                    torch.clear_autocast_cache()
-                    ready.record()
-                    torch.testing.assert_close(module(x), expected)
-                torch.cuda.current_stream(root).wait_stream(stream)
-                shared.mul_(1.5)
-        finally:
-            may_end.set()
-        [thread] = running
-        thread.result()
-    assert captured(module) == {"0": SETTLE - WARM_UP}

@@ -71,6 +71,5 @@ def test_a_training_computes_exactly_the_same(
     expected, _ = train(MODELS[model], FORMS[form], slots, dtype, overflow)
     found, network = train(MODELS[model], FORMS[form], slots, dtype, overflow, graphs=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    assert captured(network)
-    assert all(count >= (STEPS - 3) * len(slots) for count in captured(network).values())
+    assert captured(network) >= (STEPS - 3) * len(slots)
     assert not reasons(network)

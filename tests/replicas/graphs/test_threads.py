@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import dataparallel
-from dataparallel.replicas.graphs.captures import WARM_UP
+from dataparallel.replicas.graphs.calls import WARM_UP
 from dataparallel.testing.cases import numbers, seeded
 from graphed_models import FORMS, Row, SmoothLayer, made
-from graphed_nets import SETTLE, reasons, segments
+from graphed_nets import SETTLE, graphed, reasons
 from nogpu import cuda
 from sharded_steps import Model
 from spare_streams import spare_stream
@@ -82,13 +82,9 @@ def another_thread(slots: list) -> Iterator[Others]:
         running.result()
 
 
-def assert_all_captured(network: Any, form: str, kinds: int, slots: list) -> None:
+def assert_all_captured(network: Any, kinds: int, slots: list) -> None:
     assert not reasons(network)
-    by_name: dict[str, list[int]] = {}
-    for segment in segments(network):
-        by_name.setdefault(segment.name, []).append(segment.captures)
-    names = {f"layers.{i}" for i in range(3)} if form == "fully_shard" else {""}
-    assert by_name == dict.fromkeys(names, [kinds] * len(slots))
+    assert [replica.captures for replica in graphed(network)] == [kinds] * len(slots)
 
 
 def test_another_thread_may_use_the_devices_during_captures(form: str, slots: list) -> None:
@@ -101,7 +97,7 @@ def test_another_thread_may_use_the_devices_during_captures(form: str, slots: li
                 x = x.to(slots[0])
                 for _ in range(SETTLE):
                     network(x).square().mean().backward()
-            assert_all_captured(network, form, kinds, slots)
+            assert_all_captured(network, kinds, slots)
             assert others.rounds > 0
             source.zero_grad()
 
@@ -120,7 +116,7 @@ def test_a_loader_may_pin_memory_in_its_own_thread_during_captures(form: str, sl
                 loss.backward()
                 expected = reference(samples[positions].to(slots[0])).square().mean()
                 torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-    assert_all_captured(network, form, kinds, slots)
+    assert_all_captured(network, kinds, slots)
 
 
 def test_two_threads_call_one_model_at_once(form: str, slots: list) -> None:

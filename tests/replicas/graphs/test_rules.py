@@ -1,0 +1,511 @@
+"""What a capture may not do: each test compares with the same steps as they are without graphs."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from dataparallel.composable import fully_shard, replicate
+from dataparallel.replicas.graphs.calls import MOST_CAPTURES, MOST_NEW_KINDS, WARM_UP
+from dataparallel.replicas.graphs.captured import Captured
+from each_form import Form, by_wrapper, replicating_forms
+from graphed_nets import SETTLE, Net, build, captured, graphed, inputs, reasons, step
+
+pytestmark = [pytest.mark.devices("cuda"), replicating_forms]
+
+STEPS = SETTLE + 3
+
+
+class Head(nn.Module):
+    """``run`` is called with the module and its arguments."""
+
+    def __init__(self, run: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__()
+        self.lin, self.other, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
+        self.register_buffer("table", torch.arange(32.0).reshape(8, 4))
+        vars(self).update(attributes)
+        self._run = run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self, *args, **kwargs)
+
+
+def compare(
+    form: Form, slots: list, root: torch.device, net: Callable[[], nn.Module], steps: Callable[[Any, Any], Any]
+) -> Any:
+    """Runs ``steps(network, module)`` without graphs and with them. What they return, and gradients, are the same."""
+    found: list[Any] = []
+    for graphs in (False, True):
+        module = build(root, net)
+        network = form(module, slots, graphs=graphs)
+        torch.manual_seed(1)
+        torch.cuda.manual_seed_all(1)
+        found.append((steps(network, module), [p.grad for p in module.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+    return network
+
+
+def losses(network: Any, module: nn.Module) -> list[Tensor]:
+    found = []
+    for _ in range(STEPS):
+        module.zero_grad()
+        output = network(inputs(module.lin.weight.device))
+        output.square().mean().backward()
+        found.append(output.detach())
+    return found
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    note: str = "note"
+
+
+class TestOutputs:
+    def test_in_a_dataclass_are_those_of_their_call(self, form: Form, slots: list, root: torch.device) -> None:
+        def steps(network: Any, module: Any) -> Any:
+            outputs = [network(inputs(root)) for _ in range(2 * STEPS)]
+            with torch.no_grad():
+                kept = [network(inputs(root)) for _ in range(STEPS)]
+            for _ in range(STEPS):
+                module.zero_grad()
+                network(inputs(root)).logits.square().mean().backward()
+            return [each.logits for each in (*outputs, *kept)]
+
+        network = compare(form, slots, root, lambda: Head(lambda self, x: Output(self.lin(x))), steps)
+        assert captured(network)
+        assert not reasons(network)
+
+    @pytest.mark.parametrize("kind", [lambda y: SimpleNamespace(y=y), lambda y: lambda: y], ids=["object", "closure"])
+    def test_of_another_kind_are_not_captured(self, kind: Any, form: Form, slots: list, root: torch.device) -> None:
+        def steps(network: Any, module: Any) -> Any:
+            outputs = [network(inputs(root)) for _ in range(STEPS)]
+            return [each() if callable(each) else each.y for each in outputs]
+
+        network = compare(form, slots[:1], root, lambda: Head(lambda self, x: kind(self.lin(x))), steps)
+        assert captured(network) == 0
+        (reason,) = reasons(network)
+        assert reason.startswith("its output is a ")
+
+    def test_may_be_changed_by_the_user(self, form: Form, slots: list, root: torch.device) -> None:
+        def steps(network: Any, module: Any) -> Any:
+            found = []
+            for _ in range(STEPS):
+                module.zero_grad()
+                output = network(inputs(root))
+                output["y"] = output["y"].mul_(2)
+                output["all"].append(1)
+                output["y"].sum().backward()
+                found.append((output["y"].detach(), len(output["all"])))
+            return found
+
+        def run(self: Head, x: Tensor) -> Any:
+            y = self.lin(x).tanh()
+            return {"y": y * 1, "all": [y]}
+
+        assert captured(compare(form, slots[:1], root, lambda: Head(run), steps))
+
+    def test_may_be_a_parameter_without_gradients(self, form: Form, slots: list, root: torch.device) -> None:
+        @torch.no_grad()
+        def steps(network: Any, module: Any) -> Any:
+            return [network(inputs(root)) for _ in range(STEPS)]
+
+        network = compare(form, slots, root, lambda: Head(lambda self, x: (self.lin(x), self.lin.weight)), steps)
+        assert captured(network)
+
+    def test_that_no_loss_uses_have_no_gradient(self, form: Form, slots: list, root: torch.device) -> None:
+        """``.grad`` is ``None`` where it is without graphs, and AdamW leaves the idle head alone."""
+
+        def steps(network: Any, module: Any) -> Any:
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
+            found = []
+            for uses in [(0,)] * STEPS + [(0, 1)] * STEPS + [(1,), (0,), (1,), (0, 1)]:
+                optimizer.zero_grad()
+                outputs = network(inputs(root))
+                sum(outputs[i].square().mean() for i in uses).backward()
+                found += [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+                optimizer.step()
+            return [*found, *module.parameters()]
+
+        network = compare(form, slots, root, lambda: Head(lambda self, x: (self.lin(x), self.other(x))), steps)
+        assert captured(network) > 2 * STEPS
+
+
+class TestArguments:
+    def test_a_list_that_the_forward_changes_is_not_captured(self, form: Form, slots: list, root: torch.device) -> None:
+        def run(self: Head, x: Tensor, notes: dict[str, Any]) -> Tensor:
+            notes["y"] = self.lin(x)
+            return notes["y"]
+
+        def steps(network: Any, module: Any) -> Any:
+            notes: list[dict[str, Any]] = [{} for _ in range(STEPS)]
+            for each in notes:
+                network(inputs(root), each).sum().backward()
+            return notes
+
+        network = compare(form, slots, root, lambda: Head(run), steps)
+        assert captured(network) == 0
+        assert reasons(network) == {"its forward writes into a dict or list among its arguments"}
+
+    def test_nor_is_one_that_is_global(self, form: Form, slots: list, root: torch.device) -> None:
+        notes: list[Tensor] = []
+
+        class Notes(Head):
+            def forward(self, x: Tensor) -> Tensor:
+                notes.append(self.lin(x))
+                return notes[-1]
+
+        def steps(network: Any, module: Any) -> Any:
+            notes.clear()
+            return losses(network, module), len(notes)
+
+        network = compare(form, slots, root, lambda: Notes(print), steps)
+        assert captured(network) == 0
+        assert reasons(network) == {"its forward writes into a list or dict that is global or enclosed"}
+
+    def test_one_tensor_may_come_twice(self, form: Form, slots: list, root: torch.device) -> None:
+        def run(self: Head, q: Tensor, k: Tensor) -> Tensor:
+            return self.lin(q) if q is k else self.other(k)
+
+        def steps(network: Any, module: Any) -> Any:
+            found = []
+            for _ in range(STEPS):
+                x, y = inputs(root).requires_grad_(), inputs(root).requires_grad_()
+                network(x, x).sum().backward()
+                network(x, y).sum().backward()
+                found += [x.grad, y.grad]
+            return found
+
+        assert captured(compare(form, slots[:1], root, lambda: Head(run), steps))
+
+    def test_a_number_that_differs_in_each_call_is_named(self, form: Form, slots: list, root: torch.device) -> None:
+        def steps(network: Any, module: Any) -> Any:
+            return [network(inputs(root), scale=1.0 + number) for number in range(MOST_NEW_KINDS + 2)]
+
+        network = compare(form, slots, root, lambda: Head(lambda self, x, scale: self.lin(x) * scale), steps)
+        assert reasons(network) == {'kwargs["scale"] is another one in each call'}
+
+
+class TestRandomNumbers:
+    def test_a_backward_that_draws_is_not_captured(self, form: Form, slots: list, root: torch.device) -> None:
+        def run(self: Head, x: Tensor) -> Tensor:
+            return checkpoint(lambda x: self.drop(self.lin(x)), x, use_reentrant=False)
+
+        network = compare(form, slots, root, lambda: Head(run), losses)
+        assert captured(network) == 0
+        assert reasons(network) == {"its backward draws random numbers, as dropout in a checkpoint does"}
+
+    def test_a_checkpoint_that_draws_nothing_is_captured(self, form: Form, slots: list, root: torch.device) -> None:
+        """Attention is an operator that may draw. It does so only if it drops something out."""
+
+        def attend(self: Head, x: Tensor) -> Tensor:
+            y = self.lin(x)[:, None]
+            return nn.functional.scaled_dot_product_attention(y, y, y)[:, 0].tanh()
+
+        def run(self: Head, x: Tensor) -> Tensor:
+            return checkpoint(lambda x: attend(self, x), self.drop(x), use_reentrant=False)
+
+        network = compare(form, slots, root, lambda: Head(run), losses)
+        assert captured(network)
+        assert not reasons(network)
+
+    def test_a_forward_that_sets_the_seed_is_not_captured(self, form: Form, slots: list, root: torch.device) -> None:
+        def run(self: Head, x: Tensor) -> Tensor:
+            torch.cuda.manual_seed(3)
+            return self.lin(x) + torch.rand_like(x)
+
+        network = compare(form, slots, root, lambda: Head(run), losses)
+        assert captured(network) == 0
+        (reason,) = reasons(network)
+        assert "seed" in reason
+
+    def test_a_capture_that_fails_leaves_graphs_to_their_generator(
+        self, form: Form, slots: list, root: torch.device
+    ) -> None:
+        """A model captured before follows seeds and states that are set later."""
+
+        def waits(self: Head, x: Tensor) -> Tensor:
+            x = self.drop(x)
+            return self.lin(x) * (x.detach().sum().item() != 0)
+
+        def steps(network: Any, module: Any) -> Any:
+            before = losses(network, module)
+            other = form(build(root, lambda: Head(waits)), slots, graphs=bool(graphed(network)))
+            found = [step(other, inputs(root)) for _ in range(STEPS)]
+            torch.cuda.manual_seed_all(7)
+            seeded = losses(network, module)
+            state = torch.cuda.get_rng_state(root)
+            first = losses(network, module)
+            torch.cuda.set_rng_state(state, root)
+            return before, found, seeded, first, losses(network, module)
+
+        network = compare(form, slots, root, lambda: Head(lambda self, x: self.lin(self.drop(x))), steps)
+        assert captured(network)
+
+
+class TestSecondDerivatives:
+    def test_a_penalty_from_the_beginning_runs_as_it_is(self, form: Form, slots: list, root: torch.device) -> None:
+        def steps(network: Any, module: Any) -> Any:
+            found = []
+            for _ in range(STEPS):
+                module.zero_grad()
+                x = inputs(root).requires_grad_()
+                (grad,) = torch.autograd.grad(network(x).sum(), x, create_graph=True)
+                (network(x).mean() + grad.norm(dim=1).square().mean()).backward()
+                found += [p.grad.clone() for p in module.lin.parameters() if p.grad is not None]
+            return found
+
+        network = compare(form, slots, root, lambda: Head(lambda self, x: self.lin(x).tanh()), steps)
+        assert reasons(network) == {"its backward is differentiated (create_graph=True)"}
+
+    def test_through_a_capture_raises(self, form: Form, slots: list, root: torch.device) -> None:
+        """Whatever the gradients that come in need."""
+        network = form(build(root, lambda: Head(lambda self, x: self.lin(x).tanh())), slots, graphs=True)
+        for _ in range(SETTLE):
+            network(inputs(root).requires_grad_()).sum().backward()
+        x = inputs(root).requires_grad_()
+        with pytest.raises(RuntimeError, match="a captured backward cannot be differentiated"):
+            torch.autograd.grad(network(x).sum(), x, create_graph=True)
+
+
+@dataclass
+class Config:
+    scale: float = 1.0
+    sizes: list[int] = field(default_factory=lambda: [1])
+
+
+class TestWhatAForwardReads:
+    @pytest.mark.parametrize(
+        ("kind", "change"),
+        [
+            (lambda: SimpleNamespace(scale=1.0), lambda config, value: setattr(config, "scale", value)),
+            (Config, lambda config, value: setattr(config, "scale", value)),
+            (lambda: {"scale": 1.0}, lambda config, value: config.update(scale=value)),
+            (lambda: [1.0], lambda config, value: config.__setitem__(0, value)),
+        ],
+        ids=["namespace", "dataclass", "dict", "list"],
+    )
+    def test_values_in_an_attribute_may_change(
+        self, kind: Any, change: Any, form: Form, slots: list, root: torch.device
+    ) -> None:
+        def run(self: Head, x: Tensor) -> Tensor:
+            config = self.config
+            return self.lin(x) * (getattr(config, "scale", None) or config["scale" if isinstance(config, dict) else 0])
+
+        def steps(network: Any, module: Any) -> Any:
+            found = []
+            for value in (1.0, 2.0, 1.0):
+                change(module.config, value)
+                found += losses(network, module)
+            return found
+
+        network = compare(form, slots, root, lambda: Head(run, config=kind()), steps)
+        assert captured(network) >= (2 * STEPS + 2) * len(slots)
+
+    @pytest.mark.parametrize(
+        ("value", "words"),
+        [
+            (lambda: random.Random(0), "a Random"),
+            (lambda: np.random.default_rng(0), "a Generator"),
+            (lambda: SimpleNamespace(table=torch.ones(4)), "a Tensor"),
+        ],
+        ids=["python", "numpy", "tensor"],
+    )
+    def test_generators_and_tensors_refuse(
+        self, value: Any, words: str, form: Form, slots: list, root: torch.device
+    ) -> None:
+        def run(self: Head, x: Tensor) -> Tensor:
+            held = self.held
+            return self.lin(x) * (held.table.sum().item() if hasattr(held, "table") else held.random())
+
+        network = compare(form, slots[:1], root, lambda: Head(run, held=value()), losses)
+        assert captured(network) == 0
+        (reason,) = reasons(network)
+        assert "the module.held" in reason
+        assert words in reason
+
+    def test_modes_and_hooks_for_all_modules_see_each_operator(
+        self, form: Form, slots: list, root: torch.device
+    ) -> None:
+        class Doubles(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                found = func(*args, **(kwargs or {}))
+                return found * 2 if func is nn.functional.linear else found
+
+        def steps(network: Any, module: Any) -> Any:
+            before = losses(network, module)
+            with Doubles():
+                doubled = [network(inputs(root)) for _ in range(STEPS)]
+            hook = nn.modules.module.register_module_forward_hook(
+                lambda module, args, output: output * 3 if isinstance(module, nn.Linear) else None
+            )
+            try:
+                tripled = [network(inputs(root)) for _ in range(STEPS)]
+            finally:
+                hook.remove()
+            return before, doubled, tripled, losses(network, module)
+
+        network = compare(form, slots, root, lambda: Head(lambda self, x: self.lin(x)), steps)
+        assert captured(network)
+        assert len(reasons(network)) == 2
+
+    def test_the_default_dtype_is_a_kind_of_its_own(self, form: Form, slots: list, root: torch.device) -> None:
+        def run(self: Head, x: Tensor) -> Tensor:
+            return self.lin(x) * torch.full((), 1 / 3, device=x.device)
+
+        def steps(network: Any, module: Any) -> Any:
+            found = losses(network, module)
+            torch.set_default_dtype(torch.double)
+            try:
+                return [*found, *losses(network, module)]
+            finally:
+                torch.set_default_dtype(torch.float)
+
+        assert captured(compare(form, slots, root, lambda: Head(run), steps))
+
+
+class TestMemory:
+    def test_changes_of_an_attribute_do_not_grow_it(self, form: Form, slots: list, root: torch.device) -> None:
+        module = build(root)
+        network, reserved = form(module, slots, graphs=True), []
+        for number in range(24):
+            module.blocks[0].number = number
+            for _ in range(WARM_UP + 2):
+                step(network, inputs(root))
+            gc.collect()
+            reserved.append([torch.cuda.memory_reserved(slot) for slot in {*slots}])
+        assert captured(network) > 20
+        assert reserved[8:] == [reserved[8]] * 16
+
+    def test_each_capture_has_a_stream_of_its_own(self, form: Form, slots: list, root: torch.device) -> None:
+        network = form(build(root), slots, graphs=True)
+        for samples in (6, 12, 18):
+            for _ in range(SETTLE):
+                step(network, inputs(root, samples))
+        streams = [each._pool.stream for each in gc.get_objects() if type(each) is Captured]
+        assert len(streams) >= 3 * len(slots)
+        assert len({*streams}) == len(streams)
+
+
+class TestThreads:
+    def test_a_capture_is_made_in_a_thread_that_has_warmed_up(
+        self, form: Form, slots: list, root: torch.device
+    ) -> None:
+        calls: list[tuple[bool, threading.Thread]] = []
+
+        def run(self: Head, x: Tensor) -> Tensor:
+            calls.append((torch.cuda.is_current_stream_capturing(), threading.current_thread()))
+            return self.lin(x)
+
+        network = form(build(root, lambda: Head(run)), slots, graphs=True)
+        options = network.options if form is by_wrapper else replicate.state(network).options
+        for serial in [True] * WARM_UP + [False] * STEPS:
+            options.serial = serial
+            network(inputs(root)).sum().backward()
+        captures = [number for number, (is_capture, _) in enumerate(calls) if is_capture]
+        assert captures
+        assert all((False, calls[number][1]) in calls[:number] for number in captures)
+
+    def test_a_capture_that_another_thread_spoils_is_tried_again(
+        self, form: Form, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        spoils = iter([True])
+        end = torch.cuda.CUDAGraph.capture_end
+
+        def capture_end(self: Any) -> None:
+            end(self)
+            if next(spoils, False):
+                raise torch.AcceleratorError("operation failed due to a previous error during capture")
+
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", capture_end)
+        network = compare(form, slots, root, lambda: Head(lambda self, x: self.lin(x)), losses)
+        assert captured(network)
+        assert not reasons(network)
+
+    def test_a_model_that_dies_during_a_capture_does_not_spoil_it(
+        self, form: Form, slots: list, root: torch.device
+    ) -> None:
+        held: list[Any] = []
+
+        def run(self: Head, x: Tensor) -> Tensor:
+            if torch.cuda.is_current_stream_capturing() and held:
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(held.pop).result()
+            return self.lin(x)
+
+        def steps(network: Any, module: Any) -> Any:
+            other = form(build(root), slots, graphs=True)
+            for _ in range(SETTLE):
+                step(other, inputs(root))
+            held.append(other)
+            del other
+            return losses(network, module)
+
+        network = compare(form, slots, root, lambda: Head(run), steps)
+        assert captured(network)
+        assert not reasons(network)
+
+
+class TestNumberOfCaptures:
+    def test_is_bounded_for_each_kind_alone(self, form: Form, slots: list, root: torch.device) -> None:
+        network = form(build(root), slots, graphs=True)
+        for samples in range(2, MOST_CAPTURES + 4):
+            for _ in range(SETTLE):
+                step(network, inputs(root, samples * len(slots)))
+        assert {replica.captures for replica in graphed(network)} == {MOST_CAPTURES}
+        before = captured(network)
+        step(network, inputs(root, 2 * len(slots)))
+        with torch.no_grad():
+            for _ in range(SETTLE):
+                network(inputs(root))
+        assert captured(network) >= before + 2 * len(slots)
+
+
+class TestAStepWithoutGraphs:
+    def test_between_two_with_graphs_does_not_end_them(self, form: Form, slots: list, root: torch.device) -> None:
+        def steps(network: Any, module: Any) -> Any:
+            found = [step(network, inputs(root)) for _ in range(WARM_UP)]
+            with torch.autograd.detect_anomaly():
+                found.append(step(network, inputs(root)))
+            found += losses(network, module)
+            hook = module.lin.register_forward_hook(lambda module, args, output: output * 2)
+            found += losses(network, module)
+            hook.remove()
+            return [*found, *losses(network, module)]
+
+        network = compare(form, slots, root, lambda: Head(lambda self, x: self.lin(x)), steps)
+        assert captured(network) >= (2 * STEPS - 2 * WARM_UP - 1) * len(slots)
+
+
+class TestParameters:
+    def test_that_change_before_the_backward_raise_as_they_do_without_graphs(
+        self, form: Form, slots: list, root: torch.device
+    ) -> None:
+        module = build(root)
+        network = form(module, slots[:1], graphs=True)
+        for _ in range(SETTLE):
+            step(network, inputs(root))
+        loss = network(inputs(root)).sum()
+        with torch.no_grad():
+            module.first.weight.mul_(2)
+            module.last.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_fully_shard_says_what_to_do_instead(form: Form, slots: list, root: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"fully_shard has no graphs.*take replicate\(model, graphs=True\)"):
+        fully_shard(build(root, Net), devices=slots, graphs=True)
