@@ -42,6 +42,13 @@ def test_whatever_else_it_installs_is_installed():
     assert wanted <= installed
 
 
+@pytest.mark.parametrize("script", ["run", "long", "free-threaded"])
+def test_the_tests_that_a_script_names_exist(script):
+    named = re.findall(r"(?<=[ =])tests/[\w/{},.]+", (ROOT / ".ci" / script).read_text())
+    shown = subprocess.run(["bash", "-c", f"echo {' '.join(named)}"], capture_output=True, text=True, check=True).stdout
+    assert [path for path in shown.split() if not (ROOT / path).exists()] == []
+
+
 INDEX_HOSTS = (
     r"pypi\.[a-z]|files\.pythonhosted|(deb|ftp|snapshot)\.debian|(archive|ports)\.ubuntu|security\.(debian|ubuntu)"
     r"|download\.pytorch|(repo|conda)\.anaconda"
