@@ -288,14 +288,14 @@ def test_values_are_ordered_by_the_current_stream():
 
 def failing_on_the_way(rank, devices):
     tensors = {str(i): torch.full((100,), float(rank)) for i in range(6)}
-    filled = start._fill
+    flatten = start.flatten
 
-    def fails(bucket, flat):
-        if bucket.entries[0].name == "3":
+    def fails(bucket, tensors):
+        if [*bucket.indices] == [3]:
             raise MemoryError("no room for 3")
-        filled(bucket, flat)
+        return flatten(bucket, tensors)
 
-    start._fill = fails
+    start.flatten = fails
     began = time.monotonic()
     words = said(send_values, all_machines(), tensors, 400)
     seconds = time.monotonic() - began
