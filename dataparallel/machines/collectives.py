@@ -27,9 +27,6 @@ from dataparallel.machines.health import SLICE, Check
 if TYPE_CHECKING:
     from dataparallel.machines.group import MachineGroup
 
-ALIGNED = 16
-"""Bytes. Tensors of several dtypes in one message begin at multiples of this, the largest size of an element."""
-
 
 @dataclass
 class Staged:

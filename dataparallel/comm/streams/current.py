@@ -59,7 +59,7 @@ purposes that wait for each other anyway:
 """
 
 _kept: dict[tuple[torch.device, int], torch.Stream] = {}
-_captors: list[torch.Stream] = []
+_for_captures: list[torch.Stream] = []
 _making = threading.Lock()
 
 _TORCH_HAS = 32
@@ -81,8 +81,8 @@ def kept_stream(device: torch.device, purpose: str, number: int = 0) -> torch.St
 
 
 def _another(device: torch.device) -> torch.Stream:
-    """A stream that is neither kept nor a captor's, if the device has so many."""
-    taken = [*_captors, *(stream for (where, _), stream in _kept.items() if where == device)]
+    """A stream that is neither kept nor for captures, if the device has so many."""
+    taken = [*_for_captures, *(stream for (where, _), stream in _kept.items() if where == device)]
     for _ in range(_TORCH_HAS):
         stream = torch.Stream(device)
         if stream not in taken:
@@ -90,23 +90,23 @@ def _another(device: torch.device) -> torch.Stream:
     return stream
 
 
-def new_captor(device: torch.device) -> torch.Stream | None:
-    """A stream to capture on, for the caller alone until `drop_captor`; ``None`` if the device has no further one.
+def new_capture_stream(device: torch.device) -> torch.Stream | None:
+    """A stream to capture on, for the caller alone until `drop_capture_stream`; ``None`` if the device has no more.
 
-    What a stream gets while it captures becomes a part of a graph. And torch frees the workspaces of a captor when a
-    graph dies that it has captured.
+    What a stream gets while it captures becomes a part of a graph. And torch frees the workspaces of a capture stream
+    when a graph dies that was captured on it.
     """
     with _making:
         stream = _another(device)
-        if stream in _captors or stream in _kept.values():
+        if stream in _for_captures or stream in _kept.values():
             return None
-        _captors.append(stream)
+        _for_captures.append(stream)
         return stream
 
 
-def drop_captor(stream: torch.Stream) -> None:
-    """Lets others have the stream."""
-    _captors.remove(stream)
+def drop_capture_stream(stream: torch.Stream) -> None:
+    """Lets others have the stream. It takes no lock, because a finalizer may call it at any time."""
+    _for_captures.remove(stream)
 
 
 def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.Stream]:

@@ -26,7 +26,7 @@ from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.replicas.graphs.captured import Captured, Pool
 from dataparallel.replicas.graphs.kinds import (
     CannotBeCaptured,
-    Contents,
+    ForwardReads,
     Structure,
     difference,
     host_generators,
@@ -48,7 +48,7 @@ MOST_STATES = 4
 """How many states of a replica have captures: settings, and what its forward reads besides arguments."""
 
 MOST_TRIES = 4
-"""A kind is not captured after so many captures that others have spoiled, or that were of no use soon afterwards."""
+"""How often a capture of one kind may fail, or soon have no use, before the kind runs as it is."""
 
 MOST_DRAWS = 8
 """A replica is not captured after so many calls in which the host has drawn random numbers.
@@ -60,7 +60,7 @@ MOST_NEW_KINDS = 8
 """After so many calls in a row with new kinds the log says what differs."""
 
 _MOST_KINDS = 1000
-"""Of so many kinds of calls it is known how often they came."""
+"""How many kinds of calls are counted. The one whose last call is longest ago is forgotten first."""
 
 
 def check_graphs(
@@ -201,7 +201,7 @@ class _GraphedCall:
     def __init__(self, module: nn.Module, captures: _Captures) -> None:
         self._module, self._captures = weakref.ref(module), captures
         self.compiled = compiled_call(module)
-        self.contents = Contents(module)
+        self.reads = ForwardReads(module)
         # Their lookups wait for parameters that are on their way. A graph looks nothing up.
         registries = enumerate(vars(child)["_parameters"] for child in module.modules())
         self.late = [late for late in registries if isinstance(late[1], ParameterRegistry)]
@@ -214,7 +214,7 @@ class _GraphedCall:
 
 
 @dataclass
-class _Kind:
+class _CallKind:
     """Calls of one kind.
 
     Attributes:
@@ -239,7 +239,7 @@ class _Captures:
     def __init__(self, device: torch.device, said: set[str]) -> None:
         self.replica = GraphedReplica(device)
         self._said = said
-        self._kinds: dict[Hashable, _Kind] = {}  # in the order of their last calls
+        self._kinds: dict[Hashable, _CallKind] = {}  # in the order of their last calls
         self._free: list[Pool] = []
         self._last: Sequence[Any] = ()
         self._new_kinds = 0
@@ -268,7 +268,7 @@ class _Captures:
         try:
             try:
                 arguments = Structure(Arguments((args, kwargs)), "arguments", self.replica.device)
-                state = (*made.contents.now(), *settings())
+                state = (*made.reads.now(), *settings())
                 kind = self._kind_of(state, (*state, *arguments.kinds()))
                 captured = self._captured(kind, module, arguments)
             except CannotBeCaptured as error:
@@ -283,7 +283,7 @@ class _Captures:
         finally:
             self._busy.release()
 
-    def _kind_of(self, state: Hashable, key: tuple[Any, ...]) -> _Kind:
+    def _kind_of(self, state: Hashable, key: tuple[Any, ...]) -> _CallKind:
         kind = self._kinds.pop(key, None)
         self._new_kinds = self._new_kinds + 1 if kind is None else 0
         if self._new_kinds == MOST_NEW_KINDS:
@@ -291,10 +291,10 @@ class _Captures:
         self._last = key
         while len(self._kinds) >= _MOST_KINDS:
             self._drop(self._kinds.pop(next(iter(self._kinds))))
-        found = self._kinds[key] = kind or _Kind(state)
+        found = self._kinds[key] = kind or _CallKind(state)
         return found
 
-    def _captured(self, kind: _Kind, module: nn.Module, arguments: Structure) -> Captured | None:
+    def _captured(self, kind: _CallKind, module: nn.Module, arguments: Structure) -> Captured | None:
         """The capture to launch, which is made if it is time; ``None`` if the call runs as it is."""
         if kind.captured is not None and not kind.captured.still_fits():
             self._use_failed(kind, kind.captured.launches < MOST_TRIES, "its parameters are elsewhere in each call")
@@ -318,13 +318,13 @@ class _Captures:
         compile_lock.run_inside(kind.captured.record_what_was_missed)
         return kind.captured
 
-    def _use_failed(self, kind: _Kind, counts: bool, reason: str) -> None:
+    def _use_failed(self, kind: _CallKind, counts: bool, reason: str) -> None:
         kind.tries += counts
         if kind.tries >= MOST_TRIES:
             kind.is_refused = True
             self.say(reason)
 
-    def _has_room(self, kind: _Kind) -> bool:
+    def _has_room(self, kind: _CallKind) -> bool:
         alive = [other for other in self._kinds.values() if other.captured is not None]
         if sum(other.state == kind.state for other in alive) >= MOST_CAPTURES:
             self.say(f"{MOST_CAPTURES} kinds of arguments are captured, and this is another one")
@@ -335,14 +335,14 @@ class _Captures:
                 self._drop(other)
         return True
 
-    def _drop(self, kind: _Kind) -> None:
+    def _drop(self, kind: _CallKind) -> None:
         self.replica.captures -= kind.captured is not None
         kind.captured = None
 
     def _warm_up(
-        self, made: _GraphedCall, kind: _Kind, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, made: _GraphedCall, kind: _CallKind, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        state, reached = TreeState([*module.modules()], _torch.REGISTRIES), made.contents.reached()
+        state, reached = TreeState([*module.modules()], _torch.REGISTRIES), made.reads.reached()
         generators = host_generators()
         before = Structure(Arguments((args, kwargs)), "arguments", self.replica.device)
         output = call_inside(module, *args, **kwargs)
@@ -352,7 +352,7 @@ class _Captures:
                 raise CannotBeCaptured("its forward writes into a dict or list among its arguments")
             if not state.is_unchanged():
                 raise CannotBeCaptured("its forward assigns to attributes")
-            if reached != made.contents.reached():
+            if reached != made.reads.reached():
                 raise CannotBeCaptured("its forward writes into a list or dict that is global or enclosed")
             found = Structure(output, "its output", self.replica.device)
             self._refuse_if_differentiated(kind, found.leaves)
@@ -365,7 +365,7 @@ class _Captures:
             self.say(str(error))
         return output
 
-    def _refuse_if_differentiated(self, kind: _Kind, outputs: Sequence[Any]) -> None:
+    def _refuse_if_differentiated(self, kind: _CallKind, outputs: Sequence[Any]) -> None:
         """Refuses a kind of calls if a backward is differentiated, which a captured one cannot be."""
 
         def look(grad: Tensor) -> None:

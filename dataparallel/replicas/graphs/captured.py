@@ -1,8 +1,8 @@
 """`Captured`: one capture of a replica's forward and of its backward, for arguments of one kind.
 
 A launch copies arguments into their places, and outputs and gradients out of theirs. Parameters are read where they
-are. The graph of autograd that was captured is kept. A backward whose incoming gradients are others than those for
-which it was captured runs by that graph as it is: what the forward has saved has the values of the last launch.
+are. The autograd graph of the capture is kept, and each launch of the forward writes the tensors that it has saved. So
+a backward runs through it, without a launch, where other gradients come in than those that it was captured for.
 
 The capture follows `torch.cuda.make_graphed_callables` in what it records; it warms up by calls that run as they are.
 """
@@ -24,7 +24,13 @@ from dataparallel import _torch
 from dataparallel.autograd.node import Node, saved_instead
 from dataparallel.batches.structures import Arguments
 from dataparallel.comm.buckets import flatten_into, plan_buckets, unflatten
-from dataparallel.comm.streams.current import Event, current_streams, drop_captor, new_captor, streams_set
+from dataparallel.comm.streams.current import (
+    Event,
+    current_streams,
+    drop_capture_stream,
+    new_capture_stream,
+    streams_set,
+)
 from dataparallel.replicas.build import ParameterRegistry, collector_paused
 from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.calls import call_inside
@@ -46,11 +52,11 @@ class Pool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        stream = new_captor(device)
+        stream = new_capture_stream(device)
         if stream is None:
             raise CannotBeCaptured(f"{device} has no stream left for another capture", is_final=False)
         self.stream = stream
-        weakref.finalize(self, drop_captor, stream)
+        weakref.finalize(self, drop_capture_stream, stream)
         self._handle, self._kept, self._used_on = torch.cuda.graph_pool_handle(), list[Any](), stream
 
     def order(self, stream: torch.Stream) -> None:
@@ -141,7 +147,7 @@ class _Stage:
 
 
 _MOST_PATTERNS = 4
-"""For so many patterns of incoming gradients a backward is captured."""
+"""How many patterns of incoming gradients a piece of the backward is captured for."""
 
 
 class _Waiting:

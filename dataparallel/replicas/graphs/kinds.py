@@ -40,14 +40,14 @@ class CannotBeCaptured(Exception):
         self.is_final = is_final
 
 
-class Same:
+class ByIdentity:
     """A value that equals itself alone, and stays as long as a key holds it."""
 
     def __init__(self, value: object) -> None:
         self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other._value is self._value
+        return isinstance(other, ByIdentity) and other._value is self._value
 
     def __hash__(self) -> int:
         return id(self._value)
@@ -137,7 +137,7 @@ def _rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
     return container.rebuild(like, [_rebuilt(each, leaves) for each in below])
 
 
-class Noted(tuple[Any, ...]):
+class HashedTuple(tuple[Any, ...]):
     """Pairs of a path and a value. They are many, and one object is asked for its hash at each call."""
 
     def __hash__(self) -> int:
@@ -147,7 +147,7 @@ class Noted(tuple[Any, ...]):
         return found
 
 
-class Contents:
+class ForwardReads:
     """What the forward of a replica may read of its modules besides tensors, and one level of what hangs on them.
 
     Raises:
@@ -160,17 +160,17 @@ class Contents:
         for name, module in root.named_modules():
             path = name or "the module"
             call = compiled_call(module)
-            fixed.append((path, (type(module), Same(None if call is None else call.functions))))
+            fixed.append((path, (type(module), ByIdentity(None if call is None else call.functions))))
             for key, value in vars(module).items():
                 if key not in _NOT_READ and not isinstance(value, CompiledCall):
                     fixed.append((f"{path}.{key}", _of_value(f"{path}.{key}", value)))
                     if not _is_plain(value) and not isinstance(value, _NOT_ENTERED) and _items_of(value) is not None:
                         looked_into.setdefault(id(value), (f"{path}.{key}", value))
-        self._fixed, self._looked_into = Noted(fixed), [*looked_into.values()]
-        self._seen: list[tuple[list[Any], Noted]] = [([("", None)], Noted()) for _ in self._looked_into]
+        self._fixed, self._looked_into = HashedTuple(fixed), [*looked_into.values()]
+        self._seen: list[tuple[list[Any], HashedTuple]] = [([("", None)], HashedTuple()) for _ in self._looked_into]
         self._reached = _reached_by(root)
 
-    def now(self) -> tuple[Noted, ...]:
+    def now(self) -> tuple[HashedTuple, ...]:
         """What a graph depends on. It is made anew for what can change in place.
 
         Raises:
@@ -182,12 +182,13 @@ class Contents:
             if len(items) != len(before) or not all(
                 a[0] == b[0] and a[1] is b[1] for a, b in zip(items, before, strict=True)
             ):
-                self._seen[number] = items, Noted((path + key, _of_value(path + key, each)) for key, each in items)
+                values = [(path + key, _of_value(path + key, each)) for key, each in items]
+                self._seen[number] = items, HashedTuple(values)
         return (self._fixed, *(noted for _, noted in self._seen))
 
-    def reached(self) -> list[list[Same]]:
+    def reached(self) -> list[list[ByIdentity]]:
         """What is in global lists, dicts and sets, and in enclosed ones, for a comparison."""
-        return [[Same(each) for each in ([*x, *x.values()] if isinstance(x, dict) else x)] for x in self._reached]
+        return [[ByIdentity(each) for each in ([*x, *x.values()] if isinstance(x, dict) else x)] for x in self._reached]
 
 
 def _items_of(value: Any) -> list[tuple[str, Any]] | None:
@@ -206,7 +207,7 @@ def _of_value(path: str, value: Any) -> Hashable:
     is_numpy = kind.__module__.partition(".")[0] == "numpy" and not isinstance(value, _NOT_ENTERED)
     if is_numpy or isinstance(value, (Tensor, random.Random, torch.Generator)):
         raise CannotBeCaptured(f"{path} is a {kind.__name__}, which is no buffer")
-    return Same(value)
+    return ByIdentity(value)
 
 
 def _reached_by(root: nn.Module) -> list[Any]:
@@ -269,6 +270,6 @@ def difference(old: Sequence[Any], new: Sequence[Any]) -> str:
     """Names what differs between two keys."""
     for before, after in zip(old, new, strict=False):
         if before != after:
-            is_noted = isinstance(before, Noted) and isinstance(after, Noted)
-            return difference(before, after) if is_noted else f"{after[0]} is another one in each call"
+            are_hashed = isinstance(before, HashedTuple) and isinstance(after, HashedTuple)
+            return difference(before, after) if are_hashed else f"{after[0]} is another one in each call"
     return "its arguments are others in each call"

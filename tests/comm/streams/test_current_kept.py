@@ -31,16 +31,16 @@ class TestOnADevice:
 
     def test_a_captor_is_for_its_holder_alone(self, root: torch.device) -> None:
         """While it captures, whatever it is given becomes a part of a graph."""
-        others, captors = kept_streams(root), []
-        while (stream := current.new_captor(root)) is not None:
-            captors.append(stream)
+        others, for_captures = kept_streams(root), []
+        while (stream := current.new_capture_stream(root)) is not None:
+            for_captures.append(stream)
         try:
-            assert len(captors) > 10
-            assert len({*captors}) == len(captors)
-            assert not {*captors} & {*others}
+            assert len(for_captures) > 10
+            assert len({*for_captures}) == len(for_captures)
+            assert not {*for_captures} & {*others}
         finally:
-            for stream in captors:
-                current.drop_captor(stream)
+            for stream in for_captures:
+                current.drop_capture_stream(stream)
 
     def test_they_are_distinct_though_others_take_streams(self, root: torch.device) -> None:
         """torch has 32 streams for a device, and hands them out in turn."""

@@ -94,7 +94,6 @@ def test_trains_as_on_one_device(way: Way, form: Form, slots: list, root: torch.
 
 @with_graphs
 @pytest.mark.long
-@pytest.mark.usefixtures("one_intra_op_thread")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("model", MODELS)
 def test_models_of_all_kinds(model: str, form: str, slots: list) -> None:

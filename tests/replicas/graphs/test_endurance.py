@@ -20,7 +20,7 @@ from graphed_models import FORMS, Row, SmoothLayer, made
 from graphed_nets import captured, graphed, reasons
 from sharded_steps import Model, moved
 
-pytestmark = [pytest.mark.devices("cuda"), pytest.mark.usefixtures("one_intra_op_thread")]
+pytestmark = pytest.mark.devices("cuda")
 
 MODEL = Model(seeded(lambda: Row(SmoothLayer)), numbers(4))
 

@@ -19,7 +19,6 @@ from sharded_steps import Model, moved, whole
 
 pytestmark = [
     pytest.mark.devices("cuda"),
-    pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.parametrize("form", FORMS),
 ]
 

@@ -15,7 +15,7 @@ from graphed_models import FORMS, MODELS, made, values
 from graphed_nets import captured, reasons
 from sharded_steps import Model, moved, whole
 
-pytestmark = [pytest.mark.devices("cuda"), pytest.mark.usefixtures("one_intra_op_thread")]
+pytestmark = pytest.mark.devices("cuda")
 
 STEPS, OVERFLOW = 10, 6
 

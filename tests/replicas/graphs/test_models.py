@@ -15,7 +15,7 @@ from graphed_nets import captured, reasons
 from sharded_models import GPT
 from sharded_steps import Model
 
-pytestmark = [pytest.mark.devices("cuda"), pytest.mark.usefixtures("one_intra_op_thread")]
+pytestmark = pytest.mark.devices("cuda")
 
 STEPS = 20
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from each_form import Form, replicating_forms
 
-pytestmark = [pytest.mark.devices("cuda"), replicating_forms, pytest.mark.usefixtures("one_intra_op_thread")]
+pytestmark = [pytest.mark.devices("cuda"), replicating_forms]
 
 LAYERS = ("linear", "norm", "dropout", "checkpoint", "drawing checkpoint", "buffer", "view", "scale", "list", "flag")
 OUTPUTS = ("tensor", "heads", "dict", "dataclass", "object", "twice", "input", "parameter")

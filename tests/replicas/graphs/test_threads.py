@@ -23,7 +23,6 @@ from spare_streams import spare_stream
 
 pytestmark = [
     pytest.mark.devices("cuda"),
-    pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.parametrize("form", FORMS),
 ]
 
