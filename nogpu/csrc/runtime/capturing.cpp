@@ -94,24 +94,29 @@ bool is_joined(const Capture& capture) {
   return true;
 }
 
-// Refuses what would meet a stream of the device that captures, and makes its capture invalid.
+// Refuses a call that meets captures, and makes these invalid.
 template <typename Met>
-void refuse_beside(int device, cudaError_t error, const Met& is_met) {
+void refuse_if_it_meets(cudaError_t error, const Met& is_met) {
   if (count.load(std::memory_order_relaxed) == 0) {
     return;
   }
   const std::lock_guard<std::mutex> guard(lock);
   bool is_forbidden = false;
   for (auto* capture : ongoing) {
-    for (const auto* stream : capture->streams) {
-      if (stream->name.device == device && is_met(*stream)) {
-        capture->is_invalid = is_forbidden = true;
-      }
+    if (is_met(*capture)) {
+      capture->is_invalid = is_forbidden = true;
     }
   }
   if (is_forbidden) {
     throw Refused{error};
   }
+}
+
+template <typename Met>
+bool any_stream(const Capture& capture, int device, const Met& is_met) {
+  return std::any_of(capture.streams.begin(), capture.streams.end(), [&](const Stream* stream) {
+    return stream->name.device == device && is_met(*stream);
+  });
 }
 
 } // namespace
@@ -284,33 +289,31 @@ void refuse_if_captured(Stream& stream) {
 }
 
 void refuse_while_capturing() {
-  if (count.load(std::memory_order_relaxed) == 0 || own_mode == cudaStreamCaptureModeRelaxed) {
+  if (own_mode == cudaStreamCaptureModeRelaxed) {
     return;
   }
-  const std::lock_guard<std::mutex> guard(lock);
-  bool is_forbidden = false;
-  for (auto* capture : ongoing) {
-    const bool is_own = capture->thread == std::this_thread::get_id();
-    const bool is_met = is_own ? capture->mode != cudaStreamCaptureModeRelaxed
-                               : capture->mode == cudaStreamCaptureModeGlobal && own_mode == cudaStreamCaptureModeGlobal;
-    capture->is_invalid = capture->is_invalid || is_met;
-    is_forbidden = is_forbidden || is_met;
-  }
-  if (is_forbidden) {
-    throw Refused{cudaErrorStreamCaptureUnsupported};
-  }
+  refuse_if_it_meets(cudaErrorStreamCaptureUnsupported, [](const Capture& capture) {
+    const bool is_own = capture.thread == std::this_thread::get_id();
+    return is_own ? capture.mode != cudaStreamCaptureModeRelaxed
+                  : capture.mode == cudaStreamCaptureModeGlobal && own_mode == cudaStreamCaptureModeGlobal;
+  });
 }
 
 void refuse_while_capturing(int device) {
   refuse_while_capturing();
-  refuse_beside(device, cudaErrorStreamCaptureUnsupported, [](const Stream&) { return true; });
+  refuse_if_it_meets(cudaErrorStreamCaptureUnsupported, [&](const Capture& capture) {
+    return any_stream(capture, device, [](const Stream&) { return true; });
+  });
 }
 
 void refuse_legacy_work(const Stream& stream) {
-  if (stream.name.number == 0) {
-    refuse_beside(stream.name.device, cudaErrorStreamCaptureImplicit,
-                  [](const Stream& other) { return (other.flags & cudaStreamNonBlocking) == 0; });
+  if (stream.name.number != 0) {
+    return;
   }
+  refuse_if_it_meets(cudaErrorStreamCaptureImplicit, [&](const Capture& capture) {
+    return any_stream(capture, stream.name.device,
+                      [](const Stream& other) { return (other.flags & cudaStreamNonBlocking) == 0; });
+  });
 }
 
 void exchange_mode(cudaStreamCaptureMode& mode) {

@@ -96,13 +96,28 @@ bool waits_for_values(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::dynamic_output_shape) && op.operator_name().name != "aten::index";
 }
 
-// As the sources of torch have it: linear algebra looks for errors; the others look at values in some calls, see `waits`.
-bool waits_on_gpu(const std::string& op) {
-  static const std::unordered_set<std::string> names = {
-      "aten::_linalg_svd",     "aten::_linalg_eigh",   "aten::linalg_eig",   "aten::_linalg_eigvals",
-      "aten::linalg_lstsq",    "aten::histc",          "aten::multinomial",
+using Waits = bool (*)(const c10::IValue* arguments);
+
+// As the sources of torch have it.
+Waits waits_on_gpu(const std::string& op) {
+  const Waits to_see_errors = [](const c10::IValue*) { return true; };
+  static const std::unordered_map<std::string, Waits> rules = {
+      {"aten::_linalg_svd", to_see_errors},
+      {"aten::_linalg_eigh", to_see_errors},
+      {"aten::linalg_eig", to_see_errors},
+      {"aten::_linalg_eigvals", to_see_errors},
+      {"aten::linalg_lstsq", to_see_errors},
+      // (input, bins, min, max): without limits they are those of the values.
+      {"aten::histc",
+       [](const c10::IValue* arguments) {
+         return arguments[2].toScalar().toDouble() == arguments[3].toScalar().toDouble();
+       }},
+      // (input, samples, with_replacement): it looks for weights that are none.
+      {"aten::multinomial",
+       [](const c10::IValue* arguments) { return arguments[1].toInt() == 1 || !arguments[2].toBool(); }},
   };
-  return kDevice == c10::kCUDA && names.count(op) > 0;
+  const auto found = rules.find(op);
+  return kDevice == c10::kCUDA && found != rules.end() ? found->second : nullptr;
 }
 
 bool leaves_elements_alone(const c10::OperatorHandle& op) {
@@ -156,20 +171,6 @@ OperatorPlan::OperatorPlan(c10::OperatorHandle handle)
                       simulated::may_be_on_the_cpu(name, argument.name()), is_optional_generator(*argument.type()),
                       name == "aten::index" && argument.name() == "indices", is_overwritten(op, argument)});
   }
-}
-
-bool OperatorPlan::waits(const c10::IValue* arguments) const {
-  if (!waits_on_gpu) {
-    return waits_for_values;
-  }
-  const auto& name = op.operator_name().name;
-  if (name == "aten::histc") { // (input, bins, min, max): without limits they are those of the values
-    return arguments[2].toScalar().toDouble() == arguments[3].toScalar().toDouble();
-  }
-  if (name == "aten::multinomial") { // (input, samples, with_replacement): it looks for weights that are none
-    return arguments[1].toInt() == 1 || !arguments[2].toBool();
-  }
-  return true;
 }
 
 OperatorPlan::OperatorPlan(c10::OperatorHandle handle, c10::KernelFunction function) : OperatorPlan(std::move(handle)) {

@@ -35,7 +35,9 @@ struct OperatorPlan {
   }
 
   // True if the host waits for values of the device in a call with these arguments.
-  bool waits(const c10::IValue* arguments) const;
+  bool waits(const c10::IValue* arguments) const {
+    return waits_for_values || (waits_on_gpu != nullptr && waits_on_gpu(arguments));
+  }
 
   // The argument `training` of a normalisation: (input, weight, bias, mean, variance, training, ...).
   static constexpr size_t kTraining = 5;
@@ -50,8 +52,8 @@ struct OperatorPlan {
   // libraries, whose kernels may be Python.
   bool can_wait;
   bool waits_for_values; // the size of the result depends on values, so the host waits for them
-  // The kernel of CUDA waits, although the shapes are known: for an error, or to choose what to compute.
-  bool waits_on_gpu;
+  // Whether CUDA's kernel waits in a call with these arguments, although the shapes are known. Null if it never does.
+  bool (*waits_on_gpu)(const c10::IValue* arguments);
   // The operator reads and writes no elements. It allocates memory, makes views, or reads or changes a shape.
   bool leaves_elements_alone;
   // The operator answers from shapes and settings alone, and the answer is that of the CPU's kernel.
