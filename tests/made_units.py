@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from dataparallel.sharded import Shard, distribute_tensor
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units import joint_gathers
 from dataparallel.sharded.units.shards import PullSource
 from dataparallel.sharded.units.unit import Precision, Unit
 
@@ -72,18 +71,8 @@ class Registry:
         self.registered = [*parameters]
 
 
-def without_joint_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each slot of units that are made from now on pulls from the owners."""
-    monkeypatch.setattr(joint_gathers.comm, "are_apart", lambda slots: False)
-
-
-def recorded_gathers(monkeypatch: pytest.MonkeyPatch, jointly: bool = False) -> list[PullSource]:
-    """A list that gets the sources which slots ask for the owners' shards, one for each gather of a slot.
-
-    With ``jointly`` units are gathered for all slots at once, as they are outside of tests.
-    """
-    if not jointly:
-        without_joint_gathers(monkeypatch)
+def recorded_gathers(monkeypatch: pytest.MonkeyPatch) -> list[PullSource]:
+    """A list that gets the sources which slots ask for the owners' shards, one for each gather of a slot."""
     asked: list[PullSource] = []
     of_source = PullSource.pieces
 

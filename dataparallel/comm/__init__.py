@@ -22,17 +22,14 @@ from dataparallel.comm.checks import (
     near_equal_sizes,
     why_not_gatherable,
 )
-from dataparallel.comm.matrices import Allocate, allocate, are_apart
 from dataparallel.comm.settings import using
-from dataparallel.comm.transport import FlatBroadcast, Later, Transport, Travelling
+from dataparallel.comm.transport import Allocate, FlatBroadcast, Later, Transport, Travelling
 from dataparallel.comm.transport_choice import Choice, choose_transport, transport_for
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
 __all__ = [
     "Choice",
     "add_flat",
-    "all_gather",
-    "are_apart",
     "broadcast",
     "broadcast_coalesced",
     "broadcast_into",
@@ -138,28 +135,16 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def all_gather(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-    """Copies all ``rows`` into each of ``matrices``, in their order. Copies run on the current streams.
-
-    Rows are one-dimensional, of one size and dtype, on distinct accelerators. Matrices are contiguous, one on each.
-    """
-    transport_for("all_gather", [row.device for row in rows], matrices[:1]).all_gather(matrices, rows)
-
-
-@torch.no_grad()
-def reduce_scatter(
-    matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate = allocate, overwrite: bool = False
-) -> None:
+def reduce_scatter(matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate = torch.empty_like) -> None:
     """Copies row j of the sum of ``matrices``, added in the order given, into ``out[j]``, on the current streams.
 
     Args:
         matrices: contiguous, of one shape and dtype.
         out: one-dimensional, one for each row. The dtype of ``out``, in which terms are added, may be wider.
-        empty: allocates the buffers that receive rows.
-        overwrite: partial sums may overwrite the matrices, so that fewer buffers are needed.
+        empty: allocates a buffer that receives a row, like the row and on a device.
     """
     places = _places([target.device for target in out], [matrix.device for matrix in matrices])
-    transport_for("reduce_scatter", places, matrices[:1]).reduce_scatter(matrices, out, empty, overwrite)
+    transport_for("reduce_scatter", places, matrices[:1]).reduce_scatter(matrices, out, empty)
 
 
 @torch.no_grad()

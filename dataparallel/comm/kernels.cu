@@ -2,7 +2,7 @@
 //
 // This is plain CUDA C++ without headers, so that NVRTC compiles it as it is, and without shared memory or barriers, so
 // that a C++ compiler can build it for the CPU. There it runs thread by thread: in tests and on the stand-in for CUDA.
-// The kernels see dense memory only: pointers and counts, in one table that tables.py packs. They check nothing. They
+// The kernels see dense memory only: pointers and counts, in one table that kernels.py packs. They check nothing. They
 // keep subnormals even if a compiler is told to flush them.
 //
 // The table has `rows` rows of pointers, with one pointer for each of the `tensors`. Row 0 has the sources or the
@@ -10,22 +10,39 @@
 // its count (bytes for copies, elements for sums), then for each tensor the number of its first chunk, then the number of
 // all chunks. A chunk is `chunk` bytes or elements of one tensor, a multiple of 16 bytes. A tensor's last chunk may be
 // shorter.
+//
+// The upper 16 bits of a pointer are the number of an address, to which the lower 48 bits are added. The addresses travel
+// with the launch, so a table that stays on the device serves any memory. Address 0 is 0: with it, the lower bits are the
+// pointer itself. Any other address that is 0 stands for memory that does not exist: a sum leaves this term out.
 
 namespace {
 
 typedef long long Int64;
 static_assert(sizeof(Int64) == 8 && sizeof(char*) == 8, "pointers travel as 64-bit integers");
 
-constexpr int kMaxThreads = 256;  // THREADS in tables.py
+constexpr int kMaxThreads = 256;  // THREADS in kernels.py
 constexpr int kVectorBytes = 16;
+constexpr int kAddresses = 480;  // ADDRESSES in kernels.py: with the other parameters below 4096 bytes
+
+}  // namespace
+
+struct Addresses {
+  long long at[kAddresses];
+};
+
+namespace {
 
 struct Table {
   const Int64* entries;
   Int64 tensors, rows, chunk;
+  const Addresses& addresses;
 
-  __device__ char* pointer(Int64 row, Int64 tensor) const {
-    return reinterpret_cast<char*>(entries[row * tensors + tensor]);
+  __device__ Int64 address(Int64 row, Int64 tensor) const {
+    const unsigned long long entry = entries[row * tensors + tensor];
+    const Int64 number = Int64(entry >> 48), base = addresses.at[number];
+    return number && !base ? 0 : base + Int64(entry & 0xffffffffffffull);
   }
+  __device__ char* pointer(Int64 row, Int64 tensor) const { return reinterpret_cast<char*>(address(row, tensor)); }
   __device__ Int64 count(Int64 tensor) const { return entries[rows * tensors + tensor]; }
   __device__ Int64 first_chunk(Int64 tensor) const { return entries[(rows + 1) * tensors + tensor]; }
 
@@ -43,7 +60,7 @@ struct Table {
   // bytes, vectors may be used: chunks start at multiples of 16 bytes from the first element.
   __device__ Int64 address_bits(Int64 tensor) const {
     Int64 bits = 0;
-    for (Int64 row = 0; row < rows; ++row) bits |= entries[row * tensors + tensor];
+    for (Int64 row = 0; row < rows; ++row) bits |= address(row, tensor);
     return bits;
   }
 };
@@ -183,13 +200,15 @@ __device__ unsigned short half_of_float(float sum) {
 template <typename StoredType, typename SumType>
 struct Plain {
   typedef StoredType Stored;
+  typedef StoredType Result;
   typedef SumType Sum;
   static __device__ Sum widen(Stored value) { return Sum(value); }
-  static __device__ Stored narrow(Sum value) { return Stored(value); }
+  static __device__ Result narrow(Sum value) { return Result(value); }
 };
 
 struct Float16 {
   typedef unsigned short Stored;
+  typedef unsigned short Result;
   typedef float Sum;
 
   static __device__ Sum widen(Stored stored) { return float_of_half(stored); }
@@ -199,6 +218,7 @@ struct Float16 {
 
 struct BFloat16 {
   typedef unsigned short Stored;
+  typedef unsigned short Result;
   typedef float Sum;
 
   static __device__ Sum widen(Stored stored) { return float_of((unsigned int)stored << 16); }
@@ -210,48 +230,64 @@ struct BFloat16 {
   }
 };
 
+// The sum of 16-bit numbers as it is, in 32 bits.
+template <typename Kind>
+struct NotRounded {
+  typedef typename Kind::Stored Stored;
+  typedef float Result;
+  typedef float Sum;
+  static __device__ Sum widen(Stored stored) { return Kind::widen(stored); }
+  static __device__ Result narrow(Sum sum) { return sum; }
+};
+
 // ---- sums ------------------------------------------------------------------------------------------------------------
 
 // Sums the elements from begin to end, a whole number of vectors: row 0 becomes ((row 1 + row 2) + row 3) + ..., rounded
-// once. Row 0 may be the memory of another row: a thread reads an element of every row before it writes the result.
+// once. Row 0 may be the memory of another row: a thread reads an element of every row before it writes the result. The
+// terms of up to kAtOnce rows, most often all, are loaded before the first is added: peers answer at the same time.
 template <typename Kind, int size>
 __device__ void sum_vectors(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
   typedef Vector<typename Kind::Stored, size> Word;
-  typedef typename BitsOf<sizeof(Word)>::Type Bits;
-  constexpr int kAtOnce = 2;
+  typedef typename BitsOf<sizeof(typename Kind::Result) * size < kVectorBytes ? sizeof(typename Kind::Result) * size
+                                                                               : kVectorBytes>::Type Bits;
+  constexpr int kAtOnce = 8;
+  constexpr int kStores = int(sizeof(typename Kind::Result)) * size / int(sizeof(Bits));
   const Int64 words = (end - begin) / size;
   const Int64 offset = begin * Int64(sizeof(typename Kind::Stored));
-  const Int64 step = blockDim.x;
-  for (Int64 first = threadIdx.x; first < words; first += kAtOnce * step) {
-    typename Kind::Sum sums[kAtOnce][size] = {};
-    for (Int64 row = 1; row < table.rows; ++row) {
-      const Word* terms = reinterpret_cast<const Word*>(table.pointer(row, tensor) + offset);
+  Bits* results = reinterpret_cast<Bits*>(table.pointer(0, tensor) + begin * Int64(sizeof(typename Kind::Result)));
+  for (Int64 word = threadIdx.x; word < words; word += blockDim.x) {
+    typename Kind::Sum sums[size] = {};
+    bool has_term = false;
+    for (Int64 row = 1; row < table.rows; row += kAtOnce) {
       Word held[kAtOnce] = {};
+      bool is_there[kAtOnce] = {};
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        if (first + k * step < words) held[k] = terms[first + k * step];
+        const char* terms = row + k < table.rows ? table.pointer(row + k, tensor) : nullptr;
+        is_there[k] = terms != nullptr;
+        if (terms) held[k] = reinterpret_cast<const Word*>(terms + offset)[word];
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
+        if (!is_there[k]) continue;
 #pragma unroll
         for (int i = 0; i < size; ++i) {
           const typename Kind::Sum term = Kind::widen(held[k].values[i]);
-          sums[k][i] = row == 1 ? term : add(sums[k][i], term);  // 0 + -0 would lose the sign
+          sums[i] = has_term ? add(sums[i], term) : term;  // 0 + -0 would lose the sign
         }
+        has_term = true;
       }
     }
-    Bits* result = reinterpret_cast<Bits*>(table.pointer(0, tensor) + offset);
+    if (!has_term) continue;
+    // The union makes the vector one store, or two. Otherwise elements below 32 bits would be stored one by one.
+    union {
+      typename Kind::Result values[size];
+      Bits bits[kStores];
+    } rounded;
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      // The union makes the vector one store. Otherwise elements below 32 bits would be stored one by one.
-      union {
-        typename Kind::Stored values[size];
-        Bits bits;
-      } rounded;
+    for (int i = 0; i < size; ++i) rounded.values[i] = Kind::narrow(sums[i]);
 #pragma unroll
-      for (int i = 0; i < size; ++i) rounded.values[i] = Kind::narrow(sums[k][i]);
-      if (first + k * step < words) result[first + k * step] = rounded.bits;
-    }
+    for (int k = 0; k < kStores; ++k) results[word * kStores + k] = rounded.bits[k];
   }
 }
 
@@ -270,10 +306,18 @@ __device__ void sum_chunk(const Table& table, Int64 tensor, Int64 begin, Int64 e
 
 // ---- the kernels: any number of blocks, at most kMaxThreads threads in each ------------------------------------------
 
-#define KERNEL(name, work)                                                                            \
-  extern "C" __global__ void __launch_bounds__(kMaxThreads)                                           \
-      name(const long long* entries, long long tensors, long long rows, long long chunk) {            \
-    const Table table = {entries, tensors, rows, chunk};                                              \
+// The addresses are read where the launch put them. Without `__grid_constant__` each thread would copy them.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
+#define IN_PLACE __grid_constant__
+#else
+#define IN_PLACE
+#endif
+
+#define KERNEL(name, work)                                                                                 \
+  extern "C" __global__ void __launch_bounds__(kMaxThreads)                                                \
+      name(const long long* entries, long long tensors, long long rows, long long chunk,                   \
+           const IN_PLACE Addresses addresses) {                                                           \
+    const Table table = {entries, tensors, rows, chunk, addresses};                                        \
     for_each_chunk(table, [&](Int64 tensor, Int64 begin, Int64 end) { work(table, tensor, begin, end); }); \
   }
 
@@ -285,6 +329,8 @@ SUM_KERNEL(sum_float64, Plain<double, double>)
 SUM_KERNEL(sum_float32, Plain<float, float>)
 SUM_KERNEL(sum_float16, Float16)
 SUM_KERNEL(sum_bfloat16, BFloat16)
+SUM_KERNEL(sum_float16_to_float32, NotRounded<Float16>)
+SUM_KERNEL(sum_bfloat16_to_float32, NotRounded<BFloat16>)
 SUM_KERNEL(sum_int64, Plain<unsigned long long, unsigned long long>)
 SUM_KERNEL(sum_int32, Plain<unsigned int, unsigned int>)
 SUM_KERNEL(sum_int16, Plain<unsigned short, unsigned int>)

@@ -1,8 +1,9 @@
-"""`Cupy`: a transport whose kernels copy many tensors in one launch, or sum them over the slots, without flattening.
+"""Kernels that copy many tensors in one launch, or sum them over the slots: `DeviceTable`, and the transport `Cupy`.
 
-It is used only if a user asks for it (``transport="cupy"``). A kernel runs on one device and reads and writes the
-memory of its peers. It needs only the address of a tensor that is dense in memory, as in a flat buffer; plain copies
-carry all others. This code has not run on a GPU: tests check the kernels and their tables on the CPU, not the launches.
+A kernel runs on one device and reads and writes the memory of its peers. It needs only the address of a tensor that is
+dense in memory. `DeviceTable` executes a table of ``comm.tables``, for ``fully_shard``. The transport carries whole
+models if a user asks for it (``transport="cupy"``); plain copies carry tensors that are not dense. No GPU has run this
+code: the kernels run on the CPU, compiled for it, and by the stand-in for CUDA.
 """
 
 from __future__ import annotations
@@ -25,11 +26,28 @@ from torch.autograd.graph import increment_version
 
 from dataparallel.comm.buckets import Bucket, FlatLayout, Planned, is_dense, plan_buckets, travels_flat, unflatten
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.transport import FlatBroadcast, Later, Transport, Travelling, travel_flat_on_every_slot
+from dataparallel.comm.tables import Table
+from dataparallel.comm.transport import (
+    FlatBroadcast,
+    Later,
+    Transport,
+    Travelling,
+    summed_in,
+    travel_flat_on_every_slot,
+)
 from dataparallel.forks import in_forked_child
 
 THREADS = 256
 """Threads per block. The kernels are compiled for at most this number."""
+
+BLOCKS = 32
+"""Blocks of a launch. Copies of 32 blocks have half a megabyte in flight, and leave most of a GPU to computation."""
+
+ADDRESSES = 480
+"""Addresses that travel with a launch: with the other parameters below 4096 bytes, which every GPU takes."""
+
+_LOWER_BITS = 48
+"""A pointer in a table: the number of an address above these bits, and below them the bytes from there."""
 
 
 class Kernel(NamedTuple):
@@ -64,6 +82,12 @@ A complex number is two elements. Integers wrap around, so signed and unsigned o
 ``bfloat16`` are summed in ``float32`` and rounded once.
 """
 
+WIDE_SUM_KERNELS: dict[torch.dtype, Kernel] = {
+    torch.float16: Kernel("sum_float16_to_float32", 2),
+    torch.bfloat16: Kernel("sum_bfloat16_to_float32", 2),
+}
+"""The kernel that sums each 16-bit dtype into ``float32``, without rounding."""
+
 _VECTOR_BYTES = 16
 _SMALLEST_CHUNK = THREADS * _VECTOR_BYTES  # one vector for each thread
 _LARGEST_CHUNK = 16 * _SMALLEST_CHUNK
@@ -80,7 +104,9 @@ class KernelLaunch(NamedTuple):
     blocks: int
 
 
-def pack(kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int], *, max_blocks: int) -> KernelLaunch:
+def pack(
+    kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int], *, max_blocks: int = BLOCKS
+) -> KernelLaunch:
     """Prepares the launch of a kernel on dense memory. The launch has 0 blocks if all tensors are empty.
 
     Args:
@@ -89,7 +115,7 @@ def pack(kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int
             no destination overlaps a source. For sums: the results, then each slot in turn; a result overlaps nothing,
             or is one slot's tensor at the same position. A sum's pointers are multiples of the kernel's ``itemsize``.
         counts: the number of elements of every tensor. Kernels do not read the pointer of an empty tensor.
-        max_blocks: above 0; best the number of blocks that the device runs at once.
+        max_blocks: above 0.
     """
     lengths = [len(row) for row in pointers]
     if {*lengths} != {len(counts)}:
@@ -107,8 +133,6 @@ def pack(kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int
 _SOURCE = Path(__file__).with_name("kernels.cu")
 OPTIONS = ("--std=c++17",)
 """The compiler's options. CuPy adds ``-ftz=true``; see ``kernels.cu`` for how the kernels avoid its effect."""
-
-_BLOCKS_PER_MULTIPROCESSOR = 8
 
 
 class _LaunchStream(NamedTuple):
@@ -177,36 +201,119 @@ def launch(
         if place.type != "cuda":
             # A kernel that follows a pointer to other memory breaks CUDA for the whole process.
             raise ValueError(f"the kernels read and write memory of CUDA devices; got {place}")
-    _launch(pack(kernel, pointers, counts, max_blocks=_max_blocks(device)), device, others)
+    _launch(pack(kernel, pointers, counts), device, others)
 
 
 def _launch(packed: KernelLaunch, device: torch.device, others: Iterable[torch.device]) -> None:
     if packed.blocks == 0:
         return
-    import cupy
-
     others = [other for other in dict.fromkeys(others) if other != device]
-    _make_reachable(device, others)
+    make_reachable(device, others)
     peers = [torch.cuda.current_stream(other) for other in others]
     stream = torch.cuda.current_stream(device)
     for peer in peers:
         # Earlier work must have written the memory that the kernel reads, and must have read what the kernel writes.
         stream.wait_stream(peer)
-    kernel, entries, *arguments, blocks = packed
-    with torch.cuda.device(device), cupy.cuda.Device(device.index):
-        pinned = entries.pin_memory()
+    with torch.cuda.device(device):
+        pinned = packed.table.pin_memory()
         table = pinned.to(device, non_blocking=True)
-        # CuPy passes integers, and so the pointer, as 64 bits.
-        _function(kernel, device.index)(
-            (blocks,), (THREADS,), (table.data_ptr(), *arguments), stream=_LaunchStream(stream.cuda_stream)
-        )
+        _call(packed._replace(table=table), (), device)
         done = stream.record_event()
     for peer in peers:
         done.wait(peer)
     _hold_until(done, [pinned, table])
 
 
-def _make_reachable(device: torch.device, others: Sequence[torch.device]) -> None:
+def _call(packed: KernelLaunch, addresses: Sequence[int], device: torch.device) -> None:
+    """Calls the kernel on the current stream of ``device``, on which the table lies."""
+    import cupy
+    import numpy
+
+    kernel, table, *numbers, blocks = packed
+    stream = torch.cuda.current_stream(device)
+    # A structured scalar is passed by value. Address 0 is 0.
+    by_value = numpy.zeros(1, dtype=[("at", numpy.int64, ADDRESSES)])
+    by_value["at"][0, 1 : 1 + len(addresses)] = addresses
+    with cupy.cuda.Device(device.index):
+        # CuPy passes integers, and so the pointer, as 64 bits.
+        _function(kernel, device.index)(
+            (blocks,),
+            (THREADS,),
+            (table.data_ptr(), *numbers, by_value[0]),
+            stream=_LaunchStream(stream.cuda_stream),
+        )
+
+
+class DeviceTable:
+    """A table of ``comm.tables`` on a device, whose kernels read peers. It serves any memory of the same sizes.
+
+    The constructor copies the table to the device, on its current stream.
+
+    Args:
+        table: its tensors are at most ``ADDRESSES - 1``.
+        device: where the kernel runs.
+        dtype: of all terms.
+        target_dtype: of the targets: the same, or ``float32`` for sums of 16-bit floats.
+    """
+
+    def __init__(
+        self, table: Table, device: torch.device, dtype: torch.dtype, target_dtype: torch.dtype | None = None
+    ) -> None:
+        self.device, self._dtype, self._target_dtype = device, dtype, target_dtype or dtype
+        kernel = kernel_for(table, dtype, target_dtype or dtype)
+        assert kernel is not None
+        columns = [[row.target, *row.terms] for row in table]
+        sizes = [self._target_dtype.itemsize, *[dtype.itemsize] * (len(columns[0]) - 1)] if columns else []
+        rows = [
+            [(place.tensor + 1 << _LOWER_BITS) + place.first * size for place in places]
+            for places, size in zip(zip(*columns, strict=True), sizes, strict=True)
+        ]
+        if kernel is COPY_KERNEL:
+            rows = rows[::-1]  # the source comes first
+        self._packed = pack(kernel, rows, [row.numel * (dtype.itemsize // kernel.itemsize) for row in table])
+        if device.type == "cuda":
+            self._packed = self._packed._replace(table=self._packed.table.to(device))
+        else:
+            flat = [(*row.target, row.numel, *chain(*row.terms)) for row in table]
+            self._packed = self._packed._replace(table=torch.tensor(flat, dtype=torch.int64))
+
+    def launch(self, tensors: Sequence[Tensor | None], shifts: Sequence[int] | None = None) -> None:
+        """Executes the table on the current stream of its device, by one launch. See `tables.by_torch`.
+
+        The caller orders the stream after the writes of terms and before further uses of the targets, and holds all
+        memory until then.
+        """
+        if self._packed.blocks == 0:
+            return
+        if self.device.type != "cuda":
+            rows = self._packed.table
+            torch.get_device_module(self.device.type).launch_rows(self._packed.kernel, rows, tensors, shifts)
+            return
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if shifts is not None:
+            addresses = [
+                address and address + shift * tensor.itemsize  # type: ignore[union-attr]
+                for address, shift, tensor in zip(addresses, shifts, tensors, strict=True)
+            ]
+        _call(self._packed, addresses, self.device)
+
+
+def kernel_for(table: Table, dtype: torch.dtype, target_dtype: torch.dtype) -> Kernel | None:
+    """The kernel that executes a table with terms and targets of these dtypes; ``None`` if there is none."""
+    if dtype == target_dtype and all(len(row.terms) == 1 for row in table):
+        return COPY_KERNEL
+    if dtype == target_dtype:
+        return SUM_KERNELS.get(dtype)
+    return WIDE_SUM_KERNELS.get(dtype) if target_dtype == summed_in(dtype) else None
+
+
+def make_all_reachable(devices: Sequence[torch.device]) -> None:
+    """`make_reachable` for each pair of distinct devices."""
+    for at, device in enumerate(devices):
+        make_reachable(device, devices[at + 1 :])
+
+
+def make_reachable(device: torch.device, others: Sequence[torch.device]) -> None:
     """Makes torch map the memory of ``others`` for ``device``, and the reverse, once for each pair.
 
     torch enables peer access only when it copies, and only for the device that the copy comes from. A kernel that reads
@@ -250,11 +357,6 @@ def _module(device_index: int) -> Any:
     import cupy
 
     return cupy.RawModule(code=_SOURCE.read_text(encoding="utf-8"), options=OPTIONS)
-
-
-@functools.cache
-def _max_blocks(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) * _BLOCKS_PER_MULTIPROCESSOR
 
 
 @in_forked_child

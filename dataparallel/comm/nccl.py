@@ -16,9 +16,8 @@ from torch.autograd.graph import increment_version
 from torch.cuda import nccl
 
 from dataparallel import _torch
-from dataparallel.comm.matrices import Allocate
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.transport import Transport
+from dataparallel.comm.transport import Allocate, Transport
 
 _SUMMED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -68,20 +67,12 @@ class Nccl(Transport):
             nccl.reduce(flats, output=total, root=roots[0])
         return total
 
-    def all_gather(self, matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        """Gathers with one launch on every device."""
-        with _launching:
-            nccl.all_gather([row.view(torch.uint8) for row in rows], [m.view(torch.uint8).flatten() for m in matrices])
-        increment_version(matrices)
-
-    def reduce_scatter(
-        self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate, overwrite: bool
-    ) -> None:
+    def reduce_scatter(self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate) -> None:
         """Adds as `add_up` does: with one launch on every device, or by torch."""
         is_square = [matrix.device for matrix in matrices] == [target.device for target in out]
         dtypes = {tensor.dtype for tensor in (*matrices, *out)}
         if not self._sums or not is_square or len(dtypes) > 1 or not dtypes <= _SUMMED:
-            super().reduce_scatter(matrices, out, empty, overwrite)
+            super().reduce_scatter(matrices, out, empty)
             return
         with _launching:
             nccl.reduce_scatter([matrix.flatten() for matrix in matrices], out)

@@ -11,13 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.comm import matrices as matrix_collectives
 from dataparallel.comm.buckets import (
     Bucket,
     Planned,
@@ -28,9 +27,20 @@ from dataparallel.comm.buckets import (
     unflatten,
 )
 from dataparallel.comm.kinds import same_kind, send_by_torch
+from dataparallel.comm.streams.current import RECEIVING, SENDING, piece_streams, wavefront
 
 Travelling: TypeAlias = "Callable[[Sequence[Tensor]], AbstractContextManager[None]]"
 """Opens the context in which flat buffers are copied and added. The argument lists all buffers that are used there."""
+
+
+class Allocate(Protocol):
+    """Makes a tensor without values, like another one and on ``device``."""
+
+    def __call__(self, like: Tensor, /, *, device: torch.device) -> Tensor: ...
+
+
+_OVERLAP_ABOVE_BYTES = 2**22
+"""Matrices above this size are sent on another stream of a device than it receives on, at the same time."""
 
 
 class FlatBroadcast(NamedTuple):
@@ -95,14 +105,30 @@ class Transport(ABC):
             total.add_(self.to_device(flat, destination))
         return total.to(first.dtype)
 
-    def all_gather(self, matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        """`matrices.all_gather`. The rows are on distinct accelerators."""
-        matrix_collectives.all_gather(self.copy, matrices, rows)
+    def reduce_scatter(self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate) -> None:
+        """`comm.reduce_scatter`. Each device receives its row of each matrix, and adds it.
 
-    def reduce_scatter(
-        self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: matrix_collectives.Allocate, overwrite: bool
-    ) -> None:
-        matrix_collectives.reduce_scatter(self.copy, matrices, out, empty, overwrite)
+        In each step a device receives from another one than the others do, so that all links are busy.
+        """
+        buffers: dict[int, Tensor] = {}
+        devices = [tensor.device for tensor in (*matrices, *out)]
+        with piece_streams(devices, 2 if matrices[0].nbytes > _OVERLAP_ABOVE_BYTES else 1) as streams:
+            for slot, owner in wavefront(len(matrices), len(out)):
+                row, total = matrices[slot][owner], out[owner]
+                streams.use(total.device, RECEIVING)
+                if row.device != total.device:
+                    received = total
+                    if slot or row.dtype != total.dtype:
+                        if owner not in buffers:
+                            buffers[owner] = empty(row, device=total.device)
+                        received = buffers[owner]
+                    streams.use(row.device, SENDING)
+                    self.copy(received, row)
+                    row = received
+                if slot:
+                    total.add_(row)
+                elif row is not total:
+                    total.copy_(row)
 
     # ---- one tensor --------------------------------------------------------------------------------------------------
 

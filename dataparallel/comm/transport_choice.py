@@ -8,6 +8,7 @@ copies, with a reason.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Collection, Sequence
 from functools import lru_cache
@@ -21,16 +22,19 @@ from dataparallel.comm import kernels, nccl, settings
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.kernels import Cupy
+from dataparallel.comm.peer_kernels import why_not_by_default
 from dataparallel.comm.peers import PEER_CHECK_VARIABLE, Pair, failed_pairs, peers_are_checked
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.settings import CommSettings
 from dataparallel.comm.transport import Transport
 from dataparallel.forks import in_forked_child
 
-Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "all_gather", "reduce_scatter"]
+log = logging.getLogger("dataparallel")
+
+Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "reduce_scatter"]
 
 SUPPORTED: dict[str, tuple[Collective, ...]] = {
-    "nccl": ("broadcast", "reduce_add", "all_gather", "reduce_scatter"),
+    "nccl": ("broadcast", "reduce_add", "reduce_scatter"),
     "cupy": ("broadcast", "reduce_add"),
 }
 """The operations that these transports support between CUDA devices. Plain copies and the host support all.
@@ -189,6 +193,42 @@ def _cached_transport(
     return _HOST if choice.transport == "host" else TorchCopies(choice.route)
 
 
+def why_no_tables(slots: Sequence[torch.device]) -> str | None:
+    """Why kernels do not execute the tables of a call (``comm.tables``) on these slots, in words; ``None`` if they do.
+
+    They serve if the user asks for them (``transport="cupy"``), and by default where ``comm.peer_kernels`` says so, or
+    where the backend has a ``launch_rows`` of its own. Otherwise plain copies serve.
+    """
+    return _why_no_tables(tuple(slots), settings.current(), peers_are_checked())
+
+
+@lru_cache(maxsize=256)
+def _why_no_tables(slots: tuple[torch.device, ...], user_settings: CommSettings, check_peers: bool) -> str | None:
+    distinct, asked = [*dict.fromkeys(slots)], user_settings.transport
+    if len(distinct) < 2 or any(device.type == "cpu" for device in distinct):
+        return "the kernels read peers, and there are not two accelerators"
+    if asked not in (None, "cupy"):
+        return f"{asked!r} was asked for"
+    if asked is None and not user_settings.deterministic:
+        return "any order of sums was allowed, for NCCL"
+    failed = failed_pairs(distinct) if check_peers else []
+    if failed:
+        return f"copies from {failed[0][0]} to {failed[0][1]} have failed their check"
+    if distinct[0].type != "cuda":
+        if not hasattr(torch.get_device_module(distinct[0].type), "launch_rows"):
+            return f"the kernels are for CUDA devices, and {distinct[0]} is none"
+        return None
+    problem = kernels.why_not(distinct)
+    if problem is None:
+        kernels.make_all_reachable(distinct)
+        problem = why_not_by_default(distinct) if asked is None else None
+    if problem is not None:
+        log.info(
+            "tensors of sharded models travel by plain copies between %s: %s", ", ".join(map(str, distinct)), problem
+        )
+    return problem
+
+
 def choose_transport(
     devices: Sequence[torch.device], work: Collective = "broadcast", nbytes: int = DEFAULT_CAP_BYTES
 ) -> Choice:
@@ -221,4 +261,5 @@ def _problem_of(name: str | None, devices: tuple[torch.device, ...] | None = Non
 def forget() -> None:
     """Forgets all transports: a forked child, and a test that changes what is available, chooses again."""
     _cached_transport.cache_clear()
+    _why_no_tables.cache_clear()
     _problem_of.cache_clear()

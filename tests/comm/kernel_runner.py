@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import dataparallel.comm
-from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, THREADS, KernelLaunch, pack
+from dataparallel.comm.kernels import ADDRESSES, COPY_KERNEL, SUM_KERNELS, THREADS, KernelLaunch, pack
 
 SOURCE = Path(dataparallel.comm.__file__).parent / "kernels.cu"
 SHIM = Path(__file__).with_name("kernel_shim.cpp")
@@ -35,13 +35,17 @@ class Kernels:
         assert done.returncode == 0, done.stderr
         self.library = ctypes.CDLL(str(library))
 
-    def run(self, launch: KernelLaunch, *, threads: int = THREADS, backwards: bool = False) -> None:
+    def run(
+        self, launch: KernelLaunch, addresses: Sequence[int] = (), *, threads: int = THREADS, backwards: bool = False
+    ) -> None:
         name, table, *numbers, blocks = launch
         assert threads <= THREADS
+        by_value = (ctypes.c_longlong * ADDRESSES)(0, *addresses)
         self.library.launch(
             getattr(self.library, name),
             ctypes.c_void_p(table.data_ptr()),
             *map(ctypes.c_longlong, numbers),
+            by_value,
             ctypes.c_uint(blocks),
             ctypes.c_uint(threads),
             ctypes.c_int(backwards),

@@ -82,7 +82,7 @@ def test_what_the_sending_stream_is_given_next_comes_after_a_copy(
 
 
 class Net(nn.Module):
-    """Units of a few bytes, which travel jointly, and larger ones."""
+    """Units of a few bytes, and larger ones."""
 
     def __init__(self) -> None:
         super().__init__()

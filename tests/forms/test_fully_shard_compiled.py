@@ -16,7 +16,6 @@ from dataparallel.compiled import counts
 from dataparallel.composable import FullyShardedModule, MixedPrecisionPolicy, fully_shard
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
-from made_units import without_joint_gathers
 from memory import Growth, allocated, nbytes
 from sharded_chains import Chain, Layer
 from sharded_compiled import OF_THE_MODEL, OF_UNITS, WAYS, assert_same_compiled, shard
@@ -289,7 +288,6 @@ class TestMemory:
 
     @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
     def test_units_are_freed_as_without_compiling(self, reshard, slots, monkeypatch):
-        without_joint_gathers(monkeypatch)  # with them, what is there depends on which slot is ahead
         eager = self.bytes_of(slots, None, reshard_after_forward=reshard)
         compiled = self.bytes_of(slots, {"backend": "aot_eager"}, reshard_after_forward=reshard)
         unit = nbytes(self.Block(self.WIDTH).parameters())

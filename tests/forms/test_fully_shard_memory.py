@@ -17,10 +17,9 @@ from dataparallel.sharded import Shard
 from dataparallel.sharded.units import tree
 from dataparallel.sharded.units.buffers import FullBuffer
 from dataparallel.sharded.units.gradients import UnitGradients, UnitSums
-from dataparallel.sharded.units.joint_gathers import JointGathers
+from dataparallel.sharded.units.slot_unit import SlotUnit
 from dataparallel.sharded.units.tree import BackwardPass
 from freed_later import freed_later
-from made_units import without_joint_gathers
 from memory import allocated, nbytes
 from selection import others_long
 from sharded_steps import no_sync, sharded
@@ -279,13 +278,11 @@ def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lag
         training.step(quietly=quietly)
     training.model.lags.extend(lags)
     everything = BLOCKS * UNIT + ROOT
-    # Along a chain of more than four devices a quarter of a sum is on its way to each (`comm.matrices`).
-    on_its_way = UNIT // 4 if len(slots) > 4 else 0
     most = {
-        "default": bound(len(slots), 2 * UNIT, 2 * UNIT + on_its_way),
+        "default": bound(len(slots), 2 * UNIT, 2 * UNIT),
         # In the last unit's backward an owner also has gradients that it receives. Parameters that are copied out of
         # the gather's matrix are there twice, but then there is one unit of gradients.
-        "no prefetch": bound(len(slots), UNIT + max(UNIT // len(slots), on_its_way)),
+        "no prefetch": bound(len(slots), UNIT + UNIT // len(slots)),
         "no reshard": bound(len(slots), everything),
         "in twos": bound(len(slots), everything // 2 + 2 * UNIT),
         # All gradients wait on each slot. Sums are added to zeros, so they take memory of their own.
@@ -477,7 +474,7 @@ def take_room(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], unit: An
 @pytest.mark.parametrize(
     ("where", "what"),
     [
-        ((JointGathers, "_launch"), "parameters"),
+        ((SlotUnit, "_pull_from_owners"), "parameters"),
         ((FullBuffer, "allocate"), "parameters"),
         ((UnitGradients, "_packed"), "gradients"),
         ((UnitSums, "add_up"), "summed gradients"),
@@ -485,8 +482,6 @@ def take_room(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], unit: An
     ids=["gather", "copy out", "gradients", "sum"],
 )
 def test_an_error_for_lack_of_memory_names_unit_and_device_and_frees_everything(where, what, slots, root, monkeypatch):
-    if where[0] is not JointGathers:
-        without_joint_gathers(monkeypatch)  # another slot's gather may need the room first
     training = Training(slots, deep(3), (WIDTH,))
     for _ in range(3):
         training.step()

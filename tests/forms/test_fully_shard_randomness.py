@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.comm import matrices
+from dataparallel import comm
 from dataparallel.composable import fully_shard
 from dataparallel.testing.cases import seeded
 from selection import others_long
@@ -108,10 +108,9 @@ def _gradients(devices, batch_size=16, passes=2):
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(3, 4, long=[8])
 @pytest.mark.parametrize("batch_size", [16, 2])  # of 2 rows, not all slots get one
-@pytest.mark.parametrize("whole", [0, 2**18], ids=["in pieces", "whole"])
-def test_sums_have_the_same_bits_wherever_they_are_made(slots, monkeypatch, batch_size, whole):
-    monkeypatch.setattr(matrices, "_CUT_ABOVE_BYTES", whole)
-    monkeypatch.setattr(matrices, "_OVERLAP_ABOVE_BYTES", whole)  # on two streams
+def test_sums_have_the_same_bits_whoever_makes_them(slots, batch_size):
+    """Kernels that read peers, plain copies, and copies through the host."""
     found = _gradients(slots, batch_size)
-    monkeypatch.setattr(matrices, "are_apart", lambda devices: False)
-    assert all(map(torch.equal, found, _gradients(slots, batch_size)))
+    for transport in ("copy", "host"):
+        with comm.using(transport=transport):
+            assert all(map(torch.equal, found, _gradients(slots, batch_size)))

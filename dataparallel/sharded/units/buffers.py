@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
+from dataparallel.comm.kernels import DeviceTable
 from dataparallel.replicas.kept_values import MemoryOfCopies
 from dataparallel.sharded.placements import Shard, shard_shapes
 
@@ -111,16 +112,15 @@ class Layout:
         offset = full.storage_offset()
         targets = [full.as_strided((self.owners, size), (size, 1), offset + start) for start, size in self._blocks]
         torch.split_with_sizes_copy(gathered, [size for _, size in self._blocks], dim=1, out=targets)
+        self.join_parts(full)
+
+    def join_parts(self, full: Tensor) -> None:
+        """Joins the parts of parameters that are cut along another dimension than 0, which follow each other."""
         for columns, start in zip(self.columns, self.full_offsets, strict=True):
             if columns.dim:
-                self._join_parts(columns, full, start)
-
-    def _join_parts(self, columns: Columns, full: Tensor, start: int) -> None:
-        """Joins the parts of a parameter, which follow each other, along another dimension than 0."""
-        numel = prod(columns.shape)
-        region = full[start : start + numel]
-        parts = region.clone().view(self.owners, *columns.shard_shapes[0])
-        torch.cat([*parts], columns.dim, out=region.view(columns.shape))
+                region = full[start : start + prod(columns.shape)]
+                parts = region.clone().view(self.owners, *columns.shard_shapes[0])
+                torch.cat([*parts], columns.dim, out=region.view(columns.shape))
 
     def copy_in(self, grads: Sequence[Tensor | None], gathered: Tensor) -> None:
         """Copies gradients of full parameters into the gathered matrix by one operator, which casts too.
@@ -156,6 +156,12 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
 
 
+def added_in(summed: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of the sum, which has 32 bits for 16-bit numbers."""
+    wide = torch.promote_types(summed, dtype)
+    return torch.float32 if wide.itemsize < 4 and wide.is_floating_point else wide
+
+
 @contextmanager
 def naming_out_of_memory(what: str, unit: str, device: torch.device, number_of_bytes: int) -> Iterator[None]:
     """Wraps allocations: if memory is short, says that ``device`` has no room for ``what`` of a unit."""
@@ -188,6 +194,7 @@ class FullBuffer:
             self.tensors.append(tensor.set_(self._storage, offset, columns.shape, _contiguous(columns.shape)))
         self._memory = MemoryOfCopies(self.tensors)
         self._versions: tuple[int, ...] = ()
+        self._is_pulled = False  # straight into the buffer, since `fill`
         self.gathered: Tensor | None = None
         self._layout_of_gathered: Layout | None = layout  # `None`: it is a copy of a full buffer
         self.free()
@@ -200,6 +207,11 @@ class FullBuffer:
         order = [(first + i) % len(pieces) for i in range(len(pieces))]
         comm.copy_each([rows[i] for i in order], [pieces[i] for i in order])
         self.gathered = matrix
+
+    def pull_by(self, table: DeviceTable, pieces: Sequence[Tensor], layout: Layout) -> None:
+        """Has a kernel pull the pieces straight into the buffer, which `allocate` has given memory."""
+        table.launch([*pieces, self._buffer])
+        self._layout_of_gathered, self._is_pulled = layout, True
 
     def set_gathered(self, gathered: Tensor, is_matrix: bool = True) -> None:
         """Takes over a matrix, or a copy of another slot's full buffer, for `fill`."""
@@ -217,21 +229,25 @@ class FullBuffer:
         return self._buffer.view(torch.uint8)
 
     def allocate(self) -> None:
-        """Gives the parameters memory. `fill` gives them values, and calls this first if nobody has."""
-        self._storage.resize_(self.nbytes)
+        """Gives the parameters memory, unless they have some. `fill` gives them values."""
+        if self._storage.nbytes() != self.nbytes:
+            self._storage.resize_(self.nbytes)
+
+    def fill(self) -> Tensor | None:
+        """Completes the parameters, and returns the matrix ``gathered``, which is not kept, if they came in one."""
+        self.allocate()
         if self._versions:
             _torch.set_versions(tuple(self.tensors), self._versions)
-
-    def fill(self) -> Tensor:
-        """Copies the parameters out of ``gathered``, and returns this matrix, which is not kept."""
-        assert self.gathered is not None
-        if not self._storage.nbytes():
-            self.allocate()
-        if self._layout_of_gathered is None:
-            self._buffer.copy_(self.gathered)
-        else:
-            self._layout_of_gathered.copy_out(self.gathered, self._buffer)
         gathered, self.gathered = self.gathered, None
+        layout, is_pulled, self._is_pulled = self._layout_of_gathered, self._is_pulled, False
+        if gathered is None:
+            assert layout is not None
+            assert is_pulled
+            layout.join_parts(self._buffer)
+        elif layout is None:
+            self._buffer.copy_(gathered)
+        else:
+            layout.copy_out(gathered, self._buffer)
         return gathered
 
     def free(self) -> None:
@@ -239,6 +255,7 @@ class FullBuffer:
 
         A backward that reads the parameters now raises, because their versions have moved.
         """
+        self._is_pulled = False
         if self._storage.nbytes():
             self._memory.restore()
             self._storage.resize_(0)

@@ -233,7 +233,6 @@ class RootCall:
     def __init__(self, tree: Tree, slots: Sequence[torch.device]) -> None:
         self._tree, self.slots = tree, list(slots)
         tree.last_call = self
-        tree.gather_budget.renew()
         for unit in tree.units:
             unit.begin_gathers(len(slots))
             unit.binding = tree.bindings[unit]
@@ -256,15 +255,13 @@ class RootCall:
             following = self._tree.next_unit.get(unit)
             ahead = [] if following is None else [following]
         for other in ahead:
-            other.slot_units[slot_unit.slot].start(self.ready, ahead=True)
+            other.slot_units[slot_unit.slot].start(self.ready)
         return versions
 
     def end_unit(self, slot_unit: SlotUnit) -> int:
         """Notes the end of a unit's forward. Returns the unit's position in the order of these ends."""
         unit, ended = slot_unit.unit, self._ended[slot_unit.slot]
         ended.append(unit)
-        if unit is self._tree.units[0]:
-            self._tree.gather_budget.end_forward(slot_unit.slot)
         return len(ended) - 1
 
     @property
@@ -290,8 +287,8 @@ class RootCall:
         unit = slot_unit.unit
         binding = self._tree.bindings[unit]
         if unit.binding is not binding:
-            # A later call of another tree has bound the unit. The copies and the budget of that tree stay, because its
-            # gathers may be under way; the gradients are for this tree.
+            # A later call of another tree has bound the unit. The copies of that tree stay, because its gathers may
+            # be under way; the gradients are for this tree.
             unit.binding = replace(unit.binding, deliver=binding.deliver)
         running.note_unit_begun(slot_unit.slot, position, self._ended)
         running.wait_for_others(slot_unit.slot)
@@ -301,6 +298,7 @@ class RootCall:
         if ahead is None:
             ahead = self._ended[slot_unit.slot][max(position - 1, 0) : position]
         # Sums go first: the slot's next delivery waits for them, and links serve copies in the order of their launches.
+        # Kernels that read peers share the links.
         latest, receiving = running.sums.latest_sum, unit.streams.receiving[slot_unit.slot]
         for other in ahead:
             # A unit whose parameters have changed is not gathered ahead, because `ready` is before the change. The
@@ -308,9 +306,9 @@ class RootCall:
             if not other.unshard_in_backward or other.versions() != self._versions.get(other):
                 continue
             if not other.slot_units[slot_unit.slot].is_started:
-                if latest is not None and receiving is not None:
+                if latest is not None and receiving is not None and other.tables is None:
                     latest.make_wait(receiving)
-                other.slot_units[slot_unit.slot].start(self.ready, ahead=True)
+                other.slot_units[slot_unit.slot].start(self.ready)
 
     def end_forward(self, has_failed: bool) -> None:
         """Notes the order of the units for the next call, after the forward has ended on all slots."""

@@ -1,7 +1,8 @@
 """`UnitGradients` takes the deliveries of one unit from all slots, and has them summed when every slot has delivered.
 
-A slot copies its gradients into a matrix with a row for each owner (`Delivery`). `UnitSums` reduce-scatters by one call
-of ``comm.reduce_scatter``, in slot order, so the bits are the same in every run.
+`UnitSums` adds in slot order, so the bits are the same in every run. Kernels add gradients where autograd left them
+(``peer_tables``). Otherwise a slot packs its gradients into a matrix with a row for each owner, and each owner copies
+its rows and adds them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataparallel.comm.streams.current import Event, current_streams, streams_jo
 from dataparallel.profiling import stage
 from dataparallel.sharded import operators
 from dataparallel.sharded.tensor import ShardedTensor, Taker, divided_like, hand_over, is_divided_alike
-from dataparallel.sharded.units.buffers import Layout, naming_out_of_memory
+from dataparallel.sharded.units.buffers import Layout, added_in, naming_out_of_memory
 from dataparallel.sharded.units.shards import wait_for
 
 if TYPE_CHECKING:
@@ -38,28 +39,26 @@ class Delivery:
     """The gradients that one slot has computed for one unit, and memory for its owner's part of the sum.
 
     The memory belongs to the slot's computing stream, which waits before the slot's next delivery, of any unit, for the
-    sums that read the last one (`SumsOfPass.release_deliveries`). So a slot has at most two matrices in memory.
+    sums that read the last one (`SumsOfPass.release_deliveries`). So a slot keeps the gradients of at most two units.
 
     Attributes:
+        device: the slot's.
         matrices: for each dtype the gradients in the layout of the gathered matrix, with a row for each owner on this
-            machine. Over machines a row has the parts of this owner on every machine.
+            machine. Over machines a row has the parts of this owner on every machine. ``None``: they are not packed.
+        loose: for each dtype the gradients that are not packed.
         sums: for each dtype memory for the sum of one row, on the slot's device.
         parts: the same in the dtype of the parameters; may share memory with ``sums``. Not used over machines.
         present: positions of the parameters that have a gradient.
         written: an event after the writes to all of these, on the slot's computing stream. ``None`` on the CPU.
     """
 
-    matrices: list[Tensor]
+    device: torch.device
+    matrices: list[Tensor | None]
+    loose: list[Sequence[Tensor | None]]
     sums: list[Tensor]
     parts: list[Tensor]
     present: set[int]
     written: Event | None
-
-
-def added_in(summed: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of the sum, which has 32 bits for 16-bit numbers."""
-    wide = torch.promote_types(summed, dtype)
-    return torch.float32 if wide.itemsize < 4 and wide.is_floating_point else wide
 
 
 class PassGradients:
@@ -197,11 +196,8 @@ class UnitSums:
         self._unit, self._groups = unit, groups
         self.is_torn = False
 
-    def add_up(self, deliveries: Mapping[int, Delivery], sums: SumsOfPass, overwrite: bool) -> None:
-        """Launches the sums of one round: a delivery of each slot, or of some slots at the end of the pass.
-
-        ``overwrite``: the sums may write to the deliveries, which nobody needs if this fails.
-        """
+    def add_up(self, deliveries: Mapping[int, Delivery], sums: SumsOfPass) -> None:
+        """Launches the sums of one round: a delivery of each slot, or of some slots at the end of the pass."""
         present = {i for delivery in deliveries.values() for i in delivery.present}
         streams, slots = self._unit.streams, self._unit.slots
         written = [each.written for each in deliveries.values() if each.written is not None]
@@ -216,14 +212,14 @@ class UnitSums:
                 if own is None or not own.sums:
                     if own is None:
                         sums.release_deliveries(owner)  # of earlier units, as the slot has delivered nothing for this
-                    own = self._empty_delivery(owner, deliveries, sums)
+                    own = self._empty_delivery(owner, sums)
                     in_flight.append((owner, own))
                     allocated += [] if own.written is None else [own.written]
                 of_owners.append(own)
             # These events come after all that the computing streams have done to existing gradients.
             wait_for(allocated if all_written is None else [all_written, *allocated], streams.adding.values())
             try:
-                self._reduce_scatter(deliveries, of_owners, overwrite)
+                self._reduce_scatter(deliveries, [own.sums for own in of_owners])
                 for owner, own in enumerate(of_owners):
                     stream = streams.adding.get(slots[owner])
                     with streams_set({} if stream is None else {slots[owner]: stream}):
@@ -254,33 +250,32 @@ class UnitSums:
             self._add_to_gradients(owner, totals, present, summed)
         self._set_gradients(totals, present, summed)
 
-    def _empty_delivery(self, owner: int, deliveries: Mapping[int, Delivery], sums: SumsOfPass) -> Delivery:
+    def _empty_delivery(self, owner: int, sums: SumsOfPass) -> Delivery:
         """Returns a delivery without gradients, for an owner whose slot has no memory for a sum."""
         device = self._unit.slots[owner]
-        like = next(iter(deliveries.values())).matrices
         with streams_set({device: sums.computing[device]} if device in sums.computing else {}):
-            memory = [
-                self._allocate([matrix.shape[1]], added_in(matrix.dtype, dtype), device)
-                for matrix, (_, _, dtype) in zip(like, self._groups, strict=True)
-            ]
-            parts = [
-                total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
-                for total, (_, _, dtype) in zip(memory, self._groups, strict=True)
-            ]
+            memory, parts = self._unit.gradients.memory_for_sums(device)
             stream = current_streams([device]).get(device)
-        return Delivery([], memory, parts, set(), None if stream is None else Event(stream))
+        nothing: list[Any] = [None] * len(self._groups)
+        return Delivery(device, nothing, nothing, memory, parts, set(), None if stream is None else Event(stream))
 
-    def _reduce_scatter(self, deliveries: Mapping[int, Delivery], targets: Sequence[Delivery], overwrite: bool) -> None:
-        """Launches the sums of all dtypes, into the memory that the owners have for them."""
+    def _reduce_scatter(self, deliveries: Mapping[int, Delivery], totals: Sequence[Sequence[Tensor]]) -> None:
+        """Launches the sums of all dtypes into ``totals``, for each owner the memory that it has for them."""
+        tables = self._unit.tables
         with streams_set(self._unit.streams.adding):
             for at in range(len(self._groups)):
-                matrices = [deliveries[slot].matrices[at] for slot in sorted(deliveries)]
-                comm.reduce_scatter(matrices, [own.sums[at] for own in targets], self._allocate, overwrite)
+                if tables is not None and tables.has_sums(at):
+                    of_slots = [deliveries.get(slot) for slot in range(len(self._unit.slots))]
+                    for owner, of_owner in enumerate(totals):
+                        tables.reduce_scatter(at, owner, of_slots, of_owner[at])
+                    continue
+                found = [deliveries[slot].matrices[at] for slot in sorted(deliveries)]
+                matrices = [matrix for matrix in found if matrix is not None]
+                comm.reduce_scatter(matrices, [of_owner[at] for of_owner in totals], self._allocate)
 
-    def _allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        number_of_bytes = self._unit.gradients.full_bytes // len(self._unit.slots)
-        with naming_out_of_memory("summed gradients", self._unit.name, device, number_of_bytes):
-            return torch.empty(shape, dtype=dtype, device=device)
+    def _allocate(self, like: Tensor, *, device: torch.device) -> Tensor:
+        with naming_out_of_memory("summed gradients", self._unit.name, device, like.nbytes):
+            return torch.empty_like(like, device=device)
 
     def _end_sum(
         self, owner: int, own: Delivery, totals: Sequence[list[Tensor]], present: Collection[int], sums: SumsOfPass
@@ -531,9 +526,8 @@ class UnitGradients:
 
     def _add_up(self, deliveries: dict[int, Delivery], sums: SumsOfPass) -> None:
         """Sums one round. If this fails, held gradients that are part of it are put back on their slots."""
-        has_held = any((id(self), slot) in sums.restorers for slot in deliveries)
         try:
-            self._sums.add_up(deliveries, sums, not has_held)
+            self._sums.add_up(deliveries, sums)
         except BaseException:
             for slot in deliveries:
                 if (put_back := sums.restorers.pop((id(self), slot), None)) is not None:
@@ -591,7 +585,7 @@ class UnitGradients:
                 for delivery in self._held.values():
                     delivery.present.discard(i)
                     for (kept, layout, _), matrix in zip(self.groups, delivery.matrices, strict=True):
-                        if i in kept:
+                        if i in kept and matrix is not None:
                             layout.zero_columns(kept.index(i), matrix.view(layout.owners, layout.numel))
             self._held = {slot: held for slot, held in self._held.items() if held.present}
             if self.partial is not None:
@@ -613,27 +607,53 @@ class UnitGradients:
         self._refuse_sparse(grads)
         unit, device, held = self._unit, self._unit.slots[slot], self._held.get(slot)
         of_parameter = dict(zip(unit.trainable, grads, strict=True))
-        matrices: list[Tensor] = []
+        delivery = Delivery(device, [], [], [], [], {i for i, grad in of_parameter.items() if grad is not None}, None)
+        for at, group in enumerate(self.groups):
+            kept, layout, dtype = group
+            loose = [of_parameter[i] for i in kept]
+            is_loose = held is None and unit.requires_gradient_sync and self._may_stay_loose(at, loose)
+            delivery.loose.append(loose if is_loose else [])
+            matrix = None
+            if not is_loose:
+                matrix = torch.empty(layout.owners, layout.numel, dtype=unit.dtype_of_sums(dtype), device=device)
+                layout.copy_in(loose, matrix)
+                matrix = matrix.view(len(unit.slots), -1)  # a row for each owner, with its parts on all machines
+                if held is not None and (held_matrix := held.matrices[at]) is not None:
+                    matrix.add_(held_matrix)
+            delivery.matrices.append(matrix)
+        if unit.requires_gradient_sync:
+            delivery.sums, delivery.parts = self.memory_for_sums(device)
+        if held is not None:
+            delivery.present |= held.present
+        stream = current_streams([device]).get(device)
+        delivery.written = None if stream is None else Event(stream)
+        return delivery
+
+    def _may_stay_loose(self, at: int, grads: Sequence[Tensor | None]) -> bool:
+        """True if kernels can add these gradients of dtype number ``at`` where they lie."""
+        if self._unit.tables is None or not self._unit.tables.has_sums(at):
+            return False
+        _, layout, dtype = self.groups[at]
+        dtype = self._unit.dtype_of_sums(dtype)
+        return all(
+            grad is None or (grad.dtype == dtype and grad.is_contiguous() and not columns.dim and type(grad) is Tensor)
+            for grad, columns in zip(grads, layout.columns, strict=True)
+        )
+
+    def memory_for_sums(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns memory for an owner's `Delivery.sums` and `Delivery.parts`, of the current stream of its device."""
+        unit = self._unit
         sums: list[Tensor] = []
         parts: list[Tensor] = []
-        for at, (kept, layout, dtype) in enumerate(self.groups):
-            sum_dtype = unit.dtype_of_sums(dtype)
-            matrix = torch.empty(layout.owners, layout.numel, dtype=sum_dtype, device=device)
-            layout.copy_in([of_parameter[i] for i in kept], matrix)
-            matrix = matrix.view(len(unit.slots), -1)  # a row for each owner, with its parts on all machines
-            if held is not None:
-                matrix.add_(held.matrices[at])
-            matrices.append(matrix)
-            if unit.requires_gradient_sync:
-                total = torch.empty_like(matrix[slot], dtype=added_in(sum_dtype, dtype))
-                is_shared = unit.machines is not None or total.dtype == dtype
-                sums.append(total)
-                parts.append(total if is_shared else torch.empty_like(total, dtype=dtype))
-        present = {i for i, grad in of_parameter.items() if grad is not None}
-        if held is not None:
-            present |= held.present
-        stream = current_streams([device]).get(device)
-        return Delivery(matrices, sums, parts, present, None if stream is None else Event(stream))
+        for _, layout, dtype in self.groups:
+            numel = layout.owners * layout.numel // len(unit.slots)
+            with naming_out_of_memory("summed gradients", unit.name, device, self.full_bytes // len(unit.slots)):
+                # A hook sees the whole memory, also where no slot has a gradient.
+                make = torch.empty if unit.all_reduce_hook is None else torch.zeros
+                sums.append(make(numel, dtype=added_in(unit.dtype_of_sums(dtype), dtype), device=device))
+                is_shared = unit.machines is not None or sums[-1].dtype == dtype
+                parts.append(sums[-1] if is_shared else torch.empty(numel, dtype=dtype, device=device))
+        return sums, parts
 
     def _refuse_sparse(self, grads: Sequence[Tensor | None]) -> None:
         for i, grad in zip(self._unit.trainable, grads, strict=True):

@@ -23,7 +23,8 @@ from dataparallel.machines.peer_rounds import PeerRounds
 from dataparallel.machines.rounds import PendingResult, Round
 from dataparallel.machines.start import send_values
 from dataparallel.sharded.placements import Owners
-from dataparallel.sharded.units.gradients import PartialSums, PassGradients, UnitGradients, added_in
+from dataparallel.sharded.units.buffers import added_in
+from dataparallel.sharded.units.gradients import PartialSums, PassGradients, UnitGradients
 from dataparallel.sharded.units.shards import OwnedShards, PullSource
 
 if TYPE_CHECKING:

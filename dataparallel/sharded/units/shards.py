@@ -21,7 +21,7 @@ from dataparallel.comm.streams.current import Event, current_streams, kept_strea
 from dataparallel.devices import CPU
 from dataparallel.sharded.placements import Shard, rows_of_shards
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.buffers import FullBuffer, Layout
+from dataparallel.sharded.units.buffers import Layout
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
@@ -295,7 +295,9 @@ class UnitPieces:
         layouts = self._layouts_for(size)
         self._drop([slot])  # frees the last piece before memory for the next one is taken
         flats = []
-        for layout, indices in zip(layouts, self._unit.indices, strict=True):
+        for at, (layout, indices) in enumerate(zip(layouts, self._unit.indices, strict=True)):
+            if self._unit.tables is not None:
+                self._unit.tables.gather(slot, at, layout)  # made here: `written` comes after its copy to the device
             flat = full[indices[0]].new_empty(layout.numel)
             parts = [_part(full[i], self._unit.cuts[i].dim, slot - first, size) for i in indices]
             layout.pack(flat, parts, slot - first)
@@ -322,23 +324,6 @@ class UnitPieces:
         group = own_piece.group
         pieces = [each for each in self._kept[group.start : group.stop] if each is not None and each.group == group]
         return pieces if len(pieces) == len(group) else None
-
-    def pull(self, slot: int, buffers: Sequence[FullBuffer]) -> bool:
-        """Pulls the pieces of the slot's group into the slot's ``buffers``. Returns false if a piece is missing."""
-        pieces = self.borrow(slot)
-        if pieces is None:
-            return False
-        receiving, streams = self._unit.streams.receiving[slot], self._unit.streams.pulling[slot]
-        try:
-            for member, piece in zip(pieces[0].group, pieces, strict=True):
-                if piece.written is not None:
-                    piece.written.make_wait(streams[self._unit.slots[member]])
-            with streams_set(streams):
-                for at, full in enumerate(buffers):
-                    full.pull([piece.flats[at] for piece in pieces], slot % len(pieces), pieces[0].layouts[at])
-        finally:
-            self.give_back(slot, pieces, None if receiving is None else Event(receiving))
-        return True
 
     def give_back(self, slot: int, pieces: Sequence[Piece], read: Event | None) -> None:
         """Notes that the slot has launched all of its reads of these pieces. ``read``: an event after them."""

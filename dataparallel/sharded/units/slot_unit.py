@@ -7,7 +7,7 @@ autograd saved in forward have their values again once the unit is gathered in b
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from dataparallel import _torch
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
-from dataparallel.sharded.units.buffers import FullBuffer, naming_out_of_memory
+from dataparallel.sharded.units.buffers import FullBuffer, Layout, naming_out_of_memory
 from dataparallel.sharded.units.shards import PullSource, wait_for
 from dataparallel.weak_members import WeakMembers
 
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 class SlotUnit:
     """The full parameters of one unit on one slot. Any thread may use it.
 
-    A gather has two steps. `start` pulls the owners' pieces into a matrix on side streams, and may come early.
-    `make_full` makes the computing stream wait for the pulls, copies the parameters out, and drops the matrix. Reading
-    a parameter without bytes crashes the process, so a replica's registries hold the sharded ones while the unit does
-    not run. Memory is freed to the stream it belongs to: the full buffer to the computing stream, which alone uses it,
-    and the matrix to the receiving stream, after an event at the end of the copy out.
+    A gather has two steps. `start` pulls the owners' pieces on a side stream, and may come early: by a kernel straight
+    into the parameters' memory, else by copies into a matrix. `make_full` makes the computing stream wait for the
+    pulls, and copies the parameters out of the matrix, if there is one. Reading a parameter without bytes crashes the
+    process, so a replica's registries hold the sharded ones while the unit does not run. Memory is freed to the stream
+    it belongs to: the full buffer to the computing stream, after the pull and all uses, and the matrix to the receiving
+    stream, after an event at the end of the copy out.
 
     Attributes:
         parameters: the full ones, in the unit's order. `nodes.make_outputs` gives them a node of the graph.
@@ -91,26 +92,23 @@ class SlotUnit:
 
     # ---- gathering and freeing ---------------------------------------------------------------------------------------
 
-    def start(self, ready: Mapping[torch.device, Event], ahead: bool = False) -> None:
-        """Starts a gather, unless one has started. ``ready``: for each device an event before reads of shards.
-
-        ``ahead``: nothing starts that would take memory on slots that need the unit later still.
-        """
+    def start(self, ready: Mapping[torch.device, Event]) -> None:
+        """Starts a gather, unless one has started. ``ready``: for each device an event before reads of shards."""
         with self._lock:
             if self.is_started:
                 return
             with stage("unshard", self.slot):
-                self._start(ready, ahead)
+                self._start(ready)
 
-    def _start(self, ready: Mapping[torch.device, Event], ahead: bool) -> None:
+    def _start(self, ready: Mapping[torch.device, Event]) -> None:
         """Does the work of `start`, under the lock."""
         unit, receiving = self.unit, self.unit.streams.receiving[self.slot]
         self._versions = unit.versions()
         with torch.no_grad(), self._naming_out_of_memory():
-            has_pulled = _torch.is_in_backward() and unit.pieces.pull(self.slot, self._buffers)
+            has_pulled = _torch.is_in_backward() and self._pull_pieces()
         if not has_pulled:
             self._sent_sources = unit.sent_sources(self.slot, ready)
-            if self._sent_sources is not None or self._take_joint_gather(ready, ahead):
+            if self._sent_sources is not None:
                 return
             with torch.no_grad(), self._naming_out_of_memory():
                 self._pull_from_owners(unit.sources(), ready)
@@ -119,29 +117,64 @@ class SlotUnit:
             with self._noting:
                 self.last_pull = self._pull_event
 
-    def _take_joint_gather(self, ready: Mapping[torch.device, Event], ahead: bool) -> bool:
-        """Takes what a joint gather brings, or leaves that to `make_full`. Returns false if the slot has to pull."""
-        arrived = self.unit.joint.take_arrived(self.slot, ready, ahead)
-        if isinstance(arrived, bool):
-            return arrived
-        for full, matrix in zip(self._buffers, arrived.matrices, strict=True):
-            full.set_gathered(matrix)
-        self._pull_event, self._versions = arrived.event, arrived.versions
-        return True
-
     def _pull_from_owners(self, sources: Sequence[PullSource], ready: Mapping[torch.device, Event]) -> None:
-        receiving, streams = self.unit.streams.receiving[self.slot], self.unit.streams.pulling[self.slot]
+        receiving = self.unit.streams.receiving[self.slot]
         if receiving is not None:  # copies to it wait for it, so the streams on which shards leave need no event
             wait_for({*ready.values()}, [receiving])
-        for full, source in zip(self._buffers, sources, strict=True):
+        self._allocate_for_kernels()
+        for at, (full, source) in enumerate(zip(self._buffers, sources, strict=True)):
             pieces, written = source.pieces(ready)
             try:
-                for device, event in written.items():
-                    event.make_wait(streams[device])
-                with streams_set(streams):
-                    full.pull(pieces, self.slot)
+                self._pull(at, full, pieces, written.items(), full.layout)
             finally:
                 source.end_pull([] if receiving is None else [Event(receiving)])
+
+    def _pull_pieces(self) -> bool:
+        """Pulls the pieces of the slot's group (`UnitPieces`). Returns false if one is missing."""
+        unit, receiving = self.unit, self.unit.streams.receiving[self.slot]
+        pieces = unit.pieces.borrow(self.slot)
+        if pieces is None:
+            return False
+        try:
+            self._allocate_for_kernels()
+            members = zip(pieces[0].group, pieces, strict=True)
+            written = [(unit.slots[member], piece.written) for member, piece in members if piece.written is not None]
+            for at, full in enumerate(self._buffers):
+                self._pull(at, full, [piece.flats[at] for piece in pieces], written, pieces[0].layouts[at])
+        finally:
+            unit.pieces.give_back(self.slot, pieces, None if receiving is None else Event(receiving))
+        return True
+
+    def _allocate_for_kernels(self) -> None:
+        """Gives the parameters memory if kernels pull into it. It belongs to the current stream, which computes."""
+        receiving = self.unit.streams.receiving[self.slot]
+        if self.unit.tables is None or receiving is None:
+            return
+        for full in self._buffers:
+            full.allocate()
+        self._memory_stream = current_streams([self.device])[self.device]
+        Event(self._memory_stream).make_wait(receiving)  # earlier work there may still use this memory
+
+    def _pull(
+        self,
+        at: int,
+        full: FullBuffer,
+        pieces: Sequence[Tensor],
+        written: Iterable[tuple[torch.device, Event]],
+        layout: Layout,
+    ) -> None:
+        """Pulls the pieces of dtype number ``at``. ``written``: devices and events after the writes to pieces there."""
+        receiving, streams = self.unit.streams.receiving[self.slot], self.unit.streams.pulling[self.slot]
+        if self.unit.tables is not None and receiving is not None:
+            table = self.unit.tables.gather(self.slot, at, layout)
+            wait_for([event for _, event in written], [receiving])
+            with streams_set({self.device: receiving}):
+                full.pull_by(table, pieces, layout)
+            return
+        for device, event in written:
+            event.make_wait(streams[device])
+        with streams_set(streams):
+            full.pull(pieces, self.slot % len(pieces), layout)
 
     @contextmanager
     def _naming_out_of_memory(self) -> Iterator[None]:
@@ -173,14 +206,16 @@ class SlotUnit:
                     self._pull_event = Event(receiving)  # not `last_pull`: it reads copies, which `LastCopies` notes
             if self._pull_event is not None:
                 wait_for([self._pull_event], computing.values())
-            for full in self._buffers:
-                full.allocate()
+            if self._memory_stream is None:
+                self._memory_stream = self._last_stream
+                for full in self._buffers:
+                    full.allocate()
             for full in self._buffers:
                 gathered = full.fill()
-                if receiving is not None:
+                if receiving is not None and gathered is not None:
                     wait_for([Event(stream) for stream in computing.values()], [receiving])
                 del gathered  # its memory belongs to the receiving stream
-        self._pull_event, self._memory_stream = None, self._last_stream
+        self._pull_event = None
         self.is_full = True
         if not self._full_versions:
             self._full_versions = self._versions_of_full()
@@ -210,12 +245,15 @@ class SlotUnit:
             if self._running_calls:
                 return
             self._note_overwritten()
-            if self.is_full and self._last_stream is not None and self._last_stream != self._memory_stream:
-                wait_for([Event(self._last_stream)], [self._memory_stream] if self._memory_stream is not None else [])
+            if self._memory_stream is not None:
+                if self.is_full and self._last_stream is not None and self._last_stream != self._memory_stream:
+                    wait_for([Event(self._last_stream)], [self._memory_stream])
+                if self._pull_event is not None:  # a kernel may be writing to it
+                    wait_for([self._pull_event], [self._memory_stream])
             for full in self._buffers:
                 full.gathered = None  # its memory belongs to the receiving stream, which alone has used it
                 full.free()
-            self._pull_event = self._sent_sources = None
+            self._pull_event = self._sent_sources = self._memory_stream = None
             self.is_full = self.is_unsharded = self._is_as_after_backward = False
             for module in self._showing_modules:
                 module.register(self.unit.parameters)

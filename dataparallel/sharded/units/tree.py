@@ -28,7 +28,6 @@ from dataparallel.profiling import stage
 from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.units.calls import RootCall
 from dataparallel.sharded.units.gradients import Delivery, PassGradients
-from dataparallel.sharded.units.joint_gathers import GatherBudget
 from dataparallel.sharded.units.shards import LastCopies, wait_for
 from dataparallel.sharded.units.unit import TreeBinding, Unit
 
@@ -95,7 +94,7 @@ class SumsOfPass:
             deliveries = self.in_flight.pop(slot, [])
         for delivery, after_reads in deliveries:
             if after_reads is not None:
-                after_reads.make_wait(self.computing[(delivery.matrices or delivery.sums)[0].device])
+                after_reads.make_wait(self.computing[delivery.device])
 
     def drop_all(self) -> None:
         """Drops everything after a failure. The computing streams, which are current, wait for sums that read it."""
@@ -341,10 +340,8 @@ class Tree:
         self._ending_thread: int | None = None  # ends a pass now
         self._changed = threading.Condition()
         self._copies = LastCopies()
-        self.gather_budget = GatherBudget()
         self.bindings = {
-            unit: TreeBinding(i, self.deliver, self.settle, self._copies, self.gather_budget, self._join_directly)
-            for i, unit in enumerate(self.units)
+            unit: TreeBinding(self.deliver, self.settle, self._copies, self._join_directly) for unit in self.units
         }
         self._registering = threading.Lock()  # guards what a tree registers, and how many calls run
         self._number_of_calls = 0
@@ -479,7 +476,6 @@ class Tree:
             unit.gradients.refuse_lost()
 
     def _new_pass(self, call: RootCall) -> BackwardPass:
-        self.gather_budget.renew()
         for unit in self.units:
             unit.begin_gathers(len(call.slots))
             unit.gradients.drop_void()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.current import Event, current_streams
+from dataparallel.comm.transport_choice import why_no_tables
 from dataparallel.devices import CPU
 from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.placements import Shard, over_of
@@ -23,8 +24,8 @@ from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.buffers import naming_out_of_memory
 from dataparallel.sharded.units.calls import reach_parameters
 from dataparallel.sharded.units.gradients import UnitGradients
-from dataparallel.sharded.units.joint_gathers import GatherBudget, JointGathers
 from dataparallel.sharded.units.nodes import Receiver, make_outputs
+from dataparallel.sharded.units.peer_tables import PeerTables
 from dataparallel.sharded.units.shards import (
     LastCopies,
     OwnedShards,
@@ -95,17 +96,14 @@ class TreeBinding:
     """What a tree gives a unit that its calls use. A unit may belong to several trees, one after the other.
 
     Attributes:
-        number: decides which slot collects the unit, and which joint gathers a slot has passed by.
         copies: notes the last copies of shards that slots have pulled from.
         join_pass: joins the pass of backward that runs, for a parameter that a loss uses directly. ``None``: no tree
             has called the unit.
     """
 
-    number: int = 0
     deliver: Callable[[Unit, int, Sequence[Tensor | None]], None] = _no_tree
     settle: Callable[[], None] = lambda: None
     copies: LastCopies = field(default_factory=LastCopies)
-    gather_budget: GatherBudget = field(default_factory=GatherBudget)
     join_pass: Callable[[], BackwardPass] | None = None
 
 
@@ -187,6 +185,7 @@ class Unit(UnitSettings):
         binding: what the tree gives the unit whose call uses it. Each call sets it.
         indices: for each dtype the positions of its parameters; ``owned`` has their flat shards.
         trainable: positions of the parameters that need gradients.
+        tables: the tables of the unit if kernels serve it in this call.
     """
 
     def __init__(
@@ -228,8 +227,8 @@ class Unit(UnitSettings):
         self._parameter_flags = self._present_flags()
         self.trainable = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
         self.pieces = UnitPieces(self)
-        self.joint = JointGathers(self)
         self.gradients = UnitGradients(self)
+        self.tables: PeerTables | None = None
         self.slot_units: list[SlotUnit] = []
         self._receivers: list[Receiver] = []  # kept here, because nodes refer to them weakly
         self._sources: list[PullSource] = []
@@ -304,6 +303,9 @@ class Unit(UnitSettings):
         if self._had_no_values and self.machines is not None:
             self.machines.send_first_values(self.name, [flat for owned in self.owned for flat in owned.flats])
         self._had_no_values = False
+        # Over machines what a kernel would read or write has to be packed for the network.
+        is_served = self.machines is None and why_no_tables(self.slots) is None
+        self.tables = (self.tables or PeerTables(self)) if is_served else None
         with self._making:
             if self.slot_units:
                 return
@@ -370,7 +372,6 @@ class Unit(UnitSettings):
         """Drops all sources, so that shards are cast or sent again for the next ``pulls`` slots."""
         with self._lock:
             self._sources, self._sources_over_machines, self._pulls = [], None, pulls
-        self.joint.renew(pulls)
 
     # ---- a call or a pass of backward --------------------------------------------------------------------------------
 
@@ -433,13 +434,9 @@ class Unit(UnitSettings):
         self.pieces.drop()
         self._renew_sources(len(self.slots))
 
-    @property
-    def _pullers(self) -> list[JointGathers | SlotUnit]:
-        return [self.joint, *self.slot_units]
-
     def take_pulls(self) -> list[Event]:
         """Returns, once, events after the last pulls of all slots."""
-        return [event for puller in self._pullers if (event := puller.take_last_pull()) is not None]
+        return [event for slot_unit in self.slot_units if (event := slot_unit.take_last_pull()) is not None]
 
     # ---- calls by the user -------------------------------------------------------------------------------------------
 
@@ -469,7 +466,7 @@ class Unit(UnitSettings):
 
     def make_owners_wait(self) -> None:
         """Orders later writes to the shards, by streams and by the host, after all pulls and copies of shards."""
-        pulls = [event for each in self._pullers if (event := each.last_pull) is not None]
+        pulls = [event for each in self.slot_units if (event := each.last_pull) is not None]
         copies = self.binding.copies.last()
         wait_for([*copies, *pulls], current_streams(self.slots).values())
         if self.is_offloaded:

@@ -98,7 +98,6 @@ def test_memory_off_cuda_is_refused(places: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("counts", [[], [0, 0]])
 def test_where_nothing_has_an_element_nothing_is_launched(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_max_blocks", lambda device: 4)
     monkeypatch.setattr(torch.cuda, "current_stream", None)
     launch(COPY_KERNEL, [counts, counts], counts, torch.device("cuda", 0), [torch.device("cuda", 1)])
 
@@ -146,7 +145,7 @@ class FakeModule:
 
     def get_function(self, name: str) -> Callable[..., None]:
         def function(grid: tuple, block: tuple, args: tuple, stream: object) -> None:
-            self.log.append(("launch", name, grid, block, args[1:], stream.ptr))
+            self.log.append(("launch", name, grid, block, args[1:4], stream.ptr))
 
         return function
 
@@ -253,12 +252,12 @@ warnings.simplefilter("ignore")
 copied = []
 launching._copy = lambda source, target: copied.append((source.index, target.index))
 one, other = torch.device("cpu", 0), torch.device("cpu", 1)
-launching._make_reachable(one, [other])
+launching.make_reachable(one, [other])
 assert copied == [(0, 1), (1, 0)]
 launching._reaching.acquire()
 child = os.fork()
 if child == 0:
-    launching._make_reachable(one, [other])
+    launching.make_reachable(one, [other])
     os._exit(0 if len(copied) == 4 else 1)
 assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 0
 """)
