@@ -26,6 +26,8 @@ from torch.autograd.graph import increment_version
 
 from dataparallel.comm.buckets import Bucket, FlatLayout, Planned, is_dense, plan_buckets, travels_flat, unflatten
 from dataparallel.comm.routes import STAR
+from dataparallel.comm.streams.current import Event, current_streams
+from dataparallel.comm.streams.held import hold
 from dataparallel.comm.tables import Table
 from dataparallel.comm.transport import (
     FlatBroadcast,
@@ -144,11 +146,6 @@ class _LaunchStream(NamedTuple):
     ptr: int
 
 
-# Tables that launches may still read, with an event after each launch.
-_held: list[tuple[torch.cuda.Event, list[Tensor]]] = []
-_held_lock = threading.Lock()
-
-
 # Pairs of devices whose memory torch has mapped for each other.
 _reachable: set[frozenset[torch.device]] = set()
 _reaching = threading.Lock()
@@ -209,19 +206,19 @@ def _launch(packed: KernelLaunch, device: torch.device, others: Iterable[torch.d
         return
     others = [other for other in dict.fromkeys(others) if other != device]
     make_reachable(device, others)
-    peers = [torch.cuda.current_stream(other) for other in others]
-    stream = torch.cuda.current_stream(device)
-    for peer in peers:
+    peers = current_streams(others)
+    stream = current_streams([device])[device]
+    for peer in peers.values():
         # Earlier work must have written the memory that the kernel reads, and must have read what the kernel writes.
-        stream.wait_stream(peer)
+        Event(peer).make_wait(stream)
     with torch.cuda.device(device):
         pinned = packed.table.pin_memory()
         table = pinned.to(device, non_blocking=True)
         _call(packed._replace(table=table), (), device)
-        done = stream.record_event()
-    for peer in peers:
-        done.wait(peer)
-    _hold_until(done, [pinned, table])
+        done = Event(stream)
+    for peer in peers.values():
+        done.make_wait(peer)
+    hold([table, pinned], done)
 
 
 def _call(packed: KernelLaunch, addresses: Sequence[int], device: torch.device) -> None:
@@ -259,23 +256,15 @@ class DeviceTable:
     def __init__(
         self, table: Table, device: torch.device, dtype: torch.dtype, target_dtype: torch.dtype | None = None
     ) -> None:
-        self.device, self._dtype, self._target_dtype = device, dtype, target_dtype or dtype
+        self.device = device
         kernel = kernel_for(table, dtype, target_dtype or dtype)
         assert kernel is not None
-        columns = [[row.target, *row.terms] for row in table]
-        sizes = [self._target_dtype.itemsize, *[dtype.itemsize] * (len(columns[0]) - 1)] if columns else []
-        rows = [
-            [(place.tensor + 1 << _LOWER_BITS) + place.first * size for place in places]
-            for places, size in zip(zip(*columns, strict=True), sizes, strict=True)
-        ]
-        if kernel is COPY_KERNEL:
-            rows = rows[::-1]  # the source comes first
-        self._packed = pack(kernel, rows, [row.numel * (dtype.itemsize // kernel.itemsize) for row in table])
+        self._packed = pack(kernel, *encoded(table, kernel, dtype, target_dtype or dtype))
         if device.type == "cuda":
             self._packed = self._packed._replace(table=self._packed.table.to(device))
         else:
-            flat = [(*row.target, row.numel, *chain(*row.terms)) for row in table]
-            self._packed = self._packed._replace(table=torch.tensor(flat, dtype=torch.int64))
+            rows = [(*row.target, row.numel, *chain(*row.terms)) for row in table]
+            self._packed = self._packed._replace(table=torch.tensor(rows, dtype=torch.int64))
 
     def launch(self, tensors: Sequence[Tensor | None], shifts: Sequence[int] | None = None) -> None:
         """Executes the table on the current stream of its device, by one launch. See `tables.by_torch`.
@@ -307,6 +296,20 @@ def kernel_for(table: Table, dtype: torch.dtype, target_dtype: torch.dtype) -> K
     return WIDE_SUM_KERNELS.get(dtype) if target_dtype == summed_in(dtype) else None
 
 
+def encoded(
+    table: Table, kernel: Kernel, dtype: torch.dtype, target_dtype: torch.dtype
+) -> tuple[list[list[int]], list[int]]:
+    """The pointers and counts of a table, for `pack`. Address ``i + 1`` is that of the table's tensor ``i``."""
+    sizes = [target_dtype.itemsize, *[dtype.itemsize] * (len(table[0].terms) if table else 1)]
+    rows = [
+        [(place.tensor + 1 << _LOWER_BITS) + place.first * size for place in places]
+        for places, size in zip(zip(*[(row.target, *row.terms) for row in table], strict=True), sizes, strict=False)
+    ]
+    if kernel is COPY_KERNEL:
+        rows = rows[::-1]  # the source comes first
+    return rows, [row.numel * (dtype.itemsize // kernel.itemsize) for row in table]
+
+
 def make_all_reachable(devices: Sequence[torch.device]) -> None:
     """`make_reachable` for each pair of distinct devices."""
     for at, device in enumerate(devices):
@@ -332,15 +335,6 @@ def make_reachable(device: torch.device, others: Sequence[torch.device]) -> None
 
 def _copy(source: torch.device, target: torch.device) -> None:
     torch.empty(1, dtype=torch.uint8, device=target).copy_(torch.empty(1, dtype=torch.uint8, device=source))
-
-
-def _hold_until(done: torch.cuda.Event, tables: list[Tensor]) -> None:
-    """Keeps ``tables`` until the event has passed, and frees the tables of earlier launches that have run."""
-    global _held
-    with _held_lock:
-        # `before` frees the tables when it goes out of scope, after the lock is released.
-        before = [*_held, (done, tables)]
-        _held = [held for held in before if not held[0].query()]
 
 
 @functools.cache

@@ -27,7 +27,8 @@ from dataparallel.comm.buckets import (
     unflatten,
 )
 from dataparallel.comm.kinds import same_kind, send_by_torch
-from dataparallel.comm.streams.current import RECEIVING, SENDING, piece_streams, wavefront
+from dataparallel.comm.streams.current import RECEIVING, SENDING, Event, current_streams, piece_streams, wavefront
+from dataparallel.comm.streams.held import hold
 
 Travelling: TypeAlias = "Callable[[Sequence[Tensor]], AbstractContextManager[None]]"
 """Opens the context in which flat buffers are copied and added. The argument lists all buffers that are used there."""
@@ -129,6 +130,8 @@ class Transport(ABC):
                     total.add_(row)
                 elif row is not total:
                     total.copy_(row)
+        for device, stream in current_streams(buffer.device for buffer in buffers.values()).items():
+            hold([buffer for buffer in buffers.values() if buffer.device == device], Event(stream))
 
     # ---- one tensor --------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from dataparallel.forms.fully_shard_arguments import (
 from dataparallel.forms.fully_shard_state import FullyShardState
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.forms.managed import own_modules, own_parameters
+from dataparallel.forms.unit_choice import units_of
 from dataparallel.nn.sync_batch_norm import check_sync_batch_norm, prepare
 from dataparallel.replicas import replaced_parameters
 from dataparallel.replicas.compiled.calls import CompileArgument
@@ -49,6 +50,7 @@ def _prepare(
     module: list[nn.Module],
     *,
     devices: Sequence[DeviceLike] | None = None,
+    units: Literal["auto"] | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
@@ -90,6 +92,9 @@ def _prepare(
         devices: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
             ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module just runs,
             and its parameters stay as they are.
+        units: ``"auto"`` shards the blocks of the model first, with these arguments: elements of its ``Sequential`` and
+            ``ModuleList``, in about 16 units of as many bytes. Each of them has to be run by calling it. Without it the
+            module is one unit.
         reshard_after_forward: ``True`` frees the full parameters after forward. ``False`` keeps them until backward. An
             int above 1 that divides the number of slots makes groups of as many slots: each slot keeps a part, and
             backward gathers from the group. ``None`` means ``True``, but ``False`` for the outermost module, which
@@ -181,8 +186,26 @@ def _prepare(
         fully_shard.check_unshared(named)
         check_parameters(named)
         check_children(module, slots, given)
+        if units not in (None, "auto") or (units and len(module) > 1):
+            raise ValueError(f'units is None, or "auto" for one module; got {units!r} for {len(module)}')
         ignored_ids = {id(parameter) for parameter in ignored}
         placements = placements_of(named, shard_placement_fn, len(slots) * parts)
+        for unit in units_of(module[0]) if units and slots else ():
+            fully_shard(
+                unit,
+                devices=slots,
+                reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=shard_placement_fn,
+                mp_policy=mp_policy,
+                offload_policy=offload_policy,
+                ignored_params=ignored,
+                dim=dim,
+                process_group=process_group,
+                mesh=mesh,
+            )
+        if units:
+            named = parameters_of_unit(module, ignored)
+            placements = placements_of(named, shard_placement_fn, len(slots) * parts)
     settings = {
         "reshard_after_forward": reshard_after_forward,
         "placements": placements,

@@ -21,7 +21,7 @@ import torch
 import torch.cuda.nccl
 
 from dataparallel._version import __version__
-from dataparallel.comm import choose_transport
+from dataparallel.comm import choose_transport, kernels
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
 from dataparallel.comm.peers import PEER_CHECK_VARIABLE, peers_are_checked
 from dataparallel.comm.transport_choice import PLAIN, Collective
@@ -114,7 +114,7 @@ def about_cupy() -> str:
 
 
 def carriers(devices: Sequence[torch.device]) -> list[tuple[str, str, str, str]]:
-    """What would carry a batch, buckets of weights and gradients, and outputs: the transport, the route, and why."""
+    """What would carry a batch, buckets of weights and gradients, outputs, and shards: transport, route, and why."""
     sized = [(name, size) for name in ("weights", "gradients") for size in _SIZES if size]
     found = []
     for name, size in [("batch", ""), *sized, ("outputs", "")]:
@@ -126,6 +126,11 @@ def carriers(devices: Sequence[torch.device]) -> list[tuple[str, str, str, str]]
         condition = ", if all devices have peer access" if choice.transport == "cupy" else ""
         why = choice.reason.removeprefix(f"{PLAIN}; {choice.route}: ") + condition
         found.append((f"{name} {size}", choice.transport, choice.route, why))
+    problem = kernels.why_not_installed()
+    if problem is None:
+        found.append(("shards", "cupy", "", "if NVLink joins all devices and a check at first use passes"))
+    else:
+        found.append(("shards", "copy", "", f"kernels that read peers cannot: {problem}"))
     return found
 
 

@@ -7,6 +7,7 @@ simulated devices have these: `has_context`, `set_memory_capacity`, `counted`, `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -244,6 +245,28 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
     if capacity is None:
         raise RuntimeError(f"sim:{index_of(device)} has no capacity: set one with torch.sim.set_memory_capacity")
     return max(capacity - allocated, 0), capacity
+
+
+# A kernel that reads the memory of peers
+
+
+def launch_rows(
+    name: str, rows: torch.Tensor, tensors: Sequence[torch.Tensor | None], shifts: Sequence[int] | None = None
+) -> None:
+    """Launches a kernel that copies or adds stretches of memory of several devices, as one operator.
+
+    It runs on the current stream of the targets' device, and orders no other stream. The terms of a sum are added in
+    their order, those of 16-bit floats in 32 bits.
+
+    Args:
+        name: of the kernel, for errors and timelines.
+        rows: an int64 matrix on the CPU. A row has the number of its target among the tensors, the first element there
+            and how many follow each other; then for each term its tensor's number and its first element.
+        tensors: all targets are on one device. A term whose tensor is ``None`` is left out, and a row without terms
+            stays as it is.
+        shifts: for each tensor, how many elements after its first one the element lies that rows call 0.
+    """
+    extension.C.launch_rows(name, rows, [*tensors], [] if shifts is None else [*shifts])
 
 
 # Random numbers: each device has a generator, and a seed gives the same numbers on every device and on the CPU.

@@ -126,6 +126,7 @@ def test_after_a_call_that_failed_parameters_are_written_when_they_have_been_cas
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = fully_shard(nn.Linear(256, 256).to(root), devices=slots, mp_policy=policy)
     monkeypatch.setattr(FullBuffer, "pull", pull)
+    monkeypatch.setattr(FullBuffer, "pull_by", pull)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         model(torch.randn(6, 256, device=root))
     halve(model)
@@ -133,7 +134,10 @@ def test_after_a_call_that_failed_parameters_are_written_when_they_have_been_cas
 
 
 def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots, root, monkeypatch):
-    """The next delivery waits for these sums, and links serve copies in the order of their launches."""
+    """The next delivery waits for these sums, and links serve copies in the order of their launches.
+
+    Kernels that read peers share the links instead.
+    """
     monkeypatch.setattr(tree, "_MAY_WAIT_BYTES", 0)  # no slot is more than a unit ahead: sums have been launched
     monkeypatch.setattr(tree, "_PATIENCE", 30.0)
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]).to(root)
@@ -156,7 +160,8 @@ def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots,
 
     monkeypatch.setattr(RootCall, "gather_for_backward", noted)
     monkeypatch.setattr(Event, "make_wait", noted_wait)
-    model(torch.randn(6, 256, device=root)).sum().backward()
+    with comm.using(transport="copy"):
+        model(torch.randn(6, 256, device=root)).sum().backward()
     assert any(made)
 
 
@@ -244,9 +249,7 @@ class TestBackwardOnOtherStreamsThanTheForward:
 UNITS = 3
 
 
-def step_of(
-    slots: list[Any], width: int, policy: MixedPrecisionPolicy, monkeypatch: Any, ways: dict
-) -> tuple[int, int]:
+def step_of(slots: list[Any], width: int, policy: MixedPrecisionPolicy, monkeypatch: Any) -> tuple[int, int]:
     """Launches and waits of a step, without its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(UNITS))).to(slots[0])
@@ -257,9 +260,7 @@ def step_of(
     waits = 0
 
     def step() -> None:
-        with comm.using(**ways):
-            loss = model(batch).square().mean()
-            loss.backward()
+        model(batch).square().mean().backward()
         model.zero_grad()
 
     step()
@@ -270,14 +271,10 @@ def step_of(
         waits += 1
         make_wait(event, stream)
 
-    found: list[tuple[int, int]] = []
-    for _ in range(3):  # a slot that is held up has the others pull a unit by themselves
-        waits = 0
-        with monkeypatch.context() as patch, clocked.counted() as launched:
-            patch.setattr(Event, "make_wait", counted)
-            step()
-        found.append((sum(launched.launches), waits))
-    return min(found)
+    with monkeypatch.context() as patch, clocked.counted() as launched:
+        patch.setattr(Event, "make_wait", counted)
+        step()
+    return sum(launched.launches), waits
 
 
 @pytest.mark.slots(8)
@@ -287,15 +284,11 @@ def step_of(
     [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)],
     ids=["fp32", "bf16"],
 )
-@pytest.mark.parametrize(
-    "ways",
-    [{}, {"route": "star"}, {"route": "chain"}, {"transport": "host"}],
-    ids=lambda ways: "-".join(ways.values()) or "default",
-)
-def test_of_a_slot_are_almost_as_few_with_eight_slots_as_with_two(width, policy, ways, slots, monkeypatch):
-    launches_of_two, waits_of_two = step_of(slots[:2], width, policy, monkeypatch, ways)
-    launches, waits = step_of(slots, width, policy, monkeypatch, ways)
-    assert launches / 8 <= 1.5 * launches_of_two / 2
+def test_of_a_slot_are_almost_as_few_with_eight_slots_as_with_two(width, policy, slots, monkeypatch):
+    """Where kernels read peers. Copies are as many as there are pairs of slots."""
+    launches_of_two, waits_of_two = step_of(slots[:2], width, policy, monkeypatch)
+    launches, waits = step_of(slots, width, policy, monkeypatch)
+    assert launches / 8 <= 1.1 * launches_of_two / 2
     assert waits / 8 <= 1.5 * waits_of_two / 2
 
 

@@ -195,6 +195,7 @@ class FullBuffer:
         self._memory = MemoryOfCopies(self.tensors)
         self._versions: tuple[int, ...] = ()
         self._is_pulled = False  # straight into the buffer, since `fill`
+        self._is_filled = True
         self.gathered: Tensor | None = None
         self._layout_of_gathered: Layout | None = layout  # `None`: it is a copy of a full buffer
         self.free()
@@ -240,6 +241,7 @@ class FullBuffer:
             _torch.set_versions(tuple(self.tensors), self._versions)
         gathered, self.gathered = self.gathered, None
         layout, is_pulled, self._is_pulled = self._layout_of_gathered, self._is_pulled, False
+        self._is_filled = True
         if gathered is None:
             assert layout is not None
             assert is_pulled
@@ -255,9 +257,9 @@ class FullBuffer:
 
         A backward that reads the parameters now raises, because their versions have moved.
         """
-        self._is_pulled = False
-        if self._storage.nbytes():
+        if self._is_filled:
             self._memory.restore()
-            self._storage.resize_(0)
             self._versions = tuple(map(_torch.version_of, self.tensors))
             torch.autograd.graph.increment_version(self.tensors)
+        self._storage.resize_(0)
+        self._is_pulled = self._is_filled = False

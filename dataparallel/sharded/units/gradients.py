@@ -60,6 +60,12 @@ class Delivery:
     present: set[int]
     written: Event | None
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """The memory that other devices read."""
+        tensors = [*self.matrices, *(grad for grads in self.loose for grad in grads or ())]
+        return [tensor for tensor in tensors if tensor is not None]
+
 
 class PassGradients:
     """The gradients of one backward: what units have summed, and what the engine has brought to parameters directly.
@@ -256,8 +262,10 @@ class UnitSums:
         with streams_set({device: sums.computing[device]} if device in sums.computing else {}):
             memory, parts = self._unit.gradients.memory_for_sums(device)
             stream = current_streams([device]).get(device)
-        nothing: list[Any] = [None] * len(self._groups)
-        return Delivery(device, nothing, nothing, memory, parts, set(), None if stream is None else Event(stream))
+        nothing = len(self._groups)
+        return Delivery(
+            device, [None] * nothing, [()] * nothing, memory, parts, set(), None if stream is None else Event(stream)
+        )
 
     def _reduce_scatter(self, deliveries: Mapping[int, Delivery], totals: Sequence[Sequence[Tensor]]) -> None:
         """Launches the sums of all dtypes into ``totals``, for each owner the memory that it has for them."""

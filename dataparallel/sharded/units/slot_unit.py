@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
+from dataparallel.comm.streams.held import hold
 from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.sharded.units.buffers import FullBuffer, Layout, naming_out_of_memory
@@ -214,6 +215,8 @@ class SlotUnit:
                 gathered = full.fill()
                 if receiving is not None and gathered is not None:
                     wait_for([Event(stream) for stream in computing.values()], [receiving])
+                    if self._pull_event is not None:
+                        hold([gathered], self._pull_event)  # other devices have written to it
                 del gathered  # its memory belongs to the receiving stream
         self._pull_event = None
         self.is_full = True
@@ -251,6 +254,8 @@ class SlotUnit:
                 if self._pull_event is not None:  # a kernel may be writing to it
                     wait_for([self._pull_event], [self._memory_stream])
             for full in self._buffers:
+                if full.gathered is not None and self._pull_event is not None:
+                    hold([full.gathered], self._pull_event)
                 full.gathered = None  # its memory belongs to the receiving stream, which alone has used it
                 full.free()
             self._pull_event = self._sent_sources = self._memory_stream = None

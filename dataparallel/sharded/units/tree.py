@@ -8,7 +8,7 @@ inside it, and those of other threads at the same time. Their gradients are summ
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from dataparallel import _torch
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass, wait_for_passes
 from dataparallel.comm.streams.current import Event, GivenEvents, current_streams, streams_set
+from dataparallel.comm.streams.held import hold
 from dataparallel.devices import CPU
 from dataparallel.optimizer_steps import before_steps
 from dataparallel.profiling import stage
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 _PATIENCE = 0.25
 """Seconds after which a slot stops waiting if no slot has begun the backward of a unit or delivered gradients."""
+
+_HELD_DELIVERIES = 2
+"""Deliveries of a slot whose sums the host need not have seen end."""
 
 _MAY_WAIT_BYTES = 2**20
 """Bytes of a slot's gradients that may wait for another slot before the slot stops."""
@@ -70,6 +74,7 @@ class SumsOfPass:
     over_machines: SumsOverMachines | None = None
     callers: set[torch.Stream] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _released: dict[int, deque[Event]] = field(default_factory=dict)  # after the reads of a slot's last deliveries
 
     def hold_delivery(self, slot: int, delivery: Delivery, after_reads: Event | None) -> None:
         """Keeps a delivery until `release_deliveries`. ``after_reads``: an event after all reads of it."""
@@ -89,19 +94,37 @@ class SumsOfPass:
             return self.latest_sum
 
     def release_deliveries(self, slot: int) -> None:
-        """Makes the slot's computing stream wait for the sums that read its deliveries, and drops the deliveries."""
+        """Makes the slot's computing stream wait for the sums that read its deliveries, and drops the deliveries.
+
+        The memory is held until these sums are over. The host waits if it is so far ahead that gradients would pile up.
+        """
         with self._lock:
             deliveries = self.in_flight.pop(slot, [])
         for delivery, after_reads in deliveries:
             if after_reads is not None:
                 after_reads.make_wait(self.computing[delivery.device])
+                hold(delivery.memory, after_reads)
+                released = self._released.setdefault(slot, deque())
+                released.append(after_reads)
+                if len(released) > _HELD_DELIVERIES:
+                    oldest = released.popleft()
+                    if delivery.device.type == "cuda" and not oldest.has_passed():
+                        oldest.synchronize()
+
+    def _drop_deliveries(self) -> None:
+        """Drops all deliveries, once the computing streams wait for the sums that read them."""
+        for deliveries in self.in_flight.values():
+            for delivery, after_reads in deliveries:
+                if after_reads is not None:
+                    hold(delivery.memory, after_reads)
+        self.in_flight.clear()
 
     def drop_all(self) -> None:
         """Drops everything after a failure. The computing streams, which are current, wait for sums that read it."""
         self._make_computing_wait()
         if self.over_machines is not None:
             self.over_machines.fail_round(RuntimeError("its backward has failed, with an error that is shown there"))
-        self.in_flight.clear()
+        self._drop_deliveries()
         self.host_additions.clear()
         self.added_to.clear()
         self.summed.fail_pass()
@@ -130,7 +153,7 @@ class SumsOfPass:
     def wait_for_sums(self) -> None:
         """Makes the computing and callers' streams wait for all sums, adds sums on the host, and runs hooks."""
         self._make_computing_wait()
-        self.in_flight.clear()  # `latest_sum` comes after the sums that read these deliveries
+        self._drop_deliveries()
         self.added_to.clear()
         if self.over_machines is not None:
             self.over_machines.add_to_gradients(self.summed)

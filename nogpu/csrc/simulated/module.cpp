@@ -13,6 +13,7 @@
 #include "memory.h"
 #include "on_cpu.h"
 #include "recorded.h"
+#include "rows.h"
 #include "skipped.h"
 #include "stacks.h"
 
@@ -47,6 +48,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto now = counts::read();
     return std::make_pair(std::move(now.launches), std::move(now.copied));
   });
+  m.def("launch_rows", &launch_rows, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("default_generator", &default_generator);
 
   bind_clocks(m);

@@ -1,0 +1,67 @@
+"""`units_of` chooses the units of a model from its tree: ``fully_shard(model, units="auto")``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from torch import nn
+
+_UNITS = 16
+"""About as many units share the bytes of a model: enough that gathers and sums overlap with computation."""
+
+
+def units_of(model: nn.Module) -> list[list[nn.Module]]:
+    """Returns the modules of each unit, in the order of the model's tree. What is in none stays with the model.
+
+    A block is an element of a ``Sequential`` or ``ModuleList``. A large element in which blocks of one class repeat is
+    no block: these are. Neighbours in a list share a unit until they have a sixteenth of the model's bytes. A block is
+    left out if it shares a parameter with a module outside of it.
+    """
+    least = _bytes(model) // _UNITS
+    places = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    units: list[list[nn.Module]] = []
+    for siblings in _lists_of_blocks(model, 2 * least):
+        units.append([])
+        for block in siblings:
+            if _shares_parameters(block, places):
+                continue
+            if units[-1] and sum(map(_bytes, units[-1])) >= least:
+                units.append([])
+            units[-1].append(block)
+    return [unit for unit in units if unit]
+
+
+def _lists_of_blocks(module: nn.Module, most: int) -> Iterator[list[nn.Module]]:
+    """Yields the blocks of each list. Modules above ``most`` bytes are looked into, and lists that cannot be called."""
+    siblings: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList) or (_bytes(child) > most and _repeats(child)):
+            if siblings:
+                yield siblings
+                siblings = []
+            yield from _lists_of_blocks(child, most)
+        elif _is_list(module) and _bytes(child):
+            siblings.append(child)
+    if siblings:
+        yield siblings
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Sequential, nn.ModuleList))
+
+
+def _repeats(module: nn.Module) -> bool:
+    """True if a list below has neighbours of one class with parameters."""
+    lists: Sequence[nn.Module] = [below for below in module.modules() if _is_list(below)]
+    return any(type(one) is type(other) and _bytes(one) for below in lists for one, other in pairwise(below.children()))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _shares_parameters(module: nn.Module, places: Counter[int]) -> bool:
+    inside = Counter(id(parameter) for below in module.modules() for parameter in below._parameters.values())
+    return any(places[key] != count for key, count in inside.items() if key != id(None))

@@ -1,0 +1,193 @@
+"""Kernels that read peers serve where NVLink joins all devices and a check has passed; otherwise the log says why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dataparallel import comm
+from dataparallel.comm import peer_kernels, transport_choice
+from dataparallel.comm.kernels import DeviceTable
+from dataparallel.comm.peer_kernels import passes_check, why_not_by_default
+from dataparallel.comm.transport_choice import why_no_tables
+
+pytestmark = pytest.mark.slots(4)
+
+
+@pytest.fixture
+def devices(slots: list) -> list[torch.device]:
+    """Devices whose kernels can read peers."""
+    found = [*map(torch.device, slots)]
+    if (reason := why_no_tables(found)) is not None:
+        pytest.skip(reason)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def forgetful() -> Any:
+    """No test knows the results of another one's check."""
+    yield
+    peer_kernels.forget()
+    transport_choice.forget()
+
+
+@pytest.mark.devices("sim", "cuda")
+def test_the_check_passes_where_kernels_are_right(devices: list) -> None:
+    assert passes_check(devices)
+
+
+Launch = Callable[[DeviceTable, Sequence[Tensor], Any], None]
+
+
+def is_of(table: DeviceTable, device: torch.device) -> bool:
+    return table.device == device
+
+
+class Faults:
+    """Planted faults of a kernel. Each is one of ``DeviceTable.launch``."""
+
+    def __init__(self, right: Launch, bad: torch.device) -> None:
+        self._right, self._bad = right, bad
+        self._first: dict[int, list[Tensor]] = {}
+
+    def reads_stale_values(self, table: DeviceTable, tensors: Sequence[Tensor], shifts: Any = None) -> None:
+        """The device reads a peer's memory as it was at first."""
+        *terms, target = tensors
+        if is_of(table, self._bad):
+            terms = self._first.setdefault(id(table), [term.clone() for term in terms])
+            torch.accelerator.synchronize(self._bad)
+        self._right(table, [*terms, target], shifts)
+
+    def adds_in_another_order(self, table: DeviceTable, tensors: Sequence[Tensor], shifts: Any = None) -> None:
+        *terms, target = tensors
+        is_sum = len(terms) > len({term.device for term in terms})
+        slots = len({term.device for term in terms})
+        parts = len(terms) // slots
+        if is_sum and is_of(table, self._bad):
+            terms = [terms[slot * parts + at] for slot in reversed(range(slots)) for at in range(parts)]
+        self._right(table, [*terms, target], shifts)
+
+    def writes_nothing(self, table: DeviceTable, tensors: Sequence[Tensor], shifts: Any = None) -> None:
+        if not is_of(table, self._bad):
+            self._right(table, tensors, shifts)
+
+    def loses_a_part(self, table: DeviceTable, tensors: Sequence[Tensor], shifts: Any = None) -> None:
+        self._right(table, tensors, shifts)
+        if is_of(table, self._bad):
+            tensors[-1][-7:].zero_()
+
+
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.parametrize("fault", ["reads_stale_values", "adds_in_another_order", "writes_nothing", "loses_a_part"])
+def test_the_check_finds_a_device_whose_kernels_are_wrong(
+    fault: str, devices: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = getattr(Faults(DeviceTable.launch, devices[2]), fault)
+    monkeypatch.setattr(DeviceTable, "launch", lambda *arguments: wrong(*arguments))
+    assert not passes_check(devices)
+
+
+@pytest.mark.devices("stand-in")
+def test_after_a_check_that_failed_copies_serve_and_the_log_says_so_once(
+    devices: list, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer_kernels.forget()
+    transport_choice.forget()
+    monkeypatch.setattr(peer_kernels, "passes_check", lambda devices: False)
+    with caplog.at_level(logging.INFO, logger="dataparallel"):
+        for _ in range(2):
+            assert "have failed their check" in str(why_no_tables(devices))
+    assert len(caplog.records) == 1
+    with comm.using(transport="cupy"):
+        assert why_no_tables(devices) is None
+
+
+# ---- what is asked first ---------------------------------------------------------------------------------------------
+
+
+class Nvml:
+    """In place of ``pynvml``: which pairs NVLink joins."""
+
+    NVMLError = RuntimeError
+
+    def __init__(self, joined: Callable[[str, str], bool]) -> None:
+        self.joined = joined
+        self.is_on = False
+
+    def nvmlInit(self) -> None:
+        self.is_on = True
+
+    def nvmlShutdown(self) -> None:
+        self.is_on = False
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetP2PStatus(self, one: str, other: str, way: int) -> int:
+        assert self.is_on
+        assert way == 2, "by NVLink"
+        return 0 if self.joined(one, other) else 3
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml | None, str], list[torch.device]]:
+    """A function that makes a machine of four GPUs up, with this NVML and allocator."""
+
+    def make(nvml: Nvml | None, allocator: str = "native") -> list[torch.device]:
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"of-{device.index}")
+        )
+        monkeypatch.setattr(peer_kernels.importlib.util, "find_spec", lambda name: None if nvml is None else object())
+        monkeypatch.setattr(peer_kernels.importlib, "import_module", lambda name: nvml)
+        monkeypatch.setattr(peer_kernels, "passes_check", lambda devices: True)
+        peer_kernels.forget()
+        return [torch.device("cuda", index) for index in range(4)]
+
+    return make
+
+
+@pytest.mark.devices("cpu")
+class TestByDefault:
+    def test_they_serve_where_nvlink_joins_all_pairs(self, cuda: Any) -> None:
+        nvml = Nvml(lambda one, other: True)
+        assert why_not_by_default(cuda(nvml)) is None
+        assert not nvml.is_on
+
+    def test_one_pair_without_nvlink_is_a_reason(self, cuda: Any) -> None:
+        nvml = Nvml(lambda one, other: (one, other) != ("GPU-of-1", "GPU-of-3"))
+        assert why_not_by_default(cuda(nvml)) == "no NVLink joins cuda:1 and cuda:3"
+
+    def test_without_nvml_nobody_knows(self, cuda: Any) -> None:
+        assert "nvidia-ml-py is not installed" in str(why_not_by_default(cuda(None)))
+
+    def test_an_error_of_nvml_is_a_reason(self, cuda: Any) -> None:
+        def fails(one: str, other: str) -> bool:
+            raise RuntimeError("not supported")
+
+        nvml = Nvml(fails)
+        assert "NVML does not say whether NVLink joins the devices: not supported" in str(
+            why_not_by_default(cuda(nvml))
+        )
+        assert not nvml.is_on
+
+    def test_the_asynchronous_allocator_is_a_reason(self, cuda: Any) -> None:
+        assert "cudaMallocAsync" in str(why_not_by_default(cuda(Nvml(lambda *pair: True), "cudaMallocAsync")))
+
+
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.parametrize("transport", ["copy", "host"])
+def test_the_user_may_ask_for_copies(transport: str, devices: list) -> None:
+    with comm.using(transport=transport):
+        assert why_no_tables(devices) == f"{transport!r} was asked for"
+
+
+@pytest.mark.devices("cpu")
+def test_on_cpu_slots_there_are_none(slots: list) -> None:
+    assert "not two accelerators" in str(why_no_tables([*map(torch.device, slots)]))

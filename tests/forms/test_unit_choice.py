@@ -1,0 +1,128 @@
+"""``fully_shard(model, units="auto")`` finds the blocks of models that people use, and trains as one device does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel.composable import fully_shard
+from dataparallel.forms.unit_choice import units_of
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return x + self.mlp(x)
+
+
+class GPT(nn.Module):
+    """Blocks below a backbone, and a head that is tied to the embedding."""
+
+    def __init__(self, blocks: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.backbone = nn.Module()
+        self.backbone.embedding = nn.Embedding(11, width)
+        self.backbone.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.backbone.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.backbone.embedding(tokens)
+        for block in self.backbone.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def bottleneck(width: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width))
+
+
+ONLY_CPU = pytest.mark.devices("cpu")
+
+
+@ONLY_CPU
+def test_blocks_of_a_backbone_are_units_and_what_is_tied_stays() -> None:
+    model = GPT()
+    assert units_of(model) == [[block] for block in model.backbone.blocks]
+
+
+@ONLY_CPU
+def test_many_small_neighbours_share_a_unit() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(64)))
+    units = units_of(model)
+    assert [block for unit in units for block in unit] == [
+        layer for pair in model for layer in pair if layer is pair[0]
+    ]
+    assert 1 <= len(units) <= 64
+
+
+@ONLY_CPU
+def test_stages_of_blocks_are_looked_into() -> None:
+    """As in a ResNet: the blocks are units, and neither their stages nor their layers."""
+
+    class Bottleneck(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(32, 32, 3)
+            self.downsample = bottleneck(32)
+
+    stages = [nn.Sequential(*(Bottleneck() for _ in range(3))) for _ in range(4)]
+    model = nn.Sequential(nn.Conv2d(3, 32, 7), *stages, nn.Linear(32, 10))
+    blocks = {id(block) for stage in stages for block in stage}
+    chosen = [module for unit in units_of(model) for module in unit]
+    assert {id(module) for module in chosen} >= blocks
+    assert not any(isinstance(module, nn.BatchNorm2d) or module in stages for module in chosen)
+
+
+@ONLY_CPU
+def test_a_block_that_shares_a_parameter_is_left_to_the_model() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    assert units_of(model) == [[model[1]]]
+
+
+@ONLY_CPU
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Sequential(nn.ReLU())], ids=["one layer", "nothing"])
+def test_a_model_without_blocks_has_no_units_of_its_own(model: nn.Module) -> None:
+    assert units_of(model) == []
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_step_equals_one_device(reshard: bool, slots: list, root: torch.device) -> None:
+    torch.manual_seed(0)
+    model = GPT().double().to(root)
+    alone = copy.deepcopy(model)
+    fully_shard(model, devices=slots, units="auto", reshard_after_forward=reshard)
+    assert all(fully_shard.state(block) is not None for block in model.backbone.blocks)
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, alone)]
+    tokens = torch.randint(0, 11, (8, 5), device=root)
+    for _ in range(3):
+        for each, optimizer in zip((model, alone), optimizers, strict=True):
+            each(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().full_tensor(), theirs.detach(), atol=1e-9, rtol=1e-9)
+
+
+@ONLY_CPU
+@pytest.mark.parametrize("given", ["blocks", True, 3])
+def test_another_value_is_refused_before_anything_is_sharded(given: object, slots: list) -> None:
+    model = GPT()
+    with pytest.raises(ValueError, match='units is None, or "auto"'):
+        fully_shard(model, devices=slots, units=given)  # type: ignore[arg-type]
+    assert not any(fully_shard.state(module) for module in model.modules())
+
+
+@ONLY_CPU
+def test_a_list_of_modules_has_units_of_the_users_own(slots: list) -> None:
+    with pytest.raises(ValueError, match="for one module"):
+        fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)], devices=slots, units="auto")
