@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import threading
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from dataparallel.forks import in_forked_child
 _BY_NVLINK, _OK = 2, 0  # numbers, because some releases of pynvml have a wrong type for the names
 
 _ROUNDS = 3
-_ROWS = (700_001, 5, 0, 40_000)
-"""Elements of each owner's rows in the check: above 2 MiB, and such that most rows are not aligned to 16 bytes."""
+_NUMELS = (700_001, 5, 0, 40_003)
+"""Elements of the tensors in the check: above 2 MiB, and such that most rows are not aligned to 16 bytes."""
 
 _lock = threading.Lock()  # held by the thread that checks; other threads wait for its result
 _results: dict[tuple[torch.device, ...], bool] = {}
@@ -79,9 +79,11 @@ def passes_check(devices: Sequence[torch.device]) -> bool:
     """
     owners, random = len(devices), torch.Generator().manual_seed(0)
     parts, in_shard, in_full = [], 0, 0
-    for numel in _ROWS:
-        parts.append(Part(in_shard, in_full, (numel,) * (owners - 1) + (numel // 3,)))
-        in_shard, in_full = in_shard + numel, in_full + sum(parts[-1].counts)
+    for numel in _NUMELS:
+        each = -(-numel // owners)
+        cut = [min(owner * each, numel) for owner in range(owners + 1)]
+        parts.append(Part(in_shard, in_full, tuple(end - start for start, end in pairwise(cut))))
+        in_shard, in_full = in_shard + each, in_full + numel
     with streams_set({device: kept_stream(device, "peers are checked") for device in devices}):
         gathers = _Checked([all_gather(parts, slot) for slot in range(owners)], devices)
         sums = _Checked([reduce_scatter(parts, owner, owners) for owner in range(owners)], devices)

@@ -61,7 +61,8 @@ class Faults:
         *terms, target = tensors
         if is_of(table, self._bad):
             terms = self._first.setdefault(id(table), [term.clone() for term in terms])
-            torch.accelerator.synchronize(self._bad)
+            for term in terms:
+                torch.accelerator.synchronize(term.device)
         self._right(table, [*terms, target], shifts)
 
     def adds_in_another_order(self, table: DeviceTable, tensors: Sequence[Tensor], shifts: Any = None) -> None:

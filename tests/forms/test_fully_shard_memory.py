@@ -16,7 +16,7 @@ from dataparallel.composable import fully_shard
 from dataparallel.sharded import Shard
 from dataparallel.sharded.units import tree
 from dataparallel.sharded.units.buffers import FullBuffer
-from dataparallel.sharded.units.gradients import UnitGradients, UnitSums
+from dataparallel.sharded.units.gradients import UnitGradients
 from dataparallel.sharded.units.slot_unit import SlotUnit
 from dataparallel.sharded.units.tree import BackwardPass
 from freed_later import freed_later
@@ -406,8 +406,9 @@ def steps_of(model: nn.Module, x: Tensor) -> list[float]:
 @freed_later
 @pytest.mark.slots(4)
 @pytest.mark.parametrize("created_on", ["cpu", "meta"])
-def test_a_model_that_does_not_fit_on_one_device_trains_on_four(created_on, slots, root):
+def test_a_model_that_does_not_fit_on_one_device_trains_on_four(created_on, slots, root, monkeypatch):
     """One device has room for a step's shards and units, which is less than for the training on one device."""
+    monkeypatch.setattr(tree, "_PATIENCE", 30.0)  # on a busy machine a slot may lag
 
     def model_with_values() -> nn.Module:
         return deep(12).double()  # the losses go up and down so much that float32 is not enough to compare them
@@ -477,7 +478,7 @@ def take_room(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], unit: An
         ((SlotUnit, "_pull_from_owners"), "parameters"),
         ((FullBuffer, "allocate"), "parameters"),
         ((UnitGradients, "_packed"), "gradients"),
-        ((UnitSums, "add_up"), "summed gradients"),
+        ((UnitGradients, "memory_for_sums"), "summed gradients"),
     ],
     ids=["gather", "copy out", "gradients", "sum"],
 )

@@ -43,7 +43,7 @@ class Record:
             RootCall, "gather_for_backward", "backward", lambda call, slot_unit, *_: (slot_unit.slot, slot_unit.unit)
         )
         self._before(UnitGradients, "deliver", "deliver", lambda of, slot, grads, sums: (slot, of._unit))
-        self._before(UnitSums, "add_up", "sum", lambda of, found, sums, overwrite: ("sums", of._unit))
+        self._before(UnitSums, "add_up", "sum", lambda of, found, sums: ("sums", of._unit))
 
     def clear(self) -> None:
         self._lines: dict[Any, list[str]] = defaultdict(list)

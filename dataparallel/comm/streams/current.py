@@ -25,6 +25,7 @@ _STREAMS: Mapping[str, tuple[int, ...]] = {
     "flat buffers": (1,),
     "shards are cast": (1,),
     "calls meet": (1,),
+    "casts meet": (1,),
     "pulls meet": (0,),
     "sums meet": (1,),
     "hooks": (1,),

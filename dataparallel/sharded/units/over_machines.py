@@ -8,7 +8,7 @@ what the slots of each have summed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -173,6 +173,11 @@ class SourcesOverMachines:
         self._make = make
         self._gathers: list[Sequence[SourceOverMachines]] = []
         self._next = [0] * slots
+
+    def all(self) -> Iterator[SourceOverMachines]:
+        """Yields all sources of all gathers."""
+        for sources in self._gathers:
+            yield from sources
 
     def next_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[SourceOverMachines]:
         """Returns the sources of the slot's next gather, whose all-gather has been launched."""

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
 
 
-Purpose: TypeAlias = Literal["calls", "pulls", "deliveries", "sums"]
-"""Which events meet on one stream: the caller's before a call, pulls before writes, deliveries before sums, or sums."""
+Purpose: TypeAlias = Literal["calls", "casts", "pulls", "deliveries", "sums"]
+"""Which events meet on one stream: the caller's before a call, casts of shards before pulls and pulls before their end,
+pulls before writes, deliveries before sums, or sums."""
 
 
 class TreeStreams:
@@ -188,9 +190,11 @@ class PullSource:
     def __init__(self, unit: Unit, owned: OwnedShards, pulls: int) -> None:
         self._owned, self._pulls, self._dtype = owned, pulls, unit.dtype_on_slots(owned.dtype)
         self._streams, self._last_copies = unit.streams.casting, unit.binding.copies
+        self._meet = partial(unit.streams.meet, "casts")
         self._lock = threading.Lock()
         self._copies: list[Tensor] | None = None
         self._ready: dict[torch.device, Event] = {}
+        self._reads: list[Event] = []
 
     @property
     def is_plain(self) -> bool:
@@ -226,7 +230,9 @@ class PullSource:
             with torch.no_grad(), streams_set(self._streams):
                 yield
         finally:
-            self._ready = self._last_copies.record(self._streams)
+            ends = self._last_copies.record(self._streams)
+            joined = self._meet(ends.values())
+            self._ready = {} if joined is None else dict.fromkeys(ends, joined)
 
     def _copy(self) -> list[Tensor]:
         # A piece is sent before it is cast: a cast on the host would hold up this thread.
@@ -236,13 +242,23 @@ class PullSource:
         ]
 
     def end_pull(self, readers: Sequence[Event]) -> None:
-        """Ends the pull of a slot. The streams that own the copies wait for ``readers``, events after its reads."""
+        """Ends the pull of a slot. The streams that own the copies will wait for ``readers``, events after its reads."""
         with self._lock:
-            if self._ready:  # also if `_copies` was dropped meanwhile, because another slot has pulled twice
-                wait_for(readers, self._streams.values())
+            self._reads += readers
             self._pulls -= 1
-            if self._pulls <= 0:
-                self._copies = None
+            if self._pulls <= 0 or self._copies is None:  # the latter if another slot has pulled twice
+                self._let_go()
+
+    def drop(self) -> None:
+        """Drops the copies. A slot that pulls now ends as always."""
+        with self._lock:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drops the copies, under the lock. The streams that own them wait for all reads."""
+        if self._reads and self._ready and (reads := self._meet(self._reads)) is not None:
+            wait_for([reads], self._streams.values())
+        self._reads, self._copies = [], None
 
 
 def cut_of(parameter: ShardedTensor) -> Shard:

@@ -35,8 +35,8 @@ class SlotUnit:
     into the parameters' memory, else by copies into a matrix. `make_full` makes the computing stream wait for the
     pulls, and copies the parameters out of the matrix, if there is one. Reading a parameter without bytes crashes the
     process, so a replica's registries hold the sharded ones while the unit does not run. Memory is freed to the stream
-    it belongs to: the full buffer to the computing stream, after the pull and all uses, and the matrix to the receiving
-    stream, after an event at the end of the copy out.
+    it belongs to: what has been pulled to the receiving stream, after an event at the end of its use, and a full buffer
+    that was copied out of a matrix to the computing stream, which alone uses it.
 
     Attributes:
         parameters: the full ones, in the unit's order. `nodes.make_outputs` gives them a node of the graph.
@@ -65,7 +65,7 @@ class SlotUnit:
         self._pull_event: Event | None = None  # after the pulls of a gather that `make_full` has not finished
         self._sent_sources: Sequence[PullSource] | None = None  # other machines are sending; the slot pulls later
         self._last_stream: torch.Stream | None = None  # the computing stream that used the parameters last
-        self._memory_stream: torch.Stream | None = None  # the computing stream that their memory belongs to
+        self._memory_stream: torch.Stream | None = None  # the stream that their memory belongs to
         self._versions: list[int] = []  # versions of the sharded parameters that this slot's values come from
         self._full_versions: list[int] = []  # versions of the full parameters, which our own writes do not move
         self._overwritten_position: int | None = None  # of a full parameter that other code has written to
@@ -147,14 +147,14 @@ class SlotUnit:
         return True
 
     def _allocate_for_kernels(self) -> None:
-        """Gives the parameters memory if kernels pull into it. It belongs to the current stream, which computes."""
+        """Gives the parameters memory of the receiving stream if kernels pull into it."""
         receiving = self.unit.streams.receiving[self.slot]
         if self.unit.tables is None or receiving is None:
             return
-        for full in self._buffers:
-            full.allocate()
-        self._memory_stream = current_streams([self.device])[self.device]
-        Event(self._memory_stream).make_wait(receiving)  # earlier work there may still use this memory
+        with streams_set({self.device: receiving}):
+            for full in self._buffers:
+                full.allocate()
+        self._memory_stream = receiving
 
     def _pull(
         self,
@@ -248,11 +248,9 @@ class SlotUnit:
             if self._running_calls:
                 return
             self._note_overwritten()
-            if self._memory_stream is not None:
-                if self.is_full and self._last_stream is not None and self._last_stream != self._memory_stream:
-                    wait_for([Event(self._last_stream)], [self._memory_stream])
-                if self._pull_event is not None:  # a kernel may be writing to it
-                    wait_for([self._pull_event], [self._memory_stream])
+            used, home = self._last_stream, self._memory_stream
+            if self.is_full and used is not None and home is not None and used != home:
+                wait_for([Event(used)], [home])
             for full in self._buffers:
                 if full.gathered is not None and self._pull_event is not None:
                     hold([full.gathered], self._pull_event)

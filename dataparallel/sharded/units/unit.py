@@ -371,7 +371,10 @@ class Unit(UnitSettings):
     def _renew_sources(self, pulls: int) -> None:
         """Drops all sources, so that shards are cast or sent again for the next ``pulls`` slots."""
         with self._lock:
+            sources, over_machines = self._sources, self._sources_over_machines
             self._sources, self._sources_over_machines, self._pulls = [], None, pulls
+        for source in (*sources, *(over_machines.all() if over_machines is not None else ())):
+            source.drop()
 
     # ---- a call or a pass of backward --------------------------------------------------------------------------------
 

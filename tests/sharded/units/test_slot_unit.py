@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from clocked import check_clocks
-from dataparallel import comm
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
-from dataparallel.sharded.units import buffers
+from dataparallel.sharded.units.buffers import FullBuffer
 from dataparallel.sharded.units.shards import wait_for
 from dataparallel.sharded.units.slot_unit import SlotUnit
 from dataparallel.sharded.units.unit import Precision, Unit
@@ -59,15 +58,20 @@ def assert_full(slot_unit: SlotUnit, expected: list[Tensor]) -> None:
 
 @pytest.fixture
 def pulls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For each pull the number of pieces."""
+    """For each pull, by a kernel or by copies, the number of pieces."""
     made: list[int] = []
+    by_copies, by_kernel = FullBuffer.pull, FullBuffer.pull_by
 
-    def copy_each(targets: Any, sources: Any) -> None:
-        made.append(len(targets))
-        real(targets, sources)
+    def pull(self: FullBuffer, pieces: Any, *others: Any) -> None:
+        made.append(len(pieces))
+        by_copies(self, pieces, *others)
 
-    real = comm.copy_each
-    monkeypatch.setattr(buffers.comm, "copy_each", copy_each)
+    def pull_by(self: FullBuffer, table: Any, pieces: Any, *others: Any) -> None:
+        made.append(len(pieces))
+        by_kernel(self, table, pieces, *others)
+
+    monkeypatch.setattr(FullBuffer, "pull", pull)
+    monkeypatch.setattr(FullBuffer, "pull_by", pull_by)
     return made
 
 
