@@ -122,7 +122,7 @@ class Meeting:
     Attributes:
         machines: a ``machines.peer_rounds.PeerCall`` if the form of the call spans machines.
         scheduler: runs the replicas; set before the first of them starts.
-        is_serial: the user asks for replicas in the calling thread. They can meet, but none waits for free memory.
+        is_serial: the user asks for replicas in the calling thread.
         records: true if each ``forward`` begins with gradients on.
         hooks: the saved-tensor hooks with which each ``forward`` begins, if there are any.
 

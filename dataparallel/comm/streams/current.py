@@ -361,12 +361,6 @@ class PieceStreams:
         for device in self._streams:
             self._make_current(device, 0)
 
-    def order(self, device: torch.device, first: int, then: int) -> None:
-        """Makes stream ``then`` of the device wait for all that stream ``first`` has been given."""
-        streams = self.of_device(device)
-        if len(streams) > 1:
-            streams[then % len(streams)].wait_stream(streams[first % len(streams)])
-
     def use(self, device: torch.device, number: int) -> None:
         """Makes stream ``number``, modulo the number of streams, of the device current. On the CPU it does nothing."""
         if device in self._streams:

@@ -242,7 +242,7 @@ class PullSource:
         ]
 
     def end_pull(self, readers: Sequence[Event]) -> None:
-        """Ends the pull of a slot. The streams that own the copies will wait for ``readers``, events after its reads."""
+        """Ends the pull of a slot. The streams that own the copies wait for ``readers``, events after its reads."""
         with self._lock:
             self._reads += readers
             self._pulls -= 1

@@ -1,0 +1,91 @@
+"""``torch.sim.launch_rows``: a kernel that reads peers is one launch, with bytes by peer; clocks see all of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from clocked import check_clocks, counted
+
+pytestmark = [pytest.mark.devices("sim"), pytest.mark.slots(3)]
+
+
+def rows(*given: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(given, dtype=torch.int64)
+
+
+def settle(slots: list) -> None:
+    for slot in slots:
+        torch.sim.synchronize(slot)
+
+
+def test_rows_are_copied_and_added(slots: list) -> None:
+    terms = [torch.arange(6.0, device=slot) * 10**at for at, slot in enumerate(slots)]
+    target = torch.zeros(5, device=slots[1])
+    settle(slots)
+    table = rows((3, 1, 2, 0, 4, 1, 0, 2, 2), (3, 4, 1, 0, 0, 1, 0, 2, 1))
+    torch.sim.launch_rows("sum", table, [*terms, target])
+    assert target.tolist() == [0, 4 + 0 + 200, 5 + 10 + 300, 0, 0 + 0 + 100]
+    torch.sim.launch_rows("copy", rows((1, 0, 3, 0, 2)), [terms[2], target], [1, 2])
+    assert target.tolist()[2:] == [300, 400, 500]
+
+
+def test_a_term_that_is_missing_is_left_out(slots: list) -> None:
+    term, target = torch.ones(1, device=slots[1]), torch.full((2,), 7.0, device=slots[0])
+    settle(slots)
+    table = rows((2, 0, 1, 0, 0, 1, 0), (2, 1, 1, 1, 0, 1, 0))
+    torch.sim.launch_rows("sum", table, [term, None, target])
+    assert target.tolist() == [1, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_16_bits_are_rounded_once(dtype: torch.dtype, slots: list) -> None:
+    terms = [torch.tensor([1 + 2.0**-8 * at], dtype=dtype, device=slot) for at, slot in enumerate(slots)]
+    expected = sum(term.float().item() for term in terms)
+    settle(slots)
+    for result in (dtype, torch.float32):
+        target = torch.zeros(1, dtype=result, device=slots[0])
+        torch.sim.launch_rows("sum", rows((3, 0, 1, 0, 0, 1, 0, 2, 0)), [*terms, target])
+        assert target.item() == torch.tensor(expected).to(result).item()
+
+
+def test_it_is_one_launch_with_the_bytes_of_each_peer(slots: list) -> None:
+    terms = [torch.ones(8, device=slot) for slot in slots]
+    target = torch.zeros(8, device=slots[0])
+    settle(slots)
+    with counted() as counts:
+        torch.sim.launch_rows("sum", rows((3, 0, 4, 0, 0, 1, 0, 2, 0)), [*terms, target])
+    assert [counts.launches[slot.index] for slot in slots] == [1, 0, 0]
+    assert counts.copied == {(slots[1].index, slots[0].index): 16, (slots[2].index, slots[0].index): 16}
+
+
+def test_a_read_that_nothing_orders_is_a_race(slots: list) -> None:
+    source, target = torch.ones(4, device=slots[1]), torch.zeros(4, device=slots[0])
+    settle(slots)
+    source.add_(1)
+    with pytest.raises(RuntimeError, match="race: pull reads its argument 'term' in sim:1"):
+        torch.sim.launch_rows("pull", rows((1, 0, 4, 0, 0)), [source, target])
+    torch.sim.synchronize(slots[1])
+    torch.sim.launch_rows("pull", rows((1, 0, 4, 0, 0)), [source, target])
+    with pytest.raises(RuntimeError, match=r"race: aten::add_.*pull"):
+        source.add_(1)
+    torch.sim.synchronize(slots[0])
+    check_clocks()
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (torch.zeros(1, 5), "an? contiguous int64 matrix"),
+        (torch.zeros(1, 4, dtype=torch.int64), "with a target and at least one term"),
+    ],
+)
+def test_other_tables_are_refused(table: torch.Tensor, message: str, slots: list) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        torch.sim.launch_rows("copy", table, [torch.ones(1, device=slots[0])])
+
+
+def test_targets_are_on_one_device(slots: list) -> None:
+    one, other = torch.ones(1, device=slots[0]), torch.ones(1, device=slots[1])
+    with pytest.raises(RuntimeError, match="all targets are on one device"):
+        torch.sim.launch_rows("copy", rows((0, 0, 1, 1, 0), (1, 0, 1, 0, 0)), [one, other])
