@@ -57,6 +57,7 @@ def test_it_is_one_launch_with_the_bytes_of_each_peer(slots: list) -> None:
         torch.sim.launch_rows("sum", rows((3, 0, 4, 0, 0, 1, 0, 2, 0)), [*terms, target])
     assert [counts.launches[slot.index] for slot in slots] == [1, 0, 0]
     assert counts.copied == {(slots[1].index, slots[0].index): 16, (slots[2].index, slots[0].index): 16}
+    settle(slots)
 
 
 def test_a_read_that_nothing_orders_is_a_race(slots: list) -> None:
