@@ -24,7 +24,7 @@ from torch.autograd import profiler
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type[list[Any]])
 
-TRIED = ("2.11", "2.13", "2.15")
+TRIED = ("2.11", "2.13", "2.14", "2.15")
 """Releases of torch that have all names."""
 
 

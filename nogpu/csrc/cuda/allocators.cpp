@@ -118,7 +118,6 @@ class PinnedMemory final : public at::HostAllocator {
   void reset_peak_stats() override {
     torchs_->reset_peak_stats();
   }
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
   void begin_allocate_to_pool(c10::MempoolId_t pool, std::function<bool(c10::Stream)> filter) override {
     torchs_->begin_allocate_to_pool(pool, std::move(filter));
   }
@@ -128,6 +127,7 @@ class PinnedMemory final : public at::HostAllocator {
   void release_pool(c10::MempoolId_t pool) override {
     torchs_->release_pool(pool);
   }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
   void record_history(bool enabled, c10::CachingDeviceAllocator::CreateContextFn recorder, size_t most,
                       c10::CachingDeviceAllocator::RecordContext when, bool clear) override {
     torchs_->record_history(enabled, recorder, most, when, clear);

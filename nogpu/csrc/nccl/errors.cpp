@@ -25,8 +25,10 @@ const char* plain_words(ncclResult_t result) {
       return "remote process exited or there was a network error";
     case ncclInProgress:
       return "NCCL operation in progress";
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 30, 0) // torch 2.13 comes with 2.29
     case ncclTimeout:
       return "timeout";
+#endif
     default:
       return "unknown result code";
   }

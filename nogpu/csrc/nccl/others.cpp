@@ -106,11 +106,6 @@ ncclResult_t ncclCommResume(ncclComm_t comm) {
   return known("ncclCommResume", comm) ? ncclSuccess : ncclInvalidArgument;
 }
 
-ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t, uint64_t* value) {
-  *value = 0;
-  return known("ncclCommMemStats", comm) ? ncclSuccess : ncclInvalidArgument;
-}
-
 ncclResult_t ncclCommGetUniqueId(ncclComm_t, ncclUniqueId*) {
   return refuse("ncclCommGetUniqueId");
 }
@@ -133,9 +128,15 @@ ncclResult_t ncclPutSignal(const void*, size_t, ncclDataType_t, int, ncclWindow_
 ncclResult_t ncclSignal(int, int, int, unsigned int, ncclComm_t, cudaStream_t) {
   return refuse("ncclSignal");
 }
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 29, 0) // torch 2.11 comes with 2.28
+ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t, uint64_t* value) {
+  *value = 0;
+  return known("ncclCommMemStats", comm) ? ncclSuccess : ncclInvalidArgument;
+}
 ncclResult_t ncclWaitSignal(int, ncclWaitSignalDesc_t*, ncclComm_t, cudaStream_t) {
   return refuse("ncclWaitSignal");
 }
+#endif
 
 // Declared in headers for kernels that call NCCL, which are not included: nothing looks at the arguments.
 ncclResult_t ncclDevCommCreate(ncclComm_t, const void*, void*) {
