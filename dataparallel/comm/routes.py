@@ -19,7 +19,7 @@ from dataparallel.comm.transport import Transport, summed_in
 _ALIGNED = 128
 """Pieces begin at multiples of this number of elements, where a load or store of any width may begin."""
 
-_PIECE_BYTES = 4 * 2**20
+_PIECE_BYTES = 12 * 2**20
 """The size of a piece. With few pieces the last device waits long for the first one; with many each launch counts."""
 
 _MOST_PIECES = 16
