@@ -151,17 +151,14 @@ class GraphedReplicas:
                 captures.say(reason)
         return reason is None
 
-    def attach_all(self, plan: ModulePlan, replicas: Sequence[nn.Module], copies: Sequence[list[Tensor]]) -> None:
-        """Makes new replicas of a plan launch graphs. ``copies``: their parameters and buffers.
+    def attach_all(self, replicas: Sequence[nn.Module], copies: Sequence[list[Tensor]]) -> None:
+        """Makes new replicas of a plan that was prepared launch graphs. ``copies``: their parameters and buffers.
 
         Graphs of an earlier replica of a slot are launched for this one if it has the same tensors.
         """
-        devices = [tensors[0].device for tensors in copies if tensors]
-        if not self.prepare(plan, devices) or len(devices) < len(copies):
-            return
         for slot, (replica, tensors) in enumerate(zip(replicas, copies, strict=True)):
             captures = self._captures[slot]
-            if any(tensor.device != devices[slot] for tensor in tensors):
+            if any(tensor.device != captures.replica.device for tensor in tensors):
                 captures.say("it has tensors on several devices")
                 continue
             former = self._tensors.get(slot, [])

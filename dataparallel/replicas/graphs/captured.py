@@ -246,11 +246,12 @@ class Captured:
 
     def _capture_forward(self, pieces: CapturedPieces, arguments: Structure) -> None:
         places: dict[int, Tensor] = {}
+        # Not inside the capture: with deterministic algorithms torch fills new memory, and each launch would do so too.
+        for leaf in arguments.leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in places:
+                place = torch.empty_like(leaf, requires_grad=False)
+                places[id(leaf)] = place.requires_grad_(leaf.requires_grad and self._records)
         with self._pool.captures(self._forward), pieces.capturing():
-            for leaf in arguments.leaves:
-                if isinstance(leaf, Tensor) and id(leaf) not in places:
-                    place = torch.empty_like(leaf, requires_grad=False)
-                    places[id(leaf)] = place.requires_grad_(leaf.requires_grad and self._records)
             given = [places.get(id(leaf), leaf) for leaf in arguments.leaves]
             args, kwargs = arguments.with_leaves(given)
             before = Structure(Arguments((args, kwargs)), "arguments", self._device)
