@@ -169,41 +169,36 @@ class ForwardReads:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        fixed: list[tuple[str, Hashable]] = []
+        self._modules: list[tuple[str, Hashable]] = []
         self._attributes: list[tuple[str, Any]] = []
         for name, module in root.named_modules():
             path = name or "the module"
             call = compiled_call(module)
-            fixed.append((path, (type(module), ByIdentity(None if call is None else call.functions))))
-            for key, value in vars(module).items():
-                if key not in _NOT_READ and not isinstance(value, CompiledCall):
-                    fixed.append((f"{path}.{key}", _of_value(f"{path}.{key}", value)))
-                    self._attributes.append((f"{path}.{key}", value))
-        self._fixed = HashedTuple(fixed)
-        self._look_inside()
+            self._modules.append((path, (type(module), ByIdentity(None if call is None else call.functions))))
+            read = [(key, value) for key, value in vars(module).items() if key not in _NOT_READ]
+            self._attributes += [(f"{path}.{key}", value) for key, value in read if not isinstance(value, CompiledCall)]
+        self._look()
         self._reached = _reached_by(root)
 
-    def _look_inside(self) -> None:
-        self._inside: list[tuple[Any, list[tuple[str, Any]]]] = []
-        found: list[tuple[str, Hashable]] = []
-        done: set[int] = set()
+    def _look(self) -> None:
+        inside, found, done = list[tuple[Any, list[tuple[str, Any]]]](), [*self._modules], set[int]()
 
         def look(path: str, value: Any, is_on_object: bool) -> None:
+            found.append((path, _of_value(path, value)))
             is_object = not isinstance(value, _TRANSPARENT) and container_of(value) is None
             is_end = is_object and (is_on_object or isinstance(value, _NOT_ENTERED))
             if is_end or id(value) in done or _is_plain(value):
                 return
             done.add(id(value))
-            self._inside.append((value, items := _items_of(value)))
+            inside.append((value, items := _items_of(value)))
             for key, each in items:
-                found.append((path + key, _of_value(path + key, each)))
                 look(path + key, each, is_on_object or is_object)
 
         for path, value in self._attributes:
             look(path, value, False)
-        self._values = HashedTuple(found)
+        self._inside, self._values = inside, HashedTuple(found)  # not before all has been looked at
 
-    def now(self) -> tuple[HashedTuple, ...]:
+    def now(self) -> HashedTuple:
         """What a graph depends on. It is made anew for what can change in place.
 
         Raises:
@@ -214,9 +209,9 @@ class ForwardReads:
             if len(items) != len(before) or not all(
                 a[0] == b[0] and a[1] is b[1] for a, b in zip(items, before, strict=True)
             ):
-                self._look_inside()
+                self._look()
                 break
-        return self._fixed, self._values
+        return self._values
 
     def reached(self) -> list[list[ByIdentity]]:
         """What is in global lists, dicts and sets, and in enclosed ones, for a comparison."""

@@ -403,6 +403,22 @@ class TestWhatAForwardReads:
         network = compare(form, slots[:1], root, lambda: Head(run, held=held()), steps)
         assert captured(network) >= STEPS
 
+    def test_a_tensor_that_comes_later_refuses_from_then_on(self, form: Form, slots: list, root: torch.device) -> None:
+        def run(self: Head, x: Tensor) -> Tensor:
+            return self.lin(x) * self.held.get("scale", x).sum()
+
+        def steps(network: Any, module: Any) -> Any:
+            found = losses(network, module)
+            module.held["scale"] = torch.ones(4, dtype=torch.double, device=root)
+            for _ in range(2):
+                found += losses(network, module)
+                module.held["scale"].mul_(2)
+            return found
+
+        network = compare(form, slots[:1], root, lambda: Head(run, held={}), steps)
+        assert 0 < captured(network) < STEPS
+        assert reasons(network) == {'the module.held["scale"] is a Tensor, which is no buffer'}
+
     @pytest.mark.parametrize(
         ("value", "words"),
         [
