@@ -207,7 +207,9 @@ def check(form: Form, slots: list, layers: list[str], output: str, steps: list[s
     expected, found = (
         Training(form, slots, (["linear", *layers], output), graphs).run(steps) for graphs in (False, True)
     )
-    exact = "two" not in steps  # gradients of two graphs are added in the order of these graphs
+    # Gradients of two graphs are added in the order of these graphs, and those of two pieces in the order of pieces.
+    uses_of_table = layers.count("view") + (output == "parameter")
+    exact = "two" not in steps and layers.count("norm") < 2 and uses_of_table < 2
 
     def same(old: Tensor | None, new: Tensor | None) -> bool:
         if old is None or new is None:
