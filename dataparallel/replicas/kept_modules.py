@@ -42,7 +42,7 @@ class KeptModules:
             for tensors, expected in zip(copies, self._expected, strict=True)
         ]
         if graphs is not None:
-            graphs.attach_all(plan, self._replicas, copies)
+            graphs.attach_all(self._replicas, copies)
         self._tables = [_Tables(plan, replica) for replica in self._replicas]
         self._is_leased = False
 

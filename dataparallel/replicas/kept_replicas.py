@@ -214,8 +214,8 @@ class KeptReplicas:
         copies = constant_copies(plan, slots, cap_bytes)
         replicas = build_replicas(plan, copies, False, None)
         graphs = None if self.graphs is None else self.graphs.another()
-        if graphs is not None:
-            graphs.attach_all(plan, replicas, copies)
+        if graphs is not None and graphs.prepare(plan, slots):
+            graphs.attach_all(replicas, copies)
         new_set = _FrozenSet(network, slots, replicas, plan, graphs)
         # A set for fewer slots was made for a smaller batch. It is dropped if the new set serves its calls too.
         self._frozen_sets = [kept for kept in self._frozen_sets if not (kept.is_free and kept.is_covered_by(new_set))]
@@ -243,7 +243,8 @@ class KeptReplicas:
             return build_replicas(plan, copies, record, arrivals)
         replicas = self._tensors.replicas
         if replicas is None or not replicas.serves(plan, len(slots), arrivals):
-            replicas = self._tensors.replicas = KeptModules(plan, copies, arrivals, self.graphs)
+            graphs = self.graphs if self.graphs is not None and self.graphs.prepare(plan, slots) else None
+            replicas = self._tensors.replicas = KeptModules(plan, copies, arrivals, graphs)
         return replicas.lease(copies, arrivals)
 
 

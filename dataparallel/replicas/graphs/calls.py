@@ -48,12 +48,9 @@ MOST_STATES = 4
 """How many states of a replica have captures: settings, and what its forward reads besides arguments."""
 
 MOST_TRIES = 4
-"""How often a capture of one kind may fail, or soon have no use, before the kind runs as it is."""
+"""How often a capture of one kind may fail, or soon have no use, before the kind runs as it is.
 
-MOST_DRAWS = 8
-"""A replica is not captured after so many calls in which the host has drawn random numbers.
-
-In fewer calls another thread may have drawn them.
+Calls in which the host has drawn random numbers, perhaps for another thread, count too.
 """
 
 MOST_NEW_KINDS = 8
@@ -87,27 +84,6 @@ def check_graphs(
     return bool(slots) and not without
 
 
-@dataclass
-class GraphedReplica:
-    """What has been captured of one replica.
-
-    Attributes:
-        device: of the replica.
-        captures: how many captures there are, of a forward with its backward, if it has one.
-        launches: how often captures were launched.
-        reasons: why calls run as they are, other than to warm up.
-    """
-
-    device: torch.device
-    captures: int = 0
-    launches: int = 0
-    reasons: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        reasons = "".join(f"; runs as it is: {reason}" for reason in self.reasons)
-        return f"the replica on {self.device}: {self.captures} captures, {self.launches} launches{reasons}"
-
-
 class GraphedReplicas:
     """The captured graphs of one module's replicas. Copying or unpickling gives an empty one.
 
@@ -115,8 +91,7 @@ class GraphedReplicas:
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[int, list[Tensor]] = {}
-        self._captures: dict[int, _Captures] = {}
+        self._own: dict[int, GraphedReplica] = {}
         self._said: set[str] = set()
         self._others: WeakMembers[GraphedReplicas] = WeakMembers()
 
@@ -126,8 +101,7 @@ class GraphedReplicas:
     @property
     def replicas(self) -> list[GraphedReplica]:
         """What has been captured, and what cannot be, for each replica."""
-        own = [captures.replica for captures in self._captures.values()]
-        return [*own, *(replica for other in self._others for replica in other.replicas)]
+        return [*self._own.values(), *(replica for other in self._others for replica in other.replicas)]
 
     def another(self) -> GraphedReplicas:
         """Graphs of other replicas of the same module. Its `replicas` are among those of this object."""
@@ -146,32 +120,26 @@ class GraphedReplicas:
                 entry.compiled.functions.are_captured = True
         reason = _why_none(plan)
         for slot, device in enumerate(slots):
-            captures = self._captures.setdefault(slot, _Captures(device, self._said))
+            graphed = self._own.setdefault(slot, GraphedReplica(device, self._said))
             if reason is not None:
-                captures.say(reason)
+                graphed.say(reason)
         return reason is None
 
-    def attach_all(self, plan: ModulePlan, replicas: Sequence[nn.Module], copies: Sequence[list[Tensor]]) -> None:
-        """Makes new replicas of a plan launch graphs. ``copies``: their parameters and buffers.
+    def attach_all(self, replicas: Sequence[nn.Module], copies: Sequence[list[Tensor]]) -> None:
+        """Makes new replicas of a plan that was prepared launch graphs. ``copies``: their parameters and buffers.
 
         Graphs of an earlier replica of a slot are launched for this one if it has the same tensors.
         """
-        devices = [tensors[0].device for tensors in copies if tensors]
-        if not self.prepare(plan, devices) or len(devices) < len(copies):
-            return
         for slot, (replica, tensors) in enumerate(zip(replicas, copies, strict=True)):
-            captures = self._captures[slot]
-            if any(tensor.device != devices[slot] for tensor in tensors):
-                captures.say("it has tensors on several devices")
+            graphed = self._own[slot]
+            if any(tensor.device != graphed.device for tensor in tensors):
+                graphed.say("it has tensors on several devices")
                 continue
-            former = self._tensors.get(slot, [])
-            if len(former) != len(tensors) or not all(map(is_, former, tensors)):
-                captures.clear()
-                self._tensors[slot] = tensors
+            graphed.serve(tensors)
             try:
-                vars(replica)[CALL] = _GraphedCall(replica, captures)
+                vars(replica)[CALL] = _GraphedCall(replica, graphed)
             except CannotBeCaptured as error:
-                captures.say(str(error))
+                graphed.say(str(error))
 
 
 def _why_none(plan: ModulePlan) -> str | None:
@@ -198,8 +166,8 @@ def _why_none(plan: ModulePlan) -> str | None:
 class _GraphedCall:
     """Calls a replica by its graphs. It refers to the replica weakly, because the replica holds it."""
 
-    def __init__(self, module: nn.Module, captures: _Captures) -> None:
-        self._module, self._captures = weakref.ref(module), captures
+    def __init__(self, module: nn.Module, graphed: GraphedReplica) -> None:
+        self._module, self._graphed = weakref.ref(module), graphed
         self.compiled = compiled_call(module)
         self.reads = ForwardReads(module)
         # Their lookups wait for parameters that are on their way. A graph looks nothing up.
@@ -210,7 +178,7 @@ class _GraphedCall:
         module: Any = self._module()
         if _torch.is_in_backward():  # a checkpoint runs a forward again, and has to find the same operators
             return call_inside(module, *args, **kwargs)
-        return self._captures.call(self, module, args, kwargs)
+        return self._graphed.call(self, module, args, kwargs)
 
 
 @dataclass
@@ -218,42 +186,56 @@ class _CallKind:
     """Calls of one kind.
 
     Attributes:
-        calls: how many ran as they are, without those in ``draws``.
-        draws: in how many the host has drawn random numbers.
+        calls: how many ran as they are, and the host has drawn no random numbers meanwhile.
         threads: in which they ran. Libraries of CUDA have handles for each thread, and make them lazily.
-        tries: how many captures failed, or were of no use soon.
+        tries: how often a capture failed, or was of no use soon, or the host has drawn random numbers.
     """
 
     state: Hashable
     calls: int = 0
-    draws: int = 0
     threads: weakref.WeakSet[threading.Thread] = field(default_factory=weakref.WeakSet)
     tries: int = 0
     is_refused: bool = False
     captured: Captured | None = None
 
 
-class _Captures:
-    """The captures of one replica, for each kind of call. Any thread may call it."""
+class GraphedReplica:
+    """What has been captured of one replica, for each kind of call. Any thread may call it.
+
+    Attributes:
+        device: of the replica.
+        launches: how often captures were launched.
+        reasons: why calls run as they are, other than to warm up.
+    """
 
     def __init__(self, device: torch.device, said: set[str]) -> None:
-        self.replica = GraphedReplica(device)
+        self.device, self.launches, self.reasons = device, 0, list[str]()
         self._said = said
+        self._tensors: Sequence[Tensor] = ()
         self._kinds: dict[Hashable, _CallKind] = {}  # in the order of their last calls
         self._free: list[Pool] = []
         self._last: Sequence[Any] = ()
         self._new_kinds = 0
         self._busy = threading.Lock()
 
-    def clear(self) -> None:
-        """Drops all captures."""
-        self._kinds.clear()
-        self.replica.captures = self._new_kinds = 0
+    @property
+    def captures(self) -> int:
+        """How many captures there are, of a forward with its backward, if it has one."""
+        return sum(kind.captured is not None for kind in [*self._kinds.values()])
+
+    def __str__(self) -> str:
+        reasons = "".join(f"; runs as it is: {reason}" for reason in self.reasons)
+        return f"the replica on {self.device}: {self.captures} captures, {self.launches} launches{reasons}"
+
+    def serve(self, tensors: Sequence[Tensor]) -> None:
+        """Drops all captures if they are not of a replica with these tensors."""
+        if len(self._tensors) != len(tensors) or not all(map(is_, self._tensors, tensors)):
+            self._tensors, self._kinds, self._new_kinds = tensors, {}, 0
 
     def say(self, reason: str) -> None:
         """Notes and logs, once, why calls run as they are."""
-        if reason not in self.replica.reasons:
-            self.replica.reasons.append(reason)
+        if reason not in self.reasons:
+            self.reasons.append(reason)
         if reason not in self._said:
             self._said.add(reason)
             log.warning(f"replicas run without a graph: {reason}")
@@ -267,15 +249,15 @@ class _Captures:
             return call_inside(module, *args, **kwargs)
         try:
             try:
-                arguments = Structure(Arguments((args, kwargs)), "arguments", self.replica.device)
-                state = (*made.reads.now(), *settings())
+                arguments = Structure(Arguments((args, kwargs)), "arguments", self.device)
+                state = (made.reads.now(), *settings())
                 kind = self._kind_of(state, (*state, *arguments.kinds()))
                 captured = self._captured(kind, module, arguments)
             except CannotBeCaptured as error:
                 self.say(str(error))
                 return call_inside(module, *args, **kwargs)
             if captured is not None:
-                self.replica.launches += 1
+                self.launches += 1
                 return captured.launch(arguments.leaves, made.late)
             if kind.is_refused or kind.captured is not None:
                 return call_inside(module, *args, **kwargs)
@@ -290,7 +272,7 @@ class _Captures:
             self.say(difference(self._last, key))
         self._last = key
         while len(self._kinds) >= _MOST_KINDS:
-            self._drop(self._kinds.pop(next(iter(self._kinds))))
+            del self._kinds[next(iter(self._kinds))]
         found = self._kinds[key] = kind or _CallKind(state)
         return found
 
@@ -298,21 +280,20 @@ class _Captures:
         """The capture to launch, which is made if it is time; ``None`` if the call runs as it is."""
         if kind.captured is not None and not kind.captured.still_fits():
             self._use_failed(kind, kind.captured.launches < MOST_TRIES, "its parameters are elsewhere in each call")
-            self._drop(kind)
+            kind.captured = None
         if kind.captured is None:
             is_warm = kind.calls >= WARM_UP and threading.current_thread() in kind.threads
             if kind.is_refused or not is_warm or not self._has_room(kind):
                 return None
             try:
                 # Inside the lock: a capture that has begun waits for nobody who compiles.
-                kind.captured = compile_lock.run_inside(Captured, module, arguments, self.replica.device, self._free)
+                kind.captured = compile_lock.run_inside(Captured, module, arguments, self.device, self._free)
             except CannotBeCaptured as error:
                 kind.is_refused = error.is_final
                 if not error.is_final:
                     self._use_failed(kind, True, str(error))
                     return None
                 raise
-            self.replica.captures += 1
         if kind.captured.is_waiting:
             return None
         compile_lock.run_inside(kind.captured.record_what_was_missed)
@@ -332,34 +313,30 @@ class _Captures:
         states = [*dict.fromkeys(other.state for other in reversed(alive) if other.state != kind.state)]
         for other in alive:
             if other.state in states[MOST_STATES - 1 :]:
-                self._drop(other)
+                other.captured = None
         return True
-
-    def _drop(self, kind: _CallKind) -> None:
-        self.replica.captures -= kind.captured is not None
-        kind.captured = None
 
     def _warm_up(
         self, made: _GraphedCall, kind: _CallKind, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         state, reached = TreeState([*module.modules()], _torch.REGISTRIES), made.reads.reached()
         generators = host_generators()
-        before = Structure(Arguments((args, kwargs)), "arguments", self.replica.device)
+        before = Structure(Arguments((args, kwargs)), "arguments", self.device)
         output = call_inside(module, *args, **kwargs)
         kind.threads.add(threading.current_thread())
         try:
-            if not before.is_as(Structure(Arguments((args, kwargs)), "arguments", self.replica.device)):
+            if not before.is_as(Structure(Arguments((args, kwargs)), "arguments", self.device)):
                 raise CannotBeCaptured("its forward writes into a dict or list among its arguments")
             if not state.is_unchanged():
                 raise CannotBeCaptured("its forward assigns to attributes")
             if reached != made.reads.reached():
                 raise CannotBeCaptured("its forward writes into a list or dict that is global or enclosed")
-            found = Structure(output, "its output", self.replica.device)
+            found = Structure(output, "its output", self.device)
             self._refuse_if_differentiated(kind, found.leaves)
-            drawn = generators != host_generators()  # perhaps for another thread
-            kind.draws, kind.calls = kind.draws + drawn, kind.calls + (not drawn)
-            if kind.draws == MOST_DRAWS:
-                raise CannotBeCaptured("its forward draws random numbers on the host")
+            if generators == host_generators():
+                kind.calls += 1
+            else:
+                self._use_failed(kind, True, "its forward draws random numbers on the host")
         except CannotBeCaptured as error:
             kind.is_refused = True
             self.say(str(error))

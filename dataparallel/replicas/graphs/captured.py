@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -114,13 +114,12 @@ class _FlatGrads:
         return found
 
 
-@dataclass(kw_only=True)
-class _Recording:
+class _Recording(NamedTuple):
     """Graphs of a piece of the backward, for one pattern of incoming gradients, and the gradients that they leave."""
 
-    graphs: list[Any] = field(default_factory=list)
-    grads_below: list[Tensor | None] = field(default_factory=list)
-    grads: _FlatGrads | None = None
+    graphs: list[Any]
+    grads_below: list[Tensor | None]
+    grads: _FlatGrads
 
 
 @dataclass(kw_only=True)
@@ -181,11 +180,8 @@ class Captured:
         self._waiting: weakref.ref[_Waiting] | None = None
         self.launches = 0
 
-        def is_here() -> bool:
-            return _torch.current_stream_at(device.index) == self._pool.stream
-
         has_backward = self._records and any(parameter.requires_grad for parameter in self._parameters)
-        pieces = CapturedPieces(module, (lambda: self._cut()) if has_backward else None, is_here)
+        pieces = CapturedPieces(module, (lambda: self._cut()) if has_backward else None)
         self._first_graph = pieces.first_graph
         with self._capturing():
             self._capture_forward(pieces, arguments)
@@ -246,11 +242,12 @@ class Captured:
 
     def _capture_forward(self, pieces: CapturedPieces, arguments: Structure) -> None:
         places: dict[int, Tensor] = {}
+        # Not inside the capture: with deterministic algorithms torch fills new memory, and each launch would do so too.
+        for leaf in arguments.leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in places:
+                place = torch.empty_like(leaf, requires_grad=False)
+                places[id(leaf)] = place.requires_grad_(leaf.requires_grad and self._records)
         with self._pool.captures(self._forward), pieces.capturing():
-            for leaf in arguments.leaves:
-                if isinstance(leaf, Tensor) and id(leaf) not in places:
-                    place = torch.empty_like(leaf, requires_grad=False)
-                    places[id(leaf)] = place.requires_grad_(leaf.requires_grad and self._records)
             given = [places.get(id(leaf), leaf) for leaf in arguments.leaves]
             args, kwargs = arguments.with_leaves(given)
             before = Structure(Arguments((args, kwargs)), "arguments", self._device)
@@ -260,16 +257,15 @@ class Captured:
             raise CannotBeCaptured("its forward writes into a dict or list among its arguments")
         if versions != [*map(_torch.version_of, places.values())]:
             raise CannotBeCaptured("it writes to its arguments")
-        self._places = [places.get(id(leaf)) for leaf in arguments.leaves]
-        self._targets = [None if place is None else place.data for place in self._places]  # with versions of their own
+        first = {id(leaf): number for number, leaf in reversed([*enumerate(arguments.leaves)])}
+        self._places = [(first[key], place, place.data) for key, place in places.items()]
         self._output = Structure(output, "its output", self._device)
         tensors = {id(leaf): leaf for leaf in self._output.leaves if isinstance(leaf, Tensor)}
         self.outputs = [*tensors.values()]
         self._number_of = {key: number for number, key in enumerate(tensors)}
 
     def _capture_backward(self, pieces: CapturedPieces) -> None:
-        static = [place for place in self._places if place is not None and place.requires_grad]
-        static = [place for i, place in enumerate(static) if all(place is not other for other in static[:i])]
+        static = [place for _, place, _ in self._places if place.requires_grad]
         outputs = [output for output in self.outputs if output.requires_grad]
         given, have_grads = self.outputs, [output.requires_grad for output in self.outputs]
         places = [torch.empty_like(output, requires_grad=False) for output in outputs]
@@ -292,15 +288,14 @@ class Captured:
 
     def _record(self, stage: _Stage, pattern: tuple[bool, ...]) -> _Recording:
         """Captures a piece of the backward for gradients that come in as ``pattern`` says."""
-        recording = _Recording()
+        graphs: list[Any] = []
         torch.clear_autocast_cache()  # a checkpoint would find what the forward has converted, which is freed later
         places = [place for place, comes in zip(stage.grad_outputs, pattern, strict=True) if comes]
-        with self._pool.captures(recording.graphs):
+        with self._pool.captures(graphs):
             with _NoDraws():
                 found = _gradients(stage.piece, places, pattern)
             count = 0 if stage.piece.below is None else 1
-            recording.grads_below = found[:count]
-            recording.grads = _FlatGrads(found[count:])
+            recording = _Recording(graphs, found[:count], _FlatGrads(found[count:]))
         stage.recordings[pattern] = recording
         return recording
 
@@ -340,16 +335,12 @@ class Captured:
         self.launches += 1
         self._pool.order(_torch.current_stream_at(self._device.index))
         with torch.no_grad():
-            done: set[int] = set()
-            for target, leaf in zip(self._targets, leaves, strict=True):
-                if target is not None and id(leaf) not in done:
-                    done.add(id(leaf))
-                    target.copy_(leaf)
+            for number, _, data in self._places:  # the data has a version of its own
+                data.copy_(leaves[number])
             self._launch_forward(late)
             outputs = [] if self._stages else [output.detach().clone() for output in self.outputs]
         if self._stages:
-            pairs = [(p, leaf) for p, leaf in zip(self._places, leaves, strict=True) if p is not None]
-            wanted = [*{id(place): leaf for place, leaf in pairs if place.requires_grad}.values()]
+            wanted = [leaves[number] for number, place, _ in self._places if place.requires_grad]
             waiting = _Waiting()
             self._waiting = weakref.ref(waiting)
             with saved_instead(waiting):
@@ -377,7 +368,7 @@ class Captured:
         if not given:
             return [None] * ((stage.piece.below is not None) + len(stage.piece.leaves))
         recording = stage.recordings.get(pattern)
-        if recording is None or recording.grads is None:
+        if recording is None:
             stage.missed = pattern
             return _gradients(stage.piece, given, pattern)
         places = [place for place, comes in zip(stage.grad_outputs, pattern, strict=True) if comes]

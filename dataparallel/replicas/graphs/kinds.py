@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import random
 import sys
+import threading
 import types
+import weakref
 from collections import UserDict
 from collections.abc import Hashable, Iterator, Sequence
 from operator import is_
@@ -21,15 +24,21 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.batches.batch_types import batch_of, container_of
 from dataparallel.batches.structures import children_of
+from dataparallel.comm.buckets import has_strides
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.compiled.calls import CALL, CompiledCall, compiled_call
-from dataparallel.replicas.plan import UNIT_MODULE
+from dataparallel.replicas.plan import UNIT_MODULE, instance_slots
 from dataparallel.replicas.references import ATOMIC
 
 _PLAIN = (*ATOMIC, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum)
 _TENSORS = (Tensor, nn.Parameter, ReplicaParameter)
 _NOT_READ = {*_torch.REGISTRIES, *_torch.HOOK_TABLES, "_non_persistent_buffers_set", CALL, UNIT_MODULE}
-_NOT_ENTERED = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
+_NOT_ENTERED = (nn.Module, type, types.FunctionType, types.ModuleType)
+_TRANSPARENT = (set, frozenset, types.MethodType, types.SimpleNamespace, functools.partial, weakref.ref)
+"""What is looked into as containers are."""
+
+_BUILT_IN = (list, tuple, dict, set, frozenset)
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 class CannotBeCaptured(Exception):
@@ -101,8 +110,10 @@ class Structure:
 
     def _check_leaf(self, leaf: Any, path: str) -> None:
         if isinstance(leaf, Tensor):
-            if type(leaf) not in _TENSORS or leaf.layout != torch.strided or leaf.device != self._device:
-                raise CannotBeCaptured(f"{path} is a {type(leaf).__name__} on {leaf.device} with layout {leaf.layout}")
+            is_strided = has_strides(leaf) and not leaf.is_quantized
+            if type(leaf) not in _TENSORS or not is_strided or leaf.device != self._device:
+                kind = "nested" if leaf.is_nested else "quantised" if leaf.is_quantized else leaf.layout
+                raise CannotBeCaptured(f"{path} is a {type(leaf).__name__} on {leaf.device} ({kind})")
             if not all(map(_is_plain, vars(leaf).values())) or leaf.is_conj() or leaf.is_neg():
                 raise CannotBeCaptured(f"{path} is a tensor with attributes of its own, or with lazy conjugation")
         elif not _is_plain(leaf):
@@ -148,65 +159,97 @@ class HashedTuple(tuple[Any, ...]):
 
 
 class ForwardReads:
-    """What the forward of a replica may read of its modules besides tensors, and one level of what hangs on them.
+    """What the forward of a replica may read of its modules besides tensors.
+
+    Containers are looked into, and so are objects that hang on a module, but no objects that hang on other objects.
 
     Raises:
-        CannotBeCaptured: it holds a generator of random numbers, a NumPy array or a tensor that is no buffer.
+        CannotBeCaptured: something there has a state that cannot be compared: a generator, an array, an iterator, a
+            tensor that is no buffer.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        fixed: list[tuple[str, Hashable]] = []
-        looked_into: dict[int, tuple[str, Any]] = {}
+        self._modules: list[tuple[str, Hashable]] = []
+        self._attributes: list[tuple[str, Any]] = []
         for name, module in root.named_modules():
             path = name or "the module"
             call = compiled_call(module)
-            fixed.append((path, (type(module), ByIdentity(None if call is None else call.functions))))
-            for key, value in vars(module).items():
-                if key not in _NOT_READ and not isinstance(value, CompiledCall):
-                    fixed.append((f"{path}.{key}", _of_value(f"{path}.{key}", value)))
-                    if not _is_plain(value) and not isinstance(value, _NOT_ENTERED) and _items_of(value) is not None:
-                        looked_into.setdefault(id(value), (f"{path}.{key}", value))
-        self._fixed, self._looked_into = HashedTuple(fixed), [*looked_into.values()]
-        self._seen: list[tuple[list[Any], HashedTuple]] = [([("", None)], HashedTuple()) for _ in self._looked_into]
+            self._modules.append((path, (type(module), ByIdentity(None if call is None else call.functions))))
+            read = [(key, value) for key, value in vars(module).items() if key not in _NOT_READ]
+            self._attributes += [(f"{path}.{key}", value) for key, value in read if not isinstance(value, CompiledCall)]
+        self._look()
         self._reached = _reached_by(root)
 
-    def now(self) -> tuple[HashedTuple, ...]:
+    def _look(self) -> None:
+        inside, found, done = list[tuple[Any, list[tuple[str, Any]]]](), [*self._modules], set[int]()
+
+        def look(path: str, value: Any, is_on_object: bool) -> None:
+            found.append((path, _of_value(path, value)))
+            is_object = not isinstance(value, _TRANSPARENT) and container_of(value) is None
+            is_end = is_object and (is_on_object or isinstance(value, _NOT_ENTERED))
+            if is_end or id(value) in done or _is_plain(value):
+                return
+            done.add(id(value))
+            inside.append((value, items := _items_of(value)))
+            for key, each in items:
+                look(path + key, each, is_on_object or is_object)
+
+        for path, value in self._attributes:
+            look(path, value, False)
+        self._inside, self._values = inside, HashedTuple(found)  # not before all has been looked at
+
+    def now(self) -> HashedTuple:
         """What a graph depends on. It is made anew for what can change in place.
 
         Raises:
             CannotBeCaptured: see the class.
         """
-        for number, (path, value) in enumerate(self._looked_into):
-            items = _items_of(value) or []
-            before = self._seen[number][0]
+        for value, before in self._inside:
+            items = _items_of(value)
             if len(items) != len(before) or not all(
                 a[0] == b[0] and a[1] is b[1] for a, b in zip(items, before, strict=True)
             ):
-                values = [(path + key, _of_value(path + key, each)) for key, each in items]
-                self._seen[number] = items, HashedTuple(values)
-        return (self._fixed, *(noted for _, noted in self._seen))
+                self._look()
+                break
+        return self._values
 
     def reached(self) -> list[list[ByIdentity]]:
         """What is in global lists, dicts and sets, and in enclosed ones, for a comparison."""
         return [[ByIdentity(each) for each in ([*x, *x.values()] if isinstance(x, dict) else x)] for x in self._reached]
 
 
-def _items_of(value: Any) -> list[tuple[str, Any]] | None:
-    """What hangs on an object, one level deep."""
+def _items_of(value: Any) -> list[tuple[str, Any]]:
+    """What hangs on a value: what it contains, what it calls with, and its attributes."""
+    found = children_of(value, "") or []
     if isinstance(value, (set, frozenset)):
-        return [(f"[{number}]", each) for number, each in enumerate(sorted(value, key=hash))]
-    children = children_of(value, "")
-    attributes = [(f".{key}", each) for key, each in getattr(value, "__dict__", {}).items()]
-    return attributes if children is None and hasattr(value, "__dict__") else children
+        found = [(f"[{number}]", each) for number, each in enumerate(sorted(value, key=hash))]
+    elif isinstance(value, weakref.ref):
+        return [("()", value())]
+    elif isinstance(value, types.MethodType):
+        return [(".__self__", value.__self__)]
+    elif isinstance(value, functools.partial):
+        found = [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
+    if type(value) in _BUILT_IN:
+        return found
+    names = [*getattr(value, "__dict__", ()), *instance_slots(type(value))]
+    inside = {key for key, _ in found}  # a dataclass has its fields among its attributes
+    return [*found, *((f".{each}", getattr(value, each, None)) for each in names if f".{each}" not in inside)]
 
 
 def _of_value(path: str, value: Any) -> Hashable:
     if _is_plain(value):
         return _plain(value)
     kind = type(value)
-    is_numpy = kind.__module__.partition(".")[0] == "numpy" and not isinstance(value, _NOT_ENTERED)
-    if is_numpy or isinstance(value, (Tensor, random.Random, torch.Generator)):
+    if isinstance(value, _NOT_ENTERED):
+        return ByIdentity(value)
+    if isinstance(value, (Tensor, random.Random, torch.Generator)) or kind.__module__.partition(".")[0] == "numpy":
         raise CannotBeCaptured(f"{path} is a {kind.__name__}, which is no buffer")
+    has_parts = isinstance(value, _TRANSPARENT) or container_of(value) is not None or hasattr(value, "__dict__")
+    if not has_parts and not callable(value) and not instance_slots(kind) and kind not in _LOCKS:
+        # Such as an iterator, which each call takes on. What has a hash of its own does not change.
+        if not isinstance(value, Hashable) or getattr(kind, "__hash__", None) is object.__hash__:
+            raise CannotBeCaptured(f"{path} is a {kind.__name__}, whose state cannot be compared")
+        return kind, value
     return ByIdentity(value)
 
 

@@ -93,7 +93,6 @@ class CapturedPieces:
     Args:
         module: what is captured.
         cut: ends a graph and begins the next one. It is called where parts begin. ``None``: there is one piece.
-        is_here: true on the stream of the capture. A part that runs on another stream is not the end of a piece.
 
     Attributes:
         copy: of the module, with leaves in the same memory as the parameters. The nodes of parameters belong to other
@@ -103,8 +102,8 @@ class CapturedPieces:
         first_graph: for each module of the tree, by its number, the graph that looks its first parameter up.
     """
 
-    def __init__(self, module: nn.Module, cut: Callable[[], None] | None, is_here: Callable[[], bool]) -> None:
-        self._cut, self._is_here = cut, is_here
+    def __init__(self, module: nn.Module, cut: Callable[[], None] | None) -> None:
+        self._cut = cut
         self._boundaries: list[Tensor] = []
         self._begun = self._nbytes = self._graphs = 0  # the first two are of the piece
         self.first_graph: dict[int, int] = {}
@@ -165,7 +164,7 @@ class CapturedPieces:
     def part_begins(self, part: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Called before a part of the module runs in the forward, with its arguments."""
         is_full = self._begun >= self._parts_of_piece or self._nbytes >= LARGE_PIECE
-        if self._cut is not None and is_full and self._graphs + 1 < self._most_pieces and self._is_here():
+        if self._cut is not None and is_full and self._graphs + 1 < self._most_pieces:
             arguments = _torch.pytree.tree_leaves((args, kwargs))
             recorded = [leaf for leaf in arguments if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
             if len(recorded) == 1:

@@ -155,7 +155,7 @@ def test_compiled_blocks_are_pieces_of_the_whole(slots: list, root: torch.device
     network, x = blocks(replicated, build(root, Deep), slots, graphs=True), inputs(root)
     for _ in range(SETTLE):
         step(network, x)
-    kinds = [kind for captures in graphs_of(network)._captures.values() for kind in captures._kinds.values()]
+    kinds = [kind for replica in graphs_of(network).replicas for kind in replica._kinds.values()]
     assert {len(kind.captured._stages) for kind in kinds if kind.captured is not None} == {4}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import peers
-from dataparallel.replicas.graphs.calls import MOST_CAPTURES, MOST_DRAWS, MOST_STATES, WARM_UP
+from dataparallel.replicas.graphs.calls import MOST_CAPTURES, MOST_STATES, MOST_TRIES, WARM_UP
 from each_form import Form, frozen, replicating_forms
 from graphed_nets import SETTLE, WIDTH, Block, Net, build, captured, graphed, graphs_of, inputs, reasons, step
 from nogpu import cuda
@@ -274,7 +274,7 @@ def test_what_draws_on_the_host_runs_as_it_is(draw: Any, form: Form, slots: list
         return net
 
     network, x = form(build(root, build_it), slots, graphs=True), inputs(root)
-    losses = {step(network, x).item() for _ in range(SETTLE + 2 * MOST_DRAWS)}
+    losses = {step(network, x).item() for _ in range(SETTLE + 2 * MOST_TRIES)}
     assert len(losses) > 1
     assert captured(network) == 0
     assert reasons(network) == {"its forward draws random numbers on the host"}
@@ -283,7 +283,7 @@ def test_what_draws_on_the_host_runs_as_it_is(draw: Any, form: Form, slots: list
 @on_cuda
 def test_what_another_thread_draws_on_the_host_delays_a_capture(form: Form, slots: list, root: torch.device) -> None:
     """A thread that loads batches may draw at any time."""
-    loads = iter([True] * (MOST_DRAWS - 2) * len(slots))
+    loads = iter([True] * (MOST_TRIES - 2) * len(slots))
 
     class Meanwhile(Block):
         def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
@@ -293,7 +293,7 @@ def test_what_another_thread_draws_on_the_host_delays_a_capture(form: Form, slot
 
     with ThreadPoolExecutor(1) as loader:
         network, x = form(build(root, Meanwhile), slots, graphs=True), torch.randn(12, WIDTH, dtype=torch.double)
-        for _ in range(MOST_DRAWS + SETTLE):
+        for _ in range(MOST_TRIES + SETTLE):
             step(network, x.to(root))
     assert captured(network) > 0
     assert reasons(network) == set()

@@ -49,7 +49,7 @@ class Parts(nn.Module):
 
 def cut_up(model: Parts, x: Tensor) -> tuple[list[Tensor], list[BackwardPiece], CapturedPieces]:
     """Outputs of a forward in pieces, and the pieces of its backward."""
-    pieces = CapturedPieces(model, model.cut, lambda: True)
+    pieces = CapturedPieces(model, model.cut)
     with pieces.capturing():
         output = pieces.copy(x)
     outputs = [output] if isinstance(output, Tensor) else [*output]
@@ -241,7 +241,7 @@ class TestForward:
 
     def test_is_one_graph_if_no_gradients_are_recorded(self) -> None:
         model = Parts(3, row)
-        pieces = CapturedPieces(model, None, lambda: True)
+        pieces = CapturedPieces(model, None)
         with torch.no_grad(), pieces.capturing():
             pieces.copy(torch.randn(2, WIDTH, dtype=torch.double))
         assert {*pieces.first_graph.values()} == {0}

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from dataparallel import whole
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.replicas.graphs.calls import MOST_CAPTURES, MOST_NEW_KINDS, WARM_UP
 from dataparallel.replicas.graphs.captured import Captured
@@ -176,6 +178,26 @@ class TestArguments:
         assert captured(network) == 0
         assert reasons(network) == {"its forward writes into a list or dict that is global or enclosed"}
 
+    @pytest.mark.parametrize("kind", ["nested", "quantised"])
+    def test_a_tensor_of_another_kind_is_not_captured(
+        self, kind: str, form: Form, slots: list, root: torch.device
+    ) -> None:
+        def other() -> Tensor:
+            if kind == "nested":
+                return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device=root)
+            return torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8).to(root)
+
+        def run(self: Head, x: Tensor, other: Tensor) -> Tensor:
+            return self.lin(x) + (other.to_padded_tensor(0.0).sum() if other.is_nested else other.int_repr().sum())
+
+        def steps(network: Any, module: Any) -> Any:
+            return [network(inputs(root), whole(other())) for _ in range(STEPS)]
+
+        network = compare(form, slots[:1], root, lambda: Head(run), steps)
+        assert captured(network) == 0
+        (reason,) = reasons(network)
+        assert kind in reason
+
     def test_one_tensor_may_come_twice(self, form: Form, slots: list, root: torch.device) -> None:
         def run(self: Head, q: Tensor, k: Tensor) -> Tensor:
             return self.lin(q) if q is k else self.other(k)
@@ -287,6 +309,31 @@ class Config:
     sizes: list[int] = field(default_factory=lambda: [1])
 
 
+class Plain:
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def get(self) -> Any:
+        return self.kept
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Named(dict[str, float]):
+    scale = 1.0
+
+
+class Late:
+    """Gets attributes of its own later."""
+
+    scale = 1.0
+
+
 class TestWhatAForwardReads:
     @pytest.mark.parametrize(
         ("kind", "change"),
@@ -316,20 +363,88 @@ class TestWhatAForwardReads:
         assert captured(network) >= (2 * STEPS + 2) * len(slots)
 
     @pytest.mark.parametrize(
+        ("held", "read", "change"),
+        [
+            (lambda: {"a": {"b": 1.0}}, lambda held: held["a"]["b"], lambda held, value: held["a"].update(b=value)),
+            (Config, lambda held: held.sizes[0], lambda held, value: held.sizes.__setitem__(0, value)),
+            (lambda: Plain({}), lambda held: held.kept.get("a", 1.0), lambda held, value: held.kept.update(a=value)),
+            (Slotted, lambda held: held.scale, lambda held, value: setattr(held, "scale", value)),
+            (Named, lambda held: held.scale, lambda held, value: setattr(held, "scale", value)),
+            (
+                lambda: SimpleNamespace(a=SimpleNamespace(b=1.0)),
+                lambda held: held.a.b,
+                lambda held, value: setattr(held.a, "b", value),
+            ),
+            (lambda: Plain(1.0).get, lambda held: held(), lambda held, value: setattr(held.__self__, "kept", value)),
+            (lambda: Late(), lambda held: held.scale, lambda held, value: setattr(held, "scale", value)),
+        ],
+        ids=[
+            "dicts",
+            "dataclass",
+            "dict in an object",
+            "slots",
+            "a dict's own",
+            "namespaces",
+            "method",
+            "new attribute",
+        ],
+    )
+    def test_they_may_lie_deeper(
+        self, held: Any, read: Any, change: Any, form: Form, slots: list, root: torch.device
+    ) -> None:
+        def steps(network: Any, module: Any) -> Any:
+            found = losses(network, module)
+            for value in (2.0, 1.0):
+                change(module.held, value)
+                found += losses(network, module)
+            return found
+
+        run = lambda self, x: self.lin(x) * read(self.held)  # noqa: E731
+        network = compare(form, slots[:1], root, lambda: Head(run, held=held()), steps)
+        assert captured(network) >= STEPS
+
+    def test_a_tensor_that_comes_later_refuses_from_then_on(self, form: Form, slots: list, root: torch.device) -> None:
+        def run(self: Head, x: Tensor) -> Tensor:
+            return self.lin(x) * self.held.get("scale", x).sum()
+
+        def steps(network: Any, module: Any) -> Any:
+            found = losses(network, module)
+            module.held["scale"] = torch.ones(4, dtype=torch.double, device=root)
+            for _ in range(2):
+                found += losses(network, module)
+                module.held["scale"].mul_(2)
+            return found
+
+        network = compare(form, slots[:1], root, lambda: Head(run, held={}), steps)
+        assert 0 < captured(network) < STEPS
+        assert reasons(network) == {'the module.held["scale"] is a Tensor, which is no buffer'}
+
+    @pytest.mark.parametrize(
         ("value", "words"),
         [
             (lambda: random.Random(0), "a Random"),
             (lambda: np.random.default_rng(0), "a Generator"),
             (lambda: SimpleNamespace(table=torch.ones(4)), "a Tensor"),
+            (lambda: {"deep": [torch.ones(4)]}, "a Tensor"),
+            (lambda: iter(range(1, 99)), "a range_iterator, whose state cannot be compared"),
+            (lambda: Plain(count(1)), "a count, whose state cannot be compared"),
+            (lambda: bytearray(b"abc"), "a bytearray, whose state cannot be compared"),
         ],
-        ids=["python", "numpy", "tensor"],
+        ids=["python", "numpy", "tensor", "deep", "iterator", "count", "bytes"],
     )
     def test_generators_and_tensors_refuse(
         self, value: Any, words: str, form: Form, slots: list, root: torch.device
     ) -> None:
+        def read(held: Any) -> Any:
+            if isinstance(held, (dict, SimpleNamespace)):
+                return (held["deep"][0] if isinstance(held, dict) else held.table).sum().item()
+            if isinstance(held, bytearray):
+                held.append(7)
+                return len(held)
+            return held.random() if hasattr(held, "random") else next(getattr(held, "kept", held))
+
         def run(self: Head, x: Tensor) -> Tensor:
-            held = self.held
-            return self.lin(x) * (held.table.sum().item() if hasattr(held, "table") else held.random())
+            return self.lin(x) * read(self.held)
 
         network = compare(form, slots[:1], root, lambda: Head(run, held=value()), losses)
         assert captured(network) == 0
@@ -375,6 +490,18 @@ class TestWhatAForwardReads:
                 torch.set_default_dtype(torch.float)
 
         assert captured(compare(form, slots, root, lambda: Head(run), steps))
+
+    def test_deterministic_algorithms_fill_new_memory_and_no_argument(
+        self, form: Form, slots: list, root: torch.device
+    ) -> None:
+        def steps(network: Any, module: Any) -> Any:
+            torch.use_deterministic_algorithms(True)
+            try:
+                return losses(network, module)
+            finally:
+                torch.use_deterministic_algorithms(False)
+
+        assert captured(compare(form, slots, root, lambda: Head(lambda self, x: self.lin(x)), steps))
 
 
 class TestMemory:
@@ -491,6 +618,12 @@ class TestAStepWithoutGraphs:
 
 
 class TestParameters:
+    def test_a_module_without_any_is_captured(self, form: Form, slots: list, root: torch.device) -> None:
+        def steps(network: Any, module: Any) -> Any:
+            return [network(inputs(root)) for _ in range(STEPS)]
+
+        assert captured(compare(form, slots, root, nn.Tanh, steps)) >= STEPS
+
     def test_that_change_before_the_backward_raise_as_they_do_without_graphs(
         self, form: Form, slots: list, root: torch.device
     ) -> None:
