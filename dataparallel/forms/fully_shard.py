@@ -50,12 +50,12 @@ def _prepare(
     module: list[nn.Module],
     *,
     devices: Sequence[DeviceLike] | None = None,
-    units: Literal["auto"] | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: Iterable[Tensor] | None = None,
+    units: Literal["auto"] | None = None,
     output_device: DeviceLike | None = None,
     dim: int = 0,
     chunk_sizes: ChunkSizes = None,
@@ -92,9 +92,6 @@ def _prepare(
         devices: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
             ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module just runs,
             and its parameters stay as they are.
-        units: ``"auto"`` shards the blocks of the model first, with these arguments: elements of its ``Sequential`` and
-            ``ModuleList``, in about 16 units of as many bytes. Each of them has to be run by calling it. Without it the
-            module is one unit.
         reshard_after_forward: ``True`` frees the full parameters after forward. ``False`` keeps them until backward. An
             int above 1 that divides the number of slots makes groups of as many slots: each slot keeps a part, and
             backward gathers from the group. ``None`` means ``True``, but ``False`` for the outermost module, which
@@ -105,6 +102,9 @@ def _prepare(
         offload_policy: where the shards are kept; ``CPUOffloadPolicy()`` keeps them in host memory.
         ignored_params: parameters that are not sharded, not copied to the slots and not summed. Those of other modules
             are allowed.
+        units: ``"auto"`` shards the blocks of the model first, with these arguments: elements of its ``Sequential`` and
+            ``ModuleList``, in about 16 units of as many bytes. Each of them has to be run by calling it. Without it the
+            module is one unit.
         output_device: the device of the outputs; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
         chunk_sizes: how the slots share a batch, as for `dataparallel.DataParallel`. To change it, assign

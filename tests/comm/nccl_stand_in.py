@@ -55,15 +55,6 @@ class Library:
             assert output.device == inputs[root].device
             output.copy_(sum(tensor.to(output.device) for tensor in inputs))
 
-    def all_gather(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        with self:
-            self.check(inputs)
-            self.check(outputs)
-            self.calls.append(("all_gather", len(inputs), outputs[0].numel() // inputs[0].numel()))
-            for output in outputs:
-                for part, tensor in zip(output.data.chunk(len(inputs)), inputs, strict=True):
-                    part.copy_(tensor)
-
     def reduce_scatter(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         with self:
             self.check(inputs)

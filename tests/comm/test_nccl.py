@@ -43,13 +43,6 @@ def test_sums_are_its_own_only_where_their_order_does_not_matter(sums: bool, slo
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(3)
 class TestMatrices:
-    def test_are_gathered_by_one_call(self, slots: list, library: Library) -> None:
-        rows = [torch.full((4,), at, dtype=torch.int16, device=slot) for at, slot in enumerate(slots)]
-        found = [torch.zeros(3, 4, dtype=torch.int16, device=slot) for slot in slots]
-        Nccl(sums=False).all_gather(found, rows)
-        assert library.calls == [("all_gather", 3, 3)]
-        assert all(matrix.tolist() == [[0] * 4, [1] * 4, [2] * 4] for matrix in found)
-
     @pytest.mark.parametrize("sums", [False, True])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_are_added_by_one_call_where_order_and_dtype_allow_it(

@@ -122,7 +122,7 @@ class TestWhatItTakes:
         theirs = inspect.signature(torch.distributed.fsdp.fully_shard).parameters
         ours = inspect.signature(fully_shard).parameters
         names = ["reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params"]
-        more = ["output_device", "dim", "chunk_sizes", "process_group", "mesh", "compile", "graphs"]
+        more = ["units", "output_device", "dim", "chunk_sizes", "process_group", "mesh", "compile", "graphs"]
         more += ["scalars", "pad", "sync_batch_norm", "workers", "serial", "device_ids"]
         assert list(ours) == ["module", "devices", *names, *more]
         for name in [*names, "mesh"]:

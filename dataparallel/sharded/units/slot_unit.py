@@ -35,8 +35,8 @@ class SlotUnit:
     into the parameters' memory, else by copies into a matrix. `make_full` makes the computing stream wait for the
     pulls, and copies the parameters out of the matrix, if there is one. Reading a parameter without bytes crashes the
     process, so a replica's registries hold the sharded ones while the unit does not run. Memory is freed to the stream
-    it belongs to: what has been pulled to the receiving stream, after an event at the end of its use, and a full buffer
-    that was copied out of a matrix to the computing stream, which alone uses it.
+    it belongs to: the full buffer to the computing stream, after the pull, and the matrix to the receiving stream,
+    after an event at the end of the copy out.
 
     Attributes:
         parameters: the full ones, in the unit's order. `nodes.make_outputs` gives them a node of the graph.
@@ -147,14 +147,17 @@ class SlotUnit:
         return True
 
     def _allocate_for_kernels(self) -> None:
-        """Gives the parameters memory of the receiving stream if kernels pull into it."""
+        """Gives the parameters memory if kernels pull into it: of the current stream, which computes.
+
+        Graphs may keep this memory longer than the unit lives, and use it on the computing stream.
+        """
         receiving = self.unit.streams.receiving[self.slot]
         if self.unit.tables is None or receiving is None:
             return
-        with streams_set({self.device: receiving}):
-            for full in self._buffers:
-                full.allocate()
-        self._memory_stream = receiving
+        for full in self._buffers:
+            full.allocate()
+        self._memory_stream = current_streams([self.device])[self.device]
+        Event(self._memory_stream).make_wait(receiving)  # earlier work there may still use this memory
 
     def _pull(
         self,
@@ -251,6 +254,8 @@ class SlotUnit:
             used, home = self._last_stream, self._memory_stream
             if self.is_full and used is not None and home is not None and used != home:
                 wait_for([Event(used)], [home])
+            if home is not None and self._pull_event is not None:  # a kernel may be writing to it
+                wait_for([self._pull_event], [home])
             for full in self._buffers:
                 if full.gathered is not None and self._pull_event is not None:
                     hold([full.gathered], self._pull_event)
