@@ -239,8 +239,17 @@ class ClockWatcher final : public standin::Watcher {
   void allocated(standin::Memory& memory) override {
     auto* made = new OfAllocation();
     made->where = memory.device < 0 ? "pinned host memory" : label_of(static_cast<c10::DeviceIndex>(memory.device));
-    made->is_of_host = memory.device < 0;
+    made->device = static_cast<c10::DeviceIndex>(memory.device);
     memory.watched = static_cast<Tracked*>(made);
+  }
+  void freeing(standin::Memory& memory) override {
+    if (!memory.watched) {
+      return;
+    }
+    if (auto problem = clocks::gone_for_peers(*tracked(memory)); !problem.empty()) {
+      tracked(memory)->history = {}; // `freed` would name the same
+      keep_host_problem(std::move(problem));
+    }
   }
   void freed(standin::Memory& memory) override {
     if (!memory.watched) {
