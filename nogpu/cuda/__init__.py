@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nogpu.cuda.late import late_schedule as late_schedule
     from nogpu.cuda.watching import check_clocks as check_clocks
     from nogpu.cuda.watching import clocks as clocks
+    from nogpu.cuda.watching import described_kernels as described_kernels
     from nogpu.cuda.watching import late_queries as late_queries
     from nogpu.cuda.watching import set_capacity as set_capacity
     from nogpu.cuda.watching import set_link as set_link
@@ -35,6 +36,7 @@ __all__ = [
     "check_clocks",
     "clocks",
     "counted",
+    "described_kernels",
     "is_stand_in",
     "late_queries",
     "late_schedule",
@@ -47,7 +49,16 @@ __all__ = [
 
 _IN_COUNTS = ("counted",)
 _IN_LATE = ("late_schedule",)
-_IN_WATCHING = ("check_clocks", "clocks", "late_queries", "set_capacity", "set_link", "skipped_work", "timeline")
+_IN_WATCHING = (
+    "check_clocks",
+    "clocks",
+    "described_kernels",
+    "late_queries",
+    "set_capacity",
+    "set_link",
+    "skipped_work",
+    "timeline",
+)
 
 
 def stand_in(devices: int = 8, *, like: str = "a100", hide_gpus: bool = False) -> list[torch.device]:
