@@ -10,6 +10,7 @@ the module alone as it is.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,15 +25,17 @@ from dataparallel import DataParallel
 from dataparallel.composable import replicate
 from nogpu import cuda
 from nogpu.timeline.presets import A100
-from process_timelines import Arrival, changed, ddp, one_graph
+from process_timelines import Arrival, Unit, changed, ddp, fsdp2, one_graph
+from published import NCCL
 from shapes import GPT, GPT_768, RESNET50, RealShape
-from sharded_blocks import large_units_of, sharded
+from sharded_blocks import blocks_of, sharded
 from timelines import ALONE, REPLICATE, SHARDED, TORCH, WARM_UP, WRAPPER, Recorded, record, second_step
 from torch_pipeline import StandIns
 
 INFERENCE, TRAINING = "inference", "training"
 ALL_REDUCED = "DDP, 8 processes"
-LARGE_UNITS = "fully_shard, 4 large units"
+FSDP2 = "FSDP2, 8 processes"
+BY_PROCESSES = (ALL_REDUCED, FSDP2)
 SETTLE = 8
 """Calls with graphs before the recorded ones: two and one in each thread run as they are, and the next one captures."""
 
@@ -59,7 +62,6 @@ CASES = (
     (TORCH, False),
     *itertools.product((WRAPPER, REPLICATE), (False, True)),
     (SHARDED, False),
-    (LARGE_UNITS, False),
 )
 """The ways in one process, without graphs and with them."""
 
@@ -73,9 +75,8 @@ def network_of(way: str, graphs: bool, module: nn.Module, devices: Sequence[torc
         return DataParallel(module, device_ids=devices, workers=len(devices), **options)
     if way == REPLICATE:
         return replicate(module, devices=devices, workers=len(devices), **options)
-    if way in (SHARDED, LARGE_UNITS):
-        units = large_units_of(module) if way == LARGE_UNITS else None
-        return sharded(module, devices, units, workers=len(devices))
+    if way == SHARDED:
+        return sharded(module, devices, workers=len(devices))
     return module
 
 
@@ -152,23 +153,40 @@ def recorded(way: str, graphs: bool, shape: RealShape, work: str, devices: Seque
         return record(steps.run, cuda)
 
 
-def recorded_alone(shape: RealShape, work: str, device: torch.device) -> tuple[Recorded, list[Arrival]]:
-    """Steps of the module alone as it is, and the gradients of a step in the order in which they arrive."""
+def recorded_alone(shape: RealShape, work: str, device: torch.device) -> tuple[Recorded, list[Arrival], list[Unit]]:
+    """Steps of the module alone as it is, the gradients of a step in the order in which they arrive, and its units."""
     with cuda.clocks(False), cuda.skipped_work():
         steps = GraphedSteps(ALONE, False, shape, work, [device])
         for _ in range(WARM_UP):
             steps.run()
         found = record(steps.run, cuda)
-        arrivals: list[Arrival] = []
+        if work != TRAINING:
+            return found, [], []
+        arrivals: dict[torch.Tensor, Arrival] = {}
+        events: defaultdict[nn.Module, list[int]] = defaultdict(list)  # begin of forward, begin of backward
         with cuda.counted() as counts:
 
-            def arrives(parameter: torch.Tensor) -> None:
-                arrivals.append(Arrival(sum(counts.launches), parameter.numel() * parameter.itemsize))
+            def comes(module: nn.Module, *_: Any) -> None:
+                events[module].append(sum(counts.launches))
 
+            def arrives(parameter: torch.Tensor) -> None:
+                arrivals[parameter] = Arrival(sum(counts.launches), parameter.numel() * parameter.itemsize)
+
+            blocks = blocks_of(steps.module)
+            for module in (steps.module, *blocks):
+                module.register_forward_pre_hook(comes)
+            for block in blocks:
+                block.register_forward_hook(lambda module, _, out: out.register_hook(partial(comes, module)) and None)
             for parameter in steps.module.parameters():
                 parameter.register_post_accumulate_grad_hook(arrives)
             steps.run()
-    return found, arrivals
+    in_blocks = {parameter for block in blocks for parameter in block.parameters()}
+    units = []
+    for module in (steps.module, *blocks):
+        own = [one for one in module.parameters() if module in blocks or one not in in_blocks]
+        nbytes, last = sum(arrivals[one].nbytes for one in own), max(arrivals[one].launches for one in own)
+        units.append(Unit(nbytes, *(*events[module], None)[:2], last))
+    return found, [*arrivals.values()], units
 
 
 def step_of(
@@ -176,7 +194,7 @@ def step_of(
 ) -> dict[str, Any]:
     """Milliseconds, and calls for each device. With ``factor`` Python's time is that of the machine's host."""
     shape, work = task
-    processes = devices if way == ALL_REDUCED else 1  # each of them has recorded what one device does
+    processes = devices if way in BY_PROCESSES else 1  # each of them has recorded what one device does
     return {
         "model": shape.name,
         "work": work,
@@ -200,19 +218,23 @@ def predicted(
     check_copies(devices)
     count, task = len(devices), (shape, work)
     rows = []
-    alone, arrivals = recorded_alone(shape, work, devices[0])
+    alone, arrivals, units = recorded_alone(shape, work, devices[0])
     factor = alone.cost_of_launches(A100) / alone.python_seconds()
     rows += [
         step_of(task, ALONE, False, 1, alone, factor),
         step_of(task, ALONE, True, 1, changed(alone, one_graph), factor),
     ]
     if work == TRAINING:
-        adds = partial(ddp, arrivals=arrivals, devices=count, stream=len(alone.two.streams))
+        stream = len(alone.two.streams)
+        adds = partial(ddp, arrivals=arrivals, devices=count, stream=stream)
         summed = changed(alone, adds, streams=1)
         rows += [
             step_of(task, ALL_REDUCED, False, count, summed, factor),
             step_of(task, ALL_REDUCED, True, count, changed(summed, one_graph), factor),
         ]
+        gather, scatter = (A100.wiring.paths[0, 1].bandwidth / bandwidth for bandwidth in NCCL[A100.name])
+        adds = partial(fsdp2, units=units, devices=count, stream=stream, gather=gather, scatter=scatter)
+        rows.append(step_of(task, FSDP2, False, count, changed(alone, adds, streams=2), factor))
     for way, graphs in cases:
         rows.append(step_of(task, way, graphs, count, recorded(way, graphs, shape, work, devices), factor))
     return rows

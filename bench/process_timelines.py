@@ -1,12 +1,13 @@
 """From a recorded step of the module alone to that of a process for each device, and to one that launches one graph.
 
-``one_graph`` makes a graph of a step's kernels, as a program that captures its whole step does, and ``ddp`` adds what
-``DistributedDataParallel`` sends. No process waits for another one, and nothing but the all-reduces is added.
+``one_graph`` makes a graph of a step's kernels, as a program that captures its whole step does. ``ddp`` adds what
+``DistributedDataParallel`` sends, and ``fsdp2`` what FSDP2 copies and sends. No process waits for another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nogpu.timeline import HOST, Launch, Recording, StreamName
@@ -86,55 +87,151 @@ def buckets_of(arrivals: Sequence[Arrival]) -> list[Arrival]:
     return found
 
 
+@dataclass(frozen=True)
+class Added:
+    """A launch that is issued before launch ``before`` of the step, as one of the thread of launch ``thread_of``.
+
+    ``waits`` names launches of the step, and others that were added, by their keys. ``stream`` is one of the
+    recording, ``copy`` whether its bytes are sent.
+    """
+
+    before: int
+    key: str
+    thread_of: int
+    stream: int
+    nbytes: float
+    waits: Sequence[int | str] = ()
+    copy: bool = False
+
+
+def woven(launches: Sequence[Launch], added: Sequence[Added], waiting: Mapping[int, Sequence[str]]) -> Sequence[Launch]:
+    """The step with others between its launches. ``waiting``: what launches of the step wait for besides."""
+    place: dict[int | str, int] = {}
+    result: list[Launch] = []
+    due: defaultdict[int, list[Added]] = defaultdict(list)
+    for one in added:
+        due[one.before].append(one)
+
+    def at(indices: Iterable[int | str]) -> tuple[int, ...]:
+        return tuple(place[index] for index in indices)
+
+    for launch in launches:
+        for one in due[launch.index]:
+            like, size = launches[one.thread_of], round(one.nbytes)
+            is_first = one.thread_of == launch.index  # of its thread perhaps: it is issued after what that is
+            place[one.key] = len(result)
+            result.append(
+                replace(
+                    like,
+                    index=len(result),
+                    op=one.key.split(",")[0],
+                    stream=one.stream,
+                    bytes_read=size,
+                    bytes_written=size,
+                    flops=0,
+                    copy=(0, 1) if one.copy else None,
+                    waits=at(one.waits),
+                    joins=None,
+                    host_waits=(),
+                    issued_after=at(like.issued_after) if is_first else (),
+                    host_seconds=0.0,
+                )
+            )
+        place[launch.index] = len(result)
+        result.append(
+            replace(
+                launch,
+                index=len(result),
+                waits=(*at(launch.waits), *at(waiting.get(launch.index, ()))),
+                host_waits=at(launch.host_waits),
+                issued_after=at(launch.issued_after),
+            )
+        )
+    return result
+
+
 def ddp(launches: Sequence[Launch], arrivals: Sequence[Arrival], devices: int, stream: int) -> Sequence[Launch]:
     """The step with an all-reduce for each bucket, on a stream of its own. The optimizer waits for all of them.
 
     An all-reduce takes the latency of a copy and the time that its bytes take over one link: 2 (N - 1) / N of the
     bucket's.
     """
-    last_backward = max(launch.index for launch in launches if launch.in_backward)
-    due: dict[int, int] = {}
+    optimizer = 1 + max(launch.index for launch in launches if launch.in_backward)
+    due: defaultdict[int, int] = defaultdict(int)
     for bucket in buckets_of(arrivals):
-        due[bucket.launches - 1] = due.get(bucket.launches - 1, 0) + bucket.nbytes
-    place: dict[int, int] = {}
-    result: list[Launch] = []
-    sums: list[int] = []
-    for launch in launches:
-        place[launch.index] = len(result)
+        due[bucket.launches] += bucket.nbytes
+    sums = [
+        Added(after, f"all-reduce, {after}", after - 1, stream, 2 * (devices - 1) / devices * nbytes, [after - 1], True)
+        for after, nbytes in sorted(due.items())
+    ]
+    return woven(launches, sums, {optimizer: [one.key for one in sums[-1:]]})
 
-        def at(indices: Sequence[int]) -> tuple[int, ...]:
-            return tuple(place[index] for index in indices)
 
-        waits = at(launch.waits)
-        if launch.index == last_backward + 1:
-            waits = (*waits, *sums[-1:])
-        result.append(
-            replace(
-                launch,
-                index=len(result),
-                waits=waits,
-                host_waits=at(launch.host_waits),
-                issued_after=at(launch.issued_after),
-            )
-        )
-        if launch.index in due:
-            sent = round(2 * (devices - 1) / devices * due[launch.index])
-            sums.append(len(result))
-            result.append(
-                replace(
-                    result[-1],
-                    index=len(result),
-                    op="all-reduce",
-                    stream=stream,
-                    bytes_read=sent,
-                    bytes_written=sent,
-                    flops=0,
-                    copy=(0, 1),
-                    waits=(result[-1].index,),
-                    joins=None,
-                    host_waits=(),
-                    issued_after=(),
-                    host_seconds=0.0,
-                )
-            )
-    return result
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP2 gathers together: their bytes, and how many launches of the step came before its events.
+
+    These are the begin of its forward and of its backward, and the arrival of its last gradient. A root, which stays
+    gathered, has no ``backward``.
+    """
+
+    nbytes: int
+    forward: int
+    backward: int | None
+    arrived: int
+
+
+def fsdp2(
+    launches: Sequence[Launch], units: Sequence[Unit], devices: int, stream: int, gather: float, scatter: float
+) -> Sequence[Launch]:
+    """The step with units that FSDP2 gathers, frees after forward, gathers again, and whose gradients it sums.
+
+    ``units`` are in the order of forward. A gather copies the shard on ``stream``, sends there, and copies what has
+    arrived where the module runs. It is one unit ahead: in forward because the host is, in backward because it is
+    asked for before the unit that comes first. Gradients are copied where they were computed and summed on
+    ``stream + 1``. The optimizer waits for all sums, and works on an N-th of the rows. Buffers and casts are left out.
+
+    ``gather`` and ``scatter``: how much longer the bytes that a device receives, (N - 1) / N of the unit's, take by
+    NCCL than by a copy over one link.
+    """
+    optimizer = 1 + max(launch.index for launch in launches if launch.in_backward)
+    received = (devices - 1) / devices
+    added: list[Added] = []
+
+    def gathered(unit: Unit, at: int, way: str, after: Sequence[int | str]) -> str:
+        name = f"{way} {unit.forward}"
+        sent = received * unit.nbytes * gather
+        added.append(Added(at, f"copy-in, {name}", at, stream, unit.nbytes / devices, after))
+        added.append(Added(at, f"all-gather, {name}", at, stream, sent, (), True))
+        return name
+
+    def copied_out(unit: Unit, at: int, name: str) -> str:
+        run_on = launches[at].stream
+        added.append(Added(at, f"copy-out, {name}", at, run_on, unit.nbytes, [f"all-gather, {name}"]))
+        return f"copy-out, {name}"
+
+    out: list[int | str] = [units[0].forward - 1] * 2  # what the gather of the next unit but one waits for
+    for unit in units:
+        name = gathered(unit, unit.forward, "forward", out[-2:-1])
+        out.append(copied_out(unit, unit.forward, name))
+    again = sorted((unit for unit in units if unit.backward is not None), key=lambda unit: unit.backward or 0)
+    ahead = gathered(again[0], again[0].backward or 0, "backward", out[-1:]) if again else ""
+    for place, unit in enumerate(again):
+        begin = unit.backward or 0
+        last = copied_out(unit, begin, ahead)
+        if place + 1 < len(again):
+            ahead = gathered(again[place + 1], begin, "backward", [last])
+    sums = sorted(units, key=lambda unit: unit.arrived)
+    for number, unit in enumerate(sums):
+        done, run_on = unit.arrived - 1, launches[unit.arrived - 1].stream
+        sent = received * unit.nbytes * scatter
+        added.append(Added(unit.arrived, f"copy-in, sum {number}", done, run_on, unit.nbytes))
+        after = [f"copy-in, sum {number}"]
+        added.append(Added(unit.arrived, f"reduce-scatter, {number}", done, stream + 1, sent, after, True))
+    own = [
+        replace(launch, bytes_read=launch.bytes_read // devices, bytes_written=launch.bytes_written // devices)
+        if launch.index >= optimizer
+        else launch
+        for launch in launches
+    ]
+    return woven(own, added, {optimizer: [f"reduce-scatter, {len(sums) - 1}"]})

@@ -44,6 +44,16 @@ class Published:
     source: str
 
 
+# Bytes per second into a device of NCCL's all-gather and reduce-scatter, between all devices of a machine.
+NCCL = {
+    # NVIDIA/Megatron-LM 5596, GitHub issue: 128 MiB in 363 us, and 32 MiB in 100.5 us, of which 7 / 8 are received.
+    "8 x H100": (7 / 8 * 2**27 / 363e-6, 7 / 8 * 2**25 / 100.5e-6),
+    # NVIDIA/nccl-tests 149, GitHub issue: 230 GB/s are reached of the 240 that kernels can.
+    "8 x A100": (230e9, 230e9),
+    # None was found: 130 GB/s are assumed of six links, and through the host what a copy gets.
+    "8 x V100": (130e9, 130e9),
+}
+
 PUBLISHED = [
     Published(RESNET50, "8 x V100", 1, ONE, 97, PYTORCH),
     Published(RESNET50, "8 x V100", 2, DDP, 103, PYTORCH),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dataparallel.composable import fully_shard
 from gradients import gradients_of
-from shapes import BERTLayer, Block, Bottleneck, ResNet50
+from shapes import BERTLayer, Block, Bottleneck
 
 BLOCKS = (Block, Bottleneck, BERTLayer)
 
@@ -21,15 +21,6 @@ BLOCKS = (Block, Bottleneck, BERTLayer)
 def blocks_of(module: nn.Module) -> list[nn.Module]:
     """The modules that become units of their own."""
     return [child for child in module.modules() if isinstance(child, BLOCKS)]
-
-
-def large_units_of(module: nn.Module) -> list[nn.Module | list[nn.Module]]:
-    """Four larger units instead: the stages of a ResNet, or a quarter of the blocks each."""
-    if isinstance(module, ResNet50):
-        return [stage for stage in module if isinstance(stage, nn.Sequential)]
-    blocks = blocks_of(module)
-    quarter = len(blocks) // 4
-    return [blocks[first : first + quarter] for first in range(0, len(blocks), quarter)]
 
 
 def sharded(

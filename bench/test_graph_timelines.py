@@ -14,7 +14,7 @@ from by_hand import launch
 from graph_timelines import ALL_REDUCED, GPT_256, INFERENCE, TASKS, predicted
 from nogpu import cuda
 from nogpu.timeline import HOST, Launch, Recording, StreamName
-from process_timelines import Arrival, buckets_of, changed, ddp, one_graph
+from process_timelines import Arrival, Unit, buckets_of, changed, ddp, fsdp2, one_graph
 from reporting import Report, Row
 from shapes import RealShape
 from timelines import Recorded
@@ -29,8 +29,7 @@ and scheduled on 8 x A100. Training is forward, the loss on the first device, ba
 with TF32; inference is a call without gradients. Each device gets what the name of the model says.
 
 way
-    composable.fully_shard has a unit for each block, and one for the rest. With 4 large units the blocks are in four:
-    the stages of the ResNet, or a quarter of the blocks each.
+    composable.fully_shard has a unit for each block, and one for the rest.
 graphs
     With graphs=True. The module alone and DDP have their whole step in one graph, which is the best that can be done.
 step, free host, ms
@@ -47,11 +46,13 @@ calls
     How often the host launches a kernel, a copy or a graph in a step, for each device; with graphs at most {MOST_CALLS}
     are wanted. "graphs" is how many of these launch a graph.
 
-DDP is made of the recording of the module alone: a process and a host for each device, and for each bucket of 25 MiB
-an all-reduce as soon as its gradients are there. It takes the latency of a copy and the time of 2 (N - 1) / N of its
-bytes over one link, and the gradients lie in the buckets. Buffers are not sent, and no process waits for a slower
-one: this is the best that DDP can do. torch.nn.DataParallel is torch's pipeline with plain copies, which it has
-without NCCL."""
+DDP is made of the recording of the module alone: a process and a host for each device, and for each bucket of 25 MiB an
+all-reduce as soon as its gradients are there. It takes the latency of a copy and the time of 2 (N - 1) / N of its bytes
+over one link, and the gradients lie in the buckets. Buffers are not sent, and no process waits for a slower one: this
+is the best that DDP can do. FSDP2 is made of it too, with a unit for each block, and one for the rest, which stays
+gathered from forward to backward: copies into and out of what is sent, an all-gather one unit ahead and a
+reduce-scatter at NCCL's published bandwidth, and an optimizer of an eighth. torch.nn.DataParallel is torch's pipeline
+with plain copies, which it has without NCCL."""
 
 
 def misses(row: Row) -> list[str]:
@@ -152,6 +153,34 @@ def test_an_all_reduce_comes_after_its_gradients_and_before_the_optimizer(two_st
         assert (first.bytes_written, second.bytes_written) == (2**20 * 7 // 4, 175)
         assert first.stream == 1
     assert [one.index for one in made.two.launches] == [*range(14)]
+
+
+def test_a_unit_is_gathered_one_ahead_and_its_sum_does_not_hold_up_the_backward(two_steps: Recorded) -> None:
+    units = [Unit(800, 1, None, 4), Unit(1600, 1, 2, 3)]  # the root, and a block that is gathered again
+    made = changed(two_steps, lambda launches: fsdp2(launches, units, 8, 1, 1.0, 2.0), streams=2)
+    shown = [(one.op, one.stream, one.bytes_written, one.waits) for one in made.two.launches[1:18]]
+    assert shown == [
+        ("copy-in", 1, 100, (0,)),
+        ("all-gather", 1, 700, ()),
+        ("copy-out", 0, 800, (2,)),
+        ("copy-in", 1, 200, (0,)),
+        ("all-gather", 1, 1400, ()),
+        ("copy-out", 0, 1600, (5,)),
+        ("aten::add", 0, 0, ()),
+        ("copy-in", 1, 200, (6,)),
+        ("all-gather", 1, 1400, ()),
+        ("copy-out", 0, 1600, (9,)),
+        ("aten::add", 0, 0, ()),
+        ("copy-in", 0, 1600, ()),
+        ("reduce-scatter", 2, 2800, (12,)),
+        ("aten::add", 0, 0, ()),
+        ("copy-in", 0, 800, ()),
+        ("reduce-scatter", 2, 1400, (15,)),
+        ("aten::add", 0, 0, (16,)),
+    ]
+    assert [one.thread for one in made.two.launches[:18]] == [0] * 8 + [1] * 9 + [0]
+    assert made.two.launches[8].issued_after == (7,)
+    assert [one.index for one in made.two.launches] == [*range(36)]
 
 
 def test_buckets_are_those_of_ddp() -> None:

@@ -5,7 +5,7 @@ On `machine(...)` a device computes one FLOP and a path carries one byte in a se
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +88,13 @@ class Program:
             self._waited[joins] = (index,)
         return index
 
+    def pull(
+        self, stream: tuple[int, int], sizes: Mapping[int, int], *, after: Sequence[int] = (), **fields: Any
+    ) -> int:
+        """A kernel that reads so many bytes of each of these devices, one after the other."""
+        peers = tuple((source, stream[0], size) for source, size in sizes.items())
+        return self._launch(stream, after, **{"op": "pull", "peers": peers, **fields})
+
     def from_host(self, stream: tuple[int, int], seconds: int = 1, **fields: Any) -> int:
         return self.copy(stream, stream[0], seconds, source=HOST, **fields)
 
@@ -102,6 +109,7 @@ def run(program: Program, on: Machine | None = None) -> Schedule:
     recording = program.recording()
     devices = [stream.device for stream in recording.streams]
     devices += [place for launch in recording.launches for place in launch.copy or ()]
+    devices += [source for launch in recording.launches for source, _, _ in launch.peers]
     return schedule(recording, on or machine(1 + max(devices, default=0)))
 
 

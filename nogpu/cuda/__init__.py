@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nogpu.cuda.late import late_schedule as late_schedule
     from nogpu.cuda.watching import check_clocks as check_clocks
     from nogpu.cuda.watching import clocks as clocks
+    from nogpu.cuda.watching import described_kernels as described_kernels
     from nogpu.cuda.watching import late_queries as late_queries
     from nogpu.cuda.watching import set_capacity as set_capacity
     from nogpu.cuda.watching import set_link as set_link
@@ -35,6 +36,7 @@ __all__ = [
     "check_clocks",
     "clocks",
     "counted",
+    "described_kernels",
     "is_stand_in",
     "late_queries",
     "late_schedule",
@@ -47,7 +49,16 @@ __all__ = [
 
 _IN_COUNTS = ("counted",)
 _IN_LATE = ("late_schedule",)
-_IN_WATCHING = ("check_clocks", "clocks", "late_queries", "set_capacity", "set_link", "skipped_work", "timeline")
+_IN_WATCHING = (
+    "check_clocks",
+    "clocks",
+    "described_kernels",
+    "late_queries",
+    "set_capacity",
+    "set_link",
+    "skipped_work",
+    "timeline",
+)
 
 
 def stand_in(devices: int = 8, *, like: str = "a100", hide_gpus: bool = False) -> list[torch.device]:
@@ -73,10 +84,11 @@ def stand_in(devices: int = 8, *, like: str = "a100", hide_gpus: bool = False) -
     What the clocks do not see: what the host does with pinned memory other than by an operator, ``tolist`` or ``numpy``
     (so not what is read later through the array). Waits that CUDA makes by itself hide races in the runs in which they
     happen: ``cudaFree``, which torch's allocator calls where memory runs out and in ``empty_cache``, waits for the
-    whole device. An event that is recorded by ``torch.Event`` right after memory with ``record_stream`` was freed is
-    taken for one of the allocator's, so asking it teaches the thread nothing. What they report although nothing is
-    wrong: threads that pass work to each other under a lock or with an event of ``threading``; a ``queue.Queue``, a
-    ``ThreadPoolExecutor``, start and join are followed.
+    whole device. It does not wait for other devices, and memory that one of them may still use then is found (``freed
+    too early``), whatever the memory's own device waits for. An event that is recorded by ``torch.Event`` right after
+    memory with ``record_stream`` was freed is taken for one of the allocator's, so asking it teaches the thread
+    nothing. What they report although nothing is wrong: threads that pass work to each other under a lock or with an
+    event of ``threading``; a ``queue.Queue``, a ``ThreadPoolExecutor``, start and join are followed.
 
     Call this before anything imports torch. Or let ``python -m nogpu.cuda SCRIPT`` call it. The first call on a machine
     compiles for some minutes. A later call of the process has to ask for the same devices.

@@ -10,7 +10,7 @@ import functools
 import importlib.machinery
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ def compiled() -> Any:
 _switches = Switches(compiled)
 _late_queries = Blocks(lambda late: compiled().answer_queries_late(late))
 _skipping = Blocks(lambda skips: compiled().set_skipping(skips))
+_describing = threading.local()
 
 
 def clocks(enabled: bool = True, *, stacks: bool | None = None) -> AbstractContextManager[None]:
@@ -140,6 +141,38 @@ def skipped_work() -> Iterator[None]:
         yield
     finally:
         _skipping.end()
+
+
+@contextmanager
+def described_kernels(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Kernels that the calling thread launches inside are not run: it is said here what each of them touches.
+
+    This is for kernels that find their memory in tables, inside `skipped_work`, where no table has anything in it.
+    Counts, clocks and timelines see the launches with these bytes. Kernels are those of the driver and of CuPy.
+
+    Args:
+        reads: CUDA tensors of any device without holes, or views of them: their bytes are those that are read.
+        writes: the same for what is written.
+
+    Raises:
+        ValueError: for a tensor that is not on a CUDA device, or has holes; and inside another such block.
+    """
+    if getattr(_describing, "is_open", False):
+        raise ValueError("a block of described_kernels is open in this thread: leave it before you open another")
+    for tensor in (*reads, *writes):
+        if not tensor.is_cuda or not tensor.is_contiguous():
+            raise ValueError(
+                "described_kernels takes contiguous CUDA tensors, and views of them that are contiguous; got shape "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+            )
+    accesses = [(one.data_ptr(), one.nbytes, False) for one in reads]
+    compiled().describe_kernels([*accesses, *((one.data_ptr(), one.nbytes, True) for one in writes)])
+    _describing.is_open = True
+    try:
+        yield
+    finally:
+        _describing.is_open = False
+        compiled().describe_kernels(None)
 
 
 def timeline(limit: int = 1_000_000, stacks: bool = False) -> AbstractContextManager[Timeline]:

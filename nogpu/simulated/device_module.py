@@ -218,7 +218,13 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
 
 
 def empty_cache() -> None:
-    """Does nothing: no memory is cached."""
+    """Frees nothing, because no memory is cached.
+
+    Raises:
+        RuntimeError: ``freed too early: ...`` if a GPU's allocator could end memory here that a stream of another
+            device still uses, for all that the calling thread has waited for.
+    """
+    extension.C.allocators_let_go()
 
 
 def ipc_collect() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nogpu.timeline.intervals import length_of_union
+from nogpu.timeline.intervals import Interval, length_of_union
 from nogpu.timeline.launches import Launch, StreamName
 from nogpu.timeline.solve import Bound, Solution
 
@@ -17,9 +17,9 @@ class Busy:
     Attributes:
         name: the stream, or the index of the device.
         launches: how many launches its streams, or this stream, ran.
-        kernels: seconds in which a kernel runs.
-        copies: seconds in which a copy runs: for a device those that it sends or receives, for a stream those that run
-            on it.
+        kernels: seconds in which a kernel without peers runs.
+        copies: seconds in which a copy or a kernel with peers runs: for a device those that it sends or receives, for a
+            stream those that run on it.
     """
 
     name: StreamName | int
@@ -43,31 +43,33 @@ def busy_devices(solution: Solution) -> list[Busy]:
     for device in range(solution.machine.devices):
         streams = {position for position, name in enumerate(recording.streams) if name.device == device}
         own = [launch for launch in recording.launches if launch.stream in streams]
-        received = [one for one in recording.launches if one.copy and device in one.copy and one.stream not in streams]
-        found.append(Busy(device, len(own), *_kernels_and_copies(solution, [*own, *received])))
+        moved = [(move.start, move.end) for move in solution.moves if device in move.ends]
+        found.append(Busy(device, len(own), *_kernels_and_copies(solution, own, moved)))
     return found
 
 
-def _kernels_and_copies(solution: Solution, launches: list[Launch]) -> tuple[float, float]:
-    spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+def _kernels_and_copies(
+    solution: Solution, launches: list[Launch], moved: Sequence[Interval] = ()
+) -> tuple[float, float]:
+    spans: dict[bool, list[Interval]] = {False: [], True: [*moved]}
     for launch in launches:
-        spans[launch.copy is not None].append((solution.start[launch.index], solution.end[launch.index]))
+        spans[launch.communicates].append((solution.start[launch.index], solution.end[launch.index]))
     return length_of_union(spans[False]), length_of_union(spans[True])
 
 
 def busy_links(solution: Solution) -> dict[str, float]:
     """For each link of the machine the seconds in which it serves at least one copy."""
     spans: dict[str, list[tuple[float, float]]] = {link: [] for link in solution.machine.wiring.links}
-    for launch in solution.recording.launches:
-        for link in solution.machine.wiring.paths[launch.copy].links if launch.copy else ():
-            spans[link].append((solution.start[launch.index], solution.end[launch.index]))
+    for move in solution.moves:
+        for link in solution.machine.wiring.paths[move.ends].links:
+            spans[link].append((move.start, move.end))
     return {link: length_of_union(found) for link, found in spans.items()}
 
 
 def time_of_copies(solution: Solution) -> float:
-    """Seconds in which any copy between two places runs."""
+    """Seconds in which any copy between two places runs, or a kernel with peers."""
     launches = solution.recording.launches
-    return length_of_union((solution.start[one.index], solution.end[one.index]) for one in launches if one.copy)
+    return length_of_union((solution.start[one.index], solution.end[one.index]) for one in launches if one.communicates)
 
 
 @dataclass(frozen=True)

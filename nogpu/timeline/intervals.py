@@ -1,4 +1,4 @@
-"""Intervals of time: their `union`, how much of one is `covered` by others, and the `parents` of nested intervals."""
+"""Intervals of time: `union`, how much of one is `covered` by others, work that is `slowed` in them, and `parents`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,20 @@ def covered(interval: Interval, by: Sequence[Interval]) -> float:
     """How much of ``interval`` is covered by intervals that are disjoint and in order."""
     start, end = interval
     return sum([min(end, b) - max(start, a) for a, b in _overlapping(start, end, by)])
+
+
+def slowed(start: float, seconds: float, by: Sequence[Interval], factor: float) -> float:
+    """When work of so many seconds ends that takes ``factor`` times as long in intervals, disjoint and in order."""
+    time = start
+    for a, b in _overlapping(start, float("inf"), by):
+        before = max(a - time, 0.0)
+        if before >= seconds:
+            break
+        time, seconds = max(a, time), seconds - before
+        if factor * seconds <= b - time:
+            return time + factor * seconds
+        time, seconds = b, seconds - (b - time) / factor
+    return time + seconds
 
 
 def _overlapping(start: float, end: float, by: Sequence[Interval]) -> Iterator[Interval]:

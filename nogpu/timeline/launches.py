@@ -56,6 +56,9 @@ class Launch:
         stack: the Python stack, if stacks were asked for.
         graph: the index of the first launch of its graph, which may be itself: the host launches a captured graph by
             one call. None if it was launched by itself.
+        peers: what a kernel itself moves between its device and others: for each the source, the target and the bytes,
+            in the order in which the kernel comes to them. ``bytes_read`` and ``bytes_written`` are those of its own
+            device's memory.
     """
 
     index: int
@@ -76,6 +79,12 @@ class Launch:
     host_seconds: float
     stack: str = ""
     graph: int | None = None
+    peers: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it moves bytes between two places: it is such a copy, or a kernel with peers."""
+        return self.copy is not None or bool(self.peers)
 
     @property
     def is_call(self) -> bool:

@@ -36,7 +36,7 @@ class Host:
     these threads are busy at a time.
 
     A captured graph is one launch, however many kernels it has: it takes `graph` seconds in place of `rest` or
-    `backward`.
+    `backward`. So does a kernel that reads or writes other devices' memory, for which Python makes a table.
 
     Attributes:
         lock: seconds.
@@ -89,9 +89,10 @@ class Host:
         if self.measured is not None:
             seconds = self.measured * launch.host_seconds
             return (0.0, seconds) if launch.in_backward else (seconds, 0.0)
+        is_long = launch.graph is not None or bool(launch.peers)
         if launch.in_backward:
-            return 0.0, self.backward if launch.graph is None else self.graph
-        return self.lock, self.rest if launch.graph is None else self.graph
+            return 0.0, self.graph if is_long else self.backward
+        return self.lock, self.graph if is_long else self.rest
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Path:
         bandwidth: bytes per second.
         latency: seconds until the first byte is there.
         links: the links that a copy occupies from its start to its end.
+        for_kernels: whether a kernel at one end reads and writes memory at the other. Two devices are peers then.
 
     Raises:
         TypeError: for anything but numbers and names.
@@ -111,6 +113,7 @@ class Path:
     bandwidth: float
     latency: float
     links: tuple[str, ...]
+    for_kernels: bool = True
 
     def __post_init__(self) -> None:
         _check("Path.bandwidth", self.bandwidth, zero=False)
@@ -176,6 +179,10 @@ class Machine:
         kernel_latency: seconds that every kernel takes besides.
         wiring: links and paths; functions of ``wiring`` build those of common machines.
         host: what launches cost.
+        peer_kernels: what a kernel that reads or writes other devices' memory gets of the bandwidth of a copy, from
+            more than 0 to 1.
+        beside_peer_kernels: how much more time the other kernels of a device take while such a kernel runs there, as a
+            share: 0.2 is 1.2 times as long.
 
     Raises:
         TypeError: if an attribute has another type.
@@ -189,6 +196,8 @@ class Machine:
     kernel_latency: float
     wiring: Wiring
     host: Host = Host()
+    peer_kernels: float = 1.0
+    beside_peer_kernels: float = 0.0
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, bool) or not isinstance(self.devices, int):
@@ -203,6 +212,12 @@ class Machine:
             _check(f"Machine.flops[{dtype!r}]", rate, zero=False)
         _check("Machine.memory_bandwidth", self.memory_bandwidth, zero=False)
         _check("Machine.kernel_latency", self.kernel_latency, zero=True)
+        _check("Machine.peer_kernels", self.peer_kernels, zero=False)
+        if self.peer_kernels > 1:
+            raise ValueError(
+                f"Machine.peer_kernels is a share of a copy's bandwidth, at most 1; got {self.peer_kernels}"
+            )
+        _check("Machine.beside_peer_kernels", self.beside_peer_kernels, zero=True)
         for name, kind in (("host", Host), ("wiring", Wiring)):
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"Machine.{name} is a {kind.__name__}; got {getattr(self, name)!r}")

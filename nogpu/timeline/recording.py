@@ -214,10 +214,17 @@ class _Reader:
             host_seconds=entry["host_seconds"],
             stack=entry["stack"],
             graph=self._graphs.setdefault(graph, index) if graph else None,
+            peers=_in_turn(entry["peers"], self._names[stream].device),
         )
 
     def _place(self, stream: int) -> int:
         return self._streams.setdefault(stream, len(self._streams))
+
+
+def _in_turn(peers: list[tuple[int, int, int]], device: int) -> tuple[tuple[int, int, int], ...]:
+    """Each device begins with the one after it, so that no two that do the same begin with the same."""
+    others = [((source + target - device), (source, target, nbytes)) for source, target, nbytes in peers]
+    return tuple(peer for _, peer in sorted(others, key=lambda other: (other[0] < device, other)))
 
 
 class _Order:

@@ -155,8 +155,9 @@ def schedule(recording: Recording, machine: Machine) -> Schedule:
     The host issues launches in the recorded order of each thread, at the cost that `machine.host` says, and waits where
     it has waited. A stream runs its launches in their order. A launch starts when it has reached the device, its stream
     is free, everything that it waits for has ended and, for a copy between two places, all links of its path are free.
-    The same recording on the same machine has the same schedule, and on a machine that is better in any respect it is
-    not longer.
+    A kernel with peers begins like a copy and then moves one piece after the other, each when the links of its path are
+    free for as long as it takes. The same recording on the same machine has the same schedule. Without such kernels it
+    is not longer on a machine that is better in any respect.
 
     Raises:
         ValueError: if the recording uses more devices than the machine has, a dtype for which the machine has no rate,

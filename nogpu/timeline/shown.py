@@ -30,10 +30,16 @@ def _step(result: Schedule) -> str:
     copies = sum(launch.copy is not None for launch in launches)
     exposed, time = result.exposed_communication, result.time
     in_graphs = len(launches) - result.recording.calls
+    kernels = sum(bool(launch.peers) for launch in launches)
+    with_peers = f", {kernels} of them kernels with peers" if kernels else ""
     by_host = f", by {result.recording.calls} calls of the host" if in_graphs else ""
     share = f"{100 * exposed / time if time else 0:.1f} % of the step"
     rows = [
-        ("step", _ms(time), f"{len(launches)} launches, {copies} of them copies between two places{by_host}"),
+        (
+            "step",
+            _ms(time),
+            f"{len(launches)} launches, {copies} of them copies between two places{with_peers}{by_host}",
+        ),
         ("any link is busy", _ms(result.communication), f"{result.overlap:.1f} % of it the step does not wait for"),
         ("exposed communication", _ms(exposed), share),
         ("no thread issues", _ms(result.host_idle), ""),
@@ -174,7 +180,7 @@ def _rows_of_streams(result: Schedule) -> Iterable[tuple[str, dict[str, Bars]]]:
     for launch in result.recording.launches:
         row = rows[launch.stream]
         ready, start, end = (times[launch.index] for times in (solution.ready, solution.start, solution.end))
-        row[KERNEL if launch.copy is None else COPY].append(_bar(start, end))
+        row[COPY if launch.communicates else KERNEL].append(_bar(start, end))
         if start > ready:
             row[WAIT].append(_bar(ready, start))
     for position in by_device(result.recording.streams):
@@ -221,6 +227,8 @@ def _slices(result: Schedule) -> Iterator[Event]:
             "shapes": str([list(shape) for shape in launch.shapes]),
             "starts after": _words(result, index),
         }
+        if launch.peers:
+            about["peers"] = str([list(peer) for peer in launch.peers])
         if launch.stack:
             about["stack"] = launch.stack
         if launch.is_call:
@@ -229,7 +237,7 @@ def _slices(result: Schedule) -> Iterator[Event]:
                 **_host_row(result, index), **span(solution.issue[index], solution.reached[index]),
             }  # fmt: skip
         yield {
-            "ph": "X", "cat": "kernel" if launch.copy is None else "copy", "name": called, "args": about,
+            "ph": "X", "cat": "copy" if launch.communicates else "kernel", "name": called, "args": about,
             **_device_row(result, index), **span(solution.start[index], solution.end[index]),
         }  # fmt: skip
 

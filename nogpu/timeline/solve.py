@@ -5,27 +5,38 @@ First how long launches take, then in which order the host issues them, then the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from bisect import bisect_right, insort
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappush, heapreplace
+from heapq import heappush, heappushpop
+from itertools import islice
 from typing import NamedTuple
 
+from nogpu.timeline.intervals import Interval, slowed, union
 from nogpu.timeline.launches import Launch, Recording
 from nogpu.timeline.machine import Machine
+
+ROUNDS = 50
+"""How often, at most, times are computed again where kernels slow each other; they hardly change after a few."""
 
 
 def durations(recording: Recording, machine: Machine) -> list[float]:
     """Seconds for each launch.
 
     A kernel takes the latency and the longer of computing and of reading and writing its memory (the roofline model:
-    Williams, Waterman and Patterson, 2009). A copy takes the latency of its path and the time of its bytes.
+    Williams, Waterman and Patterson, 2009). A copy takes the latency of its path and the time of its bytes. For a
+    kernel with peers it is what its own memory takes at least, beside what it moves.
 
     Raises:
-        ValueError: if a launch is on a device that the machine does not have, or computes with a dtype for which it has
-            no rate.
+        ValueError: if a launch is on a device that the machine does not have, computes with a dtype for which it has no
+            rate, or is a kernel that touches memory of a device that is no peer of its own.
     """
     for stream in recording.streams:
         _check_device(stream.device, machine)
+    for launch in recording.launches:
+        _check_peers(launch, recording.streams[launch.stream].device, machine)
     return [_copy(launch, machine) if launch.copy else _kernel(launch, machine) for launch in recording.launches]
 
 
@@ -35,6 +46,17 @@ def _check_device(device: int, machine: Machine) -> None:
             f"the recording uses device {device}, but {machine.name} has {machine.devices}: schedule it on a machine "
             f"with {device + 1} devices or more"
         )
+
+
+def _check_peers(launch: Launch, device: int, machine: Machine) -> None:
+    for source, target, _ in launch.peers:
+        path = machine.wiring.paths.get((source, target))
+        if launch.copy is not None or device not in (source, target) or path is None or not path.for_kernels:
+            raise ValueError(
+                f"launch {launch.index} ({launch.op}) moves bytes from {source} to {target} by a kernel on device "
+                f"{device}: one end has to be that device, {machine.name} has to have both, and they have to be peers "
+                "(Path.for_kernels)"
+            )
 
 
 def _copy(launch: Launch, machine: Machine) -> float:
@@ -52,13 +74,18 @@ def _copy(launch: Launch, machine: Machine) -> float:
 def _kernel(launch: Launch, machine: Machine) -> float:
     memory = (launch.bytes_read + launch.bytes_written) / machine.memory_bandwidth
     if launch.flops == 0:
-        return machine.kernel_latency + memory
+        return _latency(launch, machine) + memory
     if launch.dtype not in machine.flops:
         raise ValueError(
             f"launch {launch.index} ({launch.op}) computes with {launch.dtype}, but {machine.name} has rates for "
             f"{[*machine.flops]} only: add one, machine.with_(flops={{..., {launch.dtype!r}: FLOPs per second}})"
         )
-    return machine.kernel_latency + max(launch.flops / machine.flops[launch.dtype], memory)
+    return _latency(launch, machine) + max(launch.flops / machine.flops[launch.dtype], memory)
+
+
+def _latency(launch: Launch, machine: Machine) -> float:
+    """A kernel's, or that of a copy from the first peer."""
+    return machine.wiring.paths[launch.peers[0][:2]].latency if launch.peers else machine.kernel_latency
 
 
 def checked(recording: Recording) -> Recording:
@@ -121,6 +148,22 @@ def host_order(recording: Recording) -> list[int]:
     return sorted(range(len(times)), key=times.__getitem__)
 
 
+class Move(NamedTuple):
+    """Bytes on their way: those of a copy, or those that a kernel moves from or to one of its peers.
+
+    Attributes:
+        launch: its index.
+        ends: the source and the target.
+        start: when the links of the path are occupied.
+        end: when they are free again.
+    """
+
+    launch: int
+    ends: tuple[int, int]
+    start: float
+    end: float
+
+
 class Bound(NamedTuple):
     """Why a launch is not issued, or does not start, earlier.
 
@@ -155,6 +198,7 @@ class Solution:
         end: when the device has ended it.
         issue_bound: what bound `issue`.
         start_bound: what bound `start`.
+        moves: what occupies links, and when.
     """
 
     recording: Recording
@@ -168,6 +212,7 @@ class Solution:
     end: list[float]
     issue_bound: list[Bound]
     start_bound: list[Bound]
+    moves: list[Move]
 
     @property
     def time(self) -> float:
@@ -186,14 +231,34 @@ def solve(recording: Recording, machine: Machine, *, are_copies_free: bool = Fal
     Raises:
         ValueError: if the recording contradicts itself, or the machine lacks a device or a rate that it needs.
     """
-    return _Solver(checked(recording), machine, are_copies_free).solve()
+    solution = _Solver(checked(recording), machine, are_copies_free, {}).solve()
+    if not machine.beside_peer_kernels:
+        return solution
+    for _ in range(ROUNDS):  # what runs beside which kernel depends on what that slows
+        before, beside = solution, defaultdict(list)
+        for launch in recording.launches:
+            if launch.peers:
+                interval = before.start[launch.index], before.end[launch.index]
+                beside[recording.streams[launch.stream].device].append(interval)
+        unions = {device: union(intervals) for device, intervals in beside.items()}
+        solution = _Solver(recording, machine, are_copies_free, unions).solve()
+        if all(math.isclose(*ends, rel_tol=1e-9) for ends in zip(before.end, solution.end, strict=True)):
+            break
+    return solution
 
 
 class _Solver:
     """The times that are known so far."""
 
-    def __init__(self, recording: Recording, machine: Machine, are_copies_free: bool) -> None:
+    def __init__(
+        self, recording: Recording, machine: Machine, are_copies_free: bool, beside: Mapping[int, Sequence[Interval]]
+    ) -> None:
         self.recording, self.machine, self.are_copies_free = recording, machine, are_copies_free
+        self.beside = beside  # for each device when kernels with peers run there
+        self.moves: list[Move] = []
+        # For each link when it is busy: ends and starts, in order. Only kernels with peers come in between.
+        self.has_gaps = any(launch.peers for launch in recording.launches)
+        self.busy: dict[str, list[Interval]] = {link: [] for link in machine.wiring.links}
         self.durations = durations(recording, machine)
         self.before = stream_before(recording)
         count = len(recording.launches)
@@ -223,6 +288,7 @@ class _Solver:
             self.end,
             self.issue_bound,
             self.start_bound,
+            self.moves,
         )
 
     def _issue(self, launch: Launch) -> None:
@@ -259,6 +325,50 @@ class _Solver:
         return sorted(others, key=self.released.__getitem__)[-cores]
 
     def _run(self, launch: Launch) -> None:
+        index = launch.index
+        time, bound = self._ready(launch)
+        if launch.communicates and self.are_copies_free:
+            end = time
+        elif launch.peers:
+            end = self._piece_by_piece(launch, time)
+        elif launch.copy is None:
+            device = self.recording.streams[launch.stream].device
+            factor = 1 + self.machine.beside_peer_kernels
+            end = slowed(time, self.durations[index], self.beside.get(device, ()), factor)
+        else:
+            for link in self.machine.wiring.paths[launch.copy].links:
+                latest = self.latest[link]
+                if len(latest) == self.machine.wiring.links[link] and latest[0][0] > time:
+                    time, bound = latest[0][0], Bound("link", latest[0][1], link)
+            end = time + self.durations[index]
+            self._move(launch, launch.copy, time, end)
+        self.start[index], self.start_bound[index], self.end[index] = time, bound, end
+
+    def _piece_by_piece(self, launch: Launch, start: float) -> float:
+        """When the kernel has moved what it moves between its device and each of its peers in turn."""
+        time = start + _latency(launch, self.machine)
+        for source, target, nbytes in launch.peers:
+            ends = source, target
+            seconds = nbytes / (self.machine.wiring.paths[ends].bandwidth * self.machine.peer_kernels)
+            time = self._gap(ends, time, seconds)
+            self._move(launch, ends, time, time + seconds)
+            time += seconds
+        return max(time, start + self.durations[launch.index])
+
+    def _gap(self, ends: tuple[int, int], time: float, seconds: float) -> float:
+        """When the links are free for so long, not before ``time``: what is moved later may be scheduled already."""
+        until: float | None = time
+        while until is not None:
+            time, until = until, None
+            for link in self.machine.wiring.paths[ends].links:
+                later = islice(self.busy[link], bisect_right(self.busy[link], (time, math.inf)), None)
+                meets = [end for end, start in later if start < time + seconds]
+                if len(meets) >= self.machine.wiring.links[link]:
+                    until = meets[0]
+        return time
+
+    def _ready(self, launch: Launch) -> tuple[float, Bound]:
+        """When the device can start it, but for links, and why not earlier."""
         index, before = launch.index, self.before[launch.index]
         # Of several that end at the same time, a launch on the device says more than the host.
         time, bound = self.reached[index], Bound("host", index)
@@ -268,17 +378,16 @@ class _Solver:
         for other in launch.waits:
             if self.end[other] > time or (self.end[other] == time and bound.kind == "host"):
                 time, bound = self.end[other], Bound("wait", other)
-        is_free = launch.copy is not None and self.are_copies_free
-        links = () if launch.copy is None or is_free else self.machine.wiring.paths[launch.copy].links
-        for link in links:
-            latest = self.latest[link]
-            if len(latest) == self.machine.wiring.links[link] and latest[0][0] > time:
-                time, bound = latest[0][0], Bound("link", latest[0][1], link)
-        end = time if is_free else time + self.durations[index]
-        self.start[index], self.start_bound[index], self.end[index] = time, bound, end
-        for link in links:
+        return time, bound
+
+    def _move(self, launch: Launch, ends: tuple[int, int], start: float, end: float) -> None:
+        """Occupies the links."""
+        self.moves.append(Move(launch.index, ends, start, end))
+        for link in self.machine.wiring.paths[ends].links:
             latest = self.latest[link]
             if len(latest) < self.machine.wiring.links[link]:
-                heappush(latest, (end, index))
+                heappush(latest, (end, launch.index))
             else:
-                heapreplace(latest, (end, index))
+                heappushpop(latest, (end, launch.index))
+            if self.has_gaps:
+                insort(self.busy[link], (end, start))

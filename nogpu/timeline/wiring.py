@@ -8,6 +8,7 @@ direction, and serves one copy at a time where nothing else is said. Names of li
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 
 from nogpu.timeline.launches import HOST
@@ -108,6 +109,8 @@ def tree(groups: Sequence[Sequence[int]], *, bandwidth: float, latency: float, u
 def through_host(devices: int, *, bandwidth: float, latency: float, copies: int | None = None) -> Wiring:
     """No link between devices: a copy occupies the sender's link to the host and the receiver's from the host.
 
+    Devices are no peers: no kernel reads another one's memory.
+
     Args:
         devices: their number.
         bandwidth: between a device and the host in one direction, in bytes per second.
@@ -116,10 +119,10 @@ def through_host(devices: int, *, bandwidth: float, latency: float, copies: int 
     """
     links, paths = _to_host(devices, bandwidth, latency)
     for a, b in permutations(range(devices), 2):
-        paths[a, b] = Path(bandwidth, 2 * latency, (f"{a} to host", f"host to {b}"))
+        paths[a, b] = Path(bandwidth, 2 * latency, (f"{a} to host", f"host to {b}"), for_kernels=False)
     if copies is not None:
         links["host"] = copies
-        paths = {ends: Path(path.bandwidth, path.latency, (*path.links, "host")) for ends, path in paths.items()}
+        paths = {ends: replace(path, links=(*path.links, "host")) for ends, path in paths.items()}
     return Wiring(links, paths)
 
 

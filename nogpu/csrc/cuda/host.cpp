@@ -72,7 +72,7 @@ bool add(c10::SmallVectorImpl<Touch>& touches, const c10::IValue& value, const A
 
 // Operators of a device run on the CPU too, in the device's memory: those are looked at elsewhere.
 std::string of_host(const std::string& op, c10::SmallVectorImpl<Touch>& touches) {
-  touches.erase(std::remove_if(touches.begin(), touches.end(), [](const Touch& touch) { return !touch.block->is_of_host; }),
+  touches.erase(std::remove_if(touches.begin(), touches.end(), [](const Touch& touch) { return touch.block->device >= 0; }),
                 touches.end());
   return touches.empty() ? "" : clocks::host_touches(op, touches);
 }

@@ -34,6 +34,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("answer_queries_late", &answer_queries_late);
   m.def("set_late", &standin::set_late, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("set_skipping", &standin::set_skipping, pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("describe_kernels", [](const std::optional<std::vector<std::tuple<uintptr_t, size_t, bool>>>& accesses) {
+    static thread_local std::vector<standin::Part> parts;
+    standin::describe_kernels(nullptr);
+    parts.clear();
+    if (accesses) {
+      for (const auto& [address, bytes, writes] : *accesses) {
+        parts.push_back(standin::part_of(reinterpret_cast<void*>(address), bytes, writes, "what a program described"));
+      }
+      standin::describe_kernels(&parts);
+    }
+  });
   m.def("late_counts", [] {
     auto now = standin::late_counts();
     return std::make_tuple(now.postponed, now.waiting, std::move(now.at_once));

@@ -92,6 +92,19 @@ void add_touches(c10::SmallVector<Touch, 4>& touches, const standin::Part* parts
   }
 }
 
+// What the runtime does by itself: a copy, or a kernel that no operator has counted.
+Work work_of(standin::StreamName stream, const char* name, const standin::Part* parts, size_t count,
+             const standin::CopyInfo* copy) {
+  Work work;
+  work.moved(name, copy ? copy->bytes : 0, copy ? copy->from : stream.device, copy ? copy->to : stream.device);
+  for (size_t i = 0; !copy && i < count; ++i) {
+    if (parts[i].memory) {
+      work.accessed(stream.device, parts[i].memory->device, parts[i].end - parts[i].begin, parts[i].writes);
+    }
+  }
+  return work;
+}
+
 std::array<std::atomic<uint64_t>, kCeiling> in_graphs{};
 
 std::string launch_kept(const clocks::KeptLaunch& kept, standin::StreamName stream) {
@@ -123,7 +136,7 @@ class ClockWatcher final : public standin::Watcher {
   std::string launch(standin::StreamName stream, const char* name, const standin::Part* parts, size_t count,
                      const standin::CopyInfo* copy) override {
     allocators::does_something_else();
-    Work work;
+    auto work = work_of(stream, name, parts, count, copy);
     c10::SmallVector<Touch, 4> touches;
     add_touches(touches, parts, count);
     clocks::Ticket ticket;
@@ -141,7 +154,6 @@ class ClockWatcher final : public standin::Watcher {
     if (copy) {
       counts::copied(static_cast<c10::DeviceIndex>(copy->from), static_cast<c10::DeviceIndex>(copy->to), copy->bytes);
     }
-    work.moved(name, copy ? copy->bytes : 0, copy ? copy->from : stream.device, copy ? copy->to : stream.device);
     clocks::done(ticket, std::move(work));
     return "";
   }
@@ -155,9 +167,7 @@ class ClockWatcher final : public standin::Watcher {
     if (on_the_way) {
       on_the_way->ticket.kept = kept;
     } else {
-      Work work;
-      work.moved(name, copy ? copy->bytes : 0, copy ? copy->from : stream.device, copy ? copy->to : stream.device);
-      kept->work = std::move(work);
+      kept->work = work_of(stream, name, parts, count, copy);
       kept->is_done = true;
     }
     return [kept](standin::StreamName launched_on) { return launch_kept(*kept, launched_on); };
@@ -239,8 +249,17 @@ class ClockWatcher final : public standin::Watcher {
   void allocated(standin::Memory& memory) override {
     auto* made = new OfAllocation();
     made->where = memory.device < 0 ? "pinned host memory" : label_of(static_cast<c10::DeviceIndex>(memory.device));
-    made->is_of_host = memory.device < 0;
+    made->device = static_cast<c10::DeviceIndex>(memory.device);
     memory.watched = static_cast<Tracked*>(made);
+  }
+  void freeing(standin::Memory& memory) override {
+    if (!memory.watched) {
+      return;
+    }
+    if (auto problem = clocks::gone_for_peers(*tracked(memory)); !problem.empty()) {
+      tracked(memory)->history = {}; // `freed` would name the same
+      keep_host_problem(std::move(problem));
+    }
   }
   void freed(standin::Memory& memory) override {
     if (!memory.watched) {

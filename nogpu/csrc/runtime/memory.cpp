@@ -54,16 +54,6 @@ std::unique_ptr<Allocation> take(const void* address, Kind kind) {
   return result;
 }
 
-// The device that the host waits for before an allocation that begins there is freed.
-int owner_of(const void* address, Kind kind) {
-  const std::shared_lock<std::shared_mutex> guard(lock);
-  const auto found = table.find(static_cast<const char*>(address));
-  if (found == table.end() || found->second->kind != kind) {
-    throw Refused{cudaErrorInvalidValue};
-  }
-  return found->second->owner;
-}
-
 bool overlaps(const char* begin, size_t bytes) {
   const std::shared_lock<std::shared_mutex> guard(lock);
   const auto next = table.lower_bound(begin);
@@ -98,19 +88,24 @@ void remove(std::unique_ptr<Allocation> allocation) {
   }
 }
 
-// The host waits for the device first, as CUDA does. Work of other devices on the memory is done too: later it would end
-// the process.
+// The host waits for the memory's device first, as CUDA does. It does not wait for other devices, which lose the memory
+// before that wait: the watcher is asked before, also where the device itself waits for them. Their work is done all the
+// same, because later it would end the process.
 cudaError_t free_after_wait(void* address, Kind kind, const char* call) {
   context_here();
   if (address == nullptr) {
     return cudaSuccess;
   }
   finish_all();
-  wait_for_device(owner_of(address, kind), call);
   auto removed = take(address, kind);
-  if (removed == nullptr) { // another thread was faster
+  if (removed == nullptr) {
     return cudaErrorInvalidValue;
   }
+  auto* told = watcher();
+  if (told != nullptr && kind == Kind::kDevice) {
+    told->freeing(*removed);
+  }
+  wait_for_device(removed->owner, call);
   remove(std::move(removed));
   return cudaSuccess;
 }

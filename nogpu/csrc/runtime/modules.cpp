@@ -1,3 +1,4 @@
+#include "state.h" // first: it exports what runtime.h declares
 #include "modules.h"
 
 #include <dlfcn.h>
@@ -20,6 +21,7 @@ namespace {
 std::mutex modules_lock; // of the two sets, and of the modules' functions
 std::set<void*> known_modules, known_functions;
 std::mutex run_lock; // kernels run one at a time
+thread_local const std::vector<Part>* described = nullptr;
 
 const char* const kNotOurs =
     "cuModuleLoadData got %s. The stand-in runs only what its own NVRTC has compiled: compile the source at run time "
@@ -194,15 +196,21 @@ std::pair<void*, size_t> find_variable(LoadedModule& module, const std::string& 
   return {address, symbol->st_size};
 }
 
+void describe_kernels(const std::vector<Part>* parts) {
+  described = parts;
+}
+
 std::string launch_function(LoadedFunction& function, Stream& stream, const Shape& shape, void** arguments) {
   // What the kernel touches is known after it has run. It must not run before what its stream waits for.
   order(stream);
   auto* told = watcher();
   std::string problem = told == nullptr ? "" : told->begins(stream.name, function.name.c_str());
   if (!problem.empty()) return problem;
-  catch_up(stream.name, function.name.c_str());
   std::vector<Part> parts;
-  {
+  if (described != nullptr) {
+    parts = *described;
+  } else {
+    catch_up(stream.name, function.name.c_str());
     std::lock_guard<std::mutex> lock(run_lock);
     static Touched& touched = *new Touched;
     touched.forget();
@@ -210,12 +218,13 @@ std::string launch_function(LoadedFunction& function, Stream& stream, const Shap
     problem = run_blocks(*function.module->kernels, *function.entry, arguments, shape, touched);
     parts = touched.parts();
     touched.forget();
+    name_parts(parts, function, arguments);
   }
-  name_parts(parts, function, arguments);
   const std::string unmapped = check_access(stream.name.device, function.name.c_str(), parts.data(), parts.size());
   if (!unmapped.empty()) return unmapped;
   const std::string found =
-      announce_or_refuse(stream.name, function.name.c_str(), parts.data(), parts.size(), nullptr, Turn::kAtOnce);
+      announce_or_refuse(stream.name, function.name.c_str(), parts.data(), parts.size(), nullptr,
+                         described == nullptr ? Turn::kAtOnce : Turn::kLater);
   return problem.empty() ? found : "the kernel " + function.name + " stopped: " + problem;
 }
 

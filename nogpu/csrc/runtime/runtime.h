@@ -65,6 +65,10 @@ void has_told(const std::string& message);
 // Empty if nothing is. Copies and collectives need no peers; operators and kernels ask before they announce.
 std::string check_access(int device, const char* name, const Part* parts, size_t count);
 
+// A kernel of a module that this thread launches from now on is not run: it touches these parts, says the program. Null
+// ends that; the parts have to live until then.
+void describe_kernels(const std::vector<Part>* parts);
+
 // Keeps a text with which the next cudaErrorUnknown (999) of this thread explains itself (cudaGetErrorString), and
 // returns that error.
 int fail(const std::string& text);

@@ -107,6 +107,8 @@ class Watcher {
   // Before an event is destroyed or recorded again. What is older than the watcher has no `watched`; so in `freed`.
   virtual void forget(EventState& event) = 0;
   virtual void allocated(Memory& memory) = 0;
+  // A device's memory is about to be freed, and the host has not waited for the device yet.
+  virtual void freeing(Memory& /*memory*/) {}
   virtual void freed(Memory& memory) = 0;
 };
 

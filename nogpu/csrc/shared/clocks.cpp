@@ -270,6 +270,9 @@ void given_back(Tracked& block, Span span, c10::Stream home, const Clock& also) 
   const auto is_complete = [&](const Access& access) {
     return races::ordered(known, access) || races::ordered(also, access);
   };
+  auto& peers = block.by_peers;
+  peers.erase(std::remove_if(peers.begin(), peers.end(), [&](const auto& peer) { return is_complete(peer.access); }),
+              peers.end());
   const auto [first, last] = block.history.within(span);
   for (auto found = first; found != last; ++found) {
     auto& segment = found->second;
@@ -295,6 +298,25 @@ std::string gone(const Tracked& block) {
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   return races::gone(s, here().clock, block);
+}
+
+std::string gone_for_peers(const Tracked& block) {
+  if (!enabled()) {
+    return "";
+  }
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  return races::gone_for_peers(s, here().clock, block.by_peers);
+}
+
+void allocators_let_go() {
+  auto& s = state();
+  std::string problem;
+  {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    problem = races::gone_for_peers(s, here().clock, std::exchange(s.kept, {}));
+  }
+  TORCH_CHECK(problem.empty(), problem);
 }
 
 void handed_on(Tracked& block, Span span) {
@@ -333,15 +355,22 @@ void freed(Tracked& block, c10::Stream node) {
   const auto& known = here().clock;
   const auto& of_node = s.clocks[number_of(s, node)]; // may reallocate s.clocks, so it comes before `home`
   const auto& home = s.clocks[*block.home];
+  // The allocator waits for an event on each recorded stream, and so for what that stream has waited for.
+  const auto is_waited_for = [&](const Access& access) {
+    return races::ordered(known, access) ||
+        std::any_of(block.recorded.begin(), block.recorded.end(), [&](StreamNumber recorded) {
+             return recorded == access.stream || races::ordered(s.clocks[recorded], access);
+           });
+  };
+  for (const auto& peer : block.by_peers) {
+    if (!is_waited_for(peer.access)) {
+      races::keep_latest(s.kept, peer);
+    }
+  }
   for (const auto& [begin, segment] : block.history.segments()) {
     const Span span{begin, segment.end};
     auto settle = [&](const Access& access, bool write) {
-      // The allocator waits for an event on each recorded stream, and so for what that stream has waited for.
-      const bool is_recorded =
-          std::any_of(block.recorded.begin(), block.recorded.end(), [&](StreamNumber recorded) {
-            return recorded == access.stream || races::ordered(s.clocks[recorded], access);
-          });
-      if (!is_recorded && !races::ordered(home, access) && !races::ordered(known, access)) {
+      if (!is_waited_for(access) && !races::ordered(home, access)) {
         const auto before = std::max(of_node[*block.home], s.clocks[access.stream][*block.home]);
         races::owe(s, *block.home,
                    {access, write, span, block.where, races::is_contested(s, *block.home, before, worker)});

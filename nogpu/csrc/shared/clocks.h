@@ -112,6 +112,10 @@ void taken(Tracked& block, Span span, c10::Stream home);
 void given_back(Tracked& block, Span span, c10::Stream home, const Clock& also);
 // The whole block ceases to exist. Returns a message if a stream may still use it, for all that the calling thread knows.
 std::string gone(const Tracked& block);
+// The same for streams of other devices only, before the host has waited for the block's own one.
+std::string gone_for_peers(const Tracked& block);
+// Allocators end all memory that has been `freed`. Throws c10::Error if a stream of another device may still use some.
+void allocators_let_go();
 // An allocator of the host hands the bytes on. What any thread has waited for is over for the next owner.
 void handed_on(Tracked& block, Span span);
 

@@ -97,15 +97,26 @@ struct Debt {
   bool is_contested = false;
 };
 
+// The last access of a stream to any memory of another device's block.
+struct PeerAccess {
+  Access access;
+  bool write = false;
+  Span span;
+  const char* where = "";
+};
+
+using PeerAccesses = c10::SmallVector<PeerAccess, 1>;
+
 // What the clocks store with each block of memory.
 struct Tracked {
   History history;
+  int8_t device = -1; // -1 for memory of the host
+  PeerAccesses by_peers; // also those that later work of the device itself comes after
   // The stream that the block was allocated on and returns to. Empty if the clocks were off at the allocation.
   std::optional<StreamNumber> home;
   c10::SmallVector<StreamNumber, 1> recorded; // by record_stream: freeing waits for these streams
   std::vector<Debt> inherited; // of earlier blocks that may have had the same memory
   const char* where = ""; // "sim:1" or "pinned host memory"
-  bool is_of_host = false; // pinned memory
 };
 
 struct Touch {

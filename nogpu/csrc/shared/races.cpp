@@ -125,6 +125,16 @@ std::string use_again(Streams& s, const Clock& clock, Tracked& block) {
 
 } // namespace
 
+void keep_latest(PeerAccesses& accesses, const PeerAccess& latest) {
+  for (auto& one : accesses) {
+    if (one.access.stream == latest.access.stream && one.where == latest.where) {
+      one = latest;
+      return;
+    }
+  }
+  accesses.push_back(latest);
+}
+
 void note_read(History::Segment& segment, const Access& access) {
   for (auto& read : segment.reads) {
     if (read.stream == access.stream) {
@@ -201,6 +211,9 @@ std::string touch_all(Streams& s, const Clock& clock, const std::string& op, c10
     of_touch.runs = touch.runs;
     for (auto span = touch.spans.begin(); span != touch.spans.end() && problem.empty(); ++span) {
       problem = touch_span(s, clock, op, touch, *span, of_touch);
+      if (touch.block->device >= 0 && s.names[access.stream].device_index() != touch.block->device) {
+        keep_latest(touch.block->by_peers, {of_touch, touch.write, *span, touch.block->where});
+      }
     }
     if (!problem.empty()) {
       return problem;
@@ -246,6 +259,21 @@ std::string gone(const Streams& s, const Clock& clock, const Tracked& block) {
       out << "freed too early: memory in " << block.where << " ceases to exist, and the host has not waited for "
           << describe(s, *early, is_write, {begin, segment.end})
           << ". Call stream.synchronize() or event.synchronize() before." << stack_of(s, *early);
+      return out.str();
+    }
+  }
+  return "";
+}
+
+std::string gone_for_peers(const Streams& s, const Clock& clock, const PeerAccesses& accesses) {
+  for (const auto& [access, write, span, where] : accesses) {
+    if (!ordered(clock, access)) {
+      std::ostringstream out;
+      out << "freed too early: memory in " << where << " ceases to exist, and the host has not waited for "
+          << describe(s, access, write, span)
+          << ". Freeing waits for the memory's own device, and takes it from the others before that. Hold the memory "
+             "until an event of that stream has passed (event.query() or event.synchronize()), or call "
+             "tensor.record_stream with that stream." << stack_of(s, access);
       return out.str();
     }
   }

@@ -34,6 +34,7 @@ struct Streams {
   // By the stream that the memory returned to: the last access of each other stream.
   std::vector<std::vector<Debt>> debts;
   std::vector<Taken> taken;
+  PeerAccesses kept; // to memory that an allocator has got back since, and keeps until it is told to let go
   Clock anybody; // what any host thread, or an allocator of the host, has waited for
   std::atomic<bool> has_debts{false};
   std::atomic<bool> keeps_stacks{false};
@@ -51,6 +52,8 @@ std::string touch_all(Streams& s, const Clock& clock, const std::string& op, c10
 // after the host's access come after it anyway.
 std::string host_touches(Streams& s, const Clock& clock, const std::string& op, c10::ArrayRef<Touch> touches);
 
+// One access for each stream and device.
+void keep_latest(PeerAccesses& accesses, const PeerAccess& latest);
 void note_read(History::Segment& segment, const Access& access);
 // Removes the accesses that are known to be complete.
 template <class IsComplete>
@@ -63,6 +66,8 @@ void forget(History::Segment& segment, const IsComplete& is_complete) {
 
 // The message if memory ceases to exist that a stream may still use, for a host that knows `clock`.
 std::string gone(const Streams& s, const Clock& clock, const Tracked& block);
+// The same for streams of other devices only, whose accesses these are.
+std::string gone_for_peers(const Streams& s, const Clock& clock, const PeerAccesses& accesses);
 
 // Records that memory of `home` has been taken after its launch number `tick`.
 void took(Streams& s, StreamNumber home, uint64_t tick, const Worker& worker);

@@ -35,6 +35,14 @@ py::object copy(const Work& work) {
   return py::make_tuple(static_cast<int>(work.copy->source), static_cast<int>(work.copy->target));
 }
 
+py::list peers(const Work& work) {
+  py::list result;
+  for (const auto& [ends, bytes] : work.peers) {
+    result.append(py::make_tuple(static_cast<int>(ends.source), static_cast<int>(ends.target), bytes));
+  }
+  return result;
+}
+
 // The arguments and results that the formula for the FLOPs takes, or None.
 py::object call(const Work& work) {
   if (!work.has_formula || !keeps_arguments_of(work.op)) {
@@ -63,7 +71,7 @@ py::dict described(const Entry& entry) {
       "host_seconds"_a = entry.host_seconds, "graph"_a = entry.graph, "stack"_a = entry.stack, "op"_a = entry.work.op,
       "bytes_read"_a = entry.work.bytes_read, "bytes_written"_a = entry.work.bytes_written,
       "dtype"_a = entry.work.dtype, "shapes"_a = shapes(entry.work), "copy"_a = copy(entry.work),
-      "call"_a = call(entry.work));
+      "peers"_a = peers(entry.work), "call"_a = call(entry.work));
 }
 
 // Returns the first entry and removes it, or None, so that entries are not in memory twice.

@@ -193,6 +193,27 @@ void Work::moved(const char* name, size_t bytes, int from, int to) {
   }
 }
 
+void Work::accessed(int device, int owner, size_t bytes, bool writes) {
+  if (!is_recorded) {
+    return;
+  }
+  if (device == owner) {
+    (writes ? bytes_written : bytes_read) += bytes;
+    return;
+  }
+  Copy ends{static_cast<c10::DeviceIndex>(owner), static_cast<c10::DeviceIndex>(device)};
+  if (writes) {
+    std::swap(ends.source, ends.target);
+  }
+  for (auto& [known, sum] : peers) {
+    if (known.source == ends.source && known.target == ends.target) {
+      sum += bytes;
+      return;
+    }
+  }
+  peers.emplace_back(ends, bytes);
+}
+
 void Work::resized(const char* name, size_t bytes) {
   if (!is_recorded) {
     return;

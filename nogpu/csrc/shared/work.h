@@ -46,6 +46,8 @@ class Work {
   void copied(const char* op, const at::Tensor& from, const at::Tensor& to);
   // The launch copies bytes from one place to another. A place is a device, or -1 for the host.
   void moved(const char* op, size_t bytes, int from, int to);
+  // A kernel on `device` accesses bytes of `owner`'s memory by itself. -1 is the host.
+  void accessed(int device, int owner, size_t bytes, bool writes);
   // The operator copies bytes to other memory of the same tensor.
   void resized(const char* op, size_t bytes);
 
@@ -57,6 +59,8 @@ class Work {
   c10::ScalarType dtype = c10::ScalarType::Byte; // of the largest tensor
   c10::SmallVector<int64_t, 12> shapes; // for each tensor argument the number of its dimensions, then its sizes
   std::optional<Copy> copy;
+  // What a kernel itself moves from and to other places, and how many bytes.
+  c10::SmallVector<std::pair<Copy, uint64_t>, 2> peers;
 
   // For operators with a formula for FLOPs: arguments and results, with a tuple of sizes for each tensor.
   bool has_formula = false;

@@ -112,7 +112,9 @@ class DeviceMemory final : public c10::DeviceAllocator {
   bool initialized() override {
     return true;
   }
-  void emptyCache(c10::MempoolId_t = {0, 0}) override {}
+  void emptyCache(c10::MempoolId_t = {0, 0}) override {
+    clocks::allocators_let_go();
+  }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     if (auto* block = block_of(data)) {
       clocks::used_on(*block, stream);

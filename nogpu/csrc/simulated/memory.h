@@ -14,7 +14,6 @@ namespace simulated {
 struct Block : Tracked {
   void* data = nullptr;
   size_t bytes = 0;
-  c10::DeviceIndex device = -1; // -1: pinned host memory
   c10::DataPtr owner; // frees the memory
 };
 

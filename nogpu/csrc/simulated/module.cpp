@@ -51,6 +51,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("launch_rows", &launch_rows, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("default_generator", &default_generator);
 
+  m.def("allocators_let_go", &clocks::allocators_let_go);
   bind_clocks(m);
   bind_recording(m);
 }

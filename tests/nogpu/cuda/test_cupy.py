@@ -34,7 +34,7 @@ def module(source, *names):
 def fails(call, *words):
     try:
         call()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         for word in words:
             assert word in str(error), str(error)
     else:
@@ -100,6 +100,47 @@ launch(streams[1], 256)
 fails(lambda: launch(streams[2], 1), "race: fill", "'x'")
 torch.cuda.synchronize()
 assert x.cpu().sum() == 4096
+#: a timeline has what a kernel reads of each peer and the bytes of its own device
+source = '''extern "C" __global__ void add(float* out, const float* a, const float* b) {
+  const int i = blockIdx.x * 256 + threadIdx.x;
+  out[i] = a[i] + b[i];
+}'''
+add = module(source).get_function("add")
+out, a, b = torch.zeros(1024, device=devices[0]), *(torch.ones(1024, device=device) for device in devices[1:])
+for device in devices[1:]: out.to(device)  # makes it a peer
+for device in devices: torch.cuda.synchronize(device)
+torch.cuda.set_device(0)
+def launch():
+    add((4,), (256,), (out.data_ptr(), a.data_ptr(), b.data_ptr()))
+def recorded():
+    with cuda.timeline() as timeline:
+        launch()
+    (found,) = timeline.recording.launches
+    return found.op, found.bytes_read, found.bytes_written, found.peers
+assert recorded() == ("add", 0, 4096, ((1, 0, 4096), (2, 0, 4096)))
+assert out.cpu().sum() == 2048
+a = out.clone()
+assert recorded() == ("add", 4096, 4096, ((2, 0, 4096),))
+#: a program says what its kernels touch and they are not run
+source = '''extern "C" __global__ void follow(float*** table) { **table[0] = 1; }'''
+follow = module(source).get_function("follow")
+out, *others = (torch.zeros(1 << 20, device=device) for device in devices)
+for device in devices[1:]: out.to(device)  # makes it a peer
+for device in devices: torch.cuda.synchronize(device)
+torch.cuda.set_device(0)
+with cuda.skipped_work(), cuda.timeline() as timeline, cuda.described_kernels([others[1], others[0][:7]], [out]):
+    follow((1,), (1,), (0,))
+    fails(lambda: cuda.described_kernels([], []).__enter__(), "is open in this thread")
+(found,) = timeline.recording.launches
+assert (found.op, found.bytes_written, found.peers) == ("follow", 4 << 20, ((1, 0, 28), (2, 0, 4 << 20)))
+for wrong in (torch.zeros(3), out[::2]):
+    fails(lambda: cuda.described_kernels([wrong], []).__enter__(), "contiguous CUDA tensors")
+# The clocks see them as they see other launches.
+for device in devices: torch.cuda.synchronize(device)
+with torch.cuda.stream(torch.cuda.Stream(devices[1])): others[0].add_(1)
+with cuda.described_kernels([others[0]], [out]):
+    fails(lambda: follow((1,), (1,), (0,)), "race: follow reads", "cuda:1")
+for device in devices: torch.cuda.synchronize(device)
 #: threads of a block wait for each other
 source = '''
 namespace inner {

@@ -198,6 +198,39 @@ cudaFree of what another device still reads: freed too early: memory in cuda:0 c
     rt.check(rt.cudaMemcpyPeerAsync(on_b.data_ptr(), 1, memory, 0, 4000, side_b.cuda_stream))
     side_b.synchronize()  # mends
     rt.check(rt.cudaFree(memory))
+the cache emptied while another device still reads: freed too early: memory in cuda:0 ceases to exist.*of cuda:1
+    z = torch.ones(3 << 20, device=a)
+    side_b.wait_stream(main)
+    rt.check(rt.cudaMemcpyPeerAsync(on_b.data_ptr(), 1, z.data_ptr(), 0, 4000, side_b.cuda_stream))
+    side_b.synchronize()  # mends
+    del z
+    torch.cuda.empty_cache()
+the cache emptied after a wait of the memory's own stream: freed too early: memory in cuda:0 ceases to exist.*of cuda:1
+    z = torch.ones(3 << 20, device=a)
+    side_b.wait_stream(main)
+    rt.check(rt.cudaMemcpyPeerAsync(on_b.data_ptr(), 1, z.data_ptr(), 0, 4000, side_b.cuda_stream))
+    main.wait_stream(side_b)
+    e = side_b.record_event()
+    e.query()  # mends
+    del z
+    torch.cuda.empty_cache()
+the cache emptied after later work of the memory's own device: freed too early: memory in cuda:0 ceases to exist
+    z = torch.ones(3 << 20, device=a)
+    side_b.wait_stream(main)
+    rt.check(rt.cudaMemcpyPeerAsync(on_b.data_ptr(), 1, z.data_ptr(), 0, 4000, side_b.cuda_stream))
+    main.wait_stream(side_b)
+    z.zero_()
+    side_b.synchronize()  # mends
+    del z
+    torch.cuda.empty_cache()
+the cache emptied before a copy has arrived: memory in cuda:1 ceases to exist.*which writes.*of cuda:0
+    z = torch.ones(3 << 20, device=a)
+    side.wait_stream(main)
+    with on(side): there = z.to(b)
+    there.record_stream(side)  # mends
+    del there
+    torch.cuda.empty_cache()
+    side.synchronize()  # before z is freed
 a call whose error nobody asks for: race: cudaMemcpyAsync writes
     with on(side): torch.mul(x, 2, out=y)
     main.wait_stream(side)  # mends

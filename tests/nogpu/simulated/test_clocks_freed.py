@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from like_the_cpu import DEVICE as ONE
+from like_the_cpu import OTHER
 from orders import finish
 
 pytestmark = pytest.mark.devices("sim")
@@ -77,3 +78,20 @@ def test_memory_freed_after_the_other_stream_is_known_to_be_done(stream, used_on
     torch.ones(3, device=ONE).zero_()
     finish()
     del result
+
+
+def test_a_cache_is_not_emptied_before_a_copy_from_another_device_has_arrived():
+    """The target's stream waits for the copy, but a GPU takes memory from its peers before it waits for itself."""
+    sent = torch.ones(3, device=ONE)
+    for is_known in (False, True):
+        arrived = sent.to(OTHER)  # by a stream of the source
+        if is_known:
+            torch.sim.synchronize(ONE)
+        del arrived
+        torch.sim.check_clocks()
+        if is_known:
+            torch.sim.empty_cache()
+            continue
+        with pytest.raises(RuntimeError, match=r"^freed too early: memory in sim:2 ceases .*default stream of sim:1"):
+            torch.sim.empty_cache()
+        torch.sim.empty_cache()  # reported once

@@ -1,7 +1,7 @@
 """What holds for every recording on every machine."""
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -30,15 +30,24 @@ STREAMS = tuple(StreamName(device, stream) for device in range(DEVICES) for stre
 
 
 @st.composite
-def recordings(draw: st.DrawFn) -> Recording:
+def recordings(draw: st.DrawFn, peers: bool = True) -> Recording:
     found: list[Launch] = []
     graphs: dict[int, int | None] = {}  # for each thread that of its last launch
     for index in range(draw(st.integers(0, 24))):
         launch = draw(launches(index))
+        if peers and launch.copy is None:
+            launch = replace(launch, peers=draw(st.just(()) | peers_of(STREAMS[launch.stream].device)))
         graph = draw(st.sampled_from([None, index, graphs.get(launch.thread)]))
         graphs[launch.thread] = graph
         found.append(replace(launch, graph=graph))
     return Recording(STREAMS, tuple(found))
+
+
+def peers_of(device: int) -> st.SearchStrategy[tuple[tuple[int, int, int], ...]]:
+    pairs = [ends for other in range(DEVICES) if other != device for ends in ((device, other), (other, device))]
+    return st.lists(st.tuples(st.sampled_from(pairs), st.integers(0, 9)), max_size=3).map(
+        lambda found: tuple((*ends, nbytes) for ends, nbytes in found)
+    )
 
 
 @st.composite
@@ -91,7 +100,8 @@ def wirings(draw: st.DrawFn) -> Wiring:
             ]
         )
     )
-    return Wiring({link: draw(st.integers(1, 2)) for link in wiring.links}, wiring.paths)
+    paths = {ends: replace(path, for_kernels=True) for ends, path in wiring.paths.items()}
+    return Wiring({link: draw(st.integers(1, 2)) for link in wiring.links}, paths)
 
 
 @st.composite
@@ -99,7 +109,8 @@ def machines(draw: st.DrawFn) -> Machine:
     host = Host(draw(costs), draw(costs), draw(costs), draw(st.none() | costs), draw(st.none() | st.integers(1, 3)))
     host = replace(host, graph=draw(costs))
     flops = {"float32": draw(rates)}
-    return Machine("drawn", DEVICES, flops, draw(rates), draw(costs), draw(wirings()), host)
+    share = draw(st.sampled_from([1.0, 0.7]))
+    return Machine("drawn", DEVICES, flops, draw(rates), draw(costs), draw(wirings()), host, peer_kernels=share)
 
 
 @st.composite
@@ -158,12 +169,12 @@ def fair_merge(recording: Recording) -> list[int]:
     return order
 
 
-@given(recordings())
+@given(recordings(peers=False))
 def test_the_host_order_is_the_fair_merge(recording):
     assert host_order(recording) == fair_merge(recording)
 
 
-@given(recordings(), machines())
+@given(recordings(peers=False), machines())
 def test_each_time_is_the_latest_of_what_it_waits_for(recording, machine):
     solution = schedule(recording, machine).solution
     before, order = stream_before(recording), fair_merge(recording)
@@ -202,7 +213,7 @@ def link_is_full(ends: dict[str, list[float]], machine: Machine, link: str) -> b
     return len(ends[link]) >= machine.wiring.links[link]
 
 
-@given(st.data(), recordings(), machines())
+@given(st.data(), recordings(peers=False), machines())
 def test_no_launch_ends_later_on_a_better_machine(data, recording, machine):
     quick = schedule(recording, data.draw(better(machine)))
     slow = schedule(recording, machine)
@@ -210,7 +221,7 @@ def test_no_launch_ends_later_on_a_better_machine(data, recording, machine):
     assert all(a <= b for a, b in zip(quick.issue, slow.issue, strict=True))
 
 
-@given(recordings(), machines())
+@given(recordings(peers=False), machines())
 def test_no_launch_ends_later_with_a_free_host(recording, machine):
     quick, slow = schedule(recording, machine.with_free_host()), schedule(recording, machine)
     assert all(a <= b for a, b in zip(quick.end, slow.end, strict=True))
@@ -220,11 +231,10 @@ def test_no_launch_ends_later_with_a_free_host(recording, machine):
 def test_links_never_serve_more_copies_than_they_can(recording, machine):
     result = schedule(recording, machine)
     changes: dict[str, list[tuple[float, int]]] = {}
-    for launch in recording.launches:
-        start, end = result.start[launch.index], result.end[launch.index]
-        if launch.copy and start < end:
-            for link in machine.wiring.paths[launch.copy].links:
-                changes.setdefault(link, []).extend([(start, 1), (end, -1)])  # at one time what ends goes first
+    for move in result.solution.moves:
+        if move.start < move.end:
+            for link in machine.wiring.paths[move.ends].links:
+                changes.setdefault(link, []).extend([(move.start, 1), (move.end, -1)])  # at one time ends go first
     for link, found in changes.items():
         assert max(accumulate(change for _, change in sorted(found))) <= machine.wiring.links[link]
 
@@ -253,10 +263,11 @@ def test_a_step_is_not_shorter_than_what_one_of_its_parts_is_busy(recording, mac
         work[f"stream {launch.stream}"] += seconds
         work[f"thread {launch.thread}"] += locked + rest
         work["lock"] += 0.0 if launch.in_backward else locked / (machine.host.cores or 1)
-        for link in machine.wiring.paths[launch.copy].links if launch.copy else ():
-            work[f"link {link}"] += seconds / machine.wiring.links[link]
         after = [*launch.waits, *([] if before[launch.index] is None else [before[launch.index]])]
         longest.append(seconds + max((longest[other] for other in after), default=0.0))
+    for move in result.solution.moves:
+        for link in machine.wiring.paths[move.ends].links:
+            work[f"link {link}"] += (move.end - move.start) / machine.wiring.links[link]
     assert max(work.values(), default=0.0) <= enough
     assert max(longest, default=0.0) <= enough
     assert all(busy.kernels <= enough and busy.copies <= enough for busy in (*result.streams, *result.devices))
@@ -283,8 +294,9 @@ def test_the_critical_path_has_no_gap_and_takes_the_whole_time(recording, machin
         elif bound.kind == "stream":
             assert recording.launches[bound.launch].stream == launch.stream
         elif bound.kind == "link":
-            links = machine.wiring.paths[recording.launches[bound.launch].copy].links
-            assert bound.link in {*links} & {*machine.wiring.paths[launch.copy].links}
+            moves = [move for move in result.solution.moves if move.launch == bound.launch]
+            links = {link for move in moves for link in machine.wiring.paths[move.ends].links}
+            assert bound.link in links & {*machine.wiring.paths[launch.copy].links}
 
 
 @given(recordings(), machines())
@@ -302,6 +314,20 @@ def test_waits_are_what_keeps_launches_that_could_start(recording, machine):
     assert [wait.seconds for wait in result.waits] == sorted((wait.seconds for wait in result.waits), reverse=True)
     assert sum(group.seconds for group in result.grouped_waits) == pytest.approx(sum(charged.values()))
     assert sum(group.count for group in result.grouped_waits) == len(result.waits)
+
+
+@given(recordings(), machines())
+def test_every_byte_is_moved_once_and_at_no_more_than_the_bandwidth(recording, machine):
+    moved: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for move in schedule(recording, machine).solution.moves:
+        if recording.launches[move.launch].peers:
+            path = machine.wiring.paths[move.ends]
+            moved[move.ends] += (move.end - move.start) * path.bandwidth * machine.peer_kernels
+    asked: Counter[tuple[int, int]] = Counter()
+    for launch in recording.launches:
+        for source, target, nbytes in launch.peers:
+            asked[source, target] += nbytes
+    assert moved == pytest.approx(asked, abs=1e-9)
 
 
 @given(recordings(), machines())
