@@ -113,7 +113,7 @@ void launch_rows(const std::string& name, const at::Tensor& table, const std::ve
     }
   };
   Work work;
-  work.resized(name.c_str(), 0);
+  work.moved(name.c_str(), 0, device.index(), device.index());
   for (int64_t row = 0; row < rows.count(); ++row) {
     TORCH_CHECK(rows.target(row) && rows.target(row)->device() == device, "all targets are on one device");
     const auto bytes = static_cast<size_t>(rows.numel(row)) * rows.target(row)->element_size();
@@ -121,10 +121,13 @@ void launch_rows(const std::string& name, const at::Tensor& table, const std::ve
       if (const auto* term = rows.term(row, number)) {
         present[static_cast<size_t>(row)].push_back(number);
         touch(*term, false);
+        work.accessed(device.index(), term->device().index(),
+                      static_cast<size_t>(rows.numel(row)) * term->element_size(), false);
       }
     }
     if (!present[static_cast<size_t>(row)].empty()) {
       touch(*rows.target(row), true);
+      work.accessed(device.index(), device.index(), bytes, true);
     }
   }
   const auto ticket = clocks::launch(stream, name, touches);
