@@ -21,7 +21,7 @@ import torch
 import torch.cuda.nccl
 
 from dataparallel._version import __version__
-from dataparallel.comm import choose_transport, kernels
+from dataparallel.comm import choose_transport, kernels, settings
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
 from dataparallel.comm.peers import PEER_CHECK_VARIABLE, peers_are_checked
 from dataparallel.comm.transport_choice import PLAIN, Collective
@@ -126,12 +126,25 @@ def carriers(devices: Sequence[torch.device]) -> list[tuple[str, str, str, str]]
         condition = ", if all devices have peer access" if choice.transport == "cupy" else ""
         why = choice.reason.removeprefix(f"{PLAIN}; {choice.route}: ") + condition
         found.append((f"{name} {size}", choice.transport, choice.route, why))
+    return [*found, ("shards", *_carrier_of_shards())]
+
+
+def _carrier_of_shards() -> tuple[str, str, str]:
+    """What would carry the shards of a sharded model. The check at first use is not run."""
+    try:
+        asked = settings.current().transport
+    except ValueError as error:
+        return "refused", "", str(error)
+    if asked in ("copy", "host"):
+        return asked, "star", "it was asked for"
     problem = kernels.why_not_installed()
-    if problem is None:
-        found.append(("shards", "cupy", "", "if NVLink joins all devices and a check at first use passes"))
-    else:
-        found.append(("shards", "copy", "", f"kernels that read peers cannot: {problem}"))
-    return found
+    if problem is not None or asked == "nccl":
+        return "copy", "star", problem or "nccl gathers no shards"
+    return (
+        "cupy",
+        "star",
+        "if NVLink joins all devices and a check at first use passes" if asked is None else "it was asked for",
+    )
 
 
 def about_gpus() -> list[tuple[str, str]]:

@@ -123,7 +123,6 @@ def test_a_route_that_is_asked_for_is_taken_by_plain_copies(
     [
         *((transport, "broadcast", CUDA_8, True) for transport in TRANSPORTS),
         ("nccl", "broadcast", CUDA_TWICE, True),  # a buffer goes to each device once
-        ("nccl", "all_gather", CUDA_8, True),
         ("nccl", "reduce_add", CUDA_8, False),
         ("nccl", "reduce_scatter", CUDA_8, False),
         ("cupy", "reduce_add", CUDA_TWICE, True),
@@ -144,7 +143,7 @@ TWO_KINDS = [*cuda(0, 1), *sim(0)]
 FALL_BACK = [
     *(("nccl", work, where, {}, "has no") for work in WORK[2:] for where in (CUDA_8, MIXED, SIM_8)),
     *(("cupy", work, where, {}, "has no") for work in WORK[2:] for where in (CUDA_8, MIXED, SIM_8)),
-    *(("cupy", work, CUDA_8, {}, "has no") for work in ("all_gather", "reduce_scatter")),
+    ("cupy", "reduce_scatter", CUDA_8, {}, "has no"),
     *(("nccl", "reduce_add", where, {}, "an order of its own") for where in (CUDA_8, CUDA_TWICE, MIXED, SIM_8)),
     ("nccl", "reduce_scatter", CUDA_8, {}, "deterministic=False"),
     *((name, work, MIXED, ANY_ORDER, "cpu is none") for name in ("nccl", "cupy") for work in WORK[:2]),

@@ -14,7 +14,7 @@ from kernel_runner import SOURCE
 from nvrtc import CUPYS_OPTIONS, Nvrtc
 
 from dataparallel.comm import kernels
-from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS
+from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, WIDE_SUM_KERNELS
 
 pytestmark = pytest.mark.devices("cpu")
 
@@ -28,6 +28,8 @@ ARITHMETIC = {
     "sum_float32": {"add.rn.f32"},
     "sum_float16": {"cvt.f32.f16", "add.rn.f32", "cvt.rn.f16.f32"},
     "sum_bfloat16": {"add.rn.f32"},
+    "sum_float16_to_float32": {"cvt.f32.f16", "add.rn.f32"},
+    "sum_bfloat16_to_float32": {"add.rn.f32"},
 }
 MOVES = ("mov", "ld", "st", "selp")
 
@@ -79,7 +81,8 @@ def test_they_compile_without_a_warning(name: str, architecture: int) -> None:
 
 def test_all_kernels_are_there(name: str, architecture: int) -> None:
     ptx, _ = compiled(name, architecture, SOURCE.read_text())
-    assert {*instructions(ptx)} == {COPY_KERNEL.name, *(kernel.name for kernel in SUM_KERNELS.values())}
+    sums = [*SUM_KERNELS.values(), *WIDE_SUM_KERNELS.values()]
+    assert {*instructions(ptx)} == {COPY_KERNEL.name, *(kernel.name for kernel in sums)}
 
 
 def test_sums_are_made_by_instructions_that_keep_subnormals(name: str, architecture: int) -> None:

@@ -105,24 +105,12 @@ def test_where_nothing_has_an_element_nothing_is_launched(counts: list[int], mon
 class Event:
     """``of``: the index of the stream on which it was recorded."""
 
-    def __init__(self, of: int | None = None) -> None:
-        self.of, self.passed = of, False
+    def __init__(self, stream: "Stream") -> None:
+        self.of = stream.index
+        stream.log.append(("stream", stream.index, "records"))
 
-    def query(self) -> bool:
-        return self.passed
-
-    def wait(self, stream: "Stream") -> None:
-        stream.log.append(("stream", stream.index, "waits for the event of", self.of))
-
-
-def test_tables_are_held_until_their_event_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_held", [])
-    first, second, third = Event(), Event(), Event()
-    launching._hold_until(first, [])
-    launching._hold_until(second, [])
-    second.passed = True
-    launching._hold_until(third, [])
-    assert [event for event, _ in launching._held] == [first, third]
+    def make_wait(self, stream: "Stream") -> None:
+        stream.log.append(("stream", stream.index, "waits for", self.of))
 
 
 class Stream:
@@ -130,13 +118,6 @@ class Stream:
 
     def __init__(self, index: int, log: list[tuple]) -> None:
         self.index, self.log, self.cuda_stream = index, log, 1000 + index
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.log.append(("stream", self.index, "waits for stream", other.index))
-
-    def record_event(self) -> Event:
-        self.log.append(("stream", self.index, "records"))
-        return Event(self.index)
 
 
 class FakeModule:
@@ -155,15 +136,18 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[tuple] = []
+        self.held: list[torch.Tensor] = []
         self.devices = [torch.device("cpu", index) for index in range(4)]
-        streams = {index: Stream(index, self.log) for index in range(4)}
+        streams = {device: Stream(device.index, self.log) for device in self.devices}
         cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda index: nullcontext()))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[device.index])
+        monkeypatch.setattr(torch.cuda, "current_stream", streams.get)
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         monkeypatch.setattr(launching, "_module", lambda index: FakeModule(self.log))
-        monkeypatch.setattr(launching, "_held", [])
+        monkeypatch.setattr(launching, "current_streams", lambda devices: {each: streams[each] for each in devices})
+        monkeypatch.setattr(launching, "Event", Event)
+        monkeypatch.setattr(launching, "hold", lambda memory, event: self.held.extend(memory))
         monkeypatch.setattr(launching, "_copy", self.copy)
 
     def copy(self, source: torch.device, target: torch.device) -> None:
@@ -191,15 +175,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 def test_a_launch_comes_between_what_the_other_devices_did_and_do_next(machine: Machine) -> None:
     machine.launch(0, 2)
+    machine.held.clear()
     assert machine.launch(0, 0, 2, 2) == [
-        ("stream", 0, "waits for stream", 2),
+        ("stream", 2, "records"),
+        ("stream", 0, "waits for", 2),
         (*LAUNCH, 1000),
         ("stream", 0, "records"),
-        ("stream", 2, "waits for the event of", 0),
+        ("stream", 2, "waits for", 0),
     ]
-    _, (_, (pinned, table)) = launching._held
-    assert torch.equal(pinned, PACKED.table)
-    assert torch.equal(table, pinned)
+    assert all(torch.equal(table, PACKED.table) for table in machine.held)
+    assert len(machine.held) == 2
 
 
 def copies(log: list[tuple]) -> list[tuple]:
