@@ -267,6 +267,16 @@ def without_view_tracking() -> AbstractContextManager[Any]:
     return guard
 
 
+def free_failed_pool(device: int, pool: Any) -> bool:
+    """True if a failed capture still had ``pool``, as before torch 2.14: no other capture may use it then."""
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:  # torch says that nothing is captured into it
+        return False
+    torch._C._cuda_releasePool(device, pool)
+    return True
+
+
 # ---- settings of a thread, which workers take over -------------------------------------------------------------------
 
 is_fwd_grad_enabled = private("torch._C._is_fwd_grad_enabled", "hand forward-mode AD to workers")

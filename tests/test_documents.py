@@ -71,7 +71,7 @@ class TestFragmentsOfTheReadme:
 
     FRAGMENTS = (
         "model = DataParallel(model)",
-        "fully_shard(block)",
+        'units="auto"',
         "set_requires_gradient_sync",
         "prefetch(",
     )
@@ -129,7 +129,7 @@ class TestFragmentsOfTheReadme:
         x = torch.randn(64, 20, dtype=torch.float64, device=root)
         model = copy.deepcopy(one)
         monkeypatch.setattr(composable, "fully_shard", partial(composable.fully_shard, devices=slots))
-        names = self.run("fully_shard(block)", model=model)
+        names = self.run('units="auto"', model=model)
         for each, optimizer in ((model, names["optimizer"]), (one, torch.optim.AdamW(one.parameters()))):
             each(x).square().mean().backward()
             optimizer.step()

@@ -57,7 +57,7 @@ class Pool:
             raise CannotBeCaptured(f"{device} has no stream left for another capture", is_final=False)
         self.stream = stream
         weakref.finalize(self, drop_capture_stream, stream)
-        self._handle, self._kept, self._used_on = torch.cuda.graph_pool_handle(), list[Any](), stream
+        self._handle, self.kept, self._used_on = torch.cuda.graph_pool_handle(), list[Any](), stream
 
     def order(self, stream: torch.Stream) -> None:
         """Orders what is launched on ``stream`` from now on after earlier uses of the memory."""
@@ -67,8 +67,8 @@ class Pool:
 
     def hold(self, device: torch.device) -> None:
         """Captures a small graph that stays: torch cannot use a pool again if all of its graphs have gone."""
-        if not self._kept:
-            with self.captures(self._kept):
+        if not self.kept:
+            with self.captures(self.kept):
                 torch.zeros(1, device=device)
 
     @contextmanager
@@ -80,6 +80,8 @@ class Pool:
         except BaseException:
             with suppress(RuntimeError):  # it says that the capture has failed
                 graphs[-1].capture_end()
+            if _torch.free_failed_pool(self.stream.device_index, self._handle):
+                self._handle, self.kept = torch.cuda.graph_pool_handle(), []
             raise
         graphs[-1].capture_end()
 
@@ -227,7 +229,7 @@ class Captured:
                     yield
             except BaseException as error:
                 generator.graphsafe_set_state(state)
-                with suppress(RuntimeError), streams_set({device: stream}), self._pool.captures([]):
+                with suppress(RuntimeError), streams_set({device: stream}), self._pool.captures(self._pool.kept):
                     torch.zeros(1, device=device)  # torch leaves the generator in a failed capture until one succeeds
                 if not isinstance(error, RuntimeError):
                     raise
