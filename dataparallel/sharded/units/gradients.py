@@ -26,6 +26,7 @@ from dataparallel.sharded.units.buffers import Layout, added_in, naming_out_of_m
 from dataparallel.sharded.units.shards import wait_for
 
 if TYPE_CHECKING:
+    from dataparallel.sharded.units.peer_tables import PeerTables
     from dataparallel.sharded.units.tree import SumsOfPass
     from dataparallel.sharded.units.unit import Unit
 
@@ -46,6 +47,7 @@ class Delivery:
         matrices: for each dtype the gradients in the layout of the gathered matrix, with a row for each owner on this
             machine. Over machines a row has the parts of this owner on every machine. ``None``: they are not packed.
         loose: for each dtype the gradients that are not packed.
+        tables: by which kernels add them; ``None`` if copies do.
         sums: for each dtype memory for the sum of one row, on the slot's device.
         parts: the same in the dtype of the parameters; may share memory with ``sums``. Not used over machines.
         present: positions of the parameters that have a gradient.
@@ -59,6 +61,7 @@ class Delivery:
     parts: list[Tensor]
     present: set[int]
     written: Event | None
+    tables: PeerTables | None = None
 
     @property
     def memory(self) -> list[Tensor]:
@@ -269,7 +272,8 @@ class UnitSums:
 
     def _reduce_scatter(self, deliveries: Mapping[int, Delivery], totals: Sequence[Sequence[Tensor]]) -> None:
         """Launches the sums of all dtypes into ``totals``, for each owner the memory that it has for them."""
-        tables = self._unit.tables
+        # Those of a slot that has delivered: another thread's call may have ended their use since.
+        tables = next((each.tables for each in deliveries.values() if each.tables is not None), None)
         with streams_set(self._unit.streams.adding):
             for at in range(len(self._groups)):
                 if tables is not None and tables.has_sums(at):
@@ -615,11 +619,12 @@ class UnitGradients:
         self._refuse_sparse(grads)
         unit, device, held = self._unit, self._unit.slots[slot], self._held.get(slot)
         of_parameter = dict(zip(unit.trainable, grads, strict=True))
-        delivery = Delivery(device, [], [], [], [], {i for i, grad in of_parameter.items() if grad is not None}, None)
+        present = {i for i, grad in of_parameter.items() if grad is not None}
+        delivery = Delivery(device, [], [], [], [], present, None, unit.tables)
         for at, group in enumerate(self.groups):
             kept, layout, dtype = group
             loose = [of_parameter[i] for i in kept]
-            is_loose = held is None and unit.requires_gradient_sync and self._may_stay_loose(at, loose)
+            is_loose = held is None and unit.requires_gradient_sync and self._may_stay_loose(at, loose, delivery.tables)
             delivery.loose.append(loose if is_loose else [])
             matrix = None
             if not is_loose:
@@ -637,9 +642,9 @@ class UnitGradients:
         delivery.written = None if stream is None else Event(stream)
         return delivery
 
-    def _may_stay_loose(self, at: int, grads: Sequence[Tensor | None]) -> bool:
+    def _may_stay_loose(self, at: int, grads: Sequence[Tensor | None], tables: PeerTables | None) -> bool:
         """True if kernels can add these gradients of dtype number ``at`` where they lie."""
-        if self._unit.tables is None or not self._unit.tables.has_sums(at):
+        if tables is None or not tables.has_sums(at):
             return False
         _, layout, dtype = self.groups[at]
         dtype = self._unit.dtype_of_sums(dtype)

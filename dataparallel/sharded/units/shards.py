@@ -312,8 +312,8 @@ class UnitPieces:
         self._drop([slot])  # frees the last piece before memory for the next one is taken
         flats = []
         for at, (layout, indices) in enumerate(zip(layouts, self._unit.indices, strict=True)):
-            if self._unit.tables is not None:
-                self._unit.tables.gather(slot, at, layout)  # made here: `written` comes after its copy to the device
+            if (tables := self._unit.tables) is not None:
+                tables.gather(slot, at, layout)  # made here: `written` comes after its copy to the device
             flat = full[indices[0]].new_empty(layout.numel)
             parts = [_part(full[i], self._unit.cuts[i].dim, slot - first, size) for i in indices]
             layout.pack(flat, parts, slot - first)

@@ -25,6 +25,7 @@ from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.calls import ModuleRunner
+    from dataparallel.sharded.units.peer_tables import PeerTables
     from dataparallel.sharded.units.unit import Unit
 
 
@@ -122,11 +123,11 @@ class SlotUnit:
         receiving = self.unit.streams.receiving[self.slot]
         if receiving is not None:  # copies to it wait for it, so the streams on which shards leave need no event
             wait_for({*ready.values()}, [receiving])
-        self._allocate_for_kernels()
+        tables = self._allocate_for_kernels()
         for at, (full, source) in enumerate(zip(self._buffers, sources, strict=True)):
             pieces, written = source.pieces(ready)
             try:
-                self._pull(at, full, pieces, written.items(), full.layout)
+                self._pull(tables, at, pieces, written.items(), full.layout)
             finally:
                 source.end_pull([] if receiving is None else [Event(receiving)])
 
@@ -137,43 +138,45 @@ class SlotUnit:
         if pieces is None:
             return False
         try:
-            self._allocate_for_kernels()
+            tables = self._allocate_for_kernels()
             members = zip(pieces[0].group, pieces, strict=True)
             written = [(unit.slots[member], piece.written) for member, piece in members if piece.written is not None]
-            for at, full in enumerate(self._buffers):
-                self._pull(at, full, [piece.flats[at] for piece in pieces], written, pieces[0].layouts[at])
+            for at, layout in enumerate(pieces[0].layouts):
+                self._pull(tables, at, [piece.flats[at] for piece in pieces], written, layout)
         finally:
             unit.pieces.give_back(self.slot, pieces, None if receiving is None else Event(receiving))
         return True
 
-    def _allocate_for_kernels(self) -> None:
-        """Gives the parameters memory if kernels pull into it: of the current stream, which computes.
+    def _allocate_for_kernels(self) -> PeerTables | None:
+        """Gives the parameters memory of the current stream, which computes, if kernels pull into it.
 
-        Graphs may keep this memory longer than the unit lives, and use it on the computing stream.
+        Graphs may keep this memory longer than the unit lives, and use it on the computing stream. Returns the tables
+        of the kernels; another thread's call may end their use at any time.
         """
-        receiving = self.unit.streams.receiving[self.slot]
-        if self.unit.tables is None or receiving is None:
-            return
+        receiving, tables = self.unit.streams.receiving[self.slot], self.unit.tables
+        if tables is None or receiving is None:
+            return None
         for full in self._buffers:
             full.allocate()
         self._memory_stream = current_streams([self.device])[self.device]
         Event(self._memory_stream).make_wait(receiving)  # earlier work there may still use this memory
+        return tables
 
     def _pull(
         self,
+        tables: PeerTables | None,
         at: int,
-        full: FullBuffer,
         pieces: Sequence[Tensor],
         written: Iterable[tuple[torch.device, Event]],
         layout: Layout,
     ) -> None:
         """Pulls the pieces of dtype number ``at``. ``written``: devices and events after the writes to pieces there."""
         receiving, streams = self.unit.streams.receiving[self.slot], self.unit.streams.pulling[self.slot]
-        if self.unit.tables is not None and receiving is not None:
-            table = self.unit.tables.gather(self.slot, at, layout)
+        full = self._buffers[at]
+        if tables is not None and receiving is not None:
             wait_for([event for _, event in written], [receiving])
             with streams_set({self.device: receiving}):
-                full.pull_by(table, pieces, layout)
+                full.pull_by(tables.gather(self.slot, at, layout), pieces, layout)
             return
         for device, event in written:
             event.make_wait(streams[device])

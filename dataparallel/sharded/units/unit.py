@@ -229,6 +229,7 @@ class Unit(UnitSettings):
         self.pieces = UnitPieces(self)
         self.gradients = UnitGradients(self)
         self.tables: PeerTables | None = None
+        self._made_tables: PeerTables | None = None
         self.slot_units: list[SlotUnit] = []
         self._receivers: list[Receiver] = []  # kept here, because nodes refer to them weakly
         self._sources: list[PullSource] = []
@@ -305,7 +306,9 @@ class Unit(UnitSettings):
         self._had_no_values = False
         # Over machines what a kernel would read or write has to be packed for the network.
         is_served = self.machines is None and why_no_tables(self.slots) is None
-        self.tables = (self.tables or PeerTables(self)) if is_served else None
+        if is_served and self._made_tables is None:
+            self._made_tables = PeerTables(self)
+        self.tables = self._made_tables if is_served else None
         with self._making:
             if self.slot_units:
                 return
