@@ -8,7 +8,7 @@ inside it, and those of other threads at the same time. Their gradients are summ
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 
 _PATIENCE = 0.25
 """Seconds after which a slot stops waiting if no slot has begun the backward of a unit or delivered gradients."""
-
-_HELD_DELIVERIES = 2
-"""Deliveries of a slot whose sums the host need not have seen end."""
 
 _MAY_WAIT_BYTES = 2**20
 """Bytes of a slot's gradients that may wait for another slot before the slot stops."""
@@ -74,7 +71,6 @@ class SumsOfPass:
     over_machines: SumsOverMachines | None = None
     callers: set[torch.Stream] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _released: dict[int, deque[Event]] = field(default_factory=dict)  # after the reads of a slot's last deliveries
 
     def hold_delivery(self, slot: int, delivery: Delivery, after_reads: Event | None) -> None:
         """Keeps a delivery until `release_deliveries`. ``after_reads``: an event after all reads of it."""
@@ -96,7 +92,7 @@ class SumsOfPass:
     def release_deliveries(self, slot: int) -> None:
         """Makes the slot's computing stream wait for the sums that read its deliveries, and drops the deliveries.
 
-        The memory is held until these sums are over. The host waits if it is so far ahead that gradients would pile up.
+        The memory is held until these sums are over.
         """
         with self._lock:
             deliveries = self.in_flight.pop(slot, [])
@@ -104,12 +100,6 @@ class SumsOfPass:
             if after_reads is not None:
                 after_reads.make_wait(self.computing[delivery.device])
                 hold(delivery.memory, after_reads)
-                released = self._released.setdefault(slot, deque())
-                released.append(after_reads)
-                if len(released) > _HELD_DELIVERIES:
-                    oldest = released.popleft()
-                    if delivery.device.type == "cuda" and not oldest.has_passed():
-                        oldest.synchronize()
 
     def _drop_deliveries(self) -> None:
         """Drops all deliveries, once the computing streams wait for the sums that read them."""
