@@ -101,7 +101,9 @@ def test_late_steps_equal_one_device(kind, trained):
     assert found["apart"] <= 1e-9
     assert found["postponed"] > 100
     assert found["waiting"] > 0
-    assert sum(found["at_once"].values()) < 0.15 * found["postponed"], found["at_once"]
+    # Kernels that CuPy launches run at once.
+    at_once = [count for name, count in found["at_once"].items() if not name.startswith(("copy_many", "sum_float"))]
+    assert sum(at_once) < 0.15 * found["postponed"], found["at_once"]
     assert found["left"] == 0
 
 
