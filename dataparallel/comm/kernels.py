@@ -229,7 +229,7 @@ def _call(packed: KernelLaunch, addresses: Sequence[int], device: torch.device) 
     kernel, table, *numbers, blocks = packed
     stream = torch.cuda.current_stream(device)
     # A structured scalar is passed by value. Address 0 is 0.
-    by_value = numpy.zeros(1, dtype=[("at", numpy.int64, ADDRESSES)])
+    by_value = numpy.zeros(1, dtype=_type_of_addresses())
     by_value["at"][0, 1 : 1 + len(addresses)] = addresses
     with cupy.cuda.Device(device.index):
         # CuPy passes integers, and so the pointer, as 64 bits.
@@ -239,6 +239,13 @@ def _call(packed: KernelLaunch, addresses: Sequence[int], device: torch.device) 
             (table.data_ptr(), *numbers, by_value[0]),
             stream=_LaunchStream(stream.cuda_stream),
         )
+
+
+@functools.cache
+def _type_of_addresses() -> Any:
+    import numpy
+
+    return numpy.dtype([("at", numpy.int64, ADDRESSES)])
 
 
 class DeviceTable:
@@ -270,7 +277,7 @@ class DeviceTable:
         """Executes the table on the current stream of its device, by one launch. See `tables.by_torch`.
 
         The caller orders the stream after the writes of terms and before further uses of the targets, and holds all
-        memory until then.
+        memory until then. ``shifts``: for each tensor, how many elements after its first one the table begins to count.
         """
         if self._packed.blocks == 0:
             return

@@ -11,18 +11,19 @@ import importlib
 import importlib.util
 import threading
 from collections.abc import Sequence
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dataparallel.comm.checks import near_equal_sizes
 from dataparallel.comm.kernels import DeviceTable
 from dataparallel.comm.streams.current import kept_stream, streams_set
 from dataparallel.comm.tables import Part, Table, all_gather, by_torch, reduce_scatter
 from dataparallel.forks import in_forked_child
 
-_BY_NVLINK, _OK = 2, 0  # numbers, because some releases of pynvml have a wrong type for the names
+P2P_BY_NVLINK, P2P_OK = 2, 0  # numbers, because some releases of pynvml have a wrong type for the names
 
 _ROUNDS = 3
 _NUMELS = (700_001, 5, 0, 40_003)
@@ -61,7 +62,7 @@ def _why_not_linked(devices: Sequence[torch.device]) -> str | None:
             uuids = [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices]
             handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
             for (one, first), (other, second) in combinations(zip(devices, handles, strict=True), 2):
-                if nvml.nvmlDeviceGetP2PStatus(first, second, _BY_NVLINK) != _OK:
+                if nvml.nvmlDeviceGetP2PStatus(first, second, P2P_BY_NVLINK) != P2P_OK:
                     return f"no NVLink joins {one} and {other}"
         finally:
             nvml.nvmlShutdown()
@@ -78,12 +79,7 @@ def passes_check(devices: Sequence[torch.device]) -> bool:
     order of their terms, which those of 16-bit numbers often do not.
     """
     owners, random = len(devices), torch.Generator().manual_seed(0)
-    parts, in_shard, in_full = [], 0, 0
-    for numel in _NUMELS:
-        each = -(-numel // owners)
-        cut = [min(owner * each, numel) for owner in range(owners + 1)]
-        parts.append(Part(in_shard, in_full, tuple(end - start for start, end in pairwise(cut))))
-        in_shard, in_full = in_shard + each, in_full + numel
+    parts, in_shard, in_full = cut_as_chunks(_NUMELS, owners)
     with streams_set({device: kept_stream(device, "peers are checked") for device in devices}):
         gathers = _Checked([all_gather(parts, slot) for slot in range(owners)], devices)
         sums = _Checked([reduce_scatter(parts, owner, owners) for owner in range(owners)], devices)
@@ -94,6 +90,16 @@ def passes_check(devices: Sequence[torch.device]) -> bool:
             gathers.are_right(shards.drawn(random), fulls) and sums.are_right(grads.drawn(random), totals)
             for _ in range(_ROUNDS)
         )
+
+
+def cut_as_chunks(numels: Sequence[int], owners: int) -> tuple[list[Part], int, int]:
+    """Cuts tensors of these sizes, as ``torch.chunk`` does. Returns the elements of a shard and of the whole too."""
+    parts, in_shard, in_full = [], 0, 0
+    for numel in numels:
+        sizes = near_equal_sizes(numel, owners)
+        parts.append(Part(in_shard, in_full, (*sizes, *[0] * (owners - len(sizes)))))
+        in_shard, in_full = in_shard + sizes[0], in_full + numel
+    return parts, in_shard, in_full
 
 
 class _Memory:

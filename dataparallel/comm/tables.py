@@ -22,7 +22,7 @@ class Place(NamedTuple):
     first: int
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """``numel`` elements: ``target`` gets the sum of ``terms``, added in their order, or a copy of the only one."""
 
     target: Place
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     numel: int
 
 
-Table: TypeAlias = "list[Row]"
+Table: TypeAlias = "list[TableRow]"
 """All rows have as many terms. No row writes what another one reads or writes. A target may be the memory of a term of
 its own row."""
 
@@ -57,7 +57,7 @@ def all_gather(parts: Sequence[Part], first: int = 0) -> Table:
     owners = len(parts[0].counts) if parts else 0
     starts = [[*accumulate(part.counts, initial=part.in_full)] for part in parts]
     return [
-        Row(Place(owners, start[owner]), (Place(owner, part.in_shard),), part.counts[owner])
+        TableRow(Place(owners, start[owner]), (Place(owner, part.in_shard),), part.counts[owner])
         for owner in [(first + i) % owners for i in range(owners)]
         for part, start in zip(parts, starts, strict=True)
     ]
@@ -70,7 +70,7 @@ def reduce_scatter(parts: Sequence[Part], owner: int, slots: int) -> Table:
     """
     starts = [sum(part.counts[:owner]) for part in parts]
     return [
-        Row(
+        TableRow(
             Place(slots * len(parts), part.in_shard),
             tuple(Place(slot * len(parts) + at, start) for slot in range(slots)),
             part.counts[owner],
@@ -79,18 +79,15 @@ def reduce_scatter(parts: Sequence[Part], owner: int, slots: int) -> Table:
     ]
 
 
-def by_torch(table: Table, tensors: Sequence[Tensor | None], shifts: Sequence[int] | None = None) -> None:
+def by_torch(table: Table, tensors: Sequence[Tensor | None]) -> None:
     """Executes a table row by row, on the current streams. `comm.kernels.DeviceTable.launch` has the same bits.
 
-    A term whose tensor is ``None`` is left out; a row without terms stays as it is. ``shifts``: elements from the
-    memory of each tensor's first element to the place that the table calls its element 0.
+    A term whose tensor is ``None`` is left out; a row without terms stays as it is.
     """
 
     def elements(place: Place, numel: int) -> Tensor | None:
-        tensor, shift = tensors[place.tensor], 0 if shifts is None else shifts[place.tensor]
-        if tensor is None:
-            return None
-        return tensor.as_strided((numel,), (1,), tensor.storage_offset() + shift + place.first)
+        tensor = tensors[place.tensor]
+        return None if tensor is None else tensor.as_strided((numel,), (1,), tensor.storage_offset() + place.first)
 
     for target, terms, numel in table:
         found = [term for place in terms if (term := elements(place, numel)) is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 
 from torch import nn
@@ -15,12 +15,12 @@ _UNITS = 16
 def units_of(model: nn.Module) -> list[list[nn.Module]]:
     """Returns the modules of each unit, in the order of the model's tree. What is in none stays with the model.
 
-    A block is an element of a ``Sequential`` or ``ModuleList``. A large element in which blocks of one class repeat is
-    no block: these are. Neighbours in a list share a unit until they have a sixteenth of the model's bytes. A block is
-    left out if it shares a parameter with a module outside of it.
+    A block is an element of a ``Sequential`` or ``ModuleList``. If blocks of one class repeat in a large element, they
+    are the blocks instead. Neighbours in a list share a unit until they have a sixteenth of the model's bytes. A block
+    is left out if it shares a parameter with a module outside of it.
     """
     least = _bytes(model) // _UNITS
-    places = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    places = _places(model)
     units: list[list[nn.Module]] = []
     for siblings in _lists_of_blocks(model, 2 * least):
         units.append([])
@@ -34,7 +34,7 @@ def units_of(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _lists_of_blocks(module: nn.Module, most: int) -> Iterator[list[nn.Module]]:
-    """Yields the blocks of each list. Modules above ``most`` bytes are looked into, and lists that cannot be called."""
+    """Yields the blocks of each list. A module above ``most`` bytes in which blocks repeat is none of them."""
     siblings: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, nn.ModuleList) or (_bytes(child) > most and _repeats(child)):
@@ -54,7 +54,7 @@ def _is_list(module: nn.Module) -> bool:
 
 def _repeats(module: nn.Module) -> bool:
     """True if a list below has neighbours of one class with parameters."""
-    lists: Sequence[nn.Module] = [below for below in module.modules() if _is_list(below)]
+    lists = [below for below in module.modules() if _is_list(below)]
     return any(type(one) is type(other) and _bytes(one) for below in lists for one, other in pairwise(below.children()))
 
 
@@ -63,5 +63,11 @@ def _bytes(module: nn.Module) -> int:
 
 
 def _shares_parameters(module: nn.Module, places: Counter[int]) -> bool:
-    inside = Counter(id(parameter) for below in module.modules() for parameter in below._parameters.values())
-    return any(places[key] != count for key, count in inside.items() if key != id(None))
+    """True if a parameter of the module has more ``places`` than below it."""
+    return any(places[key] != count for key, count in _places(module).items())
+
+
+def _places(module: nn.Module) -> Counter[int]:
+    """Counts by the ``id`` of each parameter where it is registered."""
+    registered = (parameter for below in module.modules() for parameter in below._parameters.values())
+    return Counter(id(parameter) for parameter in registered if parameter is not None)

@@ -23,13 +23,14 @@ import torch.cuda.nccl
 from dataparallel._version import __version__
 from dataparallel.comm import choose_transport, kernels, settings
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
+from dataparallel.comm.peer_kernels import P2P_BY_NVLINK, P2P_OK
 from dataparallel.comm.peers import PEER_CHECK_VARIABLE, peers_are_checked
 from dataparallel.comm.transport_choice import PLAIN, Collective
 from dataparallel.devices import all_devices
 from dataparallel.tracing.rows import aligned
 
 _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
-_READ, _WRITE, _BY_NVLINK, _OK = 0, 1, 2, 0  # numbers, because some releases of pynvml have a wrong type for the names
+_READ, _WRITE = 0, 1  # numbers, as for `P2P_BY_NVLINK`
 _WORK: dict[str, Collective] = {
     "batch": "scatter", "weights": "broadcast", "gradients": "reduce_add", "outputs": "gather"
 }  # fmt: skip
@@ -140,11 +141,9 @@ def _carrier_of_shards() -> tuple[str, str, str]:
     problem = kernels.why_not_installed()
     if problem is not None or asked == "nccl":
         return "copy", "star", problem or "nccl gathers no shards"
-    return (
-        "cupy",
-        "star",
-        "if NVLink joins all devices and a check at first use passes" if asked is None else "it was asked for",
-    )
+    if asked == "cupy":
+        return "cupy", "star", "it was asked for"
+    return "cupy", "star", "if NVLink joins all devices and a check at first use passes"
 
 
 def about_gpus() -> list[tuple[str, str]]:
@@ -185,11 +184,11 @@ def _gpu(nvml: Any, handle: Any, handles: Sequence[Any]) -> Iterator[str]:
 
     def reached(*ways: int) -> str:
         others = [(number, other) for number, other in enumerate(handles) if other != handle]
-        found = [n for n, other in others if all(nvml.nvmlDeviceGetP2PStatus(handle, other, w) == _OK for w in ways)]
+        found = [n for n, other in others if all(nvml.nvmlDeviceGetP2PStatus(handle, other, w) == P2P_OK for w in ways)]
         return " ".join(map(str, found))
 
     def peers() -> str:
-        linked = reached(_READ, _WRITE, _BY_NVLINK)
+        linked = reached(_READ, _WRITE, P2P_BY_NVLINK)
         return f"peers {reached(_READ, _WRITE) or 'none'}" + (f", NVLink to {linked}" if linked else "")
 
     yield nvml.nvmlDeviceGetName(handle)

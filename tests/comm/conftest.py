@@ -30,6 +30,15 @@ def pair(slots: list) -> tuple[torch.device, torch.device]:
     return slots[0], slots[1]
 
 
+@pytest.fixture
+def peer_devices(slots: list) -> list[torch.device]:
+    """Devices whose kernels read peers."""
+    found = [*map(torch.device, slots)]
+    if (reason := transport_choice.why_no_tables(found)) is not None:
+        pytest.skip(reason)
+    return found
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     """The CUDA kernels, compiled by a C++ compiler."""

@@ -20,15 +20,6 @@ from dataparallel.comm.transport_choice import why_no_tables
 pytestmark = pytest.mark.slots(4)
 
 
-@pytest.fixture
-def devices(slots: list) -> list[torch.device]:
-    """Devices whose kernels can read peers."""
-    found = [*map(torch.device, slots)]
-    if (reason := why_no_tables(found)) is not None:
-        pytest.skip(reason)
-    return found
-
-
 @pytest.fixture(autouse=True)
 def forgetful() -> Any:
     """No test knows the results of another one's check."""
@@ -38,8 +29,8 @@ def forgetful() -> Any:
 
 
 @pytest.mark.devices("sim", "cuda")
-def test_the_check_passes_where_kernels_are_right(devices: list) -> None:
-    assert passes_check(devices)
+def test_the_check_passes_where_kernels_are_right(peer_devices: list) -> None:
+    assert passes_check(peer_devices)
 
 
 Launch = Callable[[DeviceTable, Sequence[Tensor], Any], None]
@@ -87,26 +78,26 @@ class Faults:
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.parametrize("fault", ["reads_stale_values", "adds_in_another_order", "writes_nothing", "loses_a_part"])
 def test_the_check_finds_a_device_whose_kernels_are_wrong(
-    fault: str, devices: list, monkeypatch: pytest.MonkeyPatch
+    fault: str, peer_devices: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = getattr(Faults(DeviceTable.launch, devices[2]), fault)
+    wrong = getattr(Faults(DeviceTable.launch, peer_devices[2]), fault)
     monkeypatch.setattr(DeviceTable, "launch", lambda *arguments: wrong(*arguments))
-    assert not passes_check(devices)
+    assert not passes_check(peer_devices)
 
 
 @pytest.mark.devices("stand-in")
 def test_after_a_check_that_failed_copies_serve_and_the_log_says_so_once(
-    devices: list, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    peer_devices: list, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer_kernels.forget()
     transport_choice.forget()
     monkeypatch.setattr(peer_kernels, "passes_check", lambda devices: False)
     with caplog.at_level(logging.INFO, logger="dataparallel"):
         for _ in range(2):
-            assert "have failed their check" in str(why_no_tables(devices))
+            assert "have failed their check" in str(why_no_tables(peer_devices))
     assert len(caplog.records) == 1
     with comm.using(transport="cupy"):
-        assert why_no_tables(devices) is None
+        assert why_no_tables(peer_devices) is None
 
 
 # ---- what is asked first ---------------------------------------------------------------------------------------------
@@ -184,9 +175,9 @@ class TestByDefault:
 
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.parametrize("transport", ["copy", "host"])
-def test_the_user_may_ask_for_copies(transport: str, devices: list) -> None:
+def test_the_user_may_ask_for_copies(transport: str, peer_devices: list) -> None:
     with comm.using(transport=transport):
-        assert why_no_tables(devices) == f"{transport!r} was asked for"
+        assert why_no_tables(peer_devices) == f"{transport!r} was asked for"
 
 
 @pytest.mark.devices("cpu")

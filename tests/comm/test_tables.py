@@ -14,9 +14,9 @@ from torch import Tensor
 
 from clocked import check_clocks
 from dataparallel.comm.kernels import SUM_KERNELS, DeviceTable, encoded, kernel_for, pack
+from dataparallel.comm.peer_kernels import cut_as_chunks
 from dataparallel.comm.tables import Part, Table, all_gather, by_torch, reduce_scatter
 from dataparallel.comm.transport import summed_in
-from dataparallel.comm.transport_choice import why_no_tables
 
 ONLY_CPU = pytest.mark.devices("cpu")
 SUMMED = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64]
@@ -140,45 +140,28 @@ def test_what_kernels_cannot_add_has_none(dtype: torch.dtype) -> None:
 # ---- on devices whose kernels read peers -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def devices(slots: list) -> list[torch.device]:
-    found = [*map(torch.device, slots)]
-    if (reason := why_no_tables(found)) is not None:
-        pytest.skip(reason)
-    return found
-
-
-def parts_of(owners: int) -> tuple[list[Part], int, int]:
-    parts, in_shard, in_full = [], 0, 0
-    for rows in SIZES:
-        each = -(-rows // owners)
-        parts.append(Part(in_shard, in_full, tuple(max(0, min(each, rows - owner * each)) for owner in range(owners))))
-        in_shard, in_full = in_shard + each, in_full + rows
-    return parts, in_shard, in_full
-
-
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(2, 4, 8)
 @pytest.mark.parametrize("dtype", SUMMED, ids=str)
-def test_a_device_gathers_and_sums_by_one_launch(devices: list, dtype: torch.dtype) -> None:
-    parts, in_shard, in_full = parts_of(len(devices))
+def test_a_device_gathers_and_sums_by_one_launch(peer_devices: list, dtype: torch.dtype) -> None:
+    parts, in_shard, in_full = cut_as_chunks(SIZES, len(peer_devices))
     generator = torch.Generator().manual_seed(0)
-    shards = [random_of(in_shard, dtype, generator) for _ in devices]
-    grads = [[random_of(numel, dtype, generator) for numel in SIZES] for _ in devices]
+    shards = [random_of(in_shard, dtype, generator) for _ in peer_devices]
+    grads = [[random_of(numel, dtype, generator) for numel in SIZES] for _ in peer_devices]
     grads[1][3] = None
-    there = [shard.to(device) for shard, device in zip(shards, devices, strict=True)]
+    there = [shard.to(device) for shard, device in zip(shards, peer_devices, strict=True)]
     of_slots = [
         [None if grad is None else grad.to(device) for grad in of_slot]
-        for of_slot, device in zip(grads, devices, strict=True)
+        for of_slot, device in zip(grads, peer_devices, strict=True)
     ]
-    for at, device in enumerate(devices):
+    for at, device in enumerate(peer_devices):
         torch.accelerator.synchronize(device)
         full = torch.zeros(in_full, dtype=dtype, device=device)
         DeviceTable(all_gather(parts, at), device, dtype).launch([*there, full])
         assert torch.equal(full.cpu(), gathered(parts, shards, torch.zeros(in_full, dtype=dtype)))
         total = torch.zeros(in_shard, dtype=summed_in(dtype), device=device)
         tensors = [grad for of_slot in of_slots for grad in of_slot]
-        DeviceTable(reduce_scatter(parts, at, len(devices)), device, dtype, total.dtype).launch([*tensors, total])
+        DeviceTable(reduce_scatter(parts, at, len(peer_devices)), device, dtype, total.dtype).launch([*tensors, total])
         expected = summed(parts, at, grads, torch.zeros(in_shard, dtype=total.dtype))
         assert torch.equal(total.cpu(), expected)
     check_clocks()
@@ -186,23 +169,23 @@ def test_a_device_gathers_and_sums_by_one_launch(devices: list, dtype: torch.dty
 
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(2)
-def test_shifts_say_where_the_table_begins_in_each_tensor(devices: list) -> None:
+def test_shifts_say_where_the_table_begins_in_each_tensor(peer_devices: list) -> None:
     parts = [Part(0, 0, (3, 2))]
-    values = [torch.arange(20.0, device=device) * (10 * at + 1) for at, device in enumerate(devices)]
-    total = torch.zeros(3, device=devices[1])
-    torch.accelerator.synchronize(devices[0])
-    DeviceTable(reduce_scatter(parts, 1, 2), devices[1], torch.float32).launch([*values, total], [4, 10, 1])
+    values = [torch.arange(20.0, device=device) * (10 * at + 1) for at, device in enumerate(peer_devices)]
+    total = torch.zeros(3, device=peer_devices[1])
+    torch.accelerator.synchronize(peer_devices[0])
+    DeviceTable(reduce_scatter(parts, 1, 2), peer_devices[1], torch.float32).launch([*values, total], [4, 10, 1])
     assert total.tolist() == [0.0, 7 + 11 * 13, 8 + 11 * 14]
 
 
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(2)
-def test_a_kernel_orders_no_stream_but_its_own(devices: list) -> None:
+def test_a_kernel_orders_no_stream_but_its_own(peer_devices: list) -> None:
     """Who launches it orders the streams of the peers: without that, the clocks find a race."""
-    shards = [torch.ones(4, device=device) for device in devices]
-    torch.accelerator.synchronize(devices[0])
-    table = DeviceTable(all_gather([Part(0, 0, (4, 4))]), devices[0], torch.float32)
-    full = torch.zeros(8, device=devices[0])
+    shards = [torch.ones(4, device=device) for device in peer_devices]
+    torch.accelerator.synchronize(peer_devices[0])
+    table = DeviceTable(all_gather([Part(0, 0, (4, 4))]), peer_devices[0], torch.float32)
+    full = torch.zeros(8, device=peer_devices[0])
     shards[1].add_(1)
     with pytest.raises(RuntimeError, match="race"):
         table.launch([*shards, full])

@@ -260,8 +260,8 @@ class RootCall:
 
     def end_unit(self, slot_unit: SlotUnit) -> int:
         """Notes the end of a unit's forward. Returns the unit's position in the order of these ends."""
-        unit, ended = slot_unit.unit, self._ended[slot_unit.slot]
-        ended.append(unit)
+        ended = self._ended[slot_unit.slot]
+        ended.append(slot_unit.unit)
         return len(ended) - 1
 
     @property

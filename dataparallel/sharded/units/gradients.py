@@ -66,7 +66,7 @@ class Delivery:
     @property
     def memory(self) -> list[Tensor]:
         """The memory that other devices read."""
-        tensors = [*self.matrices, *(grad for grads in self.loose for grad in grads or ())]
+        tensors = [*self.matrices, *(grad for grads in self.loose for grad in grads)]
         return [tensor for tensor in tensors if tensor is not None]
 
 

@@ -174,7 +174,7 @@ class SlotUnit:
         receiving, streams = self.unit.streams.receiving[self.slot], self.unit.streams.pulling[self.slot]
         full = self._buffers[at]
         if tables is not None and receiving is not None:
-            wait_for([event for _, event in written], [receiving])
+            wait_for({event for _, event in written}, [receiving])  # most often one for all devices
             with streams_set({self.device: receiving}):
                 full.pull_by(tables.gather(self.slot, at, layout), pieces, layout)
             return
