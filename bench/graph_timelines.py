@@ -10,11 +10,8 @@ the module alone as it is.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,11 +22,11 @@ from dataparallel import DataParallel
 from dataparallel.composable import replicate
 from nogpu import cuda
 from nogpu.timeline.presets import A100
-from process_timelines import Arrival, Unit, changed, ddp, fsdp2, one_graph
-from published import NCCL
-from shapes import GPT, GPT_768, RESNET50, RealShape
-from sharded_blocks import blocks_of, sharded
-from timelines import ALONE, REPLICATE, SHARDED, TORCH, WARM_UP, WRAPPER, Recorded, record, second_step
+from process_timelines import Alone, changed, one_graph
+from recorded import Recorded, record, second_step
+from shapes import GPT, GPT_768, RESNET50_4, RealShape
+from sharded_blocks import sharded
+from timelines import ALONE, REPLICATE, SHARDED, TORCH, WARM_UP, WRAPPER
 from torch_pipeline import StandIns
 
 INFERENCE, TRAINING = "inference", "training"
@@ -49,7 +46,6 @@ GPT_256 = RealShape(
     1,
     9_543_168,
 )
-RESNET50_4 = replace(RESNET50, name="ResNet-50, 4 images", samples=4)
 
 TASKS = (
     (GPT_256, TRAINING),
@@ -153,40 +149,15 @@ def recorded(way: str, graphs: bool, shape: RealShape, work: str, devices: Seque
         return record(steps.run, cuda)
 
 
-def recorded_alone(shape: RealShape, work: str, device: torch.device) -> tuple[Recorded, list[Arrival], list[Unit]]:
-    """Steps of the module alone as it is, the gradients of a step in the order in which they arrive, and its units."""
+def recorded_alone(shape: RealShape, work: str, device: torch.device) -> Alone:
+    """Steps of the module alone as it is."""
     with cuda.clocks(False), cuda.skipped_work():
         steps = GraphedSteps(ALONE, False, shape, work, [device])
         for _ in range(WARM_UP):
             steps.run()
-        found = record(steps.run, cuda)
         if work != TRAINING:
-            return found, [], []
-        arrivals: dict[torch.Tensor, Arrival] = {}
-        events: defaultdict[nn.Module, list[int]] = defaultdict(list)  # begin of forward, begin of backward
-        with cuda.counted() as counts:
-
-            def comes(module: nn.Module, *_: Any) -> None:
-                events[module].append(sum(counts.launches))
-
-            def arrives(parameter: torch.Tensor) -> None:
-                arrivals[parameter] = Arrival(sum(counts.launches), parameter.numel() * parameter.itemsize)
-
-            blocks = blocks_of(steps.module)
-            for module in (steps.module, *blocks):
-                module.register_forward_pre_hook(comes)
-            for block in blocks:
-                block.register_forward_hook(lambda module, _, out: out.register_hook(partial(comes, module)) and None)
-            for parameter in steps.module.parameters():
-                parameter.register_post_accumulate_grad_hook(arrives)
-            steps.run()
-    in_blocks = {parameter for block in blocks for parameter in block.parameters()}
-    units = []
-    for module in (steps.module, *blocks):
-        own = [one for one in module.parameters() if module in blocks or one not in in_blocks]
-        nbytes, last = sum(arrivals[one].nbytes for one in own), max(arrivals[one].launches for one in own)
-        units.append(Unit(nbytes, *(*events[module], None)[:2], last))
-    return found, [*arrivals.values()], units
+            return Alone(record(steps.run, cuda), [], [])
+        return Alone.recorded(steps.module, steps.run, cuda)
 
 
 def step_of(
@@ -218,23 +189,19 @@ def predicted(
     check_copies(devices)
     count, task = len(devices), (shape, work)
     rows = []
-    alone, arrivals, units = recorded_alone(shape, work, devices[0])
-    factor = alone.cost_of_launches(A100) / alone.python_seconds()
+    alone = recorded_alone(shape, work, devices[0])
+    factor = alone.steps.cost_of_launches(A100) / alone.steps.python_seconds()
     rows += [
-        step_of(task, ALONE, False, 1, alone, factor),
-        step_of(task, ALONE, True, 1, changed(alone, one_graph), factor),
+        step_of(task, ALONE, False, 1, alone.steps, factor),
+        step_of(task, ALONE, True, 1, changed(alone.steps, one_graph), factor),
     ]
     if work == TRAINING:
-        stream = len(alone.two.streams)
-        adds = partial(ddp, arrivals=arrivals, devices=count, stream=stream)
-        summed = changed(alone, adds, streams=1)
+        summed = alone.by_ddp(A100, count)
         rows += [
             step_of(task, ALL_REDUCED, False, count, summed, factor),
             step_of(task, ALL_REDUCED, True, count, changed(summed, one_graph), factor),
+            step_of(task, FSDP2, False, count, alone.by_fsdp2(A100, count), factor),
         ]
-        gather, scatter = (A100.wiring.paths[0, 1].bandwidth / bandwidth for bandwidth in NCCL[A100.name])
-        adds = partial(fsdp2, units=units, devices=count, stream=stream, gather=gather, scatter=scatter)
-        rows.append(step_of(task, FSDP2, False, count, changed(alone, adds, streams=2), factor))
     for way, graphs in cases:
         rows.append(step_of(task, way, graphs, count, recorded(way, graphs, shape, work, devices), factor))
     return rows

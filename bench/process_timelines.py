@@ -9,9 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from nogpu.timeline import HOST, Launch, Recording, StreamName
-from timelines import Recorded
+import torch
+from torch import nn
+
+from nogpu.timeline import HOST, Launch, Machine, Recording, StreamName
+from published import NCCL
+from recorded import Recorded, record
+from sharded_blocks import blocks_of
 
 
 @dataclass(frozen=True)
@@ -150,18 +157,21 @@ def woven(launches: Sequence[Launch], added: Sequence[Added], waiting: Mapping[i
     return result
 
 
-def ddp(launches: Sequence[Launch], arrivals: Sequence[Arrival], devices: int, stream: int) -> Sequence[Launch]:
+def ddp(
+    launches: Sequence[Launch], arrivals: Sequence[Arrival], devices: int, stream: int, longer: float = 1.0
+) -> Sequence[Launch]:
     """The step with an all-reduce for each bucket, on a stream of its own. The optimizer waits for all of them.
 
-    An all-reduce takes the latency of a copy and the time that its bytes take over one link: 2 (N - 1) / N of the
+    An all-reduce takes the latency of a copy, and ``longer`` than its bytes take over one link: 2 (N - 1) / N of the
     bucket's.
     """
+    received = 2 * (devices - 1) / devices * longer
     optimizer = 1 + max(launch.index for launch in launches if launch.in_backward)
     due: defaultdict[int, int] = defaultdict(int)
     for bucket in buckets_of(arrivals):
         due[bucket.launches] += bucket.nbytes
     sums = [
-        Added(after, f"all-reduce, {after}", after - 1, stream, 2 * (devices - 1) / devices * nbytes, [after - 1], True)
+        Added(after, f"all-reduce, {after}", after - 1, stream, received * nbytes, [after - 1], True)
         for after, nbytes in sorted(due.items())
     ]
     return woven(launches, sums, {optimizer: [one.key for one in sums[-1:]]})
@@ -235,3 +245,69 @@ def fsdp2(
         for launch in launches
     ]
     return woven(own, added, {optimizer: [f"reduce-scatter, {len(sums) - 1}"]})
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Steps of the module alone, the gradients of a step in the order of their arrival, and the units of FSDP2.
+
+    These are the root and each block.
+    """
+
+    steps: Recorded
+    arrivals: Sequence[Arrival]
+    units: Sequence[Unit]
+
+    @classmethod
+    def recorded(cls, module: nn.Module, run: Callable[[], None], simulator: Any) -> Alone:
+        """``run`` makes a step of ``module``, and has made some. ``simulator`` has the timeline and the counts."""
+        steps = record(run, simulator)
+        arrivals: dict[torch.Tensor, Arrival] = {}
+        events: defaultdict[nn.Module, list[int]] = defaultdict(list)  # begin of forward, begin of backward
+        with simulator.counted() as counts:
+
+            def comes(module: nn.Module, *_: Any) -> None:
+                events[module].append(sum(counts.launches))
+
+            def arrives(parameter: torch.Tensor) -> None:
+                arrivals[parameter] = Arrival(sum(counts.launches), parameter.numel() * parameter.itemsize)
+
+            blocks = blocks_of(module)
+            hooks = [each.register_forward_pre_hook(comes) for each in (module, *blocks)]
+            for block in blocks:
+                hooks.append(
+                    block.register_forward_hook(lambda own, _, out: out.register_hook(partial(comes, own)) and None)
+                )
+            hooks += [each.register_post_accumulate_grad_hook(arrives) for each in module.parameters()]
+            run()
+        for hook in hooks:
+            hook.remove()
+        in_blocks = {parameter for block in blocks for parameter in block.parameters()}
+        units = []
+        for each in (module, *blocks):
+            own = [one for one in each.parameters() if each in blocks or one not in in_blocks]
+            nbytes, last = sum(arrivals[one].nbytes for one in own), max(arrivals[one].launches for one in own)
+            units.append(Unit(nbytes, *(*events[each], None)[:2], last))
+        return cls(steps, [*arrivals.values()], units)
+
+    def by_ddp(self, machine: Machine, devices: int) -> Recorded:
+        """A process of DDP. Its all-reduces have the bandwidth of one link, or NCCL's where it uses several at once."""
+        stream, longer = len(self.steps.two.streams), min(1.0, *nccl_beside_copies(machine))
+        return changed(
+            self.steps,
+            partial(ddp, arrivals=self.arrivals, devices=devices, stream=stream, longer=longer),
+            streams=1,
+        )
+
+    def by_fsdp2(self, machine: Machine, devices: int) -> Recorded:
+        """A process of FSDP2."""
+        stream, (gather, scatter) = len(self.steps.two.streams), nccl_beside_copies(machine)
+        adds = partial(fsdp2, units=self.units, devices=devices, stream=stream, gather=gather, scatter=scatter)
+        return changed(self.steps, adds, streams=2)
+
+
+def nccl_beside_copies(machine: Machine) -> tuple[float, float]:
+    """How much longer bytes of an all-gather and of a reduce-scatter by NCCL take than over one link; 1 if unknown."""
+    link = machine.wiring.paths[0, 1].bandwidth
+    gather, scatter = NCCL.get(machine.name, (link, link))
+    return link / gather, link / scatter

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -342,6 +342,7 @@ RESNET50 = RealShape(
     "ResNet-50, 32 images", lambda: ResNet50(64, classes=1000), IMAGE, torch.float32, (), 32, 25_557_032
 )
 """v1.5: the 3x3 convolution has the stride."""
+RESNET50_4 = replace(RESNET50, name="ResNet-50, 4 images", samples=4)
 GPT_768 = RealShape(
     "GPT of width 768, 512 tokens",
     lambda: GPT(WIDTH, BLOCKS, HEADS, TOKENS),
@@ -355,4 +356,4 @@ GPT_768 = RealShape(
 GPT2_SMALL = RealShape("GPT-2 small, 8 x 512 tokens", gpt2, (TOKENS,), torch.long, (TOKENS,), 8, 124_439_808)
 BERT_BASE = RealShape("BERT-base, 32 x 128 tokens", bert, (WORDS,), torch.long, (), 32, 109_483_778)
 
-REAL_SHAPES = [RESNET50, GPT_768, GPT2_SMALL, BERT_BASE]
+REAL_SHAPES = [RESNET50, RESNET50_4, GPT_768, GPT2_SMALL, BERT_BASE]

@@ -16,8 +16,9 @@ from nogpu import simulate
 from nogpu.timeline import HOST, Launch, Schedule, schedule
 from nogpu.timeline.presets import A100
 from plots import figure_for
+from recorded import Recorded
 from shapes import GPT2_SMALL
-from timelines import DEVICES, TORCH, WRAPPER, Recorded, recorded
+from timelines import DEVICES, TORCH, WRAPPER, recorded
 
 PICTURE = Path(__file__).parent / "results" / "step.png"
 

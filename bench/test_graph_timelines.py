@@ -15,9 +15,9 @@ from graph_timelines import ALL_REDUCED, GPT_256, INFERENCE, TASKS, predicted
 from nogpu import cuda
 from nogpu.timeline import HOST, Launch, Recording, StreamName
 from process_timelines import Arrival, Unit, buckets_of, changed, ddp, fsdp2, one_graph
+from recorded import Recorded
 from reporting import Report, Row
 from shapes import RealShape
-from timelines import Recorded
 
 DEVICES, SHORT_DEVICES = 8, 2
 MOST_OF_FREE_HOST = 1.15

@@ -10,8 +10,9 @@ import pytest
 import step_picture
 from by_hand import launch
 from nogpu.timeline import Launch, Recording, StreamName
+from recorded import Recorded
 from step_picture import BACKWARD, COPY, FORWARD, OPTIMIZER, SUM, bars_of, part_of
-from timelines import TORCH, WRAPPER, Recorded
+from timelines import TORCH, WRAPPER
 
 WEIGHT, ACTIVATION = (768, 768), (8, 512, 768)
 

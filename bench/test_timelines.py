@@ -18,12 +18,29 @@ import pytest
 from by_hand import launch
 from child_processes import printed_by
 from nogpu.timeline import HOST, Host, Launch, Machine, Recording, StreamName
-from nogpu.timeline.presets import A100, PRESETS
+from nogpu.timeline.presets import A100, PRESETS, RTX_3090
 from nogpu.timeline.wiring import switch
+from process_timelines import Alone, Arrival, Unit
 from published import DDP, DP, ONE, PUBLISHED, PUBLISHED_SHAPES, SOURCES, Published
+from recorded import Recorded
 from reporting import Report, Row
 from shapes import GPT2_SMALL, GPT_768, REAL_SHAPES, RESNET50, RealShape
-from timelines import ALONE, PREDICTED_BY, REPLICATE, SHAPES, SHARDED, TORCH, Recorded, predict, predictions
+from timelines import (
+    ALL_REDUCED,
+    ALONE,
+    FSDP2,
+    NOT_RESHARDED,
+    PEER_KERNELS,
+    PREDICTED_BY,
+    REPLICATE,
+    SHAPES,
+    SHARDED,
+    SLOWER,
+    TORCH,
+    asked,
+    predict,
+    predictions,
+)
 
 HOST_BOUND = 1.1
 """A step is host-bound if it takes more than this times as long as with a host whose launches cost nothing."""
@@ -52,7 +69,7 @@ launches, copies
     Operators in a step, and those of them that copy between devices, or between a device and the host.
 received, of all-reduce
     Megabytes that a device gets from others in a step, on the device that gets most; and the same divided by what an
-    all-reduce of the gradients brings to each device, which is 2 (N - 1) / N of their size.
+    all-reduce of the gradients brings to each device, which is 2 (N - 1) / N of their size. Not for DDP and FSDP2.
 Python, ms
     CPU time of Python's threads between the launches of a step, measured, and scaled by the factor that makes it fit
     the machine's host for the module alone. Of the simulator's work it includes only how operators are dispatched, and
@@ -60,10 +77,16 @@ Python, ms
 bound by
     "host" if the step takes more than {HOST_BOUND:g} times as long as with a free host; otherwise "devices".
 
-The library chooses routes by the links. The rows of A100 and H100 presume that NVML can be read (the package
-nvidia-ml-py); otherwise links count as shared, and steps on these machines take longer than here. Threads of a backward
-pass that run nodes written in Python hold the interpreter lock in reality. Here they hold none, so the time of the host
-in backward is predicted too low.
+composable.fully_shard has a unit for each block, and one for the rest. On A100 and H100, where NVLink joins all pairs,
+its gathers and sums are kernels that read peers, with the bandwidth of copies; "kernels at 70 %" has 70 % of it. On
+V100 and RTX 3090 they are copies. Threads of a backward pass that run nodes written in Python hold the interpreter lock
+in reality. Here they hold none, so the time of the host in backward is predicted too low.
+
+DDP and FSDP2 are made of the recording of the module alone: a process and a host for each device, and no process waits
+for a slower one. This is the best that they can do. An all-reduce for each bucket of 25 MiB starts as soon as its
+gradients are there; it has the bandwidth of one link, or NCCL's where that is more. FSDP2 has the same units as
+composable.fully_shard, and an optimizer of an N-th: copies into and out of what is sent, an all-gather one unit ahead
+and a reduce-scatter, at NCCL's published bandwidth where there is one. Buffers are not sent.
 
 {TORCH} is torch's pipeline with plain copies, which is what it does without NCCL.
 Where torch was built with NCCL, its broadcast and its sum take less time than here."""
@@ -82,7 +105,7 @@ The sources:
 def of_all_reduce(row: Row) -> str:
     """What is received over what an all-reduce of the gradients, in float32, would bring to each device."""
     devices = row["devices"]
-    if devices == 1:
+    if devices == 1 or row["received"] is None:
         return ""
     return f"{1e6 * row['received'] / (2 * (devices - 1) / devices * 4 * SHAPES[row['model']].parameters):.2f}"
 
@@ -101,7 +124,7 @@ TABLE = {
     "exposed": lambda row: f"{100 * row['exposed'] / row['step']:.1f} %",
     "launches": "{launches:,}",
     "copies": "{copies:,}",
-    "received, MB": "{received:,.0f}",
+    "received, MB": lambda row: "" if row["received"] is None else f"{row['received']:,.0f}",
     "of all-reduce": of_all_reduce,
     "Python, ms": "{python:.1f}",
     "bound by": lambda row: "host" if row["step"] > HOST_BOUND * row["free_host"] else "devices",
@@ -122,11 +145,29 @@ PUBLISHED_TABLE = {
 COUNTS, SHORT_COUNTS = (2, 4, 8), (2,)
 SHORT_WAYS = (REPLICATE, SHARDED)
 EXPOSED_BAR = 0.1
+LAUNCHES_BAR = 1.1
 
 
 def judged(rows: Iterable[Row]) -> list[str]:
-    """A sentence about each step whose exposed part has a bar: that of GPT-2 small by `fully_shard` on 8 x A100."""
-    return [
+    """Sentences about the bars.
+
+    Those are for the exposed part of GPT-2 small by `fully_shard` on 8 x A100, and for the sharded optimizer where
+    kernels read peers: it is at or below DDP, and launches at most a tenth more than the modules alone.
+    """
+    rows = [*rows]
+    ddp = {(row["model"], row["machine"]): row["step"] for row in rows if row["way"] == ALL_REDUCED}
+    alone = {(row["model"], row["machine"]): row["launches"] for row in rows if row["way"] == ALONE}
+    notes = []
+    for row in rows:
+        place = row["model"], row["machine"]
+        if row["way"].startswith(NOT_RESHARDED) and row["machine"] in {machine.name for machine in PEER_KERNELS}:
+            below, launches = row["step"] <= ddp[place], row["launches"] / row["devices"] / alone[place]
+            notes.append(
+                f"{row['way']}, {row['model']}, {row['machine']}: {row['step'] / ddp[place]:.2f} of DDP's step "
+                f"(at most 1: {'yes' if below else 'no'}), {launches:.2f} of the module's launches "
+                f"(at most {LAUNCHES_BAR:.2f}: {'yes' if launches <= LAUNCHES_BAR else 'no'})."
+            )
+    return notes + [
         f"{row['way']}, {row['model']}, {row['devices']} devices of {row['machine']}: gathers and sums are exposed for "
         f"{row['exposed'] / row['step']:.1%} of the step; at most {EXPOSED_BAR:.0%}: "
         f"{'yes' if row['exposed'] <= EXPOSED_BAR * row['step'] else 'no'}."
@@ -297,12 +338,26 @@ class TestPrediction:
         found = predict("model", REPLICATE, 2, twice(*backward), ALONE_STEP, SLOW_HOST)
         assert found["python"] == pytest.approx(4 * 3)
 
-    def test_machines_with_fewer_devices_are_left_out(self) -> None:
-        streams = (StreamName(0, 0),)
-        alone = Recorded(*(Recording(streams, found.launches) for found in (ALONE_STEP.one, ALONE_STEP.two)))
-        found = predictions("model", alone, {(REPLICATE, 2): BOTH}, [machine("one", 1), MACHINE])
-        cases = [("one", ALONE, 1), ("two", ALONE, 1), ("two", REPLICATE, 2)]
-        assert [(each["machine"], each["way"], each["devices"]) for each in found] == cases
+    def test_processes_and_slower_kernels_have_rows_of_their_own(self) -> None:
+        """Device 0 pulls 3 MB from device 1 by a kernel."""
+        pull = launch(0, "copy_many", peers=((1, 0, 3 * 10**6),))
+        step = work(0, 0, 1), replace(work(1, 0, 2), in_backward=True), work(2, 0, 1)
+        alone = Alone(twice(*step), [Arrival(2, 10**6)], [Unit(10**6, 1, None, 2)])
+        found = predictions("model", alone, {(NOT_RESHARDED, 2): twice(pull)}, MACHINE)
+        assert [(row["way"], row["devices"]) for row in found] == [
+            (ALONE, 1),
+            (NOT_RESHARDED, 2),
+            (NOT_RESHARDED + SLOWER, 2),
+            (ALL_REDUCED, 2),
+            (FSDP2, 2),
+        ]
+        assert [row["from_idle"] for row in found[1:3]] == pytest.approx([3, 3 / 0.7])
+        assert [row["received"] for row in found[1:]] == pytest.approx([3, 3, None, None])
+
+    def test_machines_are_asked_for_the_devices_that_they_have(self) -> None:
+        ways = (REPLICATE, SHARDED)
+        assert asked(GPT_768, (2, 4, 8), ways, RTX_3090) == [(REPLICATE, 4), (SHARDED, 4)]
+        assert asked(GPT_768, (2, 4), ways, A100) == [(REPLICATE, 2), (REPLICATE, 4), (SHARDED, 4)]
 
 
 ALONE_ROW = predict(RESNET50.name, ALONE, 1, ALONE_STEP, ALONE_STEP, MACHINE)

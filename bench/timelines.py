@@ -18,9 +18,9 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,11 +28,14 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch
+from dataparallel.comm.settings import using
 from dataparallel.composable import replicate
 from nogpu import SimulationUnavailable, simulate
 from nogpu.timeline import HOST, Machine, Recording, Schedule, schedule
 from nogpu.timeline.presets import A100, H100, PRESETS, RTX_3090, V100
+from process_timelines import Alone
 from published import DDP, DP, ONE, PUBLISHED, PUBLISHED_SHAPES
+from recorded import Recorded, record, second_step
 from shapes import GPT_768, REAL_SHAPES, RealShape
 from sharded_blocks import sharded
 from torch_pipeline import StandIns
@@ -47,10 +50,18 @@ REPLICATE = "composable.replicate"
 SHARDED = "composable.fully_shard"
 NOT_RESHARDED = "fully_shard, reshard_after_forward=False"
 WAYS = (TORCH, WRAPPER, PREFETCH, REPLICATE, SHARDED, NOT_RESHARDED)
+BY_TABLES = (SHARDED, NOT_RESHARDED)
+RARE = (PREFETCH, *BY_TABLES)
+"""Recordings take long, so these are there for the largest number of devices only."""
+ALL_REDUCED, FSDP2 = "DDP, a process each", "FSDP2, a process each"
+SLOWER = ", kernels at 70 %"
+"""After a way whose kernels read peers: these get 70 % of the bandwidth of copies, as kernels that nobody has tuned."""
 PREDICTED_BY = {ONE: ALONE, DDP: REPLICATE, DP: TORCH}
 """What stands beside published figures."""
 MACHINES = (V100, A100, H100, RTX_3090)
 """The machines of the models without published figures."""
+PEER_KERNELS = (A100, H100)
+"""Machines on which `fully_shard` runs on kernels that read peers, because NVLink joins all pairs."""
 SHAPES = {shape.name: shape for shape in (*REAL_SHAPES, *PUBLISHED_SHAPES)}
 
 PICTURE = (GPT_768.name, REPLICATE, DEVICES)
@@ -58,27 +69,6 @@ PICTURE = (GPT_768.name, REPLICATE, DEVICES)
 
 Batch = tuple[Tensor, Tensor]
 Prediction = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What one way does on some devices: a step that begins with idle devices, and two such steps in a row."""
-
-    one: Recording
-    two: Recording
-
-    def python_seconds(self) -> float:
-        """CPU seconds of the Python threads between the launches of a step, on the machine that recorded."""
-        return sum(launch.host_seconds for launch in self.one.launches if not launch.in_backward)
-
-    def cost_of_launches(self, machine: Machine) -> float:
-        """Seconds that the machine's host takes for what Python threads launch in a step."""
-        return sum(sum(machine.host.cost(launch)) for launch in self.one.launches if not launch.in_backward)
-
-
-def second_step(recorded: Recorded, machine: Machine) -> float:
-    """Milliseconds that a second step adds."""
-    return 1e3 * (schedule(recorded.two, machine).time - schedule(recorded.one, machine).time)
 
 
 def without_communication(planned: Schedule) -> float:
@@ -90,15 +80,20 @@ def received_bytes(recording: Recording) -> int:
     """What the device that gets most gets from other devices, without the host."""
     received: Counter[int] = Counter()
     for launch in recording.launches:
-        if launch.copy is not None:
-            origin, target = launch.copy
-            if origin != target and HOST not in launch.copy:
-                received[target] += launch.bytes_written
+        if launch.copy is not None and launch.copy[0] != launch.copy[1] and HOST not in launch.copy:
+            received[launch.copy[1]] += launch.bytes_written
+        for _, target, nbytes in launch.peers:
+            received[target] += nbytes
     return max(received.values(), default=0)
 
 
-def predict(model: str, way: str, devices: int, recorded: Recorded, alone: Recorded, machine: Machine) -> Prediction:
-    """What ``way`` takes on ``machine``, beside the module ``alone`` on one of its devices. Times are milliseconds."""
+def predict(
+    model: str, way: str, devices: int, recorded: Recorded, alone: Recorded, machine: Machine, processes: int = 1
+) -> Prediction:
+    """What ``way`` takes on ``machine``, beside the module ``alone`` on one of its devices. Times are milliseconds.
+
+    ``recorded`` is what each of the ``processes`` does.
+    """
     free = machine.with_free_host()
     one, two = schedule(recorded.one, machine), schedule(recorded.two, machine)
     factor = alone.cost_of_launches(machine) / alone.python_seconds()
@@ -113,26 +108,30 @@ def predict(model: str, way: str, devices: int, recorded: Recorded, alone: Recor
         "bound": without_communication(schedule(alone.one, free)),
         "alone": second_step(alone, machine),
         "exposed": 1e3 * (two.exposed_communication - one.exposed_communication),
-        "launches": len(recorded.one.launches),
-        "copies": sum(launch.copy is not None for launch in recorded.one.launches),
-        "received": received_bytes(recorded.one) / 1e6,
+        "launches": processes * len(recorded.one.launches),
+        "copies": processes * sum(launch.copy is not None for launch in recorded.one.launches),
+        "received": received_bytes(recorded.one) / 1e6 if processes == 1 else None,
         "python": 1e3 * factor * recorded.python_seconds(),
         "factor": factor,  # makes the recorded time of the module alone what this host takes for its launches
     }
 
 
 class Steps:
-    """Training steps of a model by one way on ``devices``. ``batches`` are in pinned memory and come in turn."""
+    """Training steps of a model by one way on ``devices``. ``batches`` are in pinned memory and come in turn.
+
+    Attributes:
+        network: the model by the way.
+    """
 
     def __init__(self, way: str, shape: RealShape, devices: Sequence[torch.device]) -> None:
         self._way, self._devices = way, list(devices)
         module = shape.model(self._devices[0])
-        self._network = self._made(module)
+        self.network = self._made(module)
         self._optimizer = torch.optim.SGD(module.parameters(), lr=0.1)  # of the sharded parameters, where they are
         batches = [shape.batch(len(self._devices), pinned=True) for _ in range(2)]
         loader: Iterator[Batch] = itertools.cycle(batches)
         if way == PREFETCH:
-            loader = iter(prefetch(loader, cast("DataParallel[nn.Module]", self._network)))
+            loader = iter(prefetch(loader, cast("DataParallel[nn.Module]", self.network)))
         self._batches = loader
 
     def _made(self, module: nn.Module) -> nn.Module:
@@ -152,76 +151,75 @@ class Steps:
         inputs, targets = next(self._batches)
         if self._way == ALONE:
             inputs, targets = (tensor.to(self._devices[0], non_blocking=True) for tensor in (inputs, targets))
-        self._network(inputs, targets).mean().backward()
+        self.network(inputs, targets).mean().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
 
-def record(run: Callable[[], None], simulator: Any = None) -> Recorded:
-    """What two calls of ``run`` launch, from idle devices. The first of them is the beginning of the recording.
-
-    ``simulator`` has the timeline and the counts; ``torch.sim`` by default.
-    """
-    simulator = simulator or torch.sim
-    for device in range(torch.accelerator.device_count()):
-        torch.accelerator.synchronize(device)
-    with simulator.timeline() as timeline:
-        with simulator.counted() as counts:
-            run()
-        run()
-    both = timeline.recording
-    return Recorded(replace(both, launches=both.launches[: sum(counts.launches)]), both)
-
-
-def recorded(way: str, shape: RealShape, devices: Sequence[torch.device]) -> Recorded:
+def recorded(way: str, shape: RealShape, devices: Sequence[torch.device], kernels: bool = True) -> Recorded:
+    """Two steps by a way. Without ``kernels`` that read peers, tensors of sharded models travel by copies."""
     stand_ins: AbstractContextManager[None] = StandIns("sim").installed() if way == TORCH else nullcontext()
-    with stand_ins:
+    with stand_ins, using(transport=None if kernels else "copy"):
         steps = Steps(way, shape, devices)
         for _ in range(WARM_UP):
             steps.run()
         return record(steps.run)
 
 
+def recorded_alone(shape: RealShape, device: torch.device) -> Alone:
+    steps = Steps(ALONE, shape, [device])
+    for _ in range(WARM_UP):
+        steps.run()
+    return Alone.recorded(steps.network, steps.run, torch.sim)
+
+
 def predictions(
-    model: str, alone: Recorded, by_way: Mapping[tuple[str, int], Recorded], machines: Sequence[Machine]
+    model: str, alone: Alone, by_way: Mapping[tuple[str, int], Recorded], machine: Machine
 ) -> list[Prediction]:
-    """For each machine and each way and number of devices that it has; first the module alone."""
-    return [
-        predict(model, way, count, found, alone, machine)
-        for machine in machines
-        for (way, count), found in {(ALONE, 1): alone, **by_way}.items()
-        if count <= machine.devices
-    ]
+    """The module alone, each way and number of devices, and on the most devices DDP and FSDP2.
 
-
-def asked(shape: RealShape, counts: Sequence[int], ways: Sequence[str]) -> list[tuple[str, int]]:
-    """The ways with their numbers of devices that are recorded for a model.
-
-    Recordings take long, so prefetching and sharding are there for the largest number of devices only.
+    Ways whose kernels read peers have a row with slower kernels too.
     """
-    if shape in REAL_SHAPES:
-        rare = (PREFETCH, SHARDED, NOT_RESHARDED)
-        return [(way, count) for count in counts for way in ways if way not in rare or count == max(counts)]
-    figures = [figure for figure in PUBLISHED if figure.shape == shape and figure.way != ONE]
-    return sorted({(PREDICTED_BY[figure.way], figure.devices) for figure in figures})
+    steps = alone.steps
+    rows = [predict(model, ALONE, 1, steps, steps, machine)]
+    slower = machine.with_(peer_kernels=0.7)
+    for (way, count), found in by_way.items():
+        rows.append(predict(model, way, count, found, steps, machine))
+        if any(launch.peers for launch in found.one.launches):
+            rows.append(predict(model, way + SLOWER, count, found, steps, slower))
+    most = max((count for _, count in by_way), default=1)
+    if most > 1 and alone.arrivals:
+        for way, process in ((ALL_REDUCED, alone.by_ddp), (FSDP2, alone.by_fsdp2)):
+            rows.append(predict(model, way, most, process(machine, most), steps, machine, processes=most))
+    return rows
+
+
+def asked(shape: RealShape, counts: Sequence[int], ways: Sequence[str], machine: Machine) -> list[tuple[str, int]]:
+    """The ways with their numbers of devices that are predicted on a machine: all ``counts`` on 8 x A100.
+
+    Elsewhere the largest, and those of published figures. A model that is only there for these has no others.
+    """
+    figures = [
+        (PREDICTED_BY[figure.way], figure.devices)
+        for figure in PUBLISHED
+        if (figure.shape, figure.machine) == (shape, machine.name) and figure.way != ONE
+    ]
+    if shape not in REAL_SHAPES:
+        return sorted({*figures})
+    fitting = [count for count in counts if count <= machine.devices]
+    shown = fitting if machine == A100 else sorted({fitting[-1], *(count for _, count in figures if count in fitting)})
+    return [
+        (way, count)
+        for count in fitting
+        for way in ways
+        if count in shown and (way not in RARE or count == fitting[-1])
+    ]
 
 
 def machines_of(shape: RealShape) -> list[Machine]:
     """Those that a model is predicted on."""
     published = {figure.machine for figure in PUBLISHED if figure.shape == shape and shape not in REAL_SHAPES}
     return [machine for machine in PRESETS if machine.name in published] or list(MACHINES)
-
-
-def is_shown(shape: RealShape, machine: Machine, count: int, counts: Sequence[int]) -> bool:
-    """Whether so many devices of a machine are predicted: all ``counts`` on 8 x A100, elsewhere the largest.
-
-    Counts with published figures always are.
-    """
-    if count > machine.devices:
-        return False
-    if any((figure.shape, figure.machine, figure.devices) == (shape, machine.name, count) for figure in PUBLISHED):
-        return True
-    return machine == A100 or count == max(other for other in counts if other <= machine.devices)
 
 
 def main(model: str, counts: str, folder: str, *ways: str) -> None:
@@ -231,21 +229,21 @@ def main(model: str, counts: str, folder: str, *ways: str) -> None:
         print(json.dumps({"why_not": str(error)}))
         return
     shape = SHAPES[model]
-    alone = recorded(ALONE, shape, devices[:1])
+    alone = recorded_alone(shape, devices[0])
+
+    @cache
+    def of(way: str, count: int, kernels: bool) -> Recorded:
+        return recorded(way, shape, devices[:count], kernels)
+
     found: list[Prediction] = []
     numbers = [int(count) for count in counts.split(",")]
-    machines = machines_of(shape)
-    cases = [
-        (way, count)
-        for way, count in asked(shape, numbers, ways or WAYS)
-        if any(is_shown(shape, machine, count, numbers) for machine in machines)
-    ]
-    by_way = {(way, count): recorded(way, shape, devices[:count]) for way, count in cases}
-    for machine in machines:
-        shown = {case: by_way[case] for case in cases if is_shown(shape, machine, case[1], numbers)}
-        found += predictions(model, alone, shown, [machine])
-    if model == PICTURE[0] and PICTURE[1:] in by_way:
-        schedule(by_way[PICTURE[1:]].one, A100).plot(Path(folder) / "step.png")
+    for machine in machines_of(shape):
+        cases = asked(shape, numbers, ways or WAYS, machine)
+        kernels = machine in PEER_KERNELS
+        by_way = {(way, count): of(way, count, kernels or way not in BY_TABLES) for way, count in cases}
+        found += predictions(model, alone, by_way, machine)
+        if (model, machine) == (PICTURE[0], A100) and PICTURE[1:] in by_way:
+            schedule(by_way[PICTURE[1:]].one, A100).plot(Path(folder) / "step.png")
     print(json.dumps({"predictions": found}))
 
 

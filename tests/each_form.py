@@ -31,6 +31,15 @@ def sharded_whole(module: nn.Module, slots: Sequence[Any] | None = None, **optio
     return fully_shard(module, devices=slots, **options)
 
 
+def sharded_children(module: nn.Module, slots: Sequence[Any] | None = None, **options: Any) -> Any:
+    """Each child with parameters is a unit, and the rest is one. Full parameters stay until backward."""
+    children = [child for each in module.children() for child in (each if isinstance(each, nn.ModuleList) else [each])]
+    for child in children:
+        if any(True for _ in child.parameters()):
+            fully_shard(child, devices=slots, reshard_after_forward=False)
+    return fully_shard(module, devices=slots, reshard_after_forward=False, **options)
+
+
 FORMS: dict[str, Form] = {"DataParallel": by_wrapper, "replicate": replicated, "fully_shard": sharded_whole}
 
 composable_forms = pytest.mark.parametrize(
@@ -38,6 +47,12 @@ composable_forms = pytest.mark.parametrize(
 )
 replicating_forms = pytest.mark.parametrize(
     "form", [by_wrapper, replicated], ids=["DataParallel", "replicate"], indirect=True
+)
+graphing_forms = pytest.mark.parametrize(
+    "form",
+    [by_wrapper, replicated, sharded_children],
+    ids=["DataParallel", "replicate", "fully_shard"],
+    indirect=True,
 )
 
 

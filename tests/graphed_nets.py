@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.composable import replicate
+from dataparallel.composable import fully_shard, replicate
+from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.replicas.graphs.calls import WARM_UP, GraphedReplica
+from each_form import whole
 
 WIDTH = 6
 SETTLE = WARM_UP + 3
@@ -68,7 +70,15 @@ def step(network: Any, x: Tensor) -> Tensor:
 
 def graphs_of(network: Any) -> Any:
     """The captured graphs of a module by one of the forms."""
-    return network.options.graphs if isinstance(network, DataParallel) else replicate.state(network).graphs
+    if isinstance(network, DataParallel):
+        return network.options.graphs
+    form = fully_shard if isinstance(network, FullyShardedModule) else replicate
+    return form.state(network).graphs  # type: ignore[attr-defined]
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    """Copies of the gradients, whole where they are sharded."""
+    return [None if p.grad is None else whole(p.grad).clone() for p in module.parameters()]
 
 
 def graphed(network: Any) -> list[GraphedReplica]:

@@ -17,9 +17,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from torch import Tensor, nn
 
 from dataparallel.forks import in_forked_child
-from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, form_and_state, name_of_form
+from dataparallel.forms.managed import ManagedModule, form_and_state, name_of_form
 from dataparallel.replicas import replaced_parameters
-from dataparallel.replicas.plan import ORIGINAL_CLASS
+from dataparallel.replicas.plan import FORM_ATTRIBUTE, ORIGINAL_CLASS
 from dataparallel.weak_members import WeakMembers
 
 P = ParamSpec("P")

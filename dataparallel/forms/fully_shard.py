@@ -34,6 +34,7 @@ from dataparallel.forms.unit_choice import units_of
 from dataparallel.nn.sync_batch_norm import check_sync_batch_norm, prepare
 from dataparallel.replicas import replaced_parameters
 from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.graphs.calls import check_graphs
 from dataparallel.replicas.plan import dotted
 from dataparallel.replicas.replicate import BUCKET_CAP_MB
 
@@ -62,7 +63,7 @@ def _prepare(
     process_group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     compile: bool | dict[str, Any] | None = None,
-    graphs: Literal[False] | None = None,
+    graphs: bool | Literal["auto"] | None = None,
     scalars: ScalarRule = None,
     pad: Pad = None,
     sync_batch_norm: bool | Literal["across_machines"] = False,
@@ -121,7 +122,10 @@ def _prepare(
         compile: compile the module on the slots: ``True``, or a dict of arguments for ``torch.compile`` (``backend``,
             ``mode``, ``dynamic``, ``fullgraph``, ``options``). Each unit below is compiled by itself, in the same way
             unless it has its own. A module that is compiled needs no argument.
-        graphs: refused. Only replicas that hold all of their parameters are captured as graphs.
+        graphs: capture the replicas as CUDA graphs, as for `dataparallel.DataParallel`. All units need
+            ``reshard_after_forward=False``: their full parameters keep their memory, also between steps, and graphs
+            read them there. Graphs begin and end where units do. That of the outermost module counts;
+            ``fully_shard.state(module).graphs`` says what was captured.
         scalars, pad: scalars that the replicas return, and a value that fills outputs: as for
             `dataparallel.DataParallel`. Those of the outermost module count.
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
@@ -140,7 +144,7 @@ def _prepare(
         ValueError: devices as for `dataparallel.DataParallel`; nothing to shard, parameters on two devices, a
             ``reshard_after_forward`` that does not divide the number of slots, a dimension that cannot be cut, a child
             that is sharded over other devices; a list that is empty or has a module twice; ``compile`` for a module
-            that is compiled; ``graphs``.
+            that is compiled; ``graphs`` where units are freed after forward, or sharded over machines.
         RuntimeError: the module or a parent is fully sharded already, a module or a parameter of the tree has another
             form, a parameter is shared with another unit, or a lazy one is not initialised. There is no process group.
             It is called inside ``torch.inference_mode()``.
@@ -174,10 +178,18 @@ def _prepare(
         )
         check_policies(mp_policy, offload_policy)
         compiled = [CompileArgument.checked(each, compile) for each in module]
-        if graphs:
+        has_graphs = graphs is not None and check_graphs(graphs, module, compiled[0], slots)
+        if has_graphs and reshard_after_forward is not False:
             raise ValueError(
-                "fully_shard has no graphs: a unit is gathered and freed around its calls, and no graph does that. "
-                "If the model fits on each device, take replicate(model, graphs=True). Or compile its blocks"
+                f"graphs={graphs!r} with reshard_after_forward={reshard_after_forward!r}: a captured graph reads full "
+                "parameters where they are, so no unit may free them after forward. If the model fits on each device, "
+                "pass reshard_after_forward=False to all calls of fully_shard; otherwise leave graphs out"
+            )
+        if has_graphs and parts > 1:
+            raise ValueError(
+                f"graphs={graphs!r} with parameters that are sharded over machines: these gather units in one order, "
+                "which captured graphs do not keep. Pass a process_group, or a mesh whose first dimension has all "
+                "machines; or leave graphs out"
             )
         if reshard_after_forward is not None:
             check_reshard(reshard_after_forward, len(slots), parts)
@@ -228,6 +240,7 @@ def _prepare(
         ignored_parameters=[parameter for _, parameter in own_parameters(module) if id(parameter) in ignored_ids],
         machines=machines,
         compile=compiled[0],
+        graphs=has_graphs,
     )
 
 

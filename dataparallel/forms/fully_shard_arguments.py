@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
 from dataparallel.comm.kinds import attributes_with_tensors
-from dataparallel.forms.managed import FORM_ATTRIBUTE, has_forward, own_modules, own_parameters
+from dataparallel.forms.managed import has_forward, own_modules, own_parameters
+from dataparallel.replicas.plan import FORM_ATTRIBUTE
 from dataparallel.sharded.placements import check_placement
 from dataparallel.sharded.tensor import ShardedTensor
 

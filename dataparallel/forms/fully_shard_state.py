@@ -6,6 +6,7 @@ that module. Their modules have the classes of the managed ones, so that units g
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,12 +20,13 @@ from dataparallel.call.engine import Method
 from dataparallel.call.options import CallOptions
 from dataparallel.devices import CPU
 from dataparallel.forms.fully_shard_arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, StateOnSlots, Twin
+from dataparallel.forms.managed import ManagedModule, StateOnSlots, Twin
 from dataparallel.forms.unit_tensors import UnitTensors
 from dataparallel.progress import progress
 from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.kept_replicas import KeptReplicas
-from dataparallel.replicas.plan import TwinInfo
+from dataparallel.replicas.plan import FORM_ATTRIBUTE, TwinInfo
 from dataparallel.sharded.distribute import distribute_tensor
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
@@ -34,6 +36,9 @@ from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.over_machines import MachinesOfTree
+
+
+log = logging.getLogger("dataparallel")
 
 
 class FullyShardState(StateOnSlots):
@@ -47,6 +52,8 @@ class FullyShardState(StateOnSlots):
 
     Attributes:
         unit: the unit, once `shard` has been called.
+        graphs: the captured graphs of the replicas; ``None`` without ``graphs=True``. That of the outermost module
+            counts.
     """
 
     may_use_source = True  # forward reads the source's shards, and copies of these are never late
@@ -65,9 +72,11 @@ class FullyShardState(StateOnSlots):
         ignored_parameters: Sequence[Tensor],
         machines: MachinesOfTree | None,
         compile: CompileArgument | None,
+        graphs: bool,
     ) -> None:
         super().__init__(modules, options)
         self.machines, self.compile = machines, compile
+        self.graphs = GraphedReplicas() if graphs else None
         self.peers = None if machines is None else machines.peers
         self._parameters, self._placements = list(parameters), list(placements)
         self._reshard = reshard_after_forward
@@ -169,6 +178,7 @@ class FullyShardState(StateOnSlots):
         for unit in units:
             if unit.is_reshard_automatic:
                 unit.reshard_after_forward = unit is not self.unit
+            unit.keeps_memory = self.kept.graphs is not None
         self._tree.prepare()
 
     def _make_tree(self, states: Mapping[FullyShardState, str]) -> Tree:
@@ -178,9 +188,27 @@ class FullyShardState(StateOnSlots):
         ignored = [parameter for state in states for parameter in state._ignored]
         info = TwinInfo(id(source), ignored_parameters=frozenset(map(id, ignored)), allowed=ManagedModule)
         self._twin = Twin(type(source), info)
-        self._tensors = UnitTensors(units, [state.modules() for state in states], [state.compile for state in states])
-        self.kept = KeptReplicas(self._tensors)
+        graphs = None if self.graphs is None or self._frees_after_forward(units) else self.graphs
+        self._tensors = UnitTensors(
+            units,
+            [state.modules() for state in states],
+            [state.compile for state in states],
+            keeps_buffers=graphs is not None,
+        )
+        self.kept = KeptReplicas(self._tensors, graphs=graphs)
         return Tree(units, self.slots)
+
+    def _frees_after_forward(self, units: Sequence[Unit]) -> bool:
+        """True if a unit frees its parameters after forward, which forbids graphs. Logs which one."""
+        for unit in units:
+            frees = unit is not self.unit if unit.is_reshard_automatic else unit.reshard_after_forward is not False
+            if frees:
+                log.warning(
+                    f"replicas run without a graph: the unit {unit.name!r} frees its parameters after forward. Give it "
+                    "reshard_after_forward=False too"
+                )
+                return True
+        return False
 
 
 def _shard_parameter(

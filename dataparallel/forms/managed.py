@@ -26,7 +26,7 @@ from dataparallel.call.engine import CallEngine, Method, ReplicaMaker
 from dataparallel.call.options import CallOptions
 from dataparallel.devices import resolve_slots
 from dataparallel.replicas.build import bare_module, give_attributes
-from dataparallel.replicas.plan import TWIN_INFO, UNIT_MODULE, TwinInfo, dotted, instance_slots
+from dataparallel.replicas.plan import FORM_ATTRIBUTE, TWIN_INFO, UNIT_MODULE, TwinInfo, dotted, instance_slots
 
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall, PeerRounds
@@ -131,10 +131,6 @@ def _give_signature(function: F, original: Any) -> F:
 def shows_forward_of_module(function: F) -> F:
     """Decorates a method of a class whose instances hold a module, ``self.module``, and slots, ``self.device_ids``."""
     return cast(F, _ShowsForwardOfModule(cast(FunctionType, function)))
-
-
-FORM_ATTRIBUTE = "_dataparallel_form"
-"""The attribute of a managed module that holds its form and the form's state."""
 
 
 class ManagedModule:

@@ -15,12 +15,12 @@ from dataparallel import _torch
 from dataparallel.call.engine import Method
 from dataparallel.call.options import CallOptions
 from dataparallel.forms.kept_tensors import KeptTensors
-from dataparallel.forms.managed import FORM_ATTRIBUTE, StateOnSlots, Twin
+from dataparallel.forms.managed import StateOnSlots, Twin
 from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookedSums
 from dataparallel.replicas.compiled.calls import CompileArgument, call_of, compiled_here
 from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.kept_replicas import KeptReplicas
-from dataparallel.replicas.plan import TwinInfo, check_placement
+from dataparallel.replicas.plan import FORM_ATTRIBUTE, TwinInfo, check_placement
 
 if TYPE_CHECKING:
     from dataparallel.gradients.machine_sums import Agreement

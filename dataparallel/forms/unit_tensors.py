@@ -1,7 +1,8 @@
 """`UnitTensors` gives replicas of a fully sharded tree their tensors; `_CompiledParts` compiles code inside units only.
 
 A replica's parameters are its units' tensors on its slot (``units.slot_unit``), which are empty between calls. Each
-call sends buffers to the slots; the first slot has the module's own. The copies are new.
+call sends buffers to the slots; the first slot has the module's own. The copies are new, except where captured graphs
+read them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.forms.managed import has_forward
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, Compiled, compiled_in_place
 from dataparallel.replicas.kept_replicas import TensorStore
+from dataparallel.replicas.kept_values import CurrentValues
 from dataparallel.replicas.plan import UNIT_MODULE, ModuleEntry, ModulePlan, dotted
 from dataparallel.replicas.references import Rebinding, reached
 from dataparallel.replicas.replicate import put
@@ -28,7 +31,8 @@ from dataparallel.sharded.units.unit import Unit
 class UnitTensors(TensorStore):
     """The tensors of one tree's replicas.
 
-    ``tops`` has the modules of each unit, and ``compile`` how it is compiled.
+    ``tops`` has the modules of each unit, and ``compile`` how it is compiled. ``keeps_buffers``: copies of
+    buffers stay where they are.
     """
 
     are_copies = False
@@ -39,7 +43,12 @@ class UnitTensors(TensorStore):
         units: Sequence[Unit],
         tops: Sequence[Sequence[nn.Module]],
         compile: Sequence[CompileArgument | None],
+        keeps_buffers: bool,
     ) -> None:
+        self._keeps_buffers = keeps_buffers
+        self._buffers: list[list[Tensor]] = []  # for each slot the copies that stay
+        self._sources: list[Any] = []  # where their sources are
+        self._values: CurrentValues | None = None
         self._units, self._compile = list(units), list(compile)
         self._modules = [[weakref.ref(module) for module in modules] for modules in tops]
         # Of each unit, in the tree of the last call: paths of its modules, and path, name and number of its parameters.
@@ -72,12 +81,28 @@ class UnitTensors(TensorStore):
             else:
                 buffers.append(i)
         sources = [plan.tensors[i] for i in buffers]
-        put(by_slot, buffers, comm.broadcast_coalesced(sources, slots, cap_bytes, own_storage=True))
+        if self._keeps_buffers:
+            put(by_slot, buffers, self._kept_buffers(sources, slots, cap_bytes))
+        else:
+            put(by_slot, buffers, comm.broadcast_coalesced(sources, slots, cap_bytes, own_storage=True))
         return by_slot
+
+    def _kept_buffers(self, sources: list[Tensor], slots: list[torch.device], cap_bytes: int) -> list[list[Tensor]]:
+        """Gives buffers their values where the last call had them: captured graphs read them there."""
+        places = [(id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in sources]
+        if self._values is not None and self._sources == places and len(slots) <= len(self._buffers):
+            self._values.refresh()
+        else:
+            self._sources = places
+            self._buffers = comm.broadcast_coalesced(sources, slots, cap_bytes, own_storage=True)
+            self._values = CurrentValues(sources, slots, self._buffers)
+            self._values.send_at_each_forward([*range(len(sources))], cap_bytes, True)
+            self._values.note_versions()
+        return self._buffers[: len(slots)]
 
     def clear(self) -> None:
         """Drops the replicas. The parameters belong to the units."""
-        self.replicas = None
+        self.replicas = self._values = None
 
     def bind(self, replicas: Sequence[nn.Module], call: RootCall) -> None:
         """Lets units' modules in new replicas gather parameters in ``call``, and registers sharded parameters there."""

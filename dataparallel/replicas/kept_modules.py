@@ -41,6 +41,7 @@ class KeptModules:
             build_replica(plan, tensors, True, expected)
             for tensors, expected in zip(copies, self._expected, strict=True)
         ]
+        self._graphs = graphs
         if graphs is not None:
             graphs.attach_all(self._replicas, copies)
         self._tables = [_Tables(plan, replica) for replica in self._replicas]
@@ -57,6 +58,8 @@ class KeptModules:
         )
 
     def lease(self, copies: Sequence[list[Tensor]], arrivals: Arrivals | None) -> Lease:
+        if self._graphs is not None:
+            self._graphs.serve(copies)
         for slot, (tensors, tables, expected) in enumerate(zip(copies, self._tables, self._expected, strict=False)):
             if arrivals is not None and expected is not None:
                 arrivals.expect(expected, slot, len(tensors) + len(self._plan.shared) + 1)

@@ -56,6 +56,9 @@ REFUSAL = "_dataparallel_refusal"
 ORIGINAL_CLASS = "_dataparallel_original_class"
 """Attribute of a class that a composable form made: the class that the module had before."""
 
+FORM_ATTRIBUTE = "_dataparallel_form"
+"""The attribute of a managed module that holds its form and the form's state."""
+
 UNIT_MODULE = "_dataparallel_unit_module"
 """Attribute of a replica's module: the `UnitModule` that gathers the parameters of the module's unit on the slot."""
 

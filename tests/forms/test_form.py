@@ -15,8 +15,8 @@ from torch import nn
 
 from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_shard, replicate
 from dataparallel.forms.form import Form, are_in_one_tree
-from dataparallel.forms.managed import FORM_ATTRIBUTE, ManagedModule, Twin, original_class, own_modules, own_parameters
-from dataparallel.replicas.plan import TWIN_INFO, ModulePlan, TwinInfo
+from dataparallel.forms.managed import ManagedModule, Twin, original_class, own_modules, own_parameters
+from dataparallel.replicas.plan import FORM_ATTRIBUTE, TWIN_INFO, ModulePlan, TwinInfo
 from each_form import composable_forms
 
 BOTH = pytest.mark.parametrize("apply", [replicate, fully_shard], ids=["replicate", "fully_shard"])

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from dataparallel.forms import fully_shard as form
-from dataparallel.forms.managed import FORM_ATTRIBUTE
+from dataparallel.replicas.plan import FORM_ATTRIBUTE
 from processes import run_script
 
 pytestmark = pytest.mark.slots(4)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from affine import Affine
 from dataparallel.composable import replicate
-from dataparallel.forms.managed import FORM_ATTRIBUTE
 from dataparallel.replicas import kept_replicas as kept_replicas
-from dataparallel.replicas.plan import TWIN_INFO
+from dataparallel.replicas.plan import FORM_ATTRIBUTE, TWIN_INFO
 from dataparallel.testing.cases import seeded
 from nets import DOES, forget
 

@@ -23,7 +23,7 @@ from dataparallel.comm.kinds import attributes_with_tensors
 from dataparallel.replicas.build import ParameterRegistry
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, call_inside, compiled_call, use_cuda_graphs
 from dataparallel.replicas.compiled.compile_lock import compile_lock
-from dataparallel.replicas.graphs.captured import Captured, Pool
+from dataparallel.replicas.graphs.captured import Captured, Late, Pool
 from dataparallel.replicas.graphs.kinds import (
     CannotBeCaptured,
     ForwardReads,
@@ -32,7 +32,7 @@ from dataparallel.replicas.graphs.kinds import (
     host_generators,
     settings,
 )
-from dataparallel.replicas.plan import ModulePlan, names_of
+from dataparallel.replicas.plan import UNIT_MODULE, ModulePlan, names_of
 from dataparallel.replicas.tree_state import TreeState
 from dataparallel.weak_members import WeakMembers
 
@@ -125,17 +125,22 @@ class GraphedReplicas:
                 graphed.say(reason)
         return reason is None
 
+    def serve(self, copies: Sequence[list[Tensor]]) -> None:
+        """Drops graphs of slots that have other tensors in the next call. ``copies``: see `attach_all`."""
+        for slot, tensors in enumerate(copies):
+            self._own[slot].serve(tensors)
+
     def attach_all(self, replicas: Sequence[nn.Module], copies: Sequence[list[Tensor]]) -> None:
         """Makes new replicas of a plan that was prepared launch graphs. ``copies``: their parameters and buffers.
 
         Graphs of an earlier replica of a slot are launched for this one if it has the same tensors.
         """
+        self.serve(copies)
         for slot, (replica, tensors) in enumerate(zip(replicas, copies, strict=True)):
             graphed = self._own[slot]
             if any(tensor.device != graphed.device for tensor in tensors):
                 graphed.say("it has tensors on several devices")
                 continue
-            graphed.serve(tensors)
             try:
                 vars(replica)[CALL] = _GraphedCall(replica, graphed)
             except CannotBeCaptured as error:
@@ -170,15 +175,30 @@ class _GraphedCall:
         self._module, self._graphed = weakref.ref(module), graphed
         self.compiled = compiled_call(module)
         self.reads = ForwardReads(module)
-        # Their lookups wait for parameters that are on their way. A graph looks nothing up.
-        registries = enumerate(vars(child)["_parameters"] for child in module.modules())
-        self.late = [late for late in registries if isinstance(late[1], ParameterRegistry)]
+        self.late = _late_of(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         if _torch.is_in_backward():  # a checkpoint runs a forward again, and has to find the same operators
             return call_inside(module, *args, **kwargs)
         return self._graphed.call(self, module, args, kwargs)
+
+
+def _late_of(root: nn.Module) -> list[tuple[int, Late]]:
+    """What graphs wait for: a graph looks no parameters up.
+
+    These are registries whose lookups wait for parameters that are on their way, and units below the root, which are
+    gathered. Each has the number of a module whose parameters it is for.
+    """
+    registries = [vars(child)["_parameters"] for child in root.modules()]
+    found: list[tuple[int, Late]] = [
+        (number, registry) for number, registry in enumerate(registries) if isinstance(registry, ParameterRegistry)
+    ]
+    numbers = {id(registry): number for number, registry in enumerate(registries)}
+    unit_module = vars(root).get(UNIT_MODULE)
+    for below in () if unit_module is None else unit_module.lower_unit_modules:
+        found += [(numbers[id(registry)], below) for registry, _, _ in below.entries if id(registry) in numbers]
+    return found
 
 
 @dataclass
@@ -252,7 +272,7 @@ class GraphedReplica:
                 arguments = Structure(Arguments((args, kwargs)), "arguments", self.device)
                 state = (made.reads.now(), *settings())
                 kind = self._kind_of(state, (*state, *arguments.kinds()))
-                captured = self._captured(kind, module, arguments)
+                captured = self._captured(kind, module, arguments, made.late)
             except CannotBeCaptured as error:
                 self.say(str(error))
                 return call_inside(module, *args, **kwargs)
@@ -276,7 +296,9 @@ class GraphedReplica:
         found = self._kinds[key] = kind or _CallKind(state)
         return found
 
-    def _captured(self, kind: _CallKind, module: nn.Module, arguments: Structure) -> Captured | None:
+    def _captured(
+        self, kind: _CallKind, module: nn.Module, arguments: Structure, late: Sequence[tuple[int, Late]]
+    ) -> Captured | None:
         """The capture to launch, which is made if it is time; ``None`` if the call runs as it is."""
         if kind.captured is not None and not kind.captured.still_fits():
             self._use_failed(kind, kind.captured.launches < MOST_TRIES, "its parameters are elsewhere in each call")
@@ -285,6 +307,8 @@ class GraphedReplica:
             is_warm = kind.calls >= WARM_UP and threading.current_thread() in kind.threads
             if kind.is_refused or not is_warm or not self._has_room(kind):
                 return None
+            for _, each in late:  # the capture reads all parameters
+                each.wait_for_all()
             try:
                 # Inside the lock: a capture that has begun waits for nobody who compiles.
                 kind.captured = compile_lock.run_inside(Captured, module, arguments, self.device, self._free)
@@ -319,7 +343,9 @@ class GraphedReplica:
     def _warm_up(
         self, made: _GraphedCall, kind: _CallKind, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        state, reached = TreeState([*module.modules()], _torch.REGISTRIES), made.reads.reached()
+        # Units register full parameters and sharded ones in turn.
+        registries = ("_buffers", "_modules") if UNIT_MODULE in vars(module) else _torch.REGISTRIES
+        state, reached = TreeState([*module.modules()], registries), made.reads.reached()
         generators = host_generators()
         before = Structure(Arguments((args, kwargs)), "arguments", self.device)
         output = call_inside(module, *args, **kwargs)

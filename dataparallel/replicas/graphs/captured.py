@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +31,25 @@ from dataparallel.comm.streams.current import (
     new_capture_stream,
     streams_set,
 )
-from dataparallel.replicas.build import ParameterRegistry, collector_paused
+from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.calls import call_inside
 from dataparallel.replicas.compiled.functions import none_compiled
 from dataparallel.replicas.graphs.kinds import CannotBeCaptured, Structure
 from dataparallel.replicas.graphs.pieces import BackwardPiece, CapturedPieces
+from dataparallel.replicas.plan import UNIT_MODULE
 
 _one_at_a_time = threading.Lock()
 
 _OTHER_SEED = 2**62 - 57
 """Added to the seed during a capture: torch then refuses a forward that sets it, which draws the same in each call."""
+
+
+class Late(Protocol):
+    """Parameters that may come late."""
+
+    def wait_for_all(self) -> None:
+        """Makes the current stream wait for them."""
 
 
 class Pool:
@@ -107,11 +115,11 @@ class _FlatGrads:
             self._flats.append(tensors[bucket.indices[0]].new_empty(numel))
             flatten_into(bucket, tensors, self._flats[-1])
 
-    def taken(self) -> list[Tensor | None]:
-        """The gradients of the last launch, in new tensors."""
+    def taken(self, lend: bool) -> list[Tensor | None]:
+        """The gradients of the last launch, in new tensors. If they are lent, they are where the next one writes."""
         found: list[Tensor | None] = [None] * self._count
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
-            for i, grad in zip(bucket.indices, unflatten(bucket, flat.clone()), strict=True):
+            for i, grad in zip(bucket.indices, unflatten(bucket, flat if lend else flat.clone()), strict=True):
                 found[i] = grad
         return found
 
@@ -174,12 +182,12 @@ class Captured:
         self._device, self._free = device, free
         self._pool = free.pop() if free else Pool(device)
         self._records = torch.is_grad_enabled()
-        # These lookups also make the current stream wait for parameters that are on their way.
         self._parameters, self._buffers = [*module.parameters()], [*module.buffers()]
         self._where = self._places_now()
         self._forward: list[Any] = []
         self._stages: list[_Stage] = []
         self._waiting: weakref.ref[_Waiting] | None = None
+        self._unit_module = vars(module).get(UNIT_MODULE)
         self.launches = 0
 
         has_backward = self._records and any(parameter.requires_grad for parameter in self._parameters)
@@ -329,10 +337,10 @@ class Captured:
                 with suppress(CannotBeCaptured), self._capturing():
                     self._record(stage, pattern)
 
-    def launch(self, leaves: Sequence[Any], late: Sequence[tuple[int, ParameterRegistry]]) -> Any:
+    def launch(self, leaves: Sequence[Any], late: Sequence[tuple[int, Late]]) -> Any:
         """Returns the module's output for these arguments.
 
-        ``late``: registries of the module whose lookups wait for parameters, each with its module's number.
+        ``late``: what the graphs wait for, each with the number of the module whose parameters it is for.
         """
         self.launches += 1
         self._pool.order(_torch.current_stream_at(self._device.index))
@@ -353,13 +361,13 @@ class Captured:
             [outputs[self._number_of[id(x)]] if isinstance(x, Tensor) else x for x in self._output.leaves]
         )
 
-    def _launch_forward(self, late: Sequence[tuple[int, ParameterRegistry]]) -> None:
-        waits: dict[int, list[ParameterRegistry]] = {}
-        for number, registry in late:
-            waits.setdefault(self._first_graph.get(number, 0), []).append(registry)
+    def _launch_forward(self, late: Sequence[tuple[int, Late]]) -> None:
+        waits: dict[int, list[Late]] = {}
+        for number, each in late:
+            waits.setdefault(self._first_graph.get(number, 0), []).append(each)
         for number, graph in enumerate(self._forward):
-            for registry in waits.get(number, ()):
-                registry.wait_for_all()
+            for each in waits.get(number, ()):
+                each.wait_for_all()
             graph.replay()
 
     def launch_stage(self, stage: _Stage, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -380,7 +388,8 @@ class Captured:
         for graph in recording.graphs:
             graph.replay()
         below = [None if grad is None else grad.detach() for grad in recording.grads_below]
-        return [*below, *recording.grads.taken()]
+        # Units read gradients where they are, and the device waits for these reads before it launches this again.
+        return [*below, *recording.grads.taken(lend=self._unit_module is not None and self._unit_module.ends_with_sums)]
 
 
 def _gradients(piece: BackwardPiece, grads: Sequence[Tensor], pattern: Sequence[bool]) -> list[Tensor | None]:

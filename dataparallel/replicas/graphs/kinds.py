@@ -27,12 +27,19 @@ from dataparallel.batches.structures import children_of
 from dataparallel.comm.buckets import has_strides
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.compiled.calls import CALL, CompiledCall, compiled_call
-from dataparallel.replicas.plan import UNIT_MODULE, instance_slots
+from dataparallel.replicas.plan import FORM_ATTRIBUTE, UNIT_MODULE, instance_slots
 from dataparallel.replicas.references import ATOMIC
 
 _PLAIN = (*ATOMIC, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum)
 _TENSORS = (Tensor, nn.Parameter, ReplicaParameter)
-_NOT_READ = {*_torch.REGISTRIES, *_torch.HOOK_TABLES, "_non_persistent_buffers_set", CALL, UNIT_MODULE}
+_NOT_READ = {
+    *_torch.REGISTRIES,
+    *_torch.HOOK_TABLES,
+    "_non_persistent_buffers_set",
+    CALL,
+    FORM_ATTRIBUTE,
+    UNIT_MODULE,
+}
 _NOT_ENTERED = (nn.Module, type, types.FunctionType, types.ModuleType)
 _TRANSPARENT = (set, frozenset, types.MethodType, types.SimpleNamespace, functools.partial, weakref.ref)
 """What is looked into as containers are."""

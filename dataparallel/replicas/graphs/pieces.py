@@ -23,10 +23,13 @@ from dataparallel import _torch
 from dataparallel.replicas.build import ParameterRegistry, bare_module, give_attributes
 from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.calls import CALL, CompiledCall, call_inside, compiled_calls
-from dataparallel.replicas.plan import instance_slots
+from dataparallel.replicas.plan import UNIT_MODULE, instance_slots
 
 MOST_PIECES = 6
 """If a module has more parts, a piece has several of them, so that there are few launches."""
+
+MOST_UNITS = 16
+"""The same for a sharded module, whose parts are its units."""
 
 LARGE_PIECE = 25 * 2**20
 """A piece with so many bytes of parameters gets no further part: sending them takes longer than a launch."""
@@ -109,8 +112,9 @@ class CapturedPieces:
         self.first_graph: dict[int, int] = {}
         self.parameter_of: dict[int, tuple[Tensor, Tensor]] = {}
         self._registries: list[tuple[dict[str, Any], dict[str, Any]]] = []  # those of the copy, and the module's
-        parts = {id(part) for part in parts_of(module).values()}
-        self._parts_of_piece = math.ceil(len(parts) / MOST_PIECES)
+        units = {id(child) for child in module.modules() if child is not module and UNIT_MODULE in vars(child)}
+        parts = units or {id(part) for part in parts_of(module).values()}
+        self._parts_of_piece = math.ceil(len(parts) / (MOST_UNITS if units else MOST_PIECES))
         self._most_pieces = max(len(parts), MOST_PIECES)  # a part may be called several times
         self.copy = self._copied(module, parts)
 
@@ -129,6 +133,8 @@ class CapturedPieces:
             own["_buffers"] = {name: value if value is None else value.data for name, value in own["_buffers"].items()}
             own["_modules"] = {name: copies.get(id(child), child) for name, child in own["_modules"].items()}
             own.pop(CALL, None)
+            if UNIT_MODULE in own:
+                own[UNIT_MODULE] = own[UNIT_MODULE].for_capture()
             own.update({name: call.of(copies[id(call.module)]) for name, call in calls[id(module)].items()})
             if id(module) in parts:
                 own[CALL] = _PartCall(copy, own.get(CALL))

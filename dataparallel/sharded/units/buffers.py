@@ -198,7 +198,7 @@ class FullBuffer:
         self._is_filled = True
         self.gathered: Tensor | None = None
         self._layout_of_gathered: Layout | None = layout  # `None`: it is a copy of a full buffer
-        self.free()
+        self.free(keeps_memory=False)
 
     def pull(self, pieces: Sequence[Tensor], first: int, layout: Layout | None = None) -> None:
         """Copies the pieces into a new matrix. Begins with piece ``first``, so that slots pull from distinct owners."""
@@ -252,8 +252,8 @@ class FullBuffer:
             layout.copy_out(gathered, self._buffer)
         return gathered
 
-    def free(self) -> None:
-        """Frees the memory, and any memory that ``forward`` has given to a parameter instead.
+    def free(self, keeps_memory: bool) -> None:
+        """Frees the memory, or only the values in it, and any memory that ``forward`` has given to a parameter instead.
 
         A backward that reads the parameters now raises, because their versions have moved.
         """
@@ -261,5 +261,6 @@ class FullBuffer:
             self._memory.restore()
             self._versions = tuple(map(_torch.version_of, self.tensors))
             torch.autograd.graph.increment_version(self.tensors)
-        self._storage.resize_(0)
+        if not keeps_memory:
+            self._storage.resize_(0)
         self._is_pulled = self._is_filled = False

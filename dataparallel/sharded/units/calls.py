@@ -36,7 +36,7 @@ from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.tree import BackwardPass, Tree
-    from dataparallel.sharded.units.unit import RegistryEntry, Unit
+    from dataparallel.sharded.units.unit import Precision, RegistryEntry, Unit
 
 
 class ModuleRunner:
@@ -47,7 +47,7 @@ class ModuleRunner:
 
     def __init__(self, slot_unit: SlotUnit, number: int, entries: Sequence[RegistryEntry], root_call: RootCall) -> None:
         self._slot_unit, self._number, self._entries, self._root_call = slot_unit, number, entries, root_call
-        self._is_running = False
+        self._is_running = self._is_gathered = False
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls ``function``, a method of the module, with full parameters."""
@@ -59,8 +59,7 @@ class ModuleRunner:
                 f"a torch.func transform (vmap, grad, jvp) runs around the unit {unit.name!r}, whose parameters come "
                 "and go in its calls. Make one unit of all that the transform runs: the module whose forward applies it"
             )
-        if unit.precision.casts_inputs and unit.precision.parameters is not None:
-            args, kwargs = _cast((args, kwargs), unit.precision.parameters)
+        args, kwargs = unit.precision.of_inputs((args, kwargs))
         call = ModuleCall(slot_unit, self._root_call, self)
         inputs = InputNodes(slot_unit.device, call.end_backward)
         args, kwargs = call.begin_forward(args, kwargs, inputs)
@@ -72,9 +71,27 @@ class ModuleRunner:
             raise
         finally:
             self._is_running = False
-        if unit.precision.outputs is not None:
-            output = _cast(output, unit.precision.outputs)
-        return call.end_forward(output, self._number, (args, kwargs), inputs)
+        return call.end_forward(unit.precision.of_outputs(output), self._number, (args, kwargs), inputs)
+
+    def gather_for_graph(self) -> None:
+        """Makes the parameters full for a captured graph, which reads them where they are."""
+        if not self._is_gathered:
+            self._is_gathered = True
+            self._slot_unit.use(self._root_call.ready, self)
+            try:
+                self._root_call.begin_unit_of_graph(self._slot_unit)
+            finally:
+                self._slot_unit.end_use()
+
+    @property
+    def ends_with_sums(self) -> bool:
+        """True if each backward ends after the sums of its gradients."""
+        return self._root_call.ends_with_sums
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes of the unit."""
+        return self._slot_unit.unit.precision
 
     @property
     def is_running(self) -> bool:
@@ -85,6 +102,27 @@ class ModuleRunner:
         """Registers ``parameters`` in the replica: the full ones, or the sharded ones while the unit is not full."""
         for registry, name, position in self._entries:
             registry[name] = parameters[position]
+
+
+class CapturedModule:
+    """One of a unit's modules in what a graph captures: it has full parameters, and gathers nothing."""
+
+    is_root = False
+    lower_unit_modules = ()
+
+    def __init__(self, precision: Precision) -> None:
+        self._precision, self._is_running = precision, False
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls ``function``, a method of the module, with the dtypes of the unit."""
+        if self._is_running:
+            return function(*args, **kwargs)
+        args, kwargs = self._precision.of_inputs((args, kwargs))
+        self._is_running = True
+        try:
+            return self._precision.of_outputs(function(*args, **kwargs))
+        finally:
+            self._is_running = False
 
 
 _run_not_traced = _torch.not_traced(ModuleRunner.run)
@@ -116,6 +154,21 @@ class UnitModule:
         if self.is_root:
             below = [vars(module).get(UNIT_MODULE) for module in modules[1:]]
             self.lower_unit_modules = [unit_module for unit_module in below if unit_module is not None]
+
+    def for_capture(self) -> CapturedModule:
+        """Returns what takes its place in a graph that is captured."""
+        assert self.runner is not None
+        return CapturedModule(self.runner.precision)
+
+    def wait_for_all(self) -> None:
+        """Has a graph that is launched next find full parameters."""
+        assert self.runner is not None
+        self.runner.gather_for_graph()
+
+    @property
+    def ends_with_sums(self) -> bool:
+        """True if each backward ends after the sums of its gradients, so that the next one may overwrite these."""
+        return self.runner is not None and self.runner.ends_with_sums
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls `ModuleRunner.run`, between two graphs if a function that the user has compiled calls the module."""
@@ -205,23 +258,16 @@ class ModuleCall:
             slot_unit.make_full(self._root_call.ready)
         else:
             running = self._root_call.join_pass()  # first: if this raises, the pass has failed, and frees all units
-            if unit.versions() != self._versions:
-                raise RuntimeError(
-                    f"a parameter of the unit {unit.name!r} was changed in place between forward and backward, "
-                    "which needs its former values. Step the optimizer after backward"
-                )
+            unit.refuse_changed(self._versions)
             unit.refuse_overwritten(slot_unit.slot)
             self._root_call.gather_for_backward(slot_unit, self._position, running)
+            self._root_call.gather_for_graphs(slot_unit.slot, self)
         if slot_unit.is_full:
             slot_unit.show_in(self._runner)
 
     def end_backward(self) -> None:
         """Frees the unit, unless another call needs it: no node of this call is left to run."""
         self._slot_unit.end_backward(self)
-
-
-def _cast(structure: Any, dtype: torch.dtype) -> Any:
-    return _torch.pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, structure)
 
 
 class RootCall:
@@ -243,6 +289,7 @@ class RootCall:
         # For each slot its units in the order in which their forwards began, and ended.
         self._begun: list[list[Unit]] = [[] for _ in slots]
         self._ended: list[list[Unit]] = [[] for _ in slots]
+        self._in_graphs: list[list[SlotUnit]] = [[] for _ in slots]  # whose parameters captured graphs read
 
     def begin_unit(self, slot_unit: SlotUnit) -> list[int]:
         """Starts the gathers of the units that follow one whose forward begins. Returns the versions of this one."""
@@ -257,6 +304,23 @@ class RootCall:
         for other in ahead:
             other.slot_units[slot_unit.slot].start(self.ready)
         return versions
+
+    def begin_unit_of_graph(self, slot_unit: SlotUnit) -> None:
+        """As `begin_unit`, for a unit that a captured graph reads."""
+        self.begin_unit(slot_unit)
+        self._in_graphs[slot_unit.slot].append(slot_unit)
+
+    def gather_for_graphs(self, slot: int, call: ModuleCall) -> None:
+        """Begins the backward of all units that captured graphs read on a slot, in the ``call`` of the root."""
+        for slot_unit in self._in_graphs[slot]:
+            slot_unit.unit.refuse_changed(self._versions[slot_unit.unit])
+            if slot_unit.begin_backward(call, ends_with_gradients=True):
+                slot_unit.make_full(self.ready)
+
+    @property
+    def ends_with_sums(self) -> bool:
+        """True if each backward ends after the sums of its gradients."""
+        return all(unit.is_last_backward for unit in self._tree.units)
 
     def end_unit(self, slot_unit: SlotUnit) -> int:
         """Notes the end of a unit's forward. Returns the unit's position in the order of these ends."""

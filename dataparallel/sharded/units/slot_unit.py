@@ -156,10 +156,12 @@ class SlotUnit:
         receiving, tables = self.unit.streams.receiving[self.slot], self.unit.tables
         if tables is None or receiving is None:
             return None
+        self._order_computing_streams()
+        computing = current_streams([self.device])[self.device]
         for full in self._buffers:
             full.allocate()
-        self._memory_stream = current_streams([self.device])[self.device]
-        Event(self._memory_stream).make_wait(receiving)  # earlier work there may still use this memory
+        self._memory_stream = self._memory_stream or computing
+        Event(computing).make_wait(receiving)  # earlier work there may still use this memory
         return tables
 
     def _pull(
@@ -263,8 +265,10 @@ class SlotUnit:
                 if full.gathered is not None and self._pull_event is not None:
                     hold([full.gathered], self._pull_event)
                 full.gathered = None  # its memory belongs to the receiving stream, which alone has used it
-                full.free()
-            self._pull_event = self._sent_sources = self._memory_stream = None
+                full.free(self.unit.keeps_memory)
+            self._pull_event = self._sent_sources = None
+            if not self.unit.keeps_memory:
+                self._memory_stream = None
             self.is_full = self.is_unsharded = self._is_as_after_backward = False
             for module in self._showing_modules:
                 module.register(self.unit.parameters)

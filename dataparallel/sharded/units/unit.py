@@ -55,6 +55,20 @@ class Precision:
     outputs: torch.dtype | None = None
     casts_inputs: bool = True
 
+    def of_inputs(self, arguments: Any) -> Any:
+        """Returns the arguments of a call, cast if they are to be."""
+        return _cast(arguments, self.parameters) if self.casts_inputs else arguments
+
+    def of_outputs(self, output: Any) -> Any:
+        """Returns the output of a call, cast if it is to be."""
+        return _cast(output, self.outputs)
+
+
+def _cast(structure: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return structure
+    return _torch.pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, structure)
+
 
 @dataclass(eq=False, repr=False)
 class UnitSettings:
@@ -186,6 +200,7 @@ class Unit(UnitSettings):
         indices: for each dtype the positions of its parameters; ``owned`` has their flat shards.
         trainable: positions of the parameters that need gradients.
         tables: the tables of the unit if kernels serve it in this call.
+        keeps_memory: full parameters keep their memory when they are freed, because captured graphs read them there.
     """
 
     def __init__(
@@ -202,6 +217,7 @@ class Unit(UnitSettings):
         super().__init__()
         self.name, self.slots, self.precision = name, list(slots), precision
         self.is_offloaded, self._pin, self.machines = is_offloaded, pin, machines
+        self.keeps_memory = False
         self.parameters = list(parameters)
         self.number_of_modules = 1
         self.binding = TreeBinding()
@@ -332,6 +348,14 @@ class Unit(UnitSettings):
                 f"parameters of the unit {self.name!r} were replaced, or their dtype or requires_grad was changed, "
                 "while gradients wait on the slots for the next sum: undo that until a backward() outside of no_sync() "
                 "has added them, or drop them with zero_grad()"
+            )
+
+    def refuse_changed(self, versions: list[int]) -> None:
+        """Raises if a parameter has changed since a forward, in which `versions` returned these."""
+        if self.versions() != versions:
+            raise RuntimeError(
+                f"a parameter of the unit {self.name!r} was changed in place between forward and backward, "
+                "which needs its former values. Step the optimizer after backward"
             )
 
     def refuse_overwritten(self, slot: int | None = None) -> None:

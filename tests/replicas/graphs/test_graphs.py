@@ -16,11 +16,11 @@ from torch import Tensor, nn
 import dataparallel
 from dataparallel import peers
 from dataparallel.replicas.graphs.calls import MOST_CAPTURES, MOST_STATES, MOST_TRIES, WARM_UP
-from each_form import Form, frozen, replicating_forms
+from each_form import Form, frozen, graphing_forms, replicated, sharded_children
 from graphed_nets import SETTLE, WIDTH, Block, Net, build, captured, graphed, graphs_of, inputs, reasons, step
 from nogpu import cuda
 
-pytestmark = replicating_forms
+pytestmark = graphing_forms
 
 on_cuda = pytest.mark.devices("cuda")
 """Other devices have no graphs."""
@@ -150,6 +150,8 @@ def test_inference_is_one_launch_for_each_replica(mode: Any, form: Form, slots: 
 
 @on_cuda
 def test_frozen_replicas_are_captured_too(form: Form, slots: list, root: torch.device) -> None:
+    if form is sharded_children:
+        pytest.skip("fully_shard has no frozen")
     network, x = form(build(root), slots, graphs=True).eval(), inputs(root)
     with torch.no_grad():
         expected = network(x).clone()
@@ -474,8 +476,8 @@ class TestTogether:
         have_hooks: list[Any] = []
 
         def step(network: Any) -> None:
-            if isinstance(network, dataparallel.DataParallel):
-                pytest.skip("the wrapper has no hooks")
+            if form is not replicated:
+                pytest.skip("only replicate has these hooks")
             if network not in have_hooks:
                 network.register_comm_hook(None, hook)
                 have_hooks.append(network)

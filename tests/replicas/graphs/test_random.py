@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from each_form import Form, replicating_forms
+from each_form import Form, graphing_forms, whole
+from graphed_nets import gradients
 
-pytestmark = [pytest.mark.devices("cuda"), replicating_forms]
+pytestmark = [pytest.mark.devices("cuda"), graphing_forms]
 
 LAYERS = ("linear", "norm", "dropout", "checkpoint", "drawing checkpoint", "buffer", "view", "scale", "list", "flag")
 OUTPUTS = ("tensor", "heads", "dict", "dataclass", "object", "twice", "input", "parameter")
@@ -134,7 +135,7 @@ class Training:
             loss.backward(retain_graph=again)
         if again and loss.requires_grad:
             loss.backward()
-        self.found += [loss, *(None if p.grad is None else p.grad.clone() for p in self.module.parameters())]
+        self.found += [loss, *gradients(self.module)]
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -186,9 +187,7 @@ class Training:
         try:
             (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
             grad.square().sum().backward()
-            self.found.append(
-                ("penalty", [None if p.grad is None else p.grad.clone() for p in self.module.parameters()])
-            )
+            self.found.append(("penalty", gradients(self.module)))
         except RuntimeError as error:
             assert "a captured backward cannot be differentiated" in str(error)  # noqa: PT017
             self.found.append(("penalty", None))
@@ -200,7 +199,7 @@ class Training:
                 self.step(kind)
         finally:
             torch.use_deterministic_algorithms(False)
-        return [*self.found, *self.held, *self.module.state_dict().values()]
+        return [*self.found, *self.held, *map(whole, self.module.state_dict().values())]
 
 
 def check(form: Form, slots: list, layers: list[str], output: str, steps: list[str]) -> None:

@@ -1,0 +1,210 @@
+"""Captured replicas of a sharded model: what `fully_shard` promises, beside the same steps without graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel.composable import fully_shard
+from dataparallel.forms.fully_shard_arguments import MixedPrecisionPolicy
+from dataparallel.sharded.units.calls import UnitModule
+from each_form import sharded_children, whole
+from graphed_nets import SETTLE, Net, build, captured, gradients, inputs, reasons, step
+
+pytestmark = pytest.mark.devices("cuda")
+
+
+def trained(slots: list, root: torch.device, graphs: bool, steps: Callable[[Any, Any], Any], **options: Any) -> Any:
+    """What ``steps(network, optimizer)`` return, and parameters and gradients after them."""
+    network = sharded_children(build(root), slots, graphs=graphs, **options)
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.05)
+    found = steps(network, optimizer)
+    assert (captured(network) > 0) == graphs
+    return found, [whole(p).detach().clone() for p in network.parameters()], gradients(network)
+
+
+def check(slots: list, root: torch.device, steps: Callable[[Any, Any], Any], **options: Any) -> None:
+    without, with_graphs = (trained(slots, root, graphs, steps, **options) for graphs in (False, True))
+    torch.testing.assert_close(with_graphs, without, rtol=0, atol=0)
+
+
+def full_addresses(network: nn.Module) -> list[int]:
+    """Where the full parameters of all units are on all slots; 0 where they have no memory."""
+    modules = [module for module in network.modules() if "_dataparallel_form" in vars(module)]
+    units = [vars(module)["_dataparallel_form"][1].unit for module in modules]
+    return [
+        p.untyped_storage().data_ptr() for unit in units for slot_unit in unit.slot_units for p in slot_unit.parameters
+    ]
+
+
+@pytest.fixture
+def run(root: torch.device) -> Callable[[Any, Any], list[Tensor]]:
+    """`SETTLE` training steps and two more."""
+
+    def steps(network: Any, optimizer: Any) -> list[Tensor]:
+        found = []
+        for _ in range(SETTLE + 2):
+            found.append(step(network, inputs(root)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    return steps
+
+
+def test_the_bits_are_those_without_graphs(slots: list, root: torch.device, run: Any) -> None:
+    check(slots, root, run)
+
+
+def test_units_that_the_library_chooses_have_graphs_too(slots: list, root: torch.device, run: Any) -> None:
+    found = []
+    for graphs in (False, True):
+        options = {"units": "auto", "reshard_after_forward": False, "graphs": graphs}
+        network: Any = fully_shard(build(root), devices=slots, **options)
+        found.append((run(network, torch.optim.Adam(network.parameters())), captured(network) > 0))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=0)
+    assert [each[1] for each in found] == [False, True]
+
+
+def test_a_batch_that_is_too_small_for_all_slots(slots: list, root: torch.device) -> None:
+    def steps(network: Any, optimizer: Any) -> list[Tensor]:
+        found = []
+        for samples in [12] * SETTLE + [4, 12, 4, 12]:
+            found.append(step(network, inputs(root, samples)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    check(slots, root, steps)
+
+
+def test_gradients_of_two_backwards_are_added(slots: list, root: torch.device) -> None:
+    def steps(network: Any, optimizer: Any) -> list[Tensor]:
+        found = []
+        for number in range(SETTLE + 4):
+            network.set_requires_gradient_sync(number % 2 == 1)
+            found.append(step(network, inputs(root)))
+            if number % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    check(slots, root, steps)
+
+
+def test_full_parameters_keep_their_memory_between_steps(slots: list, root: torch.device, run: Any) -> None:
+    addresses = []
+    for graphs in (False, True):
+        network = sharded_children(build(root), slots, graphs=graphs)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        run(network, optimizer)
+        before = full_addresses(network)
+        run(network, optimizer)
+        addresses.append((before, full_addresses(network)))
+    assert {*addresses[0][0], *addresses[0][1]} == {0}
+    assert addresses[1][0] == addresses[1][1]
+    assert 0 not in addresses[1][0]
+
+
+def test_values_that_change_between_calls_are_used(slots: list, root: torch.device) -> None:
+    """Also after other parameters have taken the place of those that were captured."""
+    outputs = []
+    for graphs in (False, True):
+        network = sharded_children(build(root), slots, graphs=graphs).eval()
+        x, found = inputs(root), []
+        torch.manual_seed(2)
+        with torch.no_grad():
+            for number in range(3 * SETTLE):
+                found.append(network(x).clone())
+                if number % 3 == 0:
+                    network.first.weight.add_(0.1)
+                elif number % 3 == 1:
+                    network.load_state_dict({name: value * 0.9 for name, value in network.state_dict().items()})
+                if number == SETTLE:
+                    network.last.requires_grad_(False)
+                    network.last.bias.add_(1)
+        outputs.append(found)
+        assert (captured(network) > 0) == graphs
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0)
+
+
+def test_units_have_their_dtypes(slots: list, root: torch.device) -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            assert y.dtype == torch.bfloat16
+            z: Tensor = self.second(y)
+            assert z.dtype == torch.float32
+            return z
+
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        network = Halves().to(root)
+        for child, output in ((network.first, None), (network.second, torch.float32)):
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output)
+            fully_shard(child, devices=slots, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(network, devices=slots, reshard_after_forward=False, graphs=graphs)
+        found.append([step(network, inputs(root).float()) for _ in range(SETTLE + 1)] + gradients(network))
+        assert (captured(network) > 0) == graphs
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_a_unit_that_frees_its_parameters_after_forward_is_named(
+    slots: list, root: torch.device, run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = build(root)
+    fully_shard(network.first, devices=slots)
+    fully_shard(network, devices=slots, reshard_after_forward=False, graphs=True)
+    run(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    assert captured(network) == 0
+    (record,) = [each for each in caplog.records if "without a graph" in each.message]
+    assert "the unit 'first' frees its parameters after forward" in record.message
+
+
+@pytest.mark.parametrize("reshard", [None, True])
+def test_a_unit_that_would_free_its_parameters_is_refused(slots: list, root: torch.device, reshard: Any) -> None:
+    module = build(root)
+    with pytest.raises(ValueError, match="pass reshard_after_forward=False to all calls of fully_shard"):
+        fully_shard(module, devices=slots, reshard_after_forward=reshard, graphs=True)
+    assert type(module) is Net
+
+
+class TestGradientsThatAreReadWhereTheyAre:
+    """Without ``is_last_backward`` a backward ends before its sums, and the next launch overwrites the gradients."""
+
+    def backwards(self, network: Any, root: torch.device) -> None:
+        for _ in range(SETTLE):
+            step(network, inputs(root))
+        network.zero_grad()
+        network.set_is_last_backward(False)
+        loss = network(inputs(root)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        network.set_is_last_backward(True)
+        loss.backward()
+
+    def test_are_not_overwritten(self, slots: list, root: torch.device) -> None:
+        found = []
+        for graphs in (False, True):
+            network = sharded_children(build(root), slots, graphs=graphs)
+            self.backwards(network, root)
+            found.append(gradients(network))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+    def test_would_be_overwritten_if_all_were_lent(
+        self, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(UnitModule, "ends_with_sums", True)
+        network = sharded_children(build(root), slots, graphs=True)
+        with pytest.raises(RuntimeError, match="race"):
+            self.backwards(network, root)
+        assert not reasons(network)
