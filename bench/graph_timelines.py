@@ -1,4 +1,4 @@
-"""What captured graphs would bring on 8 x A100: predictions by timelines, from recordings on a stand-in for CUDA.
+"""What captured graphs would bring on 8 x A100 and 8 x H100: predictions, from recordings on a stand-in for CUDA.
 
 The devices skip kernels (``cuda.skipped_work``), so that models of real size can be recorded. All replicas run at a
 time, as in `timelines`.
@@ -12,21 +12,27 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from functools import partial
+from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from dataparallel import DataParallel
-from dataparallel.composable import replicate
+from dataparallel.comm.kernels import DeviceTable
+from dataparallel.comm.tables import Table
+from dataparallel.composable import fully_shard, replicate
 from nogpu import cuda
-from nogpu.timeline.presets import A100
+from nogpu.timeline import Machine
+from nogpu.timeline.presets import A100, H100
 from process_timelines import Alone, changed, one_graph
 from recorded import Recorded, record, second_step
-from shapes import GPT, GPT_768, RESNET50_4, RealShape
+from shapes import GPT, GPT2_SMALL, GPT_768, RESNET50, RESNET50_4, RealShape
 from sharded_blocks import sharded
-from timelines import ALONE, REPLICATE, SHARDED, TORCH, WARM_UP, WRAPPER
+from timelines import ALONE, NOT_RESHARDED, REPLICATE, SHARDED, SLOWER, TORCH, WARM_UP, WRAPPER
 from torch_pipeline import StandIns
 
 INFERENCE, TRAINING = "inference", "training"
@@ -47,17 +53,26 @@ GPT_256 = RealShape(
     9_543_168,
 )
 
+FITTING = ((GPT2_SMALL, TRAINING), (RESNET50, TRAINING))
+"""Larger steps: of these there is the sharded optimizer only."""
+
 TASKS = (
     (GPT_256, TRAINING),
     (RESNET50_4, TRAINING),
     (GPT_768, TRAINING),
     (GPT_256, INFERENCE),
     (RESNET50_4, INFERENCE),
+    (GPT2_SMALL, TRAINING),
+    (RESNET50, TRAINING),
 )
+BY_TABLES = (NOT_RESHARDED,)
+"""The sharded optimizer: ways whose kernels read peers."""
 CASES = (
     (TORCH, False),
     *itertools.product((WRAPPER, REPLICATE), (False, True)),
     (SHARDED, False),
+    (NOT_RESHARDED, False),
+    (NOT_RESHARDED, True),
 )
 """The ways in one process, without graphs and with them."""
 
@@ -73,6 +88,8 @@ def network_of(way: str, graphs: bool, module: nn.Module, devices: Sequence[torc
         return replicate(module, devices=devices, workers=len(devices), **options)
     if way == SHARDED:
         return sharded(module, devices, workers=len(devices))
+    if way == NOT_RESHARDED:
+        return sharded(module, devices, reshard_after_forward=False, workers=len(devices), graphs=graphs)
     return module
 
 
@@ -85,8 +102,9 @@ class GraphedSteps:
 
     def __init__(self, way: str, graphs: bool, shape: RealShape, work: str, devices: Sequence[torch.device]) -> None:
         self._trains, self._is_alone, self._root = work == TRAINING, way == ALONE, devices[0]
-        # Without its loss, so that the caller computes it.
-        self.module: nn.Module = cast("Any", shape.model(self._root)).model.train(self._trains)
+        model: Any = shape.model(self._root)
+        self._has_loss = way in BY_TABLES
+        self.module: nn.Module = (model if self._has_loss else model.model).train(self._trains)
         self._network = network_of(way, graphs, self.module, devices)
         self._optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
         batches = [shape.batch(len(devices), pinned=True) for _ in range(2)]
@@ -103,10 +121,16 @@ class GraphedSteps:
             with torch.no_grad():
                 self._network(inputs)
             return
-        logits = self._network(inputs).flatten(0, -2)
-        F.cross_entropy(logits, targets.to(self._root, non_blocking=True).flatten()).backward()
+        if self._has_loss:
+            self._network(inputs, targets).mean().backward()
+        else:
+            self._outer_loss(inputs, targets).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def _outer_loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self._network(inputs).flatten(0, -2)
+        return F.cross_entropy(logits, targets.to(self._root, non_blocking=True).flatten())
 
 
 class PlainCopies(StandIns):
@@ -131,16 +155,47 @@ def without_nccl() -> Iterator[None]:
 
 
 def check_copies(devices: Sequence[torch.device]) -> None:
-    """A small step on all devices, with kernels: the library checks once that copies between devices arrive."""
-    module = nn.Linear(4, 4).to(devices[0])
-    DataParallel(module, devices)(torch.ones(len(devices), 4, device=devices[0])).sum().backward()
+    """A small step on all devices, whose kernels run: the library checks peers, and kernels that read them, once."""
+    for form in (DataParallel, lambda module, devices: fully_shard(module, devices=devices) and module):
+        network = form(nn.Linear(4, 4).to(devices[0]), devices)
+        network(torch.ones(len(devices), 4, device=devices[0])).sum().backward()
+
+
+@contextmanager
+def described_tables() -> Iterator[None]:
+    """Inside, it is said what the kernels of tables read and write: a kernel that is skipped cannot tell."""
+    make, launch = DeviceTable.__init__, DeviceTable.launch
+    rows: WeakKeyDictionary[DeviceTable, Table] = WeakKeyDictionary()
+
+    def made(self: DeviceTable, table: Table, *args: Any) -> None:
+        make(self, table, *args)
+        rows[self] = table
+
+    def launched(self: DeviceTable, tensors: Sequence[Any], shifts: Any = None) -> None:
+        table = rows[self]
+        target = tensors[table[0].target.tensor]
+        reads: list[torch.Tensor] = [*tensors[:-1]]
+        if len(table[0].terms) > 1:
+            reads = [
+                tensors[place.tensor].view(-1)[:numel]
+                for _, terms, numel in table
+                for place in terms
+                if tensors[place.tensor] is not None
+            ]
+        with cuda.described_kernels(reads, [target]):
+            launch(self, tensors, shifts)
+
+    with mock.patch.multiple(DeviceTable, __init__=made, launch=launched):
+        yield
 
 
 def recorded(way: str, graphs: bool, shape: RealShape, work: str, devices: Sequence[torch.device]) -> Recorded:
-    """Two steps in a row, after others."""
+    """Two steps in a row, after others. Events have not passed when the host asks, as if it ran ahead."""
     with ExitStack() as stack:
         stack.enter_context(cuda.clocks(False))
         stack.enter_context(cuda.skipped_work())
+        stack.enter_context(cuda.late_queries())
+        stack.enter_context(described_tables())
         if way == TORCH:
             stack.enter_context(without_nccl())
         steps = GraphedSteps(way, graphs, shape, work, devices)
@@ -161,20 +216,27 @@ def recorded_alone(shape: RealShape, work: str, device: torch.device) -> Alone:
 
 
 def step_of(
-    task: tuple[RealShape, str], way: str, graphs: bool, devices: int, found: Recorded, factor: float
+    task: tuple[RealShape, str],
+    way: str,
+    graphs: bool,
+    devices: int,
+    found: Recorded,
+    alone: Recorded,
+    machine: Machine,
 ) -> dict[str, Any]:
-    """Milliseconds, and calls for each device. With ``factor`` Python's time is that of the machine's host."""
+    """Milliseconds, and calls for each device. Python's time is that of the machine's host, as for the module alone."""
     shape, work = task
     processes = devices if way in BY_PROCESSES else 1  # each of them has recorded what one device does
+    factor = alone.cost_of_launches(machine) / alone.python_seconds()
     return {
         "model": shape.name,
         "work": work,
         "way": way,
         "graphs": graphs,
         "devices": devices,
-        "machine": A100.name,
-        "step": second_step(found, A100),
-        "free_host": second_step(found, A100.with_free_host()),
+        "machine": machine.name,
+        "step": second_step(found, machine),
+        "free_host": second_step(found, machine.with_free_host()),
         "python": 1e3 * factor * found.python_seconds(),
         "launches": processes * len(found.one.launches),
         "calls": processes * found.one.calls / devices,
@@ -182,26 +244,31 @@ def step_of(
     }
 
 
-def predicted(
-    shape: RealShape, work: str, devices: Sequence[torch.device], cases: Sequence[tuple[str, bool]] = CASES
-) -> list[dict[str, Any]]:
-    """All ways to do the work: the module alone, a process for each device, and one process."""
+def predicted(shape: RealShape, work: str, devices: Sequence[torch.device]) -> list[dict[str, Any]]:
+    """All ways to do the work: the module alone, a process for each device, and one process.
+
+    On machines other than 8 x A100 the one process has the sharded optimizer only.
+    """
     check_copies(devices)
     count, task = len(devices), (shape, work)
-    rows = []
     alone = recorded_alone(shape, work, devices[0])
-    factor = alone.steps.cost_of_launches(A100) / alone.steps.python_seconds()
-    rows += [
-        step_of(task, ALONE, False, 1, alone.steps, factor),
-        step_of(task, ALONE, True, 1, changed(alone.steps, one_graph), factor),
-    ]
-    if work == TRAINING:
-        summed = alone.by_ddp(A100, count)
-        rows += [
-            step_of(task, ALL_REDUCED, False, count, summed, factor),
-            step_of(task, ALL_REDUCED, True, count, changed(summed, one_graph), factor),
-            step_of(task, FSDP2, False, count, alone.by_fsdp2(A100, count), factor),
-        ]
-    for way, graphs in cases:
-        rows.append(step_of(task, way, graphs, count, recorded(way, graphs, shape, work, devices), factor))
+    cases = [case for case in CASES if case[0] == NOT_RESHARDED or task not in FITTING]
+    if work != TRAINING:
+        cases = [case for case in cases if case[0] not in BY_TABLES]
+    found = {case: recorded(*case, shape, work, devices) for case in cases}
+    rows = []
+    for machine in (A100, H100):
+        of = partial(step_of, task, alone=alone.steps, machine=machine)
+        rows += [of(ALONE, False, 1, alone.steps), of(ALONE, True, 1, changed(alone.steps, one_graph))]
+        if work == TRAINING:
+            summed = alone.by_ddp(machine, count)
+            rows.append(of(ALL_REDUCED, False, count, summed))
+            rows.append(of(ALL_REDUCED, True, count, changed(summed, one_graph)))
+            rows.append(of(FSDP2, False, count, alone.by_fsdp2(machine, count)))
+        for (way, graphs), recording in found.items():
+            if machine == A100 or way in BY_TABLES:
+                rows.append(of(way, graphs, count, recording))
+            if way in BY_TABLES:
+                slower = step_of(task, way, graphs, count, recording, alone.steps, machine.with_(peer_kernels=0.7))
+                rows.append({**slower, "way": way + SLOWER})
     return rows

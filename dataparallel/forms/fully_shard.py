@@ -179,7 +179,7 @@ def _prepare(
         check_policies(mp_policy, offload_policy)
         compiled = [CompileArgument.checked(each, compile) for each in module]
         has_graphs = graphs is not None and check_graphs(graphs, module, compiled[0], slots)
-        if has_graphs and reshard_after_forward is not False:
+        if has_graphs and (reshard_after_forward or (reshard_after_forward is None and units)):
             raise ValueError(
                 f"graphs={graphs!r} with reshard_after_forward={reshard_after_forward!r}: a captured graph reads full "
                 "parameters where they are, so no unit may free them after forward. If the model fits on each device, "

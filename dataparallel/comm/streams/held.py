@@ -8,6 +8,7 @@ memory, but not for a peer that still reads or writes it, even where a stream of
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -15,22 +16,23 @@ from torch import Tensor
 from dataparallel.comm.streams.current import Event
 from dataparallel.forks import in_forked_child
 
-_held: list[tuple[Event, Sequence[Tensor]]] = []
+_held: deque[tuple[Event, Sequence[Tensor]]] = deque()
 _lock = threading.Lock()
 
 
 def hold(memory: Sequence[Tensor], event: Event) -> None:
-    """Keeps ``memory`` until ``event`` has passed, and lets go of what has been held for events that have passed.
+    """Keeps ``memory`` until ``event`` has passed, and lets go of what is held for earlier events that have passed.
 
-    The host does not wait. Memory of other devices than CUDA's is not held.
+    The host does not wait. It may be far ahead of the devices, so it asks the events in their order until one has not
+    passed. Memory of other devices than CUDA's is not held.
     """
-    global _held
     if not memory or memory[0].device.type != "cuda":
         return
+    passed = []  # lets go of memory when it goes out of scope, after the lock is released
     with _lock:
-        # `before` lets go of memory when it goes out of scope, after the lock is released.
-        before = [*_held, (event, memory)]
-        _held = [each for each in before if not each[0].has_passed()]
+        _held.append((event, memory))
+        while _held and _held[0][0].has_passed():
+            passed.append(_held.popleft())
 
 
 @in_forked_child

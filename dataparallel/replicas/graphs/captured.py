@@ -115,13 +115,25 @@ class _FlatGrads:
             self._flats.append(tensors[bucket.indices[0]].new_empty(numel))
             flatten_into(bucket, tensors, self._flats[-1])
 
-    def taken(self, lend: bool) -> list[Tensor | None]:
-        """The gradients of the last launch, in new tensors. If they are lent, they are where the next one writes."""
+    def taken(self) -> list[Tensor | None]:
+        """The gradients of the last launch, in new tensors."""
         found: list[Tensor | None] = [None] * self._count
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
-            for i, grad in zip(bucket.indices, unflatten(bucket, flat if lend else flat.clone()), strict=True):
+            for i, grad in zip(bucket.indices, unflatten(bucket, flat.clone()), strict=True):
                 found[i] = grad
         return found
+
+
+class _LentGrads:
+    """Gradients that units sum where a captured backward leaves them, before it is launched again."""
+
+    def __init__(self, grads: Sequence[Tensor | None], unit_module: Any) -> None:
+        self._grads, self._unit_module = grads, unit_module
+
+    def taken(self) -> list[Tensor | None]:
+        """The gradients of the last launch, in new tensors if the next launch may come before the sums."""
+        lends = self._unit_module.ends_with_sums
+        return [None if grad is None else grad.detach() if lends else grad.clone() for grad in self._grads]
 
 
 class _Recording(NamedTuple):
@@ -129,7 +141,7 @@ class _Recording(NamedTuple):
 
     graphs: list[Any]
     grads_below: list[Tensor | None]
-    grads: _FlatGrads
+    grads: _FlatGrads | _LentGrads
 
 
 @dataclass(kw_only=True)
@@ -305,7 +317,9 @@ class Captured:
             with _NoDraws():
                 found = _gradients(stage.piece, places, pattern)
             count = 0 if stage.piece.below is None else 1
-            recording = _Recording(graphs, found[:count], _FlatGrads(found[count:]))
+            grads, unit_module = found[count:], self._unit_module
+            taken_from = _FlatGrads(grads) if unit_module is None else _LentGrads(grads, unit_module)
+            recording = _Recording(graphs, found[:count], taken_from)
         stage.recordings[pattern] = recording
         return recording
 
@@ -388,8 +402,7 @@ class Captured:
         for graph in recording.graphs:
             graph.replay()
         below = [None if grad is None else grad.detach() for grad in recording.grads_below]
-        # Units read gradients where they are, and the device waits for these reads before it launches this again.
-        return [*below, *recording.grads.taken(lend=self._unit_module is not None and self._unit_module.ends_with_sums)]
+        return [*below, *recording.grads.taken()]
 
 
 def _gradients(piece: BackwardPiece, grads: Sequence[Tensor], pattern: Sequence[bool]) -> list[Tensor | None]:
