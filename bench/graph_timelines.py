@@ -19,20 +19,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from dataparallel import DataParallel
 from dataparallel.comm.kernels import DeviceTable
 from dataparallel.comm.tables import Table
-from dataparallel.composable import fully_shard, replicate
+from dataparallel.composable import fully_shard
 from nogpu import cuda
 from nogpu.timeline import Machine
 from nogpu.timeline.presets import A100, H100
 from process_timelines import Alone, changed, one_graph
 from recorded import Recorded, record, second_step
 from shapes import GPT, GPT2_SMALL, GPT_768, RESNET50, RESNET50_4, RealShape
-from sharded_blocks import sharded
-from timelines import ALONE, NOT_RESHARDED, REPLICATE, SHARDED, SLOWER, TORCH, WARM_UP, WRAPPER
+from timelines import ALONE, NOT_RESHARDED, REPLICATE, SHARDED, SLOWER, TORCH, WARM_UP, WRAPPER, Steps
 from torch_pipeline import StandIns
 
 INFERENCE, TRAINING = "inference", "training"
@@ -75,62 +73,6 @@ CASES = (
     (NOT_RESHARDED, True),
 )
 """The ways in one process, without graphs and with them."""
-
-
-def network_of(way: str, graphs: bool, module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
-    """``module``, which is on the first of ``devices``, by a way. All replicas run at a time."""
-    options: dict[str, Any] = {"graphs": True} if graphs else {}
-    if way == TORCH:
-        return nn.DataParallel(module, device_ids=[device.index for device in devices])
-    if way == WRAPPER:
-        return DataParallel(module, device_ids=devices, workers=len(devices), **options)
-    if way == REPLICATE:
-        return replicate(module, devices=devices, workers=len(devices), **options)
-    if way == SHARDED:
-        return sharded(module, devices, workers=len(devices))
-    if way == NOT_RESHARDED:
-        return sharded(module, devices, reshard_after_forward=False, workers=len(devices), graphs=graphs)
-    return module
-
-
-class GraphedSteps:
-    """Steps of one kind of work by one way. Inputs and targets come from pinned memory of the host.
-
-    Attributes:
-        module: what was made parallel.
-    """
-
-    def __init__(self, way: str, graphs: bool, shape: RealShape, work: str, devices: Sequence[torch.device]) -> None:
-        self._trains, self._is_alone, self._root = work == TRAINING, way == ALONE, devices[0]
-        model: Any = shape.model(self._root)
-        self._has_loss = way in BY_TABLES
-        self.module: nn.Module = (model if self._has_loss else model.model).train(self._trains)
-        self._network = network_of(way, graphs, self.module, devices)
-        self._optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
-        batches = [shape.batch(len(devices), pinned=True) for _ in range(2)]
-        for tensor in itertools.chain(*batches):
-            tensor.zero_()
-        self._batches = itertools.cycle(batches)
-
-    def run(self) -> None:
-        """A call without gradients; or forward, backward and a step of SGD."""
-        inputs, targets = next(self._batches)
-        if self._is_alone:
-            inputs = inputs.to(self._root, non_blocking=True)
-        if not self._trains:
-            with torch.no_grad():
-                self._network(inputs)
-            return
-        if self._has_loss:
-            self._network(inputs, targets).mean().backward()
-        else:
-            self._outer_loss(inputs, targets).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def _outer_loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = self._network(inputs).flatten(0, -2)
-        return F.cross_entropy(logits, targets.to(self._root, non_blocking=True).flatten())
 
 
 class PlainCopies(StandIns):
@@ -198,7 +140,7 @@ def recorded(way: str, graphs: bool, shape: RealShape, work: str, devices: Seque
         stack.enter_context(described_tables())
         if way == TORCH:
             stack.enter_context(without_nccl())
-        steps = GraphedSteps(way, graphs, shape, work, devices)
+        steps = Steps(way, shape, devices, graphs, trains=work == TRAINING)
         for _ in range(SETTLE if graphs else WARM_UP):
             steps.run()
         return record(steps.run, cuda)
@@ -207,12 +149,12 @@ def recorded(way: str, graphs: bool, shape: RealShape, work: str, devices: Seque
 def recorded_alone(shape: RealShape, work: str, device: torch.device) -> Alone:
     """Steps of the module alone as it is."""
     with cuda.clocks(False), cuda.skipped_work():
-        steps = GraphedSteps(ALONE, False, shape, work, [device])
+        steps = Steps(ALONE, shape, [device], trains=work == TRAINING)
         for _ in range(WARM_UP):
             steps.run()
         if work != TRAINING:
             return Alone(record(steps.run, cuda), [], [])
-        return Alone.recorded(steps.module, steps.run, cuda)
+        return Alone.recorded(steps.network, steps.run, cuda)
 
 
 def step_of(

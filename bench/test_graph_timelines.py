@@ -25,14 +25,14 @@ MOST_CALLS = 60
 
 CAPTION = f"""\
 Predictions: nothing here was measured on such devices. Steps were recorded on a stand-in for CUDA that skips kernels,
-and scheduled on 8 x A100, the sharded optimizer on 8 x H100 too. Training is forward, the loss on the first device,
+and scheduled on 8 x A100, the sharded optimizer on 8 x H100 too. Training is forward with a loss in each replica,
 backward and a step of SGD, in float32 with TF32; inference is a call without gradients. Each device gets what the name
 of the model says.
 
 way
     composable.fully_shard has a unit for each block, and one for the rest. With reshard_after_forward=False it is data
-    parallelism with a sharded optimizer, and its replicas compute the loss. Gathers and sums are kernels that read
-    peers, with the bandwidth of copies; "kernels at 70 %" has 70 % of it.
+    parallelism with a sharded optimizer. Gathers and sums are kernels that read peers, with the bandwidth of copies;
+    "kernels at 70 %" has 70 % of it.
 graphs
     With graphs=True. The module alone and DDP have their whole step in one graph, which is the best that can be done.
 step, free host, ms

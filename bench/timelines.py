@@ -117,40 +117,50 @@ def predict(
 
 
 class Steps:
-    """Training steps of a model by one way on ``devices``. ``batches`` are in pinned memory and come in turn.
+    """Steps of a model by one way on ``devices``: training, or calls without gradients and without a loss.
+
+    Batches are in pinned memory and come in turn. All replicas run at a time.
 
     Attributes:
         network: the model by the way.
     """
 
-    def __init__(self, way: str, shape: RealShape, devices: Sequence[torch.device]) -> None:
-        self._way, self._devices = way, list(devices)
-        module = shape.model(self._devices[0])
+    def __init__(
+        self, way: str, shape: RealShape, devices: Sequence[torch.device], graphs: bool = False, trains: bool = True
+    ) -> None:
+        self._way, self._devices, self._graphs, self._trains = way, list(devices), graphs, trains
+        model: Any = shape.model(self._devices[0])
+        module: nn.Module = model if trains else model.model.eval()
         self.network = self._made(module)
         self._optimizer = torch.optim.SGD(module.parameters(), lr=0.1)  # of the sharded parameters, where they are
         batches = [shape.batch(len(self._devices), pinned=True) for _ in range(2)]
+        for tensor in itertools.chain(*batches):
+            tensor.zero_()
         loader: Iterator[Batch] = itertools.cycle(batches)
         if way == PREFETCH:
             loader = iter(prefetch(loader, cast("DataParallel[nn.Module]", self.network)))
         self._batches = loader
 
     def _made(self, module: nn.Module) -> nn.Module:
-        """``module`` by the way. All replicas run at a time."""
+        options: dict[str, Any] = {"workers": len(self._devices), **({"graphs": True} if self._graphs else {})}
         if self._way == TORCH:
             return nn.DataParallel(module, device_ids=[device.index for device in self._devices])
         if self._way in (WRAPPER, PREFETCH):
-            return DataParallel(module, device_ids=self._devices, workers=len(self._devices))
+            return DataParallel(module, device_ids=self._devices, **options)
         if self._way == REPLICATE:
-            return replicate(module, devices=self._devices, workers=len(self._devices))
-        if self._way in (SHARDED, NOT_RESHARDED):
-            reshard = None if self._way == SHARDED else False
-            return sharded(module, self._devices, reshard_after_forward=reshard, workers=len(self._devices))
-        return module
+            return replicate(module, devices=self._devices, **options)
+        if self._way == NOT_RESHARDED:
+            return sharded(module, self._devices, reshard_after_forward=False, **options)
+        return sharded(module, self._devices, **options) if self._way == SHARDED else module
 
     def run(self) -> None:
         inputs, targets = next(self._batches)
         if self._way == ALONE:
             inputs, targets = (tensor.to(self._devices[0], non_blocking=True) for tensor in (inputs, targets))
+        if not self._trains:
+            with torch.no_grad():
+                self.network(inputs)
+            return
         self.network(inputs, targets).mean().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import compiled_models
 import each_form
+from dataparallel.composable import fully_shard
 from dataparallel.testing.cases import Batch, generator, numbers, seeded, tokens
 from dataparallel.testing.steps import mean_square_loss
 from sharded_models import GPT, LENGTH, VOCABULARY, WIDTH, Apart, ResNet
@@ -176,7 +177,16 @@ MODELS: dict[str, Model] = {
 }
 
 
-FORMS: dict[str, Any] = {"DataParallel": each_form.by_wrapper, "replicate": each_form.replicated}
+def sharded(module: nn.Module, slots: list, **options: Any) -> Any:
+    """With units that the library chooses, whose full parameters stay."""
+    return fully_shard(module, devices=slots, units="auto", reshard_after_forward=False, **options)
+
+
+FORMS: dict[str, Any] = {
+    "DataParallel": each_form.by_wrapper,
+    "replicate": each_form.replicated,
+    "fully_shard": sharded,
+}
 
 
 def made(model: Model, form: Callable[..., Any], slots: list, **options: Any) -> tuple[nn.Module, Any]:
