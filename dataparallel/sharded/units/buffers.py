@@ -198,7 +198,7 @@ class FullBuffer:
         self._is_filled = True
         self.gathered: Tensor | None = None
         self._layout_of_gathered: Layout | None = layout  # `None`: it is a copy of a full buffer
-        self.free(keeps_memory=False)
+        self.free()
 
     def pull(self, pieces: Sequence[Tensor], first: int, layout: Layout | None = None) -> None:
         """Copies the pieces into a new matrix. Begins with piece ``first``, so that slots pull from distinct owners."""
@@ -252,7 +252,7 @@ class FullBuffer:
             layout.copy_out(gathered, self._buffer)
         return gathered
 
-    def free(self, keeps_memory: bool) -> None:
+    def free(self, keeps_memory: bool = False) -> None:
         """Frees the memory, or only the values in it, and any memory that ``forward`` has given to a parameter instead.
 
         A backward that reads the parameters now raises, because their versions have moved.
