@@ -1,10 +1,9 @@
-"""A step of a sharded model beside FSDP2, beside single steps of small operators, and with more and more units.
+"""A step of a sharded model beside FSDP2, and beside single steps of small operators.
 
 - A GPT of 6 blocks, 256 wide, 16 samples of 64 tokens, AdamW, on two CPU slots and on two simulated devices, beside
   FSDP2 and DDP with two gloo processes each, and beside the model alone. Each has processes of its own
   (`contender`), and all take turns.
 - A GPT of 12 blocks of width 24 on 8 devices, beside the same number of single-device steps in a row.
-- GPTs of 3 to 24 blocks of width 24 on 4 devices.
 
 The tests assert that all train in the same way. The bars of the report say what its ratios should be; they fail no
 test.
@@ -29,12 +28,11 @@ from contender import ALONE, DDP, LENGTH, OPTIMIZER, SAMPLES_PER_SLOT, SHARDED, 
 from contender import FSDP_ONE_MESH as FSDP
 from dataparallel.composable import replicate
 from gradients import assert_same_gradients, mean_square, take_gradients
-from growth import cpu_seconds, draw_growth, fitted
 from pairs import CELLS, PAIRS, Comparison, load, milliseconds, take_turns
 from places import Places, simulator_notes
 from plots import figure_for
 from reporting import Report, Row
-from shapes import GPT, NARROW_GPT, VOCABULARY
+from shapes import NARROW_GPT
 from sharded_blocks import full, full_gradients, sharded
 
 CAPTION = """\
@@ -61,19 +59,6 @@ On CPU slots a process has two intra-op threads, which sleep while they wait for
 On simulated devices it has one, because the devices compute at a time.
 Simulated devices are no accelerators: all of them compute on the CPU's cores. Their clocks were off."""
 
-UNITS_CAPTION = """\
-CPU time of all threads of the process for a step of a GPT of width 24 with more and more blocks, each of them a unit,
-and a straight line through the fastest turn of each size, by ordinary least squares. AdamW included; simulated devices,
-their clocks off.
-
-work
-    fully_shard is a sharded step on the devices. "in a row" are as many steps of the module alone, one after the other
-    on one device, each with one device's samples.
-ms for one more
-    The slope of the line: one more block.
-R²
-    The share of the variance that the line explains. Near 1 nothing grows faster than linearly."""
-
 BESIDE_FSDP = "FSDP2/fully_shard"
 BESIDE_DDP = "DDP/fully_shard"
 BESIDE_ALONE = "alone/fully_shard"
@@ -91,28 +76,12 @@ TABLE = {
     **CELLS,
 }
 
-R_SQUARED_BAR = 0.98
-UNITS_TABLE = {
-    "work": "{work}",
-    "devices": "{devices}",
-    "blocks": lambda row: row["blocks"].replace(" ", ", "),
-    "ms": lambda row: row["milliseconds"].replace(" ", ", "),
-    "ms for one more": "{slope_milliseconds:.2f}",
-    "line begins at, ms": "{intercept_milliseconds:.2f}",
-    "R²": "{r_squared:.4f}",
-    f"at least {R_SQUARED_BAR}": "{within_bar}",
-}
-
 PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Two intra-op threads that wait for each other sleep. Where they do not, and other programs want the cores too, a step
 takes several times as long."""
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
 """All processes keep freed memory, as the allocators of accelerators do: see `places.keep_freed_memory`."""
 LAUNCH_BOUND_DEVICES = 8
-GROWTH_ROUNDS, SHORT_GROWTH_ROUNDS = 8, 2
-UNITS = (3, 6, 12, 24)  # blocks; the root is one more
-UNITS_DEVICES = 4
-WIDTH = 24
 RATE = 1e-4
 
 
@@ -206,24 +175,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axes.grid(axis="x", alpha=0.3)
 
 
-def plot_growth(rows: Sequence[Row], path: Path) -> None:
-    with figure_for(path, (6, 3.8)) as figure:
-        lines = [
-            (f"{row['work']}: {row['slope_milliseconds']:.2f} ms each", row, row["slope_milliseconds"], "-", f"C{k}")
-            for k, row in enumerate(rows)
-        ]
-        draw_growth(figure.axes[0], lines, "blocks", "blocks")
-
-
 @pytest.fixture(scope="module")
 def report(reports: list[Report], places: Places) -> Report:
     reports.append(Report("sharded_speed", CAPTION, TABLE, plot, notes=simulator_notes(places)))
-    return reports[-1]
-
-
-@pytest.fixture(scope="module")
-def units_report(reports: list[Report], places: Places) -> Report:
-    reports.append(Report("sharded_units", UNITS_CAPTION, UNITS_TABLE, plot_growth, notes=simulator_notes(places)))
     return reports[-1]
 
 
@@ -300,42 +254,3 @@ def test_launch_bound(report: Report, places: Places, short: bool, once: Any) ->
     for quotient, (ours, theirs) in beside.items():
         found = Comparison(seconds[ours], seconds[theirs], *loads)
         report.rows.append(timed(NARROW_GPT.name, f"{len(devices)} devices", quotient, found))
-
-
-def of_blocks(blocks: int, devices: Sequence[torch.device]) -> ShardedSteps:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        module = GPT(WIDTH, blocks)
-        batch = torch.randint(VOCABULARY, (SAMPLES_PER_DEVICE * len(devices), 32))
-    return ShardedSteps(module, batch, devices)
-
-
-def test_more_units(units_report: Report, places: Places, short: bool, once: Any) -> None:
-    devices = places.apart_or_skip(UNITS_DEVICES, units_report)[:UNITS_DEVICES]
-    blocks = UNITS[:2] if short else UNITS
-    all_steps = [of_blocks(number, devices) for number in blocks]
-    for steps in all_steps:
-        steps.check()
-    with places.clocks_off():
-        for steps in all_steps:
-            for _ in range(SHORT_SETTLE if short else SETTLE):
-                steps.step()
-        calls = [call for steps in all_steps for call in (steps.step, steps.steps_in_a_row)]
-        seconds = once(cpu_seconds, calls, SHORT_GROWTH_ROUNDS if short else GROWTH_ROUNDS)
-    for steps in all_steps:
-        steps.check()
-    for work, own in (("fully_shard", seconds[::2]), ("in a row", seconds[1::2])):
-        line = fitted(blocks, own)
-        verdict = "yes" if line.r_squared >= R_SQUARED_BAR else "no"
-        units_report.rows.append(
-            {
-                "work": work,
-                "devices": len(devices),
-                **line.points("blocks"),
-                "slope_milliseconds": line.slope,
-                "intercept_milliseconds": line.intercept,
-                "r_squared": line.r_squared,
-                "within_bar": "not decided" if short else verdict,
-                "turns": len(own[0]),
-            }
-        )
