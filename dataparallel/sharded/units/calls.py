@@ -108,7 +108,6 @@ class CapturedModule:
     """One of a unit's modules in what a graph captures: it has full parameters, and gathers nothing."""
 
     is_root = False
-    lower_unit_modules = ()
 
     def __init__(self, precision: Precision) -> None:
         self._precision, self._is_running = precision, False
