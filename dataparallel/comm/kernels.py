@@ -68,7 +68,6 @@ SUM_KERNELS: dict[torch.dtype, Kernel] = {
     torch.bfloat16: Kernel("sum_bfloat16", 2),
     torch.complex128: Kernel("sum_float64", 8),
     torch.complex64: Kernel("sum_float32", 4),
-    torch.complex32: Kernel("sum_float16", 2),
     torch.int64: Kernel("sum_int64", 8),
     torch.uint64: Kernel("sum_int64", 8),
     torch.int32: Kernel("sum_int32", 4),
