@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version
 from dataparallel.comm.buckets import Bucket, FlatLayout, Planned, is_dense, plan_buckets, travels_flat, unflatten
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.streams.current import Event, current_streams
-from dataparallel.comm.streams.held import hold
+from dataparallel.comm.streams.held import hold, hold_for_peers
 from dataparallel.comm.tables import Table
 from dataparallel.comm.transport import (
     FlatBroadcast,
@@ -340,7 +340,8 @@ def make_reachable(device: torch.device, others: Sequence[torch.device]) -> None
 
 
 def _copy(source: torch.device, target: torch.device) -> None:
-    torch.empty(1, dtype=torch.uint8, device=target).copy_(torch.empty(1, dtype=torch.uint8, device=source))
+    sent = torch.empty(1, dtype=torch.uint8, device=source)
+    hold_for_peers([torch.empty_like(sent, device=target).copy_(sent)], [sent])
 
 
 @functools.cache
@@ -417,6 +418,7 @@ class Cupy(Transport):
             return
         rows = [[each.data_ptr()] for each in (tensor, *out)]
         launch(COPY_KERNEL, rows, [tensor.nbytes], tensor.device, [target.device for target in out])
+        hold_for_peers(out, [tensor])
         # Autograd does not see writes by kernels, so this tells it that these tensors have changed.
         increment_version(out)
 
@@ -473,6 +475,7 @@ def _copy_bucket(
 
     def read_and_write() -> Tensor:
         launch(COPY_KERNEL, addresses, nbytes, first.device, [buffer.device for buffer in buffers])
+        hold_for_peers(buffers, [first])
         return buffers[0]
 
     if later is None:
@@ -515,6 +518,7 @@ def _sum_bucket(
     rows = [_addresses(buffer, [numel * dtype.itemsize for numel in numels]), *addresses]
     counts = [numel * (dtype.itemsize // kernel.itemsize) for numel in numels]
     launch(kernel, rows, counts, destination, [tensor.device for tensor in first_on_slots])
+    hold_for_peers([tensors[index] for tensors in inputs for index in bucket.indices], [buffer])
     return unread
 
 

@@ -1,4 +1,4 @@
-"""`hold`: keeps memory until work of another device that uses it has been done.
+"""`hold` and `hold_for_peers`: keep memory until work of another device that uses it has been done.
 
 To free memory (``torch.cuda.empty_cache``, or an allocator that runs short), CUDA waits for the device that has the
 memory, but not for a peer that still reads or writes it, even where a stream of the device waits for that peer (issue
@@ -8,29 +8,45 @@ memory, but not for a peer that still reads or writes it, even where a stream of
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from dataparallel.comm.streams.current import Event
+from dataparallel.comm.streams.current import Event, current_streams
+from dataparallel.devices import CPU
 from dataparallel.forks import in_forked_child
 
-_held: list[tuple[Event, Sequence[Tensor]]] = []
+_held: defaultdict[torch.device, deque[tuple[Event, Sequence[Tensor]]]] = defaultdict(deque)
 _lock = threading.Lock()
 
 
 def hold(memory: Sequence[Tensor], event: Event) -> None:
-    """Keeps ``memory`` until ``event`` has passed, and lets go of what has been held for events that have passed.
+    """Keeps ``memory`` until ``event`` has passed, and lets go of what a device has held before for passed events.
 
     The host does not wait. Memory of other devices than CUDA's is not held.
     """
-    global _held
     if not memory or memory[0].device.type != "cuda":
         return
+    passed = []  # is let go of at the end, after the lock is released
     with _lock:
-        # `before` lets go of memory when it goes out of scope, after the lock is released.
-        before = [*_held, (event, memory)]
-        _held = [each for each in before if not each[0].has_passed()]
+        held = _held[memory[0].device]
+        held.append((event, memory))
+        while held and held[0][0].has_passed():  # the oldest first, so that few are asked
+            passed.append(held.popleft())
+
+
+def hold_for_peers(memory: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Keeps ``memory`` of devices that have just exchanged values with those of ``others``, in any direction.
+
+    The current streams of these devices wait for the exchange. Within one device nothing is held.
+    """
+    if all(tensor.device.type != "cuda" for tensor in memory):
+        return
+    if len({tensor.device for tensor in (*memory, *others)} - {CPU}) > 1:
+        for device, stream in current_streams(tensor.device for tensor in memory).items():
+            hold([tensor for tensor in memory if tensor.device == device], Event(stream))
 
 
 @in_forked_child
