@@ -29,10 +29,11 @@ def hold(memory: Sequence[Tensor], event: Event) -> None:
     """
     if not memory or memory[0].device.type != "cuda":
         return
+    alias = [*map(Tensor.detach, memory)]  # without a graph, which would be held too
     passed = []  # is let go of at the end, after the lock is released
     with _lock:
         held = _held[memory[0].device]
-        held.append((event, memory))
+        held.append((event, alias))
         while held and held[0][0].has_passed():  # the oldest first, so that few are asked
             passed.append(held.popleft())
 

@@ -33,29 +33,32 @@ def nothing_else() -> None:
 
 @pytest.mark.devices("cuda")
 class TestMemory:
-    def tensor(self, root: torch.device) -> tuple[list[torch.Tensor], weakref.ref]:
-        memory = [torch.ones(4, device=root)]
-        return memory, weakref.ref(memory[0])
+    NBYTES = 4 << 20
+
+    def tensor(self, root: torch.device) -> list[Tensor]:
+        return [torch.ones(self.NBYTES // 4, device=root)]
 
     def test_it_is_held_until_its_event_has_passed(self, root: torch.device) -> None:
-        events = Event(), Event(), Event()
-        (first, one), (second, other) = self.tensor(root), self.tensor(root)
-        hold(first, events[0])
-        hold(second, events[1])
-        del first, second
-        events[0].passed = True
-        hold([torch.ones(1, device=root)], events[2])
-        gc.collect()
-        assert one() is None
-        assert other() is not None
+        events, before = [Event() for _ in range(3)], torch.accelerator.memory_allocated(root)
+        for event in events:
+            hold(self.tensor(root), event)
+        assert torch.accelerator.memory_allocated(root) == before + 3 * self.NBYTES
+        events[0].passed = events[1].passed = True
+        hold(self.tensor(root), Event())
+        assert torch.accelerator.memory_allocated(root) == before + 2 * self.NBYTES
 
     def test_where_the_event_has_passed_nothing_is_held(self, root: torch.device) -> None:
-        memory, alive = self.tensor(root)
-        event = Event()
+        before, event = torch.accelerator.memory_allocated(root), Event()
         event.passed = True
-        hold(memory, event)
-        del memory
-        gc.collect()
+        hold(self.tensor(root), event)
+        assert torch.accelerator.memory_allocated(root) == before
+
+    def test_no_graph_is_held_with_it(self, root: torch.device) -> None:
+        x = torch.ones(4, device=root, requires_grad=True)
+        y = x.exp()
+        alive = weakref.ref(y)
+        hold([y], Event())
+        del y
         assert alive() is None
 
 
