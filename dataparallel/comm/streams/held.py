@@ -22,13 +22,14 @@ _held: defaultdict[torch.device, deque[tuple[Event, Sequence[Tensor]]]] = defaul
 _lock = threading.Lock()
 
 
-def hold(memory: Sequence[Tensor], event: Event) -> None:
+def hold(memory: Sequence[Tensor], event: Event) -> bool:
     """Keeps ``memory`` until ``event`` has passed, and lets go of what a device has held before for passed events.
 
-    The host does not wait. Memory of other devices than CUDA's is not held.
+    The host does not wait. Memory of other devices than CUDA's is not held, and the function returns false: then the
+    stream that owns the memory has to wait for the event.
     """
     if not memory or memory[0].device.type != "cuda":
-        return
+        return False
     alias = [*map(Tensor.detach, memory)]  # without a graph, which would be held too
     passed = []  # is let go of at the end, after the lock is released
     with _lock:
@@ -36,6 +37,7 @@ def hold(memory: Sequence[Tensor], event: Event) -> None:
         held.append((event, alias))
         while held and held[0][0].has_passed():  # the oldest first, so that few are asked
             passed.append(held.popleft())
+    return True
 
 
 def hold_for_peers(memory: Sequence[Tensor], others: Sequence[Tensor]) -> None:

@@ -39,8 +39,8 @@ DtypeGroup: TypeAlias = "tuple[list[int], Layout, torch.dtype]"
 class Delivery:
     """The gradients that one slot has computed for one unit, and memory for its owner's part of the sum.
 
-    The memory belongs to the slot's computing stream, which waits before the slot's next delivery, of any unit, for the
-    sums that read the last one (`SumsOfPass.release_deliveries`). So a slot keeps the gradients of at most two units.
+    The memory belongs to the slot's computing stream. It is dropped before the slot's next delivery, of any unit, and
+    held until the sums that read it are over (`SumsOfPass.release_deliveries`).
 
     Attributes:
         device: the slot's.
@@ -65,8 +65,8 @@ class Delivery:
 
     @property
     def memory(self) -> list[Tensor]:
-        """The memory that other devices read."""
-        tensors = [*self.matrices, *(grad for grads in self.loose for grad in grads)]
+        """The memory that sums on other streams read and write."""
+        tensors = [*self.matrices, *(grad for grads in self.loose for grad in grads), *self.sums, *self.parts]
         return [tensor for tensor in tensors if tensor is not None]
 
 
