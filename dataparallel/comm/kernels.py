@@ -297,6 +297,11 @@ def kernel_for(table: Table, dtype: torch.dtype, target_dtype: torch.dtype) -> K
     """The kernel that executes a table with terms and targets of these dtypes; ``None`` if there is none."""
     if dtype == target_dtype and all(len(row.terms) == 1 for row in table):
         return COPY_KERNEL
+    return sum_kernel(dtype, target_dtype)
+
+
+def sum_kernel(dtype: torch.dtype, target_dtype: torch.dtype) -> Kernel | None:
+    """The kernel that adds terms of ``dtype`` into a target; ``None`` if there is none."""
     if dtype == target_dtype:
         return SUM_KERNELS.get(dtype)
     return WIDE_SUM_KERNELS.get(dtype) if target_dtype == summed_in(dtype) else None
