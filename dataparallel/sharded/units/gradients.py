@@ -283,8 +283,7 @@ class UnitSums:
                 if tables is not None and tables.summed[at] is not None:
                     slots = range(len(self._unit.slots))
                     found = [deliveries[slot].gradients[at] if slot in deliveries else () for slot in slots]
-                    for owner, of_owner in enumerate(totals):
-                        tables.reduce_scatter(at, owner, found, of_owner[at])
+                    tables.reduce_scatter(at, found, [of_owner[at] for of_owner in totals])
                     continue
                 found = [deliveries[slot].gradients[at] for slot in sorted(deliveries)]
                 matrices = [grads for grads in found if isinstance(grads, Tensor)]

@@ -91,10 +91,10 @@ class PeerTables:
                 self._sums[key].append(_Sum(first, first + len(some), some, table))
         return self._sums[key]
 
-    def reduce_scatter(self, at: int, owner: int, delivered: Sequence[Gradients], total: Tensor) -> None:
-        """Adds the owner's rows of what the slots have delivered into ``total``, on the current stream of its device.
+    def reduce_scatter(self, at: int, delivered: Sequence[Gradients], totals: Sequence[Tensor]) -> None:
+        """Adds each owner's rows of what the slots have delivered into its total, on the current streams.
 
-        ``delivered``: of each slot. Where no slot has a gradient, ``total`` stays as it is.
+        ``delivered``: of each slot. Where no slot has a gradient, totals stay as they are.
         """
         layout = self._unit.gradients.groups[at][1]
         dtypes = {each.dtype if isinstance(each, Tensor) else self.summed[at] for each in delivered if len(each)}
@@ -103,17 +103,17 @@ class PeerTables:
                 f"some slots hold gradients of the unit {self._unit.name!r} since before this backward, and others do "
                 "not know: call set_requires_gradient_sync() between passes of backward, not inside of one"
             )
-        for dtype in dtypes:
+        dtype = next(iter(dtypes), None)
+        terms: dict[int, list[Tensor | None]] = {}  # by the first parameter of a launch: those of all owners
+        for owner, total in enumerate(totals if dtype is not None else ()):
             assert dtype is not None
             for first, end, parts, table in self._sums_of(at, owner, dtype):
-                tensors: list[Tensor | None] = []
-                shifts: list[int] = []
-                for gradients in delivered:
-                    if isinstance(gradients, Tensor):
-                        tensors += [gradients] * len(parts)
-                        # In a matrix the owner's rows of all parameters follow each other.
-                        shifts += [owner * layout.numel + part.in_shard - sum(part.counts[:owner]) for part in parts]
-                    else:
-                        tensors += gradients[first:end] or [None] * len(parts)
-                        shifts += [0] * len(parts)
-                table.launch([*tensors, total], [*shifts, 0])
+                if first not in terms:
+                    terms[first] = []
+                    for each in delivered:
+                        some = [each] * len(parts) if isinstance(each, Tensor) else each[first:end]
+                        terms[first] += some or [None] * len(parts)  # a slot may have delivered nothing
+                # In a matrix the owner's rows of all parameters follow each other.
+                rows = [owner * layout.numel + part.in_shard - sum(part.counts[:owner]) for part in parts]
+                shifts = [row if isinstance(each, Tensor) else 0 for each in delivered for row in rows]
+                table.launch([*terms[first], total], [*shifts, 0])
