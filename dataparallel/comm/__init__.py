@@ -23,6 +23,7 @@ from dataparallel.comm.checks import (
     why_not_gatherable,
 )
 from dataparallel.comm.settings import using
+from dataparallel.comm.streams.held import hold_for_peers
 from dataparallel.comm.transport import Allocate, FlatBroadcast, Later, Transport, Travelling
 from dataparallel.comm.transport_choice import Choice, choose_transport, transport_for
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
@@ -296,6 +297,7 @@ def _scatter_into(
     transport = transport_for("scatter", _places([tensor.device], [target.device for target in out]), [tensor])
     for target, part in zip(out, torch.split(tensor, [t.shape[dim] for t in out], dim), strict=True):
         transport.copy(target, part)
+    hold_for_peers(out, [tensor])
     return tuple(out)
 
 

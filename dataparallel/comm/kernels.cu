@@ -13,7 +13,8 @@
 //
 // The upper 16 bits of a pointer are the number of an address, to which the lower 48 bits are added. The addresses travel
 // with the launch, so a table that stays on the device serves any memory. Address 0 is 0: with it, the lower bits are the
-// pointer itself. Any other address that is 0 stands for memory that does not exist: a sum leaves this term out.
+// pointer itself. Any other address that is 0 stands for memory that does not exist: a sum leaves this term out, and a
+// copy from there writes nothing.
 
 namespace {
 
@@ -125,6 +126,7 @@ __device__ void copy_words_then_bytes(const Table& table, Int64 tensor, Int64 be
 }
 
 __device__ void copy_chunk(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
+  if (!table.address(0, tensor)) return;
   const Int64 bits = table.address_bits(tensor);
   if (bits % kVectorBytes == 0) copy_words_then_bytes<kVectorBytes>(table, tensor, begin, end);
   else if (bits % 8 == 0) copy_words_then_bytes<8>(table, tensor, begin, end);

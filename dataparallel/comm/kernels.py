@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version
 from dataparallel.comm.buckets import Bucket, FlatLayout, Planned, is_dense, plan_buckets, travels_flat, unflatten
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.streams.current import Event, current_streams
-from dataparallel.comm.streams.held import hold
+from dataparallel.comm.streams.held import hold, hold_for_peers
 from dataparallel.comm.tables import Table
 from dataparallel.comm.transport import (
     FlatBroadcast,
@@ -68,7 +68,6 @@ SUM_KERNELS: dict[torch.dtype, Kernel] = {
     torch.bfloat16: Kernel("sum_bfloat16", 2),
     torch.complex128: Kernel("sum_float64", 8),
     torch.complex64: Kernel("sum_float32", 4),
-    torch.complex32: Kernel("sum_float16", 2),
     torch.int64: Kernel("sum_int64", 8),
     torch.uint64: Kernel("sum_int64", 8),
     torch.int32: Kernel("sum_int32", 4),
@@ -298,6 +297,11 @@ def kernel_for(table: Table, dtype: torch.dtype, target_dtype: torch.dtype) -> K
     """The kernel that executes a table with terms and targets of these dtypes; ``None`` if there is none."""
     if dtype == target_dtype and all(len(row.terms) == 1 for row in table):
         return COPY_KERNEL
+    return sum_kernel(dtype, target_dtype)
+
+
+def sum_kernel(dtype: torch.dtype, target_dtype: torch.dtype) -> Kernel | None:
+    """The kernel that adds terms of ``dtype`` into a target; ``None`` if there is none."""
     if dtype == target_dtype:
         return SUM_KERNELS.get(dtype)
     return WIDE_SUM_KERNELS.get(dtype) if target_dtype == summed_in(dtype) else None
@@ -341,7 +345,8 @@ def make_reachable(device: torch.device, others: Sequence[torch.device]) -> None
 
 
 def _copy(source: torch.device, target: torch.device) -> None:
-    torch.empty(1, dtype=torch.uint8, device=target).copy_(torch.empty(1, dtype=torch.uint8, device=source))
+    sent = torch.empty(1, dtype=torch.uint8, device=source)
+    hold_for_peers([torch.empty_like(sent, device=target).copy_(sent)], [sent])
 
 
 @functools.cache
@@ -418,6 +423,7 @@ class Cupy(Transport):
             return
         rows = [[each.data_ptr()] for each in (tensor, *out)]
         launch(COPY_KERNEL, rows, [tensor.nbytes], tensor.device, [target.device for target in out])
+        hold_for_peers(out, [tensor])
         # Autograd does not see writes by kernels, so this tells it that these tensors have changed.
         increment_version(out)
 
@@ -474,6 +480,7 @@ def _copy_bucket(
 
     def read_and_write() -> Tensor:
         launch(COPY_KERNEL, addresses, nbytes, first.device, [buffer.device for buffer in buffers])
+        hold_for_peers(buffers, [first])
         return buffers[0]
 
     if later is None:
@@ -516,6 +523,7 @@ def _sum_bucket(
     rows = [_addresses(buffer, [numel * dtype.itemsize for numel in numels]), *addresses]
     counts = [numel * (dtype.itemsize // kernel.itemsize) for numel in numels]
     launch(kernel, rows, counts, destination, [tensor.device for tensor in first_on_slots])
+    hold_for_peers([tensors[index] for tensors in inputs for index in bucket.indices], [buffer])
     return unread
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm.streams.current import are_pieces_under_way, piece_streams, shared_piece_streams, wavefront
+from dataparallel.comm.streams.held import hold_for_peers
 from dataparallel.comm.transport import Transport, summed_in
 
 _ALIGNED = 128
@@ -51,6 +52,7 @@ class TorchCopies(Transport):
         else:
             for buffer in buffers:
                 buffer.copy_(source)
+        hold_for_peers(buffers, [source])
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
         """The sum along a chain; along a star the destination adds one buffer after the other."""
@@ -129,6 +131,7 @@ def _sum_along_chain(flats: Sequence[Tensor], destination: torch.device, count: 
                 sums[at][piece].add_(term[piece])
             if at == last and wide != dtype:
                 totals[piece].copy_(sums[at][piece])
+    hold_for_peers([*partial[1:], result], partial)
     return result
 
 

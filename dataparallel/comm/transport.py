@@ -27,8 +27,8 @@ from dataparallel.comm.buckets import (
     unflatten,
 )
 from dataparallel.comm.kinds import same_kind, send_by_torch
-from dataparallel.comm.streams.current import RECEIVING, SENDING, Event, current_streams, piece_streams, wavefront
-from dataparallel.comm.streams.held import hold
+from dataparallel.comm.streams.current import RECEIVING, SENDING, piece_streams, wavefront
+from dataparallel.comm.streams.held import hold_for_peers
 
 Travelling: TypeAlias = "Callable[[Sequence[Tensor]], AbstractContextManager[None]]"
 """Opens the context in which flat buffers are copied and added. The argument lists all buffers that are used there."""
@@ -130,8 +130,7 @@ class Transport(ABC):
                     total.add_(row)
                 elif row is not total:
                     total.copy_(row)
-        for device, stream in current_streams(buffer.device for buffer in buffers.values()).items():
-            hold([buffer for buffer in buffers.values() if buffer.device == device], Event(stream))
+        hold_for_peers([*buffers.values()], matrices)
 
     # ---- one tensor --------------------------------------------------------------------------------------------------
 
@@ -139,7 +138,9 @@ class Transport(ABC):
         """``tensor`` on ``device``. If it is there already: the tensor itself, or a clone if ``own``."""
         if tensor.device == device:
             return same_kind(Tensor.clone(Tensor.detach(tensor)), tensor) if own else tensor
-        return same_kind(self.send(Tensor.detach(tensor), device), tensor, self.send)
+        sent = self.send(Tensor.detach(tensor), device)
+        hold_for_peers([sent], [tensor])
+        return same_kind(sent, tensor, self.send)
 
     def broadcast(self, tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
         """One tensor for each slot. Slots on one device share one copy."""
@@ -173,6 +174,7 @@ class Transport(ABC):
         else:
             for target in out:
                 self.copy(target, tensor)
+            hold_for_peers(out, [tensor])
 
     def reduce_add(self, inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
         """The sum, in slot order, on ``destination``. A single input is returned as it is."""
@@ -320,6 +322,7 @@ class Transport(ABC):
             chunk if device == source else self.send(chunk, device)
             for chunk, device in zip(chunks, devices, strict=True)
         ]
+        hold_for_peers(moved, [tensor])
         if type(tensor) is Tensor and not tensor.__dict__:
             return moved
         return [same_kind(chunk, tensor, self.send) for chunk in moved]
@@ -341,6 +344,7 @@ class Transport(ABC):
         """Copies the tensors into consecutive parts of ``out`` along ``dim``."""
         for part, tensor in zip(torch.split(out, [t.shape[dim] for t in tensors], dim), tensors, strict=True):
             self.copy(part, tensor)
+        hold_for_peers([out], tensors)
         return out
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -14,13 +16,17 @@ from torch import Tensor
 
 from clocked import check_clocks
 from dataparallel.comm.kernels import SUM_KERNELS, DeviceTable, encoded, kernel_for, pack
-from dataparallel.comm.peer_kernels import cut_as_chunks
 from dataparallel.comm.tables import Part, Table, all_gather, by_torch, reduce_scatter
 from dataparallel.comm.transport import summed_in
 
+pytestmark = pytest.mark.slots(8)
 ONLY_CPU = pytest.mark.devices("cpu")
-SUMMED = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64]
-SIZES = (5, 0, 3, 17, 64, 1)
+UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
+SUMMED = [dtype for dtype in SUM_KERNELS if dtype not in UNSIGNED]  # torch adds no unsigned numbers of these sizes
+COPIED = [*SUM_KERNELS, torch.bool, torch.float8_e4m3fn, torch.complex32]
+
+Execute: TypeAlias = "Callable[[Table, Sequence[Tensor | None]], object]"
+"""Executes a table. The last tensor is the target."""
 
 
 @st.composite
@@ -38,12 +44,44 @@ def cut_tensors(draw: st.DrawFn) -> tuple[list[Part], int, int]:
     return parts, in_shard, in_full
 
 
-def random_of(numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Numbers whose sums differ with the order."""
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.randint(-100, 100, (numel,), generator=generator).to(dtype)
-    exponents = torch.randint(-6, 7, (numel,), generator=generator)
-    return (torch.randn(numel, generator=generator, dtype=torch.float64) * 4.0**exponents).to(dtype)
+class Draws:
+    """Draws numbers whose sums differ with the order, some elements after the begin of memory of their own."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def integer(self, end: int) -> int:
+        return int(torch.randint(end, (), generator=self._generator))
+
+    def tensor(self, numel: int, dtype: torch.dtype, margin: int = 0) -> Tensor:
+        """``margin``: elements before and after it."""
+        first, size = margin + self.integer(4), numel + 2 * margin + 4
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return torch.randint(100, (size,), generator=self._generator).to(dtype)[first : first + numel]
+        exponents = torch.randint(-6, 7, (size,), generator=self._generator)
+        values = torch.randn(size, generator=self._generator, dtype=torch.float64) * 4.0**exponents
+        return values.to(dtype)[first : first + numel]
+
+
+def beside(tensor: Tensor, elements: int, numel: int) -> Tensor:
+    """``numel`` elements of the same memory, from ``elements`` after the first one on."""
+    return tensor.as_strided((numel,), (1,), tensor.storage_offset() + elements)
+
+
+def placed(tensors: Sequence[Tensor | None], devices: Sequence[torch.device]) -> list[Tensor | None]:
+    """Copies of tensors on devices. Those on one device that share memory share it there too."""
+    copies: dict[tuple[int, torch.device], Tensor] = {}
+
+    def there(tensor: Tensor, device: torch.device) -> Tensor:
+        storage = tensor.untyped_storage()
+        if (key := (storage.data_ptr(), device)) not in copies:
+            copies[key] = torch.empty(0, dtype=tensor.dtype).set_(storage).to(device, copy=True)
+        return copies[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    found = [None if t is None else there(t, device) for t, device in zip(tensors, devices, strict=True)]
+    for device in {device for _, device in copies} - {torch.device("cpu")}:
+        torch.accelerator.synchronize(device)
+    return found
 
 
 def gathered(parts: Sequence[Part], shards: Sequence[Tensor], full: Tensor) -> Tensor:
@@ -70,55 +108,126 @@ def summed(parts: Sequence[Part], owner: int, grads: Sequence[Sequence[Tensor | 
     return expected
 
 
-def run_kernel(kernels: Kernels, table: Table, tensors: Sequence[Tensor | None], total_dtype: torch.dtype) -> None:
-    dtype = next(tensor.dtype for tensor in tensors if tensor is not None)
-    kernel = kernel_for(table, dtype, total_dtype)
-    assert kernel is not None
-    packed = pack(kernel, *encoded(table, kernel, dtype, total_dtype), max_blocks=3)
+def by_kernel(table: Table, tensors: Sequence[Tensor | None], kernels: Kernels | None = None) -> None:
+    """Executes a table by a kernel: of the target's device, or of the CPU."""
+    *terms, target = tensors
+    dtype = next((term.dtype for term in terms if term is not None), None)
+    if dtype is None:
+        return
+    if kernels is None:
+        DeviceTable(table, target.device, dtype, target.dtype).launch(tensors)
+        return
+    kernel = kernel_for(table, dtype, target.dtype)
+    packed = pack(kernel, *encoded(table, kernel, dtype, target.dtype), max_blocks=3)
     kernels.run(packed, [0 if tensor is None else tensor.data_ptr() for tensor in tensors], threads=7)
 
 
-@ONLY_CPU
-@given(cut=cut_tensors(), dtype=st.sampled_from([*SUMMED, torch.bool]), seed=st.integers(0, 2**32))
-def test_a_gather_has_the_bits_of_the_shards(kernels: Kernels, cut: tuple, dtype: torch.dtype, seed: int) -> None:
-    parts, in_shard, in_full = cut
-    generator = torch.Generator().manual_seed(seed)
-    shards = [random_of(in_shard, dtype, generator) for _ in parts[0].counts]
-    full = random_of(in_full, dtype, generator)
-    expected = gathered(parts, shards, full)
-    for slot in range(len(shards)):
-        table = all_gather(parts, slot)
-        by_torch(table, [*shards, found := full.clone()])
-        assert torch.equal(found, expected)
-        run_kernel(kernels, table, [*shards, found := full.clone()], dtype)
-        assert torch.equal(found, expected)
+@pytest.fixture
+def devices(request: pytest.FixtureRequest, slots: list) -> list[torch.device]:
+    """Eight: on accelerators distinct ones, whose kernels read peers."""
+    if torch.device(slots[0]).type == "cpu":
+        return [*map(torch.device, slots)]
+    found: list[torch.device] = request.getfixturevalue("peer_devices")
+    return found
 
 
-@ONLY_CPU
+@pytest.fixture
+def executors(request: pytest.FixtureRequest, devices: list[torch.device]) -> list[Execute]:
+    """All that can execute a table on these devices."""
+    if devices[0].type == "cpu":
+        return [by_torch, partial(by_kernel, kernels=request.getfixturevalue("kernels"))]
+    return [by_torch, by_kernel]
+
+
+def check(
+    executors: Sequence[Execute],
+    table: Table,
+    tensors: Sequence[Tensor | None],
+    devices: Sequence[torch.device],
+    expected: Tensor,
+) -> None:
+    """The last tensor has the bits ``expected`` when any of ``executors`` has executed the table."""
+    for execute in executors:
+        execute(table, there := placed(tensors, devices))
+        assert there[-1] is not None
+        assert torch.equal(there[-1].cpu().view(torch.uint8), expected.view(torch.uint8))
+    check_clocks()
+
+
+PLACES = st.lists(st.integers(0, 7), min_size=8, max_size=8)
+"""For each slot a device, some of them repeatedly."""
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @given(
-    cut=cut_tensors(), dtype=st.sampled_from(SUMMED), slots=st.integers(2, 10), seed=st.integers(0, 2**32),
-    is_wide=st.booleans(), share_missing=st.sampled_from([0, 1, 9]),
+    cut=cut_tensors(), dtype=st.sampled_from(COPIED), places=PLACES, seed=st.integers(0, 2**32),
+    shared=st.sampled_from(["nothing", "shards", "own rows"]),
+)  # fmt: skip
+def test_a_gather_has_the_bits_of_the_shards(
+    executors: list[Execute],
+    devices: list[torch.device],
+    cut: tuple,
+    dtype: torch.dtype,
+    places: list[int],
+    seed: int,
+    shared: str,
+) -> None:
+    parts, in_shard, in_full = cut
+    draws, counts = Draws(seed), parts[0].counts
+    shards = [draws.tensor(in_shard, dtype) for _ in counts]
+    full = draws.tensor(in_full, dtype, margin=in_shard)
+    if shared == "shards":
+        shards = [shards[0]] * len(counts)
+    on = [devices[place] for place in places[: len(counts)]]
+    for slot in range(len(counts)):
+        if shared == "own rows" and len(parts) == 1:  # they may lie there already
+            shards[slot] = beside(full, sum(counts[:slot]) - parts[0].in_shard, in_shard)
+        table, expected = all_gather(parts, slot), gathered(parts, shards, full)
+        check(executors, table, [*shards, full], [*on, on[slot]], expected)
+
+
+@given(
+    cut=cut_tensors(), dtype=st.sampled_from(SUMMED), slots_of_sum=st.integers(1, 8), places=PLACES,
+    is_wide=st.booleans(), share_missing=st.sampled_from([0, 1, 9]), seed=st.integers(0, 2**32),
+    shared=st.sampled_from(["nothing", "gradients", "the total"]),
 )  # fmt: skip
 def test_a_sum_adds_in_slot_order_and_leaves_out_what_is_missing(
-    kernels: Kernels, cut: tuple, dtype: torch.dtype, slots: int, seed: int, is_wide: bool, share_missing: int
+    executors: list[Execute],
+    devices: list[torch.device],
+    cut: tuple,
+    dtype: torch.dtype,
+    slots_of_sum: int,
+    places: list[int],
+    is_wide: bool,
+    share_missing: int,
+    seed: int,
+    shared: str,
 ) -> None:
-    parts, in_shard, _ = cut
-    generator = torch.Generator().manual_seed(seed)
-    total_dtype = summed_in(dtype) if is_wide else dtype
-    total = random_of(in_shard, total_dtype, generator)
-    missing = torch.randint(0, 10, (slots, len(parts)), generator=generator) < share_missing
+    parts, in_shard, in_full = cut
+    draws, total_dtype = Draws(seed), summed_in(dtype) if is_wide else dtype
+    total = draws.tensor(in_shard, total_dtype, margin=in_full)
     grads = [
-        [None if missing[slot, at] else random_of(sum(part.counts), dtype, generator) for at, part in enumerate(parts)]
-        for slot in range(slots)
+        [None if draws.integer(10) < share_missing else draws.tensor(sum(part.counts), dtype) for part in parts]
+        for _ in range(slots_of_sum)
     ]
-    tensors = [grad for of_slot in grads for grad in of_slot]
+    if shared == "gradients":
+        grads[-1] = grads[0]
+    on = [devices[place] for place in places[:slots_of_sum]]
     for owner in range(len(parts[0].counts)):
-        table, expected = reduce_scatter(parts, owner, slots), summed(parts, owner, grads, total)
-        by_torch(table, [*tensors, found := total.clone()])
-        assert torch.equal(found, expected)
-        if not missing.all():
-            run_kernel(kernels, table, [*tensors, found := total.clone()], total_dtype)
-            assert torch.equal(found, expected)
+        if shared == "the total" and dtype == total_dtype:  # slot 0's gradients are added to in place
+            grads[0] = [beside(total, part.in_shard - sum(part.counts[:owner]), sum(part.counts)) for part in parts]
+        table, expected = reduce_scatter(parts, owner, slots_of_sum), summed(parts, owner, grads, total)
+        tensors = [grad for of_slot in grads for grad in of_slot]
+        places_of_terms = [device for device in on for _ in parts]
+        target = on[0] if shared == "the total" else devices[places[owner]]
+        check(executors, table, [*tensors, total], [*places_of_terms, target], expected)
+
+
+def test_a_copy_from_memory_that_does_not_exist_writes_nothing(
+    executors: list[Execute], devices: list[torch.device]
+) -> None:
+    tensors = [None, torch.ones(2), torch.arange(4.0)]
+    check(executors, all_gather([Part(0, 0, (2, 2))]), tensors, devices[:3], torch.tensor([0.0, 1, 1, 1]))
 
 
 @ONLY_CPU
@@ -138,33 +247,6 @@ def test_what_kernels_cannot_add_has_none(dtype: torch.dtype) -> None:
 
 
 # ---- on devices whose kernels read peers -----------------------------------------------------------------------------
-
-
-@pytest.mark.devices("sim", "cuda")
-@pytest.mark.slots(2, 4, 8)
-@pytest.mark.parametrize("dtype", SUMMED, ids=str)
-def test_a_device_gathers_and_sums_by_one_launch(peer_devices: list, dtype: torch.dtype) -> None:
-    parts, in_shard, in_full = cut_as_chunks(SIZES, len(peer_devices))
-    generator = torch.Generator().manual_seed(0)
-    shards = [random_of(in_shard, dtype, generator) for _ in peer_devices]
-    grads = [[random_of(numel, dtype, generator) for numel in SIZES] for _ in peer_devices]
-    grads[1][3] = None
-    there = [shard.to(device) for shard, device in zip(shards, peer_devices, strict=True)]
-    of_slots = [
-        [None if grad is None else grad.to(device) for grad in of_slot]
-        for of_slot, device in zip(grads, peer_devices, strict=True)
-    ]
-    for at, device in enumerate(peer_devices):
-        torch.accelerator.synchronize(device)
-        full = torch.zeros(in_full, dtype=dtype, device=device)
-        DeviceTable(all_gather(parts, at), device, dtype).launch([*there, full])
-        assert torch.equal(full.cpu(), gathered(parts, shards, torch.zeros(in_full, dtype=dtype)))
-        total = torch.zeros(in_shard, dtype=summed_in(dtype), device=device)
-        tensors = [grad for of_slot in of_slots for grad in of_slot]
-        DeviceTable(reduce_scatter(parts, at, len(peer_devices)), device, dtype, total.dtype).launch([*tensors, total])
-        expected = summed(parts, at, grads, torch.zeros(in_shard, dtype=total.dtype))
-        assert torch.equal(total.cpu(), expected)
-    check_clocks()
 
 
 @pytest.mark.devices("sim", "cuda")
@@ -189,9 +271,3 @@ def test_a_kernel_orders_no_stream_but_its_own(peer_devices: list) -> None:
     shards[1].add_(1)
     with pytest.raises(RuntimeError, match="race"):
         table.launch([*shards, full])
-
-
-@ONLY_CPU
-def test_every_dtype_that_is_summed_has_a_kernel_that_gathers() -> None:
-    for dtype in SUM_KERNELS:
-        assert kernel_for(all_gather([Part(0, 0, (1,))]), dtype, dtype) is not None

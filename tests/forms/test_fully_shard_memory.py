@@ -12,7 +12,8 @@ import torch
 from loops import wait_for_the_engine
 from torch import Tensor, nn
 
-from dataparallel.composable import fully_shard
+from dataparallel import comm
+from dataparallel.composable import MixedPrecisionPolicy, fully_shard
 from dataparallel.sharded import Shard
 from dataparallel.sharded.units import tree
 from dataparallel.sharded.units.buffers import FullBuffer
@@ -27,6 +28,8 @@ from sharded_steps import no_sync, sharded
 pytestmark = [
     pytest.mark.devices("sim"),
 ]
+
+IN_16_BITS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 STATES = 3
 """Of a parameter, between two steps of AdamW: itself and two averages."""
@@ -92,7 +95,11 @@ class Training:
     """A sharded model, a batch and AdamW."""
 
     def __init__(self, slots: list, model: nn.Module, sample: tuple[int, ...], **options: Any) -> None:
-        self.slots, self.model = slots, sharded(model, slots, **options)
+        if "units" in options:  # which the library chooses
+            model = fully_shard(model.to(slots[0]), devices=slots, **options)
+        else:
+            sharded(model, slots, **options)
+        self.slots, self.model = slots, model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         dtype = next(model.parameters()).dtype
         self.x = torch.ones(SAMPLES * len(slots), *sample, dtype=dtype, device=slots[0])
@@ -198,10 +205,28 @@ def test_the_padding_of_uneven_parameters_is_the_only_addition(slots, root):
     assert allocated(slots, expected) == expected
 
 
-@pytest.mark.slots(4, long=[2, 8])
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["default", "no reshard"])
-def test_steps_do_not_add_up_and_nothing_stays(options, slots, root):
+@pytest.mark.few(5)
+@pytest.mark.slots(4, long=[8])
+@pytest.mark.parametrize("transport", ["kernels", "copy"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": 2},
+        {"units": "auto"},
+        {"units": "auto", "reshard_after_forward": False},
+        {"mp_policy": IN_16_BITS},
+    ],
+    ids=["default", "no reshard", "in twos", "auto", "auto without reshard", "bfloat16"],
+)
+def test_steps_do_not_add_up_and_nothing_stays(options, transport, slots, root):
     """The same bytes after each step, and those that there were before once the model is gone."""
+    with comm.using(transport=None if transport == "kernels" else transport):
+        check_that_steps_do_not_add_up(options, slots)
+
+
+def check_that_steps_do_not_add_up(options: dict[str, Any], slots: list) -> None:
     before = allocated(slots)
     training = Training(slots, Deep(3), (WIDTH,), **options)
     for _ in range(3):
@@ -215,6 +240,9 @@ def test_steps_do_not_add_up_and_nothing_stays(options, slots, root):
         training.step(quietly=1)
     wait_for_the_engine(slots)
     assert allocated(slots, idle) == idle
+    expected = [old + idle_bytes(training.model, owner) for owner, old in enumerate(before)]
+    expected[0] += training.x.nbytes
+    assert idle == expected
     del training
     assert allocated(slots, before) == before
 
@@ -251,13 +279,15 @@ def bound(slots: int, weights: int, gradients: int = 2 * UNIT) -> int:
     others_long(
         [
             (way, lags)
-            for way in ("default", "no prefetch", "no reshard", "in twos", "no sync")
+            for way in ("default", "no prefetch", "no reshard", "in twos", "no sync", "auto", "copies", "bfloat16")
             for lags in ((), (1,), (0,))
         ],
         short=[
             ("default", ()),
             ("default", (1,)),
             ("no sync", ()),
+            ("auto", ()),
+            ("bfloat16", ()),
         ],
     ),
     ids=str,
@@ -267,7 +297,12 @@ def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lag
     assert tree._PATIENCE > LAG
     monkeypatch.setattr(tree, "_PATIENCE", 30.0)  # a busy machine may take longer than a slot lags
     before = allocated(slots)
-    options = {"no reshard": {"reshard_after_forward": False}, "in twos": {"reshard_after_forward": 2}}.get(way, {})
+    options: dict[str, Any] = {
+        "no reshard": {"reshard_after_forward": False},
+        "in twos": {"reshard_after_forward": 2},
+        "auto": {"units": "auto"},
+        "bfloat16": {"mp_policy": IN_16_BITS},
+    }.get(way, {})
     training = Training(slots, deep(), (WIDTH,), **options)
     before[0] += training.x.nbytes
     for module in (training.model, *training.model.units()) if way == "no prefetch" else ():
@@ -287,9 +322,14 @@ def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lag
         "in twos": bound(len(slots), everything // 2 + 2 * UNIT),
         # All gradients wait on each slot. Sums are added to zeros, so they take memory of their own.
         "no sync": bound(len(slots), 2 * UNIT, everything + 2 * UNIT + 3 * UNIT // len(slots)),
+        "auto": bound(len(slots), 2 * UNIT),
+        # An owner also has rows that it receives, and a unit that is copied out of its matrix is there twice.
+        "copies": bound(len(slots), 2 * UNIT, 2 * UNIT + UNIT // len(slots)),
+        "bfloat16": bound(len(slots), UNIT, UNIT),
     }[way]
-    for _ in range(3):
-        assert max(peaks_of_backward(training, before, quietly)) <= most
+    with comm.using(transport="copy" if way == "copies" else None):
+        for _ in range(3):
+            assert max(peaks_of_backward(training, before, quietly)) <= most
 
 
 class Shares(Deep):

@@ -1,4 +1,4 @@
-"""`hold`: keeps memory until work of another device that uses it has been done.
+"""`hold` and `hold_for_peers`: keep memory until work of another device that uses it has been done.
 
 To free memory (``torch.cuda.empty_cache``, or an allocator that runs short), CUDA waits for the device that has the
 memory, but not for a peer that still reads or writes it, even where a stream of the device waits for that peer (issue
@@ -8,31 +8,48 @@ memory, but not for a peer that still reads or writes it, even where a stream of
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from dataparallel.comm.streams.current import Event
+from dataparallel.comm.streams.current import Event, current_streams
+from dataparallel.devices import CPU
 from dataparallel.forks import in_forked_child
 
-_held: deque[tuple[Event, Sequence[Tensor]]] = deque()
+_held: defaultdict[torch.device, deque[tuple[Event, Sequence[Tensor]]]] = defaultdict(deque)
 _lock = threading.Lock()
 
 
-def hold(memory: Sequence[Tensor], event: Event) -> None:
-    """Keeps ``memory`` until ``event`` has passed, and lets go of what is held for earlier events that have passed.
+def hold(memory: Sequence[Tensor], event: Event) -> bool:
+    """Keeps ``memory`` until ``event`` has passed, and lets go of what a device has held before for passed events.
 
-    The host does not wait. It may be far ahead of the devices, so it asks the events in their order until one has not
-    passed. Memory of other devices than CUDA's is not held.
+    The host does not wait. Memory of other devices than CUDA's is not held, and the function returns false: then the
+    stream that owns the memory has to wait for the event.
     """
     if not memory or memory[0].device.type != "cuda":
-        return
-    passed = []  # lets go of memory when it goes out of scope, after the lock is released
+        return False
+    alias = [*map(Tensor.detach, memory)]  # without a graph, which would be held too
+    passed = []  # is let go of at the end, after the lock is released
     with _lock:
-        _held.append((event, memory))
-        while _held and _held[0][0].has_passed():
-            passed.append(_held.popleft())
+        held = _held[memory[0].device]
+        held.append((event, alias))
+        while held and held[0][0].has_passed():  # the oldest first, so that few are asked
+            passed.append(held.popleft())
+    return True
+
+
+def hold_for_peers(memory: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Keeps ``memory`` of devices that have just exchanged values with those of ``others``, in any direction.
+
+    The current streams of these devices wait for the exchange. Within one device nothing is held.
+    """
+    if all(tensor.device.type != "cuda" for tensor in memory):
+        return
+    if len({tensor.device for tensor in (*memory, *others)} - {CPU}) > 1:
+        for device, stream in current_streams(tensor.device for tensor in memory).items():
+            hold([tensor for tensor in memory if tensor.device == device], Event(stream))
 
 
 @in_forked_child

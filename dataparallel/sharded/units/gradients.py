@@ -34,19 +34,24 @@ if TYPE_CHECKING:
 DtypeGroup: TypeAlias = "tuple[list[int], Layout, torch.dtype]"
 """Parameters of one dtype that need gradients: their positions in the unit, their layout, the dtype."""
 
+Gradients: TypeAlias = "Tensor | Sequence[Tensor | None]"
+"""What a slot delivers for parameters of one dtype. Most often kernels add the gradients where autograd left them.
+
+Otherwise they are packed into a matrix in the layout of the gathered one, with a row for each owner on this machine.
+Over machines a row has the parts of this owner on every machine. Without anything it is an empty tuple.
+"""
+
 
 @dataclass
 class Delivery:
     """The gradients that one slot has computed for one unit, and memory for its owner's part of the sum.
 
-    The memory belongs to the slot's computing stream, which waits before the slot's next delivery, of any unit, for the
-    sums that read the last one (`SumsOfPass.release_deliveries`). So a slot keeps the gradients of at most two units.
+    The memory belongs to the slot's computing stream. It is dropped before the slot's next delivery, of any unit, and
+    held until the sums that read it are over (`SumsOfPass.release_deliveries`).
 
     Attributes:
         device: the slot's.
-        matrices: for each dtype the gradients in the layout of the gathered matrix, with a row for each owner on this
-            machine. Over machines a row has the parts of this owner on every machine. ``None``: they are not packed.
-        loose: for each dtype the gradients that are not packed.
+        gradients: for each dtype.
         tables: by which kernels add them; ``None`` if copies do.
         sums: for each dtype memory for the sum of one row, on the slot's device.
         parts: the same in the dtype of the parameters; may share memory with ``sums``. Not used over machines.
@@ -55,8 +60,7 @@ class Delivery:
     """
 
     device: torch.device
-    matrices: list[Tensor | None]
-    loose: list[Sequence[Tensor | None]]
+    gradients: list[Gradients]
     sums: list[Tensor]
     parts: list[Tensor]
     present: set[int]
@@ -65,9 +69,11 @@ class Delivery:
 
     @property
     def memory(self) -> list[Tensor]:
-        """The memory that other devices read."""
-        tensors = [*self.matrices, *(grad for grads in self.loose for grad in grads)]
-        return [tensor for tensor in tensors if tensor is not None]
+        """The memory that sums on other streams read and write."""
+        found = [*self.sums, *self.parts]
+        for grads in self.gradients:
+            found += [grads] if isinstance(grads, Tensor) else [grad for grad in grads if grad is not None]
+        return found
 
 
 class PassGradients:
@@ -265,10 +271,8 @@ class UnitSums:
         with streams_set({device: sums.computing[device]} if device in sums.computing else {}):
             memory, parts = self._unit.gradients.memory_for_sums(device)
             stream = current_streams([device]).get(device)
-        nothing = len(self._groups)
-        return Delivery(
-            device, [None] * nothing, [()] * nothing, memory, parts, set(), None if stream is None else Event(stream)
-        )
+        nothing: list[Gradients] = [() for _ in self._groups]
+        return Delivery(device, nothing, memory, parts, set(), None if stream is None else Event(stream))
 
     def _reduce_scatter(self, deliveries: Mapping[int, Delivery], totals: Sequence[Sequence[Tensor]]) -> None:
         """Launches the sums of all dtypes into ``totals``, for each owner the memory that it has for them."""
@@ -276,13 +280,13 @@ class UnitSums:
         tables = next((each.tables for each in deliveries.values() if each.tables is not None), None)
         with streams_set(self._unit.streams.adding):
             for at in range(len(self._groups)):
-                if tables is not None and tables.has_sums(at):
-                    of_slots = [deliveries.get(slot) for slot in range(len(self._unit.slots))]
-                    for owner, of_owner in enumerate(totals):
-                        tables.reduce_scatter(at, owner, of_slots, of_owner[at])
+                if tables is not None and tables.summed[at] is not None:
+                    slots = range(len(self._unit.slots))
+                    found = [deliveries[slot].gradients[at] if slot in deliveries else () for slot in slots]
+                    tables.reduce_scatter(at, found, [of_owner[at] for of_owner in totals])
                     continue
-                found = [deliveries[slot].matrices[at] for slot in sorted(deliveries)]
-                matrices = [matrix for matrix in found if matrix is not None]
+                found = [deliveries[slot].gradients[at] for slot in sorted(deliveries)]
+                matrices = [grads for grads in found if isinstance(grads, Tensor)]
                 comm.reduce_scatter(matrices, [of_owner[at] for of_owner in totals], self._allocate)
 
     def _allocate(self, like: Tensor, *, device: torch.device) -> Tensor:
@@ -472,9 +476,10 @@ class UnitGradients:
             delivery = self._packed(slot, grads)
         with self._lock:
             if not self._unit.requires_gradient_sync:
-                self._held[slot] = delivery  # includes the gradients that were held before
-                if is_new:
-                    self._newly_holding.add(slot)
+                if delivery.present:
+                    self._held[slot] = delivery  # includes the gradients that were held before
+                    if is_new:
+                        self._newly_holding.add(slot)
                 return None
             held = self._held.pop(slot, None)
             if held is not None:
@@ -596,8 +601,8 @@ class UnitGradients:
                 self._held_direct.pop(i, None)
                 for delivery in self._held.values():
                     delivery.present.discard(i)
-                    for (kept, layout, _), matrix in zip(self.groups, delivery.matrices, strict=True):
-                        if i in kept and matrix is not None:
+                    for (kept, layout, _), matrix in zip(self.groups, delivery.gradients, strict=True):
+                        if i in kept and isinstance(matrix, Tensor):
                             layout.zero_columns(kept.index(i), matrix.view(layout.owners, layout.numel))
             self._held = {slot: held for slot, held in self._held.items() if held.present}
             if self.partial is not None:
@@ -620,20 +625,23 @@ class UnitGradients:
         unit, device, held = self._unit, self._unit.slots[slot], self._held.get(slot)
         of_parameter = dict(zip(unit.trainable, grads, strict=True))
         present = {i for i, grad in of_parameter.items() if grad is not None}
-        delivery = Delivery(device, [], [], [], [], present, None, unit.tables)
-        for at, group in enumerate(self.groups):
-            kept, layout, dtype = group
-            loose = [of_parameter[i] for i in kept]
-            is_loose = held is None and unit.requires_gradient_sync and self._may_stay_loose(at, loose, delivery.tables)
-            delivery.loose.append(loose if is_loose else [])
-            matrix = None
-            if not is_loose:
-                matrix = torch.empty(layout.owners, layout.numel, dtype=unit.dtype_of_sums(dtype), device=device)
-                layout.copy_in(loose, matrix)
-                matrix = matrix.view(len(unit.slots), -1)  # a row for each owner, with its parts on all machines
-                if held is not None and (held_matrix := held.matrices[at]) is not None:
-                    matrix.add_(held_matrix)
-            delivery.matrices.append(matrix)
+        delivery = Delivery(device, [], [], [], present, None, unit.tables)
+        # What is held is added in the dtype of the sums, by all slots if by any.
+        is_held = not unit.requires_gradient_sync or bool(self._held or self._former)
+        for at, (kept, layout, dtype) in enumerate(self.groups):
+            found = [of_parameter[i] for i in kept]
+            summed = None if delivery.tables is None or is_held else delivery.tables.summed[at]
+            if summed is not None and _kernels_read(found, layout, summed):
+                delivery.gradients.append(found)
+                continue
+            packed = torch.empty(layout.owners, layout.numel, dtype=summed or unit.dtype_of_sums(dtype), device=device)
+            layout.copy_in(found, packed)
+            packed = packed.view(len(unit.slots), -1)  # a row for each owner, with its parts on all machines
+            if held is not None:
+                before = held.gradients[at]
+                assert isinstance(before, Tensor)
+                packed.add_(before)
+            delivery.gradients.append(packed)
         if unit.requires_gradient_sync:
             delivery.sums, delivery.parts = self.memory_for_sums(device)
         if held is not None:
@@ -641,17 +649,6 @@ class UnitGradients:
         stream = current_streams([device]).get(device)
         delivery.written = None if stream is None else Event(stream)
         return delivery
-
-    def _may_stay_loose(self, at: int, grads: Sequence[Tensor | None], tables: PeerTables | None) -> bool:
-        """True if kernels can add these gradients of dtype number ``at`` where they lie."""
-        if tables is None or not tables.has_sums(at):
-            return False
-        _, layout, dtype = self.groups[at]
-        dtype = self._unit.dtype_of_sums(dtype)
-        return all(
-            grad is None or (grad.dtype == dtype and grad.is_contiguous() and not columns.dim and type(grad) is Tensor)
-            for grad, columns in zip(grads, layout.columns, strict=True)
-        )
 
     def memory_for_sums(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
         """Returns memory for an owner's `Delivery.sums` and `Delivery.parts`, of the current stream of its device."""
@@ -676,3 +673,11 @@ class UnitGradients:
                     f"layout {grad.layout}, and sharded parameters get dense gradients: pass sparse=False to the "
                     "Embedding"
                 )
+
+
+def _kernels_read(grads: Sequence[Tensor | None], layout: Layout, dtype: torch.dtype) -> bool:
+    """True if kernels that add ``dtype`` can read these gradients where they lie."""
+    return all(
+        grad is None or (grad.dtype == dtype and grad.is_contiguous() and not columns.dim and type(grad) is Tensor)
+        for grad, columns in zip(grads, layout.columns, strict=True)
+    )

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
-from dataparallel.comm.kernels import ADDRESSES, DeviceTable, kernel_for
+from dataparallel.comm.kernels import ADDRESSES, DeviceTable, sum_kernel
 from dataparallel.comm.tables import Part, all_gather, reduce_scatter
 from dataparallel.sharded.units.buffers import Layout, added_in
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.gradients import Delivery, DtypeGroup
+    from dataparallel.sharded.units.gradients import Gradients
     from dataparallel.sharded.units.unit import Unit
 
 
@@ -38,9 +39,13 @@ class _Sum(NamedTuple):
 
 
 class PeerTables:
-    """The tables of one unit, on the devices that launch them. The constructor copies them there, on current streams.
+    """The tables of one unit, on the devices that launch them. Those of gathers are copied there, on current streams.
 
     Each owner needs a table for the sums of each dtype, and each slot one for each dtype that it gathers.
+
+    Attributes:
+        summed: for each dtype of parameters that need gradients, the dtype of gradients that kernels add where they
+            lie; ``None`` if they add none.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -49,9 +54,15 @@ class PeerTables:
         for slot in range(len(unit.slots)):
             for at, owned in enumerate(unit.owned):
                 self.gather(slot, at, owned.layout)
-        self._sums = [
-            [self._sums_of(owner, group) for owner in range(len(unit.slots))] for group in unit.gradients.groups
-        ]
+        self._sums: dict[tuple[int, int, torch.dtype], list[_Sum]] = {}
+        self.summed = [self._dtype_summed(dtype) for _, _, dtype in unit.gradients.groups]
+
+    def _dtype_summed(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Returns the dtype in which gradients come if the sum only widens it, else the one in which slots deliver."""
+        delivered, come = self._unit.dtype_of_sums(dtype), self._unit.dtype_on_slots(dtype)
+        are_widened = torch.promote_types(come, delivered) == delivered
+        may_be = [each for each in (come, delivered) if each == delivered or are_widened]
+        return next((each for each in may_be if sum_kernel(each, added_in(delivered, dtype)) is not None), None)
 
     def gather(self, slot: int, at: int, layout: Layout) -> DeviceTable:
         """Returns the table for dtype number ``at`` by which a slot pulls the pieces of a layout into its full buffer.
@@ -65,40 +76,44 @@ class PeerTables:
             self._gathers[key] = DeviceTable(plan, self._unit.slots[slot], dtype)
         return self._gathers[key]
 
-    def _sums_of(self, owner: int, group: DtypeGroup) -> list[_Sum]:
-        unit, (_, layout, dtype) = self._unit, group
-        slots, sum_dtype, parts = len(unit.slots), unit.dtype_of_sums(dtype), parts_of(layout)
-        at_once = (ADDRESSES - 2) // slots  # parameters of one launch
-        sums = []
-        for first in range(0, len(parts), at_once):
-            some = parts[first : first + at_once]
-            plan = reduce_scatter(some, owner, slots)
-            if kernel_for(plan, sum_dtype, added_in(sum_dtype, dtype)) is None:
-                return []
-            table = DeviceTable(plan, unit.slots[owner], sum_dtype, added_in(sum_dtype, dtype))
-            sums.append(_Sum(first, first + len(some), some, table))
-        return sums
+    def _sums_of(self, at: int, owner: int, summed: torch.dtype) -> list[_Sum]:
+        """Returns the tables for an owner's sums of gradients of a dtype, made on the current stream of its device."""
+        key = at, owner, summed
+        if key not in self._sums:
+            _, layout, dtype = self._unit.gradients.groups[at]
+            slots, parts = len(self._unit.slots), parts_of(layout)
+            at_once = (ADDRESSES - 2) // slots  # parameters of one launch
+            target = added_in(self._unit.dtype_of_sums(dtype), dtype)
+            self._sums[key] = []
+            for first in range(0, len(parts), at_once):
+                some = parts[first : first + at_once]
+                table = DeviceTable(reduce_scatter(some, owner, slots), self._unit.slots[owner], summed, target)
+                self._sums[key].append(_Sum(first, first + len(some), some, table))
+        return self._sums[key]
 
-    def has_sums(self, at: int) -> bool:
-        """Returns true if kernels add the gradients of parameters of dtype number ``at``."""
-        return bool(self._sums[at][0])  # all owners have alike
+    def reduce_scatter(self, at: int, delivered: Sequence[Gradients], totals: Sequence[Tensor]) -> None:
+        """Adds each owner's rows of what the slots have delivered into its total, on the current streams.
 
-    def reduce_scatter(self, at: int, owner: int, deliveries: Sequence[Delivery | None], total: Tensor) -> None:
-        """Adds the owner's rows of what the slots have delivered into ``total``, on the current stream of its device.
-
-        ``deliveries``: of each slot, ``None`` if it has none. Where no slot has a gradient, ``total`` stays as it is.
+        ``delivered``: of each slot. Where no slot has a gradient, totals stay as they are.
         """
         layout = self._unit.gradients.groups[at][1]
-        for first, end, parts, table in self._sums[at][owner]:
-            tensors: list[Tensor | None] = []
-            shifts: list[int] = []
-            for delivery in deliveries:
-                matrix = None if delivery is None else delivery.matrices[at]
-                if matrix is not None:
-                    tensors += [matrix] * len(parts)
-                    # In a matrix the owner's rows of all parameters follow each other.
-                    shifts += [owner * layout.numel + part.in_shard - sum(part.counts[:owner]) for part in parts]
-                else:
-                    tensors += [None] * len(parts) if delivery is None else delivery.loose[at][first:end]
-                    shifts += [0] * len(parts)
-            table.launch([*tensors, total], [*shifts, 0])
+        dtypes = {each.dtype if isinstance(each, Tensor) else self.summed[at] for each in delivered if len(each)}
+        if len(dtypes) > 1:
+            raise RuntimeError(
+                f"some slots hold gradients of the unit {self._unit.name!r} since before this backward, and others do "
+                "not know: call set_requires_gradient_sync() between passes of backward, not inside of one"
+            )
+        dtype = next(iter(dtypes), None)
+        terms: dict[int, list[Tensor | None]] = {}  # by the first parameter of a launch: those of all owners
+        for owner, total in enumerate(totals if dtype is not None else ()):
+            assert dtype is not None
+            for first, end, parts, table in self._sums_of(at, owner, dtype):
+                if first not in terms:
+                    terms[first] = []
+                    for each in delivered:
+                        some = [each] * len(parts) if isinstance(each, Tensor) else each[first:end]
+                        terms[first] += some or [None] * len(parts)  # a slot may have delivered nothing
+                # In a matrix the owner's rows of all parameters follow each other.
+                rows = [owner * layout.numel + part.in_shard - sum(part.counts[:owner]) for part in parts]
+                shifts = [row if isinstance(each, Tensor) else 0 for each in delivered for row in rows]
+                table.launch([*terms[first], total], [*shifts, 0])

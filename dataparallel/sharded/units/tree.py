@@ -90,16 +90,12 @@ class SumsOfPass:
             return self.latest_sum
 
     def release_deliveries(self, slot: int) -> None:
-        """Makes the slot's computing stream wait for the sums that read its deliveries, and drops the deliveries.
-
-        The memory is held until these sums are over.
-        """
+        """Drops the slot's deliveries. Their memory is held until sums that use it are over, or its stream waits."""
         with self._lock:
             deliveries = self.in_flight.pop(slot, [])
         for delivery, after_reads in deliveries:
-            if after_reads is not None:
+            if after_reads is not None and not hold(delivery.memory, after_reads):
                 after_reads.make_wait(self.computing[delivery.device])
-                hold(delivery.memory, after_reads)
 
     def _drop_deliveries(self) -> None:
         """Drops all deliveries, once the computing streams wait for the sums that read them."""

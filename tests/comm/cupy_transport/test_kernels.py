@@ -21,7 +21,7 @@ pytestmark = pytest.mark.devices("cpu")
 COPIED = [*SUM_KERNELS, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
 HALVES = [torch.float16, torch.bfloat16]
 
-PARTS = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
+PARTS = {torch.complex128: torch.float64, torch.complex64: torch.float32}
 """The dtype of a complex number's real and imaginary part."""
 SIGNED = {torch.uint64: torch.int64, torch.uint32: torch.int32, torch.uint16: torch.int16}
 """torch adds few unsigned integers; their sums have the bits of signed ones."""

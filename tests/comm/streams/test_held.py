@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
+from clocked import check_clocks
+from dataparallel import comm
 from dataparallel.comm.streams import held
 from dataparallel.comm.streams.held import hold
 
@@ -29,29 +33,32 @@ def nothing_else() -> None:
 
 @pytest.mark.devices("cuda")
 class TestMemory:
-    def tensor(self, root: torch.device) -> tuple[list[torch.Tensor], weakref.ref]:
-        memory = [torch.ones(4, device=root)]
-        return memory, weakref.ref(memory[0])
+    NBYTES = 4 << 20
+
+    def tensor(self, root: torch.device) -> list[Tensor]:
+        return [torch.ones(self.NBYTES // 4, device=root)]
 
     def test_it_is_held_until_its_event_has_passed(self, root: torch.device) -> None:
-        events = Event(), Event(), Event()
-        (first, one), (second, other) = self.tensor(root), self.tensor(root)
-        hold(first, events[0])
-        hold(second, events[1])
-        del first, second
-        events[1].passed = True
-        hold([torch.ones(1, device=root)], events[2])
-        gc.collect()
-        assert one() is not None
-        assert other() is None
+        events, before = [Event() for _ in range(3)], torch.accelerator.memory_allocated(root)
+        for event in events:
+            hold(self.tensor(root), event)
+        assert torch.accelerator.memory_allocated(root) == before + 3 * self.NBYTES
+        events[0].passed = events[1].passed = True
+        hold(self.tensor(root), Event())
+        assert torch.accelerator.memory_allocated(root) == before + 2 * self.NBYTES
 
     def test_where_the_event_has_passed_nothing_is_held(self, root: torch.device) -> None:
-        memory, alive = self.tensor(root)
-        event = Event()
+        before, event = torch.accelerator.memory_allocated(root), Event()
         event.passed = True
-        hold(memory, event)
-        del memory
-        gc.collect()
+        hold(self.tensor(root), event)
+        assert torch.accelerator.memory_allocated(root) == before
+
+    def test_no_graph_is_held_with_it(self, root: torch.device) -> None:
+        x = torch.ones(4, device=root, requires_grad=True)
+        y = x.exp()
+        alive = weakref.ref(y)
+        hold([y], Event())
+        del y
         assert alive() is None
 
 
@@ -64,3 +71,48 @@ def test_memory_of_other_devices_is_not_held(root: torch.device) -> None:
     del memory
     gc.collect()
     assert alive() is None
+
+
+LARGE = 3 << 20
+"""Bytes above which torch's cache gets memory for a tensor alone, and gives it back when it is emptied."""
+
+
+def like(x: list[Tensor], part: int = 1) -> list[Tensor]:
+    return [torch.empty(LARGE // part, device=tensor.device) for tensor in x]
+
+
+TRAVELS: dict[str, Callable[[list[Tensor]], object]] = {
+    "broadcast": lambda x: comm.broadcast(x[0], [tensor.device for tensor in x]),
+    "broadcast of a view": lambda x: comm.broadcast(x[0][::2], [tensor.device for tensor in x]),
+    "broadcast into": lambda x: comm.broadcast(x[0], out=like(x[1:])),
+    "broadcast coalesced": lambda x: comm.broadcast_coalesced(x[:1], [tensor.device for tensor in x]),
+    "scatter": lambda x: comm.scatter(x[0], [tensor.device for tensor in x]),
+    "scatter into": lambda x: comm.scatter(x[0], out=like(x, 3)),
+    "gather": lambda x: comm.gather(x),
+    "gather of views": lambda x: comm.gather([tensor[::2] for tensor in x]),
+    "gather into": lambda x: comm.gather(x, out=torch.empty(3 * LARGE, device=x[0].device)),
+    "reduce_add": lambda x: comm.reduce_add(x),
+    "reduce_add of views": lambda x: comm.reduce_add([tensor[::2] for tensor in x]),
+    "reduce_add_coalesced": lambda x: comm.reduce_add_coalesced([[tensor] for tensor in x], x[2].device),
+    "add_flat": lambda x: comm.add_flat([tensor.clone() for tensor in x], x[0].device),
+    "reduce_scatter": lambda x: comm.reduce_scatter([tensor.view(3, -1) for tensor in x], like(x, 3)),
+}
+"""Each drops what it returns, and memory of its own. Its arguments stay."""
+
+
+@pytest.mark.devices("stand-in")
+@pytest.mark.parametrize("asked", [{"route": "star"}, {"route": "chain"}, {"transport": "cupy"}], ids=str)
+@pytest.mark.parametrize("travel", TRAVELS)
+def test_a_cache_may_be_emptied_when_what_has_travelled_is_dropped(
+    travel: str, asked: dict[str, str], slots: list[torch.device]
+) -> None:
+    """A device that gives memory back does not wait for a peer that still writes or reads it: the clocks say so."""
+    for order in (slots, slots[::-1]):  # devices give memory back in the order of their numbers
+        x = [torch.ones(LARGE, device=slot) for slot in order]
+        for slot in slots:
+            torch.cuda.synchronize(slot)
+        torch.cuda.empty_cache()
+        with comm.using(**asked):
+            TRAVELS[travel](x)
+        torch.cuda.empty_cache()
+        check_clocks()

@@ -13,7 +13,9 @@ from hypothesis import given
 from torch import Tensor
 
 from clocked import check_clocks
+from dataparallel import comm
 from dataparallel.comm.streams.current import Event, current_streams, streams_joined, streams_set
+from dataparallel.comm.transport_choice import why_no_tables
 from dataparallel.sharded.units.buffers import Layout
 from dataparallel.sharded.units.gradients import PassGradients, UnitSums
 from dataparallel.sharded.units.tree import SumsOfPass
@@ -314,6 +316,44 @@ class TestDtypes:
         assert unit.parameters[0].grad.dtype == torch.bfloat16
         assert_sums(unit, [111])
 
+    @pytest.mark.devices("sim", "cuda")
+    @given(
+        dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.bfloat16, torch.float16])] * 3),
+        rows=st.lists(st.integers(0, 9), min_size=1, max_size=3), holding=st.sets(st.integers(0, 2)),
+        missing=st.sets(st.integers(0, 8)), seed=st.integers(0, 2**32),
+    )  # fmt: skip
+    def test_kernels_have_the_bits_of_copies(self, slots, dtypes, rows, holding, missing, seed):
+        """Some slots hold gradients of an earlier pass. Not all have a gradient of each parameter."""
+        stored, on_slots, sums = dtypes
+        found = []
+        for transport in (None, "copy"):
+            generator = torch.Generator().manual_seed(seed)
+
+            def drawn(slot: int, generator: torch.Generator = generator) -> list[Tensor | None]:
+                values = [(torch.randn(n, 3, generator=generator) * 2.0**slot).to(on_slots) for n in rows]
+                return [None if 3 * slot + at in missing else value.to(slots[slot]) for at, value in enumerate(values)]
+
+            with comm.using(transport=transport) if transport else contextlib.nullcontext():
+                unit = unit_of([torch.zeros(n, 3).to(stored) for n in rows], slots, Precision(on_slots, sums))
+                unit.requires_gradient_sync = False
+                run_pass(unit, slots, {slot: [drawn(slot)] for slot in sorted(holding)})
+                unit.requires_gradient_sync = True
+                run_pass(unit, slots, {slot: [drawn(slot)] for slot in range(len(slots))})
+            found.append(summed(unit))
+        for by_kernels, by_copies in zip(*found, strict=True):
+            assert (by_kernels is None) == (by_copies is None)
+            assert by_kernels is None or torch.equal(by_kernels, by_copies)
+
+    @pytest.mark.devices("sim", "cuda")
+    @pytest.mark.parametrize("sums", [torch.bfloat16, torch.float32], ids=str)
+    def test_kernels_add_gradients_of_16_bits_where_they_lie(self, slots, sums, monkeypatch):
+        if (reason := why_no_tables([*map(torch.device, slots)])) is not None:
+            pytest.skip(reason)
+        unit = unit_of([torch.zeros(3)], slots, Precision(torch.bfloat16, sums))
+        monkeypatch.setattr(Layout, "copy_in", None)  # packs
+        run_pass(unit, slots, {slot: [[torch.ones(3, device=slots[slot]).bfloat16()]] for slot in range(len(slots))})
+        assert_sums(unit, [3])
+
 
 @pytest.mark.devices("sim", "stand-in")
 class TestOrders:
@@ -359,6 +399,7 @@ class TestOrders:
             run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in (1, 2, 3)})
         assert_sums(unit, [2 * 1110, 2 * 2220])
 
+    @pytest.mark.devices("sim")
     def test_a_slot_that_brings_nothing_holds_the_sums_of_one_unit_at_a_time(self, slots):
         """They are made in memory of their own, and are added to gradients that are there already."""
         units = [unit_of(values(rows=768), slots) for _ in range(5)]
