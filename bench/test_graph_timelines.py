@@ -29,7 +29,7 @@ and scheduled on 8 x A100. Training is forward, the loss on the first device, ba
 with TF32; inference is a call without gradients. Each device gets what the name of the model says.
 
 way
-    composable.fully_shard has a unit for each block, and one for the rest.
+    composable.fully_shard has a unit for each block, and one for the rest. Here plain copies carry them.
 graphs
     With graphs=True. The module alone and DDP have their whole step in one graph, which is the best that can be done.
 step, free host, ms
