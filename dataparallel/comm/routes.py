@@ -6,6 +6,7 @@ bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,8 +21,12 @@ from dataparallel.comm.transport import Transport, summed_in
 _ALIGNED = 128
 """Pieces begin at multiples of this number of elements, where a load or store of any width may begin."""
 
-_PIECE_BYTES = 12 * 2**20
-"""The size of a piece. With few pieces the last device waits long for the first one; with many each launch counts."""
+_SQUARE_BYTES = 3 * 2**20
+"""A buffer of ``n * n`` times this size has ``n`` pieces: with few the last device waits long for the first one, with
+many each launch counts, and the sum of both is least where the number grows with the square root of the size."""
+
+_LARGE_BYTES = 12 * 2**20
+"""A large buffer has a piece for so many bytes at least: their copies take longer than their launches."""
 
 _MOST_PIECES = 16
 """More would save less than a tenth of the time, and each piece is a launch on every device."""
@@ -66,7 +71,8 @@ STAR = TorchCopies("star")
 
 
 def _number_of_pieces(flat: Tensor) -> int:
-    return min(_MOST_PIECES, max(1, flat.numel() * flat.itemsize // _PIECE_BYTES))
+    nbytes = flat.numel() * flat.itemsize
+    return min(_MOST_PIECES, max(1, math.isqrt(nbytes // _SQUARE_BYTES), nbytes // _LARGE_BYTES))
 
 
 def _split(flat: Tensor, count: int) -> Sequence[Tensor]:

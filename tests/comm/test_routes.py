@@ -12,7 +12,7 @@ from tensor_kinds import devices_of, of_many_magnitudes
 from torch import Tensor
 
 from clocked import counted
-from dataparallel.comm.routes import TorchCopies
+from dataparallel.comm.routes import TorchCopies, _number_of_pieces
 from dataparallel.comm.settings import ROUTES
 
 MANY = 1000  # tensors
@@ -132,6 +132,14 @@ def test_traffic_of_a_sum(route: str, slots: list, bucket: list[list[Tensor]]) -
     assert sum(counts.launches) == 8 + {"star": 7 + 7, "chain": 3 * (8 + 7)}[route]
     most = max(counts.received(slot.index) for slot in slots)
     assert abs(most - {"star": 7, "chain": 1}[route] * BYTES) <= MARGIN
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "pieces"), [(1, 1), (11, 1), (12, 2), (26, 2), (27, 3), (48, 4), (96, 8), (192, 16), (1000, 16)]
+)
+def test_a_chain_has_more_pieces_the_larger_a_buffer_is(mebibytes: int, pieces: int) -> None:
+    """Half of a buffer of 12 MiB is on its way to the next device while the other half arrives."""
+    assert _number_of_pieces(torch.empty(mebibytes * 2**20, dtype=torch.uint8, device="meta")) == pieces
 
 
 @pytest.mark.devices("sim")
