@@ -27,7 +27,7 @@ from reporting import Report
 from shapes import NARROW_GPT, RESNET, WIDE_GPT, Shape
 from sharded_memory import CAPTION as MEMORY_CAPTION
 from sharded_memory import TABLE as MEMORY_TABLE
-from sharded_memory import measure, parts_of, row_of, work_of
+from sharded_memory import measure, row_of, work_of
 
 CAPTION = """\
 A training step (forward, loss and backward) by the library's forms and by others. ours and the other are median
@@ -122,17 +122,16 @@ def test_on_devices(shape: Shape, places: Places, report: Report, short: bool, o
 
 @pytest.mark.parametrize("shape", [RESNET, NARROW_GPT, WIDE_GPT], ids=lambda shape: shape.name)
 def test_memory_and_bytes(shape: Shape, places: Places, memory_report: Report, short: bool) -> None:
-    """Of a step with AdamW, by each form. Its losses have to be those of one device."""
+    """Of a step with AdamW, by each form."""
     if short and shape is not NARROW_GPT:
         pytest.skip("short")
     if not places.simulated:
         pytest.skip(f"only simulated devices count bytes: {places.why_not_simulated}")
     devices = places.simulated[:BAR_DEVICES]
     work = work_of(shape)
-    parts = parts_of(work, devices[0])
     for name in ("DataParallel", "replicate", "fully_shard", "reshard_after_forward=False"):
         way = sharded_memory.NAMED[name]
-        memory_report.rows.append(row_of(shape.name, way, len(devices), parts, measure(work, way, devices)))
+        memory_report.rows.append(row_of(work, way, len(devices), measure(work, way, devices)))
 
 
 def test_on_cpu_slots(report: Report, tmp_path: Path, short: bool, once: Any) -> None:
