@@ -45,6 +45,7 @@ def answer_as_the_cpu(in_kernel: Callable[[], bool]) -> None:
     _add(rules, aten.convolution.default, _convolution)
     for op in NORMALISING_BACKWARDS:
         _add(rules, op, _gradient_like_the_input)
+    _add(rules, aten._transformer_encoder_layer_fwd.default, _like_the_source)
     _rules.append(rules)
 
 
@@ -183,3 +184,8 @@ CHANNELS_KEPT_LAST = [aten.max_unpool2d.default, aten.reflection_pad2d.default, 
 
 def _channels_kept_last(op: Any, input: Tensor, *arguments: Any) -> Tensor:
     return torch.empty_like(op(input, *arguments), memory_format=suggest_memory_format(input))
+
+
+def _like_the_source(op: Any, source: Tensor, *arguments: Any) -> Tensor:
+    """A layer's result, which torch 2.11 has no meta kernel for."""
+    return torch.empty_like(source)
