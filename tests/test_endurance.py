@@ -19,6 +19,9 @@ from memory import live_objects
 from selection import others_long
 
 
+pytestmark = pytest.mark.counts_memory
+
+
 def mlp(root) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double().to(root)

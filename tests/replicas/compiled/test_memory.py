@@ -14,6 +14,9 @@ from compiled_steps import FORMS
 from memory import allocated, live_objects
 
 
+pytestmark = pytest.mark.counts_memory
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
