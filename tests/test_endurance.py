@@ -18,7 +18,6 @@ from freed_later import freed_later
 from memory import live_objects
 from selection import others_long
 
-
 pytestmark = pytest.mark.counts_memory
 
 

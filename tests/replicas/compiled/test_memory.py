@@ -13,7 +13,6 @@ from compiled_backends import Counting
 from compiled_steps import FORMS
 from memory import allocated, live_objects
 
-
 pytestmark = pytest.mark.counts_memory
 
 
