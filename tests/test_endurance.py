@@ -18,6 +18,8 @@ from freed_later import freed_later
 from memory import live_objects
 from selection import others_long
 
+pytestmark = pytest.mark.counts_memory
+
 
 def mlp(root) -> nn.Module:
     torch.manual_seed(0)

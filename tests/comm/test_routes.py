@@ -142,14 +142,12 @@ def test_a_chain_has_more_pieces_the_larger_a_buffer_is(mebibytes: int, pieces: 
     assert _number_of_pieces(torch.empty(mebibytes * 2**20, dtype=torch.uint8, device="meta")) == pieces
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
+@pytest.mark.counts_memory
 @pytest.mark.slots(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_of_a_sum(dtype: torch.dtype, slots: list) -> None:
-    """At most one buffer more on each device, in the dtype of the sum, and none that outlives the call.
-
-    CUDA's memory is held until the sum has passed.
-    """
+    """At most one buffer more on each device, in the dtype of the sum, and none that outlives the call."""
     if len({*slots}) < len(slots):
         pytest.skip("slots share devices")
     size = 2**16

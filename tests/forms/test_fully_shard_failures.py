@@ -391,6 +391,7 @@ class TestOutOfMemory:
         assert_equal(gradients(training.model), gradients(training.twin), "gradients", atol=1e-9)
 
 
+@pytest.mark.counts_memory
 @pytest.mark.slots(4)
 @pytest.mark.parametrize("steps", [30, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.watchdog(1200)])])
 def test_an_error_in_every_tenth_step_leaves_nothing(steps, slots):

@@ -269,6 +269,7 @@ BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
     "shards.py:PullSource._copying:make_wait:1": (training_in_bfloat16, "race: "),
     "shards.py:PullSource._let_go:wait_for:1": (training_in_bfloat16, "freed too early: .*copy_many, which reads"),
     "shards.py:TreeStreams.now:Event:1": (unshard_and_reshard, "race: copy_many reads"),
+    "shards.py:TreeStreams.after_pulls:Event:1": (inference, "race: .*copy_many, which reads"),
     "shards.py:UnitPieces.keep:Event:1": (a_loss_of_one_slot, "race: copy_many reads"),
     "shards.py:_free_if_unread:make_wait:1": (training_in_twos, "freed too early: .*copy_many"),
     "slot_unit.py:SlotUnit._allocate_for_kernels:make_wait:1": (training, "race: copy_many writes"),

@@ -13,6 +13,8 @@ from dataparallel.composable import replicate
 from dataparallel.testing.cases import seeded
 from memory import allocated, live_objects
 
+pytestmark = pytest.mark.counts_memory
+
 STEPS = 400
 
 

@@ -69,6 +69,10 @@ class TreeStreams:
         wait_for(events, [stream])
         return Event(stream)
 
+    def after_pulls(self) -> list[Event]:
+        """Returns an event for each slot, after all of its pulls that have been launched."""
+        return [Event(stream) for stream in self.receiving if stream is not None]
+
     def now(self) -> dict[torch.device, Event]:
         """Returns for each device an event on its current stream."""
         return {device: Event(stream) for device, stream in current_streams(self.slots).items()}

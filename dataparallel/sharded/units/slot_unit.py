@@ -45,13 +45,11 @@ class SlotUnit:
         is_unsharded: the user has gathered the parameters by ``unshard()``, and they have not been freed since, nor has
             a backward ended.
         is_in_backward: the backward of a call has begun and not ended.
-        last_pull: an event after the last reads of shards.
     """
 
     def __init__(self, unit: Unit, slot: int) -> None:
         self.unit, self.slot, self.device = unit, slot, unit.slots[slot]
         self._lock = threading.RLock()
-        self._noting = threading.Lock()  # guards `last_pull`: who takes it waits for no gather
         with torch.inference_mode(False), torch.no_grad():
             self._buffers = [
                 FullBuffer(owned.layout, unit.dtype_on_slots(owned.dtype), self.device) for owned in unit.owned
@@ -62,7 +60,6 @@ class SlotUnit:
                 tensor.__class__ = ReplicaParameter
                 self.parameters[i] = tensor
         self.is_full = self.is_unsharded = False
-        self.last_pull: Event | None = None
         self._pull_event: Event | None = None  # after the pulls of a gather that `make_full` has not finished
         self._sent_sources: Sequence[PullSource] | None = None  # other machines are sending; the slot pulls later
         self._last_stream: torch.Stream | None = None  # the computing stream that used the parameters last
@@ -80,12 +77,6 @@ class SlotUnit:
         self._is_kept_for_graph = False  # a recorded backward has ended, whose graph reads the parameters
         self._is_as_after_backward = False  # no call has used the parameters since the last pass of backward
         self._modules_run: set[int] = set()  # numbers of the unit's modules that have run in this forward
-
-    def take_last_pull(self) -> Event | None:
-        """Returns `last_pull` once. A gather that another thread starts just now comes before this or after it."""
-        with self._noting:
-            event, self.last_pull = self.last_pull, None
-            return event
 
     @property
     def is_started(self) -> bool:
@@ -116,8 +107,6 @@ class SlotUnit:
                 self._pull_from_owners(unit.sources(), ready)
         if receiving is not None and self._buffers:
             self._pull_event = Event(receiving)
-            with self._noting:
-                self.last_pull = self._pull_event
 
     def _pull_from_owners(self, sources: Sequence[PullSource], ready: Mapping[torch.device, Event]) -> None:
         receiving = self.unit.streams.receiving[self.slot]
@@ -212,7 +201,7 @@ class SlotUnit:
                 sent, self._sent_sources = self._sent_sources, None
                 self._pull_from_owners(sent, ready)
                 if receiving is not None:
-                    self._pull_event = Event(receiving)  # not `last_pull`: it reads copies, which `LastCopies` notes
+                    self._pull_event = Event(receiving)
             if self._pull_event is not None:
                 wait_for([self._pull_event], computing.values())
             if self._memory_stream is None:

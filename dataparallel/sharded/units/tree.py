@@ -548,8 +548,8 @@ class Tree:
     def _make_owners_wait(self, computing: Mapping[torch.device, torch.Stream]) -> None:
         """Orders later writes to the shards, by streams and by the host, after all pulls and copies of shards."""
         copies = self._copies.take_last()
-        reads = [*copies, *(event for unit in self.units for event in unit.take_pulls())]
-        after_reads = self.units[0].streams.meet("pulls", reads) if reads else None
+        streams = self.units[0].streams
+        after_reads = streams.meet("pulls", [*copies, *streams.after_pulls()])
         wait_for([] if after_reads is None else [after_reads], computing.values())
         if any(unit.is_offloaded for unit in self.units):
             note_host_reads(copies)

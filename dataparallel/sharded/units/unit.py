@@ -464,10 +464,6 @@ class Unit(UnitSettings):
         self.pieces.drop()
         self._renew_sources(len(self.slots))
 
-    def take_pulls(self) -> list[Event]:
-        """Returns, once, events after the last pulls of all slots."""
-        return [event for slot_unit in self.slot_units if (event := slot_unit.take_last_pull()) is not None]
-
     # ---- calls by the user -------------------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool) -> _UnshardHandle:
@@ -496,9 +492,8 @@ class Unit(UnitSettings):
 
     def make_owners_wait(self) -> None:
         """Orders later writes to the shards, by streams and by the host, after all pulls and copies of shards."""
-        pulls = [event for each in self.slot_units if (event := each.last_pull) is not None]
         copies = self.binding.copies.last()
-        wait_for([*copies, *pulls], current_streams(self.slots).values())
+        wait_for([*copies, *self.streams.after_pulls()], current_streams(self.slots).values())
         if self.is_offloaded:
             note_host_reads(copies)
 

@@ -13,6 +13,8 @@ from compiled_backends import Counting
 from compiled_steps import FORMS
 from memory import allocated, live_objects
 
+pytestmark = pytest.mark.counts_memory
+
 
 class Net(nn.Module):
     def __init__(self) -> None:

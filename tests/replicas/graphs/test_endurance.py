@@ -97,6 +97,7 @@ def soak(form: str, slots: list, chunks: int, steps: int) -> Soak:
     return training
 
 
+@pytest.mark.counts_memory
 @pytest.mark.slots(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_sixty_steps_grow_nothing(form: str, slots: list) -> None:

@@ -118,6 +118,7 @@ def test_another_error_in_a_capture_reaches_the_caller_and_the_next_call_capture
     assert not reasons(training.network)
 
 
+@pytest.mark.counts_memory
 def test_a_hook_on_the_gradient_of_the_loss_fails(form: str, slots: list) -> None:
     """Later steps compute what they do without failures, and no memory is lost."""
 

@@ -404,6 +404,7 @@ def test_a_second_backward_finds_out_if_the_graph_was_launched_again(
         output.backward()
 
 
+@pytest.mark.counts_memory
 @on_cuda
 def test_memory_is_free_when_the_model_is(form: Form, slots: list, root: torch.device) -> None:
     def train_and_drop() -> None:

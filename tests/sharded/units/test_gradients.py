@@ -399,7 +399,7 @@ class TestOrders:
             run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in (1, 2, 3)})
         assert_sums(unit, [2 * 1110, 2 * 2220])
 
-    @pytest.mark.devices("sim")
+    @pytest.mark.counts_memory
     def test_a_slot_that_brings_nothing_holds_the_sums_of_one_unit_at_a_time(self, slots):
         """They are made in memory of their own, and are added to gradients that are there already."""
         units = [unit_of(values(rows=768), slots) for _ in range(5)]
