@@ -13,7 +13,6 @@ from at_once import in_threads
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import numbers, seeded
-from dataparallel.testing.steps import assert_equal
 from sharded_chains import PLAIN, Chain, Layer, assert_same_results, chain, forward_backward
 from sharded_steps import (
     LOOPS,
@@ -26,7 +25,6 @@ from sharded_steps import (
     several_loops,
     sharded,
     train,
-    whole,
 )
 
 
@@ -119,32 +117,6 @@ class TestCallsFromOutside:
         assert_all_sharded(several)
         assert_same_results(pair, lambda model: forward_backward(model, x))
 
-    def test_an_unsharded_unit_is_a_module_of_one_device(self, slots, pair, x):
-        several, one = pair
-        handle = several.layers[1].unshard()
-        assert handle is None
-        with torch.no_grad():
-            found = whole(several.layers[1].linear(x))
-        assert_equal(found, whole(one.layers[1].linear(x)), "output", atol=1e-9)
-        several.layers[1].reshard()
-        assert_same_results(pair, lambda model: forward_backward(model, x))
-
-    def test_unshard_may_be_waited_for(self, slots, pair, x):
-        several, one = pair
-        handles = [layer.unshard(async_op=True) for layer in [*several.layers][1:]]
-        for handle in handles:
-            handle.wait()
-        with torch.no_grad():
-            found = whole(several.layers[2].linear(x))
-        assert_equal(found, whole(one.layers[2].linear(x)), "output", atol=1e-9)
-        for layer in [*several.layers][1:]:
-            layer.reshard()
-        assert_same_results(pair, lambda model: forward_backward(model, x))
-
-    def test_a_unit_alone_runs_on_the_slots(self, slots, pair, x):
-        assert_same_results(pair, lambda model: forward_backward(model.layers[1], x))
-        assert_same_results(pair, lambda model: forward_backward(model, x))
-
 
 class TestSeveralModels:
     @several_loops
@@ -227,56 +199,6 @@ def test_the_device_of_a_parameter_is_that_of_the_replica_that_asks(checkpointed
     options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
     model = Model(seeded(AsksItsWeights, checkpointed), numbers(6))
     assert_same_training(model, slots, steps=2, afterwards=afterwards, **options)
-
-
-class Adapted(nn.Module):
-    """A frozen layer between two small layers that are trained, as adapters have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = nn.Linear(6, 3), nn.Linear(3, 6)
-        self.base = nn.Linear(6, 6).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.base(x + self.up(torch.tanh(self.down(x)))))
-
-
-class Base(nn.Module):
-    """A frozen model of such layers, for tokens, with a head."""
-
-    def __init__(self, units: str, trains_head: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(10, 6).requires_grad_(False)
-        self.layers = nn.ModuleList(Adapted() for _ in range(3))
-        self.norm = nn.LayerNorm(6).requires_grad_(False)
-        self.head = nn.Linear(6, 4).requires_grad_(trains_head)
-        self._units = units
-
-    def units(self) -> list[Any]:
-        of_layers = {
-            "layers": lambda layer: [layer],
-            "adapters": lambda layer: [layer.down, layer.up],
-            "nested": lambda layer: [layer.down, layer.up, layer],
-            "base": lambda layer: [layer.base],
-        }[self._units]
-        return [unit for layer in self.layers for unit in of_layers(layer)]
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x)).mean(1)
-
-
-@pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
-@pytest.mark.parametrize("trains_head", [False, True])
-@pytest.mark.parametrize("units", ["layers", "adapters", "nested", "base"])
-def test_adapters_over_a_frozen_base_train(units, trains_head, loop, slots):
-    def batch(size: int, seed: int):
-        return (torch.randint(10, (size, 5), generator=torch.Generator().manual_seed(seed)),), {}
-
-    model = Model(seeded(Base, units, trains_head), batch)
-    assert_same_training(model, slots, loop=LOOPS[loop], steps=3)
 
 
 def test_backward_inside_of_forward(slots):

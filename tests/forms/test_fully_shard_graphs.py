@@ -22,7 +22,6 @@ from sharded_steps import (
     assert_same_training,
     batches_of,
     forward,
-    gradients,
     on_device,
     several_loops,
     sharded,
@@ -120,21 +119,6 @@ class TestBackward:
         several.zero_grad()
         assert_same_results(full_pair, lambda model: forward_backward(model, x))
 
-    @pytest.mark.parametrize("set_to_none", [True, False])
-    def test_gradients_are_zeroed_between_forward_and_backward(self, set_to_none, full_pair, x):
-        """Also inside of ``unshard()``, where the module has full parameters: the gradients are the sharded ones'."""
-
-        def use(model):
-            forward_backward(model, x)
-            loss = mean_square_loss(model(x.cos()))
-            if model is full_pair[0]:
-                model.unshard()
-                assert not isinstance(model.layers[0].linear.weight, ShardedTensor)
-            model.zero_grad(set_to_none=set_to_none)
-            loss.backward()
-
-        assert_same_results(full_pair, use)
-
     def test_states_are_sharded_between_forward_and_backward(self, full_pair, x):
         """They stay what they are when backward frees the full parameters."""
 
@@ -159,15 +143,6 @@ class TestBackward:
         with pytest.raises(RuntimeError, match=r"'weight' in the unit 'layers\.1' was changed in place"):
             several(x)
         assert_all_sharded(several)
-
-    def test_gradients_are_added_to_those_that_are_there(self, slots, pair, x):
-        def use(model):
-            forward_backward(model, x)
-            first = gradients(model)
-            forward_backward(model, x.cos())
-            return first
-
-        assert_same_results(pair, use)
 
     def test_zeroed_gradients_stay_the_same_tensors(self, slots, pair, x):
         def use(model):
@@ -256,15 +231,6 @@ class TestModes:
         assert_same_results(pair, use)
         assert all(parameter.grad is None for model in pair for parameter in model.parameters())
         assert_same_results(pair, lambda model: forward_backward(model, x))
-
-    def test_a_forward_whose_backward_never_comes(self, slots, pair, x):
-        def use(model):
-            abandoned = model(x)
-            found = forward_backward(model, x.cos())
-            del abandoned
-            return [found, forward_backward(model, x)]
-
-        assert_same_results(pair, use)
 
     def test_part_of_the_output_is_used(self, slots, pair, x):
         """Some slots have no backward at all."""

@@ -151,38 +151,6 @@ class TestStateDicts:
 
 
 class TestConversions:
-    @pytest.mark.parametrize("when", ["before the first call", "later"])
-    def test_to_another_dtype(self, when, slots, root):
-        """From single precision to double, where the comparison is exact."""
-
-        def single() -> nn.Module:
-            return MODEL.build().float()
-
-        several, one = sharded(on_device(single, root), slots), on_device(single, root)
-        if when == "later":
-            (tokens,), _ = next(batches_of(MODEL, slots))
-            with torch.no_grad():
-                several(tokens)
-        for model in (several, one):
-            before = [*model.parameters()]
-            model.double()
-            assert [*map(id, model.parameters())] == [*map(id, before)]
-        assert several.head.weight is several.embedding.weight
-        assert_trains_as(several, one, slots)
-
-    def test_an_optimizer_made_before_goes_on_after_a_change_of_dtype(self, slots, root):
-        """It holds the parameters that the model has, as on one device."""
-        several, one = (on_device(lambda: MODEL.build().float(), root) for _ in range(2))
-        sharded(several, slots)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (several, one)]
-        for model in (several, one):
-            model.double()
-        ours, theirs = (
-            train(model, batches_of(MODEL, slots), optimizer, 3)
-            for model, optimizer in zip((several, one), optimizers, strict=True)
-        )
-        assert_same(ours, theirs)
-
     def test_to_the_cpu_and_back(self, slots, root):
         several, one = sharded(on_device(MODEL.build, root), slots), on_device(MODEL.build, root)
         train(several, batches_of(MODEL, slots), steps=1)

@@ -64,22 +64,6 @@ class TestParameters:
 
         assert_same_training(Model(seeded(Ends), MODELS["gpt"].batch), slots, loop=LOOPS[loop])
 
-    @pytest.mark.slots(3, long=[2, 8])
-    @several_loops
-    def test_gradients_are_none_where_one_device_has_none(self, loop, slots, root):
-        several, one = (on_device(MODELS["unused and repeated units"].build, root) for _ in range(2))
-        sharded(several, slots)
-        for model in (several, one):
-            (x,), _ = numbers(6)(2 * len(slots), 0)
-            x[:, 0] = -1.0  # no sample takes the branch
-            LOOPS[loop](model, lambda x=x: ((x.to(root),), {}), mean_square_loss)
-        found, expected = gradients(several), gradients(one)
-        assert_equal(found, expected, "gradients", atol=1e-9)
-        without = {name.split(".")[0] for name, gradient in found.items() if gradient is None}
-        assert without == {"unused", "sometimes", "frozen", "strange", "choice"}
-        assert found["choice.used.weight"] is not None
-        assert found["strange.scale"] is not None
-
     def test_complex_parameters(self, slots):
         class Turn(Layer):
             def __init__(self) -> None:
@@ -260,13 +244,3 @@ class TestChangesOfTheModel:
         for model in pair:
             mean_square_loss(model(x)).backward()
         assert_equal(gradients(several), gradients(one), "gradients", atol=1e-9)
-
-    def test_frozen_after_the_gradients_that_wait_are_dropped(self, pair, x):
-        several, _ = pair
-        with several.no_sync():
-            mean_square_loss(several(x)).backward()
-        several.zero_grad()
-        several.layers[1].linear.weight.requires_grad_(False)
-        mean_square_loss(several(x)).backward()
-        assert several.layers[1].linear.weight.grad is None
-        assert several.layers[1].linear.bias.grad is not None
