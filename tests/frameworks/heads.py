@@ -223,6 +223,88 @@ def floats(*shape: int) -> Callable[[int], Tensor]:
     return lambda samples: torch.rand(samples, *shape, dtype=torch.float64, generator=random())
 
 
+DECODER = {
+    "decoder_hidden_size": 8,
+    "decoder_num_hidden_layers": 1,
+    "decoder_num_attention_heads": 2,
+    "decoder_intermediate_size": 8,
+}
+
+
+def git() -> Any:
+    vision = hf.GitVisionConfig(image_size=16, patch_size=8, **SMALL)
+    config = hf.GitConfig(
+        **{"vision_config": vision.to_dict(), "vocab_size": 50, "max_position_embeddings": 32, "bos_token_id": 1},
+        **{"eos_token_id": 2},
+        **SMALL,
+        **NO_DROPOUT,
+    )
+    return made(hf.GitForCausalLM, config)()
+
+
+def captioned(samples: int) -> dict[str, Any]:
+    return {**labelled_words(samples), "pixel_values": pictures(samples)["pixel_values"][..., :16, :16]}
+
+
+def pictures_to_words() -> Any:
+    decoder = bert_config(is_decoder=True, add_cross_attention=True)
+    config = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(hf.ViTConfig(**SEEN), decoder)
+    config.decoder_start_token_id = config.pad_token_id = 0
+    return made(hf.VisionEncoderDecoderModel, config)()
+
+
+def layout(vision: bool) -> Any:
+    config = hf.LayoutLMv3Config(
+        **{"vocab_size": 50, "max_position_embeddings": 32, "input_size": 32, "patch_size": 8, **SMALL, **NO_DROPOUT},
+        **{"coordinate_size": 3, "shape_size": 2, "visual_embed": vision, "num_labels": 2},
+        max_2d_position_embeddings=16,
+        **{"has_relative_attention_bias": False, "has_spatial_attention_bias": False},
+    )
+    return made(hf.LayoutLMv3ForQuestionAnswering, config)
+
+
+def document(outside: Any, **more: Any) -> Any:
+    asked = spans(outside)
+    return lambda samples: {
+        **asked(samples),
+        "bbox": torch.ones(samples, 6, 4, dtype=torch.int64),
+        **{key: make(samples) for key, make in more.items()},
+    }
+
+
+def vilt() -> Any:
+    config = hf.ViltConfig(
+        **{"vocab_size": 50, "max_position_embeddings": 16, "image_size": 32, "patch_size": 8},
+        **{"max_image_length": -1, "num_labels": 3},
+        **SMALL,
+        **NO_DROPOUT,
+    )
+    return made(hf.ViltForQuestionAnswering, config)()
+
+
+def framed(samples: int) -> dict[str, Any]:
+    frames = wav2vec2("Wav2Vec2ForAudioFrameClassification")()._get_feat_extract_output_lengths(400)
+    labels = torch.nn.functional.one_hot(torch.randint(0, 3, (samples, int(frames)), generator=random()), 3)
+    return {"input_values": sounds(samples), "labels": labels}
+
+
+def asked_of_decoder(samples: int) -> dict[str, Any]:
+    """Its text is shorter, so that some answers are behind it."""
+    batch = spans(behind_the_decoder)(samples)
+    return {**batch, "decoder_input_ids": batch["input_ids"][:, :5]}
+
+
+def behind_the_decoder(starts: Tensor, ends: Tensor) -> None:
+    starts[:2] = ends[:2] = 5
+
+
+def xlnet() -> Any:
+    return made(
+        hf.XLNetLMHeadModel,
+        hf.XLNetConfig(vocab_size=50, d_model=16, n_layer=1, n_head=2, d_inner=16, dropout=0.0, use_mems_eval=False),
+    )()
+
+
 HEADS = {
     "causal language model": Head(gpt2, labelled_words),
     "causal language model that does not shift": Head(bart("BartForCausalLM"), labelled_words),
@@ -269,9 +351,33 @@ HEADS = {
     ),
     "semantic segmentation": Head(segformer(), segmented),
     "contrastive": Head(clip, texts_and_pictures, refusal='cannot gather output."logits_per_image"'),
-    "object detection": Head(
-        yolos,
-        boxes,
-        is_known=False,
+    "object detection": Head(yolos, boxes, is_known=False),
+    "video classification": Head(
+        made(
+            hf.VideoMAEForVideoClassification,
+            hf.VideoMAEConfig(**{**SEEN, "image_size": 16, "num_frames": 2, **DECODER}),
+        ),
+        lambda n: {"pixel_values": floats(2, 3, 16, 16)(n), "labels": classes(n)},
     ),
+    "words about pictures": Head(git, captioned),
+    "pictures to words": Head(pictures_to_words, lambda n: {**pictures(n), "labels": labelled_words(n)["labels"]}),
+    "questions about documents": Head(layout(False), document(behind_both)),
+    "questions about documents with pictures": Head(
+        layout(True), document(lambda s, e: None, pixel_values=lambda n: pictures(n)["pixel_values"])
+    ),
+    "questions about documents with pictures and answers behind the text": Head(
+        layout(True), document(behind_both, pixel_values=lambda n: pictures(n)["pixel_values"]), is_known=False
+    ),
+    "questions about pictures": Head(
+        vilt,
+        lambda n: {
+            **words(n),
+            **pictures(n),
+            "pixel_mask": torch.ones(n, 32, 32, dtype=torch.int64),
+            "labels": floats(3)(n),
+        },
+    ),
+    "classification of frames of sounds": Head(wav2vec2("Wav2Vec2ForAudioFrameClassification"), framed),
+    "question answering by a decoder": Head(bart("BartForQuestionAnswering"), asked_of_decoder),
+    "permutation language model": Head(xlnet, labelled_words),
 }
