@@ -119,19 +119,6 @@ class TestBackward:
         several.zero_grad()
         assert_same_results(full_pair, lambda model: forward_backward(model, x))
 
-    def test_states_are_sharded_between_forward_and_backward(self, full_pair, x):
-        """They stay what they are when backward frees the full parameters."""
-
-        def use(model):
-            loss = mean_square_loss(model(x))
-            saved = model.state_dict()
-            assert model is not full_pair[0] or all(isinstance(value, ShardedTensor) for value in saved.values())
-            loss.backward()
-            assert_all_sharded(full_pair[0])
-            return saved
-
-        assert_same_results(full_pair, use)
-
     def test_a_unit_that_changes_its_weights_in_forward_raises(self, slots, root, x):
         class Normalised(Layer):
             def forward(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dataparallel.composable import CPUOffloadPolicy, fully_shard
+from dataparallel.composable import fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.sharded.units.calls import ModuleCall
 from dataparallel.testing.cases import adamw
@@ -150,28 +150,6 @@ class TestHooksOnParameters:
     @pytest.mark.parametrize("name", ["gpt", "gpt, checkpoints around units", "unused and repeated units"])
     def test_what_they_return_is_accumulated(self, name, slots):
         assert_same_training(MODELS[name], slots, optimizer=with_hooks(clamped, rows_masked))
-
-    @pytest.mark.parametrize("loop", [name for name in LOOPS if not name.startswith("the_last_summed")])
-    def test_the_gradient_is_that_of_one_pass_whatever_was_there(self, loop, slots):
-        assert_same_training(MODELS["gpt"], slots, loop=LOOPS[loop], optimizer=with_hooks(clamped), steps=2)
-
-    @pytest.mark.parametrize("loop", ["the_last_summed", "the_last_summed_by_flag"])
-    def test_they_get_what_has_waited_on_the_slots_too(self, loop, slots):
-        assert_same_training(MODELS["gpt"], slots, loop=LOOPS[loop], optimizer=with_hooks(rows_masked), steps=2)
-
-    def test_on_shards_in_host_memory(self, slots):
-        assert_same_training(
-            MODELS["gpt"],
-            slots,
-            optimizer=with_hooks(clamped),
-            offload_policy=CPUOffloadPolicy(),
-            loop=LOOPS["each_summed"],
-        )
-
-    def test_those_that_only_look_change_nothing(self, slots):
-        seen: list[Tensor] = []
-        assert_same_training(MODELS["gpt"], slots, optimizer=with_hooks(seen.append), steps=1)
-        assert sum(isinstance(gradient, ShardedTensor) for gradient in seen) * 2 == len(seen) > 0
 
     def test_come_before_those_after_accumulation_and_not_without_a_gradient(self, slots, pair, x):
         several, _ = pair
