@@ -163,6 +163,7 @@ class RandomSteps(RuleBasedStateMachine):
         self.twin = on_device(seeded(Net), self.root)
         self.without_model = allocated(self.slots)
         self.build()
+        self.has_hooks = has_hooks
         if has_hooks:
             self.add_hooks()
         self.factors: dict[nn.Module, list[float]] = {unit: [1.0, 1.0] for unit in [*self.twin.units(), self.twin]}
@@ -362,7 +363,7 @@ class RandomSteps(RuleBasedStateMachine):
         for each in self.both():
             each.float().double()
 
-    @precondition(lambda self: not self.waits and not self.pending)
+    @precondition(lambda self: not self.is_sharded or not (self.waits or self.pending))
     @rule(which=st.integers(0, LAYERS + 2), flag=st.booleans())
     def freeze(self, which: int, flag: bool) -> None:
         if self.is_sharded:
@@ -419,7 +420,8 @@ class RandomSteps(RuleBasedStateMachine):
         self.net.set_requires_gradient_sync(flag)
         self.syncs = flag
 
-    @precondition(lambda self: self.form == "replicate" and not self.waits and not self.pending and not self.has_hook)
+    @precondition(lambda self: self.form == "replicate" and not (self.waits or self.pending or self.has_hook))
+    @precondition(lambda self: not self.has_hooks)  # they would see what waits twice
     @rule()
     def register_comm_hook(self) -> None:
         def multiplied(state: float, bucket: Any) -> Future:
