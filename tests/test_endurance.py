@@ -231,14 +231,3 @@ def test_six_threads_call_at_once(arrangement, recording, slots, root):
         ]
         for future in done:
             future.result()
-
-
-def test_a_wrapper_without_and_with_recording_at_once(slots, root):
-    model = mlp(root)
-    wrapped = DataParallel(model, slots)
-    x = torch.randn(7, 8, dtype=torch.float64, device=root)
-    expected = model(x).detach()
-    with ThreadPoolExecutor(6) as callers:
-        done = [callers.submit(call_often, wrapped, expected, x, bool(k % 2)) for k in range(6)]
-        for future in done:
-            future.result()

@@ -417,15 +417,6 @@ class TestMeta:
             assert parameter.requires_grad
         assert_same(*(train(model, batches_of(MODEL, slots), steps=3) for model in (several, one)))
 
-    def test_an_optimizer_may_be_made_before(self, slots: list, root: torch.device) -> None:
-        one = on_device(MODEL.build, root)
-        of_one = adamw(one.parameters())
-        train(one, batches_of(MODEL, slots), of_one, 2)
-        several = sharded(on_meta(), slots)
-        optimizer = adamw(several.parameters())
-        fully_shard.load_full_state_dict(several, (one.state_dict(), of_one.state_dict()), optimizer)
-        assert_same(*(train(m, batches_of(MODEL, slots), o, 2) for m, o in ((several, optimizer), (one, of_one))))
-
     def test_buffers_and_attributes_are_there_afterwards(self, slots: list, root: torch.device) -> None:
         one, several = kept(root), on_meta(Kept)
         several.scratch = torch.zeros(6, dtype=torch.float64, device=root)
