@@ -1,6 +1,6 @@
 """Gradients through both forms that replicate: twice differentiable, the same bits in every run, ``None`` as alone.
 
-Gradients of a model that is divided are in test_fully_shard_graphs and test_fully_shard_parameters.
+Gradients of a model that is divided are in test_fully_shard_calls and test_fully_shard_parameters.
 """
 
 import threading
