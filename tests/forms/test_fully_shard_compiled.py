@@ -236,10 +236,6 @@ class TestTraining:
         assert_same_compiled("units_before", model, slots, "aot_eager", steps=3)
 
     @pytest.mark.slots(2)
-    def test_units_that_are_used_twice_never_or_are_frozen(self, slots):
-        assert_same_compiled("units_before", MODELS["unused and repeated units"], slots, "eager", steps=2)
-
-    @pytest.mark.slots(2)
     def test_mixed_precision(self, slots, root):
         """Graphs get parameters and inputs in the lower dtype, so results are those of units that are not compiled."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -252,21 +248,6 @@ class TestTraining:
             mean_square_loss(model(x)).backward()
             trained.append(gradients(model))
         assert_equal(*trained, "gradients", atol=1e-9)
-
-    @pytest.mark.long
-    @pytest.mark.slots(2)
-    def test_without_a_graph_and_with_one(self, slots, root, without_graph):
-        several, one = on_device(CHAIN.build, root), on_device(CHAIN.build, root)
-        shard(several.units(), several, slots, {"compile": {"backend": "aot_eager"}})
-        x = numbers(6)(5, 0)[0][0].to(root)
-        for _ in range(2):
-            with without_graph():
-                assert_equal(whole(several(x).clone()), whole(one(x).clone()), "output", atol=1e-9)
-            several.zero_grad()
-            one.zero_grad()
-            for model in (several, one):
-                mean_square_loss(model(x)).backward()
-            assert_equal(gradients(several), gradients(one), "gradients", atol=1e-9)
 
     @pytest.mark.slots(2)
     def test_hooks_of_units_run_in_each_replica_and_those_of_the_model_on_the_whole_batch(self, slots, root):
@@ -386,12 +367,6 @@ class TestCompilations:
         model(torch.ones(len(slots), 6, dtype=torch.float64, device=root))
         # Two linear layers are alike. The third is a unit, and has a class of its own.
         assert Counter(map(tuple, graphs)) == {("linear", "tanh"): devices(slots), ("linear",): 2 * devices(slots)}
-
-    def test_a_step_of_eight_slots_on_one_device_compiles_once(self, root):
-        model = sharded(on_device(CHAIN.build, root), [root] * 8, compile={"backend": "eager"})
-        before = counts()
-        model(numbers(6)(16, 0)[0][0].to(root)).sum().backward()
-        assert (counts() - before).compilations == {root: 2}  # a unit, and the model's own layer
 
 
 @pytest.mark.devices("sim")
@@ -578,13 +553,6 @@ def test_each_model(model, slots):
 def test_each_way(way, slots):
     backend, atol = backend_for(slots)
     assert_same_compiled(way, MODELS["gpt, units of several kinds"], slots, backend, atol=atol)
-
-
-@pytest.mark.long
-@pytest.mark.slots(2, 3, 8)
-@pytest.mark.parametrize("way", WAYS)
-def test_each_way_by_aot_eager(way, slots):
-    assert_same_compiled(way, MODELS["gpt"], slots, "aot_eager")
 
 
 @pytest.mark.long

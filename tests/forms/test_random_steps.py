@@ -454,8 +454,8 @@ class RandomSteps(RuleBasedStateMachine):
         self.is_unsharded = False
 
     @precondition(lambda self: self.is_sharded)
-    @rule(which=units, asks=st.booleans(), reshards=st.booleans())
-    def unshard(self, which: int, asks: bool, reshards: bool) -> None:
+    @rule(which=units, asks=st.booleans(), zeroes=st.booleans(), reshards=st.booleans())
+    def unshard(self, which: int, asks: bool, zeroes: bool, reshards: bool) -> None:
         """The module has full parameters until it is resharded, or until a call or a backward frees them."""
         self.may_stay_full = True
         unit = self.unit(which)
@@ -466,6 +466,8 @@ class RandomSteps(RuleBasedStateMachine):
             full, expected = (dict(each.named_parameters()) for each in (unit, self.twin.units()[which]))
             assert_equal(whole(full), whole(expected), "full parameters", atol=1e-9)
         self.is_unsharded = True
+        if zeroes:  # the gradients are those of the sharded parameters
+            self.zero_grad(True)
         if reshards:
             self.reshard_all()
 

@@ -68,10 +68,6 @@ def classes(samples: int) -> Tensor:
     return labels
 
 
-def pairs(samples: int) -> dict[str, Tensor]:
-    return {**labelled_words(samples), "next_sentence_label": torch.arange(samples) % 2}
-
-
 def choices(samples: int) -> dict[str, Tensor]:
     ids = tokens(3 * samples).view(samples, 3, -1)
     return {"input_ids": ids, "labels": classes(samples)}
@@ -128,13 +124,6 @@ def segmented(samples: int) -> dict[str, Tensor]:
     return {**pictures(samples), "labels": labels}
 
 
-def masked_pictures(samples: int) -> dict[str, Tensor]:
-    masks = torch.zeros(samples, 16, dtype=torch.bool)
-    for index in range(samples):
-        masks[index, : index + 1] = True
-    return {**pictures(samples), "bool_masked_pos": masks}
-
-
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SEEN = {"image_size": 32, "patch_size": 8, **SMALL, **NO_DROPOUT, "num_labels": 3}
@@ -170,21 +159,6 @@ def encoder_decoder() -> nn.Module:
     config = hf.EncoderDecoderConfig.from_encoder_decoder_configs(bert_config(), decoder)
     config.decoder_start_token_id = config.pad_token_id = 0
     return made(hf.EncoderDecoderModel, config)()
-
-
-def whisper() -> nn.Module:
-    config = hf.WhisperConfig(
-        **{"vocab_size": 50, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0},
-        **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 8, "max_target_positions": 16},
-        **{"max_source_positions": 8, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "pad_token_id": 0},
-        **{"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
-    )
-    return made(hf.WhisperForConditionalGeneration, config)()
-
-
-def heard(samples: int) -> dict[str, Tensor]:
-    features = torch.randn(samples, 8, 16, dtype=torch.float64, generator=random())
-    return {"input_features": features, "labels": labelled_words(samples)["labels"]}
 
 
 def mixtral() -> nn.Module:
@@ -229,28 +203,6 @@ DECODER = {
     "decoder_num_attention_heads": 2,
     "decoder_intermediate_size": 8,
 }
-
-
-def git() -> Any:
-    vision = hf.GitVisionConfig(image_size=16, patch_size=8, **SMALL)
-    config = hf.GitConfig(
-        **{"vision_config": vision.to_dict(), "vocab_size": 50, "max_position_embeddings": 32, "bos_token_id": 1},
-        **{"eos_token_id": 2},
-        **SMALL,
-        **NO_DROPOUT,
-    )
-    return made(hf.GitForCausalLM, config)()
-
-
-def captioned(samples: int) -> dict[str, Any]:
-    return {**labelled_words(samples), "pixel_values": pictures(samples)["pixel_values"][..., :16, :16]}
-
-
-def pictures_to_words() -> Any:
-    decoder = bert_config(is_decoder=True, add_cross_attention=True)
-    config = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(hf.ViTConfig(**SEEN), decoder)
-    config.decoder_start_token_id = config.pad_token_id = 0
-    return made(hf.VisionEncoderDecoderModel, config)()
 
 
 def layout(vision: bool) -> Any:
@@ -312,7 +264,6 @@ HEADS = {
     "masked language model": Head(of_bert("BertForMaskedLM"), labelled_words),
     "sequence to sequence": Head(t5, labelled_words),
     "encoder and decoder": Head(encoder_decoder, labelled_words),
-    "speech to text": Head(whisper, heard),
     "token classification": Head(of_bert("BertForTokenClassification"), lambda n: labelled_words(n, classes=3)),
     "token classification with a loss function": Head(
         made(
@@ -332,22 +283,13 @@ HEADS = {
     "question answering with ends behind the text": Head(
         of_bert("BertForQuestionAnswering", num_labels=2), spans(behind_one), is_known=False
     ),
-    "pretraining": Head(of_bert("BertForPreTraining"), pairs, is_known=False),
     "connectionist temporal classification, sum": Head(wav2vec2("Wav2Vec2ForCTC", ctc_loss_reduction="sum"), spoken),
     "connectionist temporal classification, mean": Head(wav2vec2("Wav2Vec2ForCTC", ctc_loss_reduction="mean"), spoken),
     "classification of sounds": Head(
         wav2vec2("Wav2Vec2ForSequenceClassification"), lambda n: {"input_values": sounds(n), "labels": classes(n)}
     ),
-    "classification of speakers": Head(
-        wav2vec2("Wav2Vec2ForXVector"),
-        lambda n: {"input_values": sounds(n), "labels": torch.arange(n) % 3},
-        is_known=False,
-    ),
     "image classification": Head(
         made(hf.ViTForImageClassification, hf.ViTConfig(**SEEN)), lambda n: {**pictures(n), "labels": classes(n)}
-    ),
-    "masked images": Head(
-        made(hf.ViTForMaskedImageModeling, hf.ViTConfig(**SEEN, encoder_stride=8)), masked_pictures, is_known=False
     ),
     "semantic segmentation": Head(segformer(), segmented),
     "contrastive": Head(clip, texts_and_pictures, refusal='cannot gather output."logits_per_image"'),
@@ -359,9 +301,6 @@ HEADS = {
         ),
         lambda n: {"pixel_values": floats(2, 3, 16, 16)(n), "labels": classes(n)},
     ),
-    "words about pictures": Head(git, captioned),
-    "pictures to words": Head(pictures_to_words, lambda n: {**pictures(n), "labels": labelled_words(n)["labels"]}),
-    "questions about documents": Head(layout(False), document(behind_both)),
     "questions about documents with pictures": Head(
         layout(True), document(lambda s, e: None, pixel_values=lambda n: pictures(n)["pixel_values"])
     ),
