@@ -297,15 +297,15 @@ class RandomSteps(RuleBasedStateMachine):
         else:
             self.run_backward(number, retain)
 
-    @rule(size=sizes)
-    def step_that_sums(self, size: int) -> None:
-        """What waits is summed: this reaches all units."""
+    @rule(size=sizes, takes=takes)
+    def step_that_sums(self, size: int, takes: int = 1) -> None:
+        """What waits is summed, also of a unit that this does not reach. A communication hook has to reach all."""
         if self.is_composable:
             self.net.set_requires_gradient_sync(True)
         if self.is_sharded:
             self.net.set_is_last_backward(True)
         self.syncs = self.is_last = True
-        x = self.batch(size, 1)
+        x = self.batch(size, takes | self.has_hook)
         for call in (self.call, self.twin):
             output = call(x)
             if output.requires_grad:
