@@ -23,7 +23,6 @@ from around import (
 )
 from dataparallel import DataParallel, PerReplica
 from dataparallel.composable import replicate
-from each_form import FORMS
 from processes import run_script
 
 PACKAGE = str(Path(dataparallel.__file__).parent)
@@ -114,26 +113,6 @@ class TestModule:
                 graphs.append(number_of_graphs())
         assert graphs == [2, 2, 4, 4, 4]
 
-    @pytest.mark.long
-    def test_modes_take_turns(self, model, reference, root):
-        compiled, ours, theirs = torch.compile(model, backend="eager"), sgd(model), sgd(reference)
-        graphs = []
-        for epoch in range(4):
-            for x in batches(root, [6, 5]):
-                train(compiled, ours, x)
-                train(reference, theirs, x)
-            model.eval()
-            reference.eval()
-            with torch.no_grad():
-                for x in batches(root, [4, 3]):
-                    torch.testing.assert_close(compiled(x), reference(x), atol=1e-9, rtol=0)
-            model.train()
-            reference.train()
-            if epoch:
-                graphs.append(number_of_graphs())
-        assert len({*graphs}) == 1
-        assert_same_parameters(model, reference)
-
     def test_many_models_are_no_reason_to_compile_again(self, form, slots, root):
         """Functions of the library would be compiled for each, until the compiler gives up."""
         (x,) = batches(root, [6])
@@ -165,19 +144,6 @@ class TestWrapper:
         assert number_of_graphs() == 0
         assert graph_breaks() == {}
 
-    def test_its_forward_hooks_run_once(self, form, slots, root):
-        model, seen = form(inner().double().to(root), slots), []
-        model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-        (x,) = batches(root, [6])
-        torch.compile(model, backend="eager")(x)
-        assert seen == [6]
-
-    def test_the_compiled_wrapper_still_leads_to_the_module(self, slots, root):
-        module = inner().double().to(root)
-        compiled = torch.compile(DataParallel(module, slots), backend="eager")
-        assert compiled.module is module
-        assert isinstance(compiled._orig_mod, nn.DataParallel)
-
     def test_without_devices_the_module_is_compiled(self, root, monkeypatch):
         monkeypatch.setattr("dataparallel.devices.all_devices", list)
         (x,) = batches(root, [6])
@@ -204,17 +170,6 @@ class TestTrainingStep:
         assert_same_parameters(model, reference)
         assert len({*graphs[4:]}) == 1
         assert graphs[-1] <= 9
-
-    @pytest.mark.long
-    def test_adamw_equals_the_compiled_step_of_one_device(self, model, reference, root, form):
-        """torch computes AdamW's corrections in other precisions where it compiles them; sharded steps never are."""
-        theirs = step_of(reference, adamw(reference))
-        if form is not FORMS["fully_shard"]:
-            theirs = torch.compile(theirs, backend="eager")
-        compiled = torch.compile(step_of(model, adamw(model)), backend="eager")
-        for x in batches(root, EPOCHS[:8]):
-            torch.testing.assert_close(compiled(x), theirs(x), atol=1e-9, rtol=0)
-        assert_same_parameters(model, reference)
 
     def test_the_library_itself_is_not_compiled(self, model, root):
         """Its backward, its hooks and what it does before a step run in the middle of the compiled function."""
@@ -252,21 +207,10 @@ def around_the_wrapper(slots, root, compile):
     return model, torch.compile(model, **compile)
 
 
-def the_wrapper(slots, root, compile):
-    model = DataParallel(between(root), slots, compile=compile)
-    return model, torch.compile(model, **compile)
-
-
 def the_wrapper_in_place(slots, root, compile):
     model = DataParallel(between(root), slots, compile=compile)
     model.compile(**compile)
     return model, model
-
-
-def around_a_compiled_module(slots, root, compile):
-    model = between(root)
-    model.inner = DataParallel(torch.compile(model.inner, **compile), slots)
-    return model, torch.compile(model, **compile)
 
 
 class TestCompiledReplicas:
@@ -274,7 +218,7 @@ class TestCompiledReplicas:
 
     @pytest.mark.parametrize(
         ("make", "graphs_around"),
-        [(around_the_wrapper, 2), (around_a_compiled_module, 2), (the_wrapper, 0), (the_wrapper_in_place, 0)],
+        [(around_the_wrapper, 2), (the_wrapper_in_place, 0)],
     )
     def test_training_equals_one_device(self, make, graphs_around, slots, root, reference):
         model, call = make(slots, root, {"backend": "aot_eager"})

@@ -90,26 +90,33 @@ def test_the_fixture_resolves_to_itself(slots: list, root: torch.device) -> None
     assert resolve_slots(resolved) == resolved
 
 
-@pytest.mark.parametrize("empty", [[], ()])
-def test_an_empty_list_is_refused(accelerators: str, empty: list) -> None:
-    with pytest.raises(ValueError, match=rf"empty.*{accelerators}:0, {accelerators}:1, {accelerators}:2 and cpu"):
-        resolve_slots(empty)
+# Devices, and the message. "{a}" is the type of the accelerators.
+REFUSED = [
+    *[(empty, "empty.*{a}:0, {a}:1, {a}:2 and cpu") for empty in ([], ())],
+    *[([0, index], f"device {index} does not exist.*{{a}}:2 and cpu") for index in (3, -1, 10**6)],
+    (["{a}:3"], "'{a}:3' does not exist.*{a}:2 and cpu"),
+    (["mtia:0"], "no device 'mtia:0'.*{a}:2 and cpu"),
+    ([0, "cpu"], r"device_ids=\[0, 'cpu'\] mixes device types \['cpu', '{a}'\]"),
+    *[
+        ([name], f"{name!r} names no device.*{{a}}:0")
+        for name in ("", "no such", "cuda:", "cuda:x", "cuda:-1", "cuda:01x")
+    ],
+    *[([meta], "no device 'meta'") for meta in ("meta", torch.device("meta"))],
+]
 
 
-@pytest.mark.parametrize("index", [3, -1, 10**6])
-def test_an_int_that_the_machine_lacks_is_refused(accelerators: str, index: int) -> None:
-    with pytest.raises(ValueError, match=rf"device {index} does not exist.*{accelerators}:2 and cpu"):
-        resolve_slots([0, index])
+@pytest.mark.parametrize(("given", "message"), REFUSED, ids=lambda value: repr(value)[:20])
+def test_what_the_machine_lacks_is_refused(accelerators: str, given: object, message: str) -> None:
+    if isinstance(given, list):
+        given = [each.format(a=accelerators) if isinstance(each, str) else each for each in given]
+    with pytest.raises(ValueError, match=message.replace("{a}", accelerators)):
+        resolve_slots(given)
 
 
-def test_an_index_that_the_machine_lacks_is_refused(accelerators: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{accelerators}:3' does not exist.*{accelerators}:2 and cpu"):
-        resolve_slots([f"{accelerators}:3"])
-
-
-def test_a_type_that_the_machine_lacks_is_refused(accelerators: str) -> None:
-    with pytest.raises(ValueError, match=rf"no device 'mtia:0'.*{accelerators}:2 and cpu"):
-        resolve_slots(["mtia:0"])
+@pytest.mark.parametrize("device", ["cpu", 0, 1, torch.device("cpu")], ids=repr)
+def test_a_device_is_not_a_list_of_devices(accelerators: str, device: object) -> None:
+    with pytest.raises(TypeError, match=r"expected a list of devices; got .*write \["):
+        resolve_slots(device)
 
 
 @pytest.mark.parametrize("device", [0, "cuda", "cuda:0", torch.device("xpu", 1)], ids=str)
@@ -135,35 +142,12 @@ def test_the_current_device_without_accelerators(no_accelerator: None) -> None:
     assert current_device() == CPU
 
 
-def test_two_types_in_one_list_are_refused(accelerators: str) -> None:
-    with pytest.raises(ValueError, match=rf"device_ids=\[0, 'cpu'\] mixes device types \['cpu', '{accelerators}'\]"):
-        resolve_slots([0, "cpu"])
-
-
-@pytest.mark.parametrize("name", ["", "no such device", "cuda:", "cuda:x", "cuda:-1", "cuda:01x"])
-def test_a_string_that_torch_does_not_know_is_refused(accelerators: str, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name!r} names no device.*{accelerators}:0"):
-        resolve_slots([name])
-
-
-@pytest.mark.parametrize("meta", ["meta", torch.device("meta")], ids=repr)
-def test_meta_holds_no_data_and_is_refused(accelerators: str, meta: object) -> None:
-    with pytest.raises(ValueError, match="no device 'meta'"):
-        resolve_slots([meta])
-
-
 @pytest.mark.parametrize("wrong", [True, False, 1.0, None, b"cpu", ["cpu"]], ids=repr)
 def test_what_is_no_device_is_a_type_error_that_shows_it(accelerators: str, wrong: object) -> None:
     with pytest.raises(TypeError, match=r"int, a string or a torch\.device; got .* of type " + type(wrong).__name__):
         resolve(wrong)
     with pytest.raises(TypeError):
         resolve_slots([0, wrong])
-
-
-@pytest.mark.parametrize("device", ["cpu", 0, 1, torch.device("cpu")], ids=repr)
-def test_a_device_is_not_a_list_of_devices(accelerators: str, device: object) -> None:
-    with pytest.raises(TypeError, match=r"expected a list of devices; got .*write \["):
-        resolve_slots(device)
 
 
 def test_types_may_be_mixed_where_slots_are_not_meant(accelerators: str) -> None:

@@ -206,51 +206,6 @@ class TestMarks:
         (block,) = self.blocks(text)
         assert (block.line, block.text) == (9, "if True:\n\n    x = 1\n")
 
-    def test_blocks_share_their_names_with_hidden_code_between_them(self):
-        text = """
-            .. code-block:: python
-
-                x = 1
-
-            Words, and code in another language:
-
-            .. code-block:: bash
-
-                exit 1
-
-            .. test: hidden
-
-                assert x == 1
-                x = 2
-
-            .. code-block:: python
-
-                y = x
-            """
-        assert run(self.blocks(text), "cpu")["y"] == 2
-
-    @pytest.mark.parametrize("mark", ["skip it waits", "devices sim", "needs nobody_has_this"])
-    def test_marked_code_is_left_out(self, mark):
-        text = """
-            .. test: {}
-
-            .. code-block:: python
-
-                x = 1
-
-            .. code-block:: python
-
-                y = 1
-            """
-        names = run(self.blocks(text.format(mark)), "cpu")
-        assert "x" not in names
-        assert names["y"] == 1
-
-    @pytest.mark.parametrize("mark", ["devices sim", "devices cpu sim", "needs torch"])
-    def test_marked_code_runs_where_it_can(self, mark):
-        names = run(self.blocks(f".. test: {mark}\n.. test: hidden\n\n    x = 1\n"), "sim")
-        assert names["x"] == 1
-
     def test_a_block_that_shows_a_file_is_not_run(self):
         (block,) = self.blocks(".. code-block:: python\n\n    # conftest.py\n    x = 1\n")
         assert block.file == "conftest.py"

@@ -418,23 +418,6 @@ class TestErrors:
         torch.testing.assert_close(model(batch), twin(batch))
 
     @replicating_forms
-    @pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev"])
-    def test_a_functorch_transform_around_the_call(self, affine, form, slots, batch, transform):
-        expected = affine(batch)
-        model = form(affine, slots)
-        calls = {
-            "grad": lambda: torch.func.grad(lambda x: model(x).sum())(batch),
-            "vjp": lambda: torch.func.vjp(model, batch),
-            "vmap": lambda: torch.func.vmap(model)(batch.unsqueeze(1)),
-            "jacrev": lambda: torch.func.jacrev(model)(batch),
-        }
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"torch\.func transform"):
-                calls[transform]()
-            torch.testing.assert_close(model(batch), expected)
-        assert all(parameter.grad is None for parameter in affine.parameters())
-
-    @replicating_forms
     def test_a_parameter_on_meta_is_named(self, affine, form, slots, batch, root):
         affine.linear.bias = nn.Parameter(torch.empty(3, device="meta"))
         with pytest.raises(

@@ -15,7 +15,7 @@ from torch import nn
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
 from freed_later import freed_later
-from memory import live_objects
+from memory import allocated, live_objects
 from selection import others_long
 
 pytestmark = pytest.mark.counts_memory
@@ -59,23 +59,6 @@ def training_step(wrapped, optimizer, x) -> None:
     optimizer.step()
 
 
-@pytest.mark.long
-@pytest.mark.slots(4)
-def test_a_thousand_training_steps_grow_nothing(slots, root):
-    model = mlp(root)
-    wrapped = DataParallel(model, slots)
-    optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.randn(16, 8, dtype=torch.float64, device=root)
-    for _ in range(100):
-        training_step(wrapped, optimizer, x)
-    threads, objects, memory = threading.active_count(), live_objects(), psutil.Process().memory_info().rss
-    for _ in range(1000):
-        training_step(wrapped, optimizer, x)
-    assert threading.active_count() <= threads
-    assert live_objects() <= objects + 20
-    assert psutil.Process().memory_info().rss <= memory + 8 * 2**20
-
-
 def units(model, slots, **options) -> nn.Module:
     """The model, fully sharded, with a unit for each linear layer."""
     for layer in (model[0], model[2]):
@@ -83,7 +66,7 @@ def units(model, slots, **options) -> nn.Module:
     return fully_shard(model, devices=slots, **options)
 
 
-@pytest.mark.parametrize(
+forms = pytest.mark.parametrize(
     "form",
     [
         pytest.param(DataParallel, id="DataParallel"),
@@ -92,6 +75,44 @@ def units(model, slots, **options) -> nn.Module:
         pytest.param(partial(units, reshard_after_forward=False), id="fully_shard, units stay full"),
     ],
 )
+
+
+@pytest.mark.long
+@forms
+@pytest.mark.slots(4)
+def test_a_thousand_training_steps_grow_nothing(form, slots, root):
+    model = form(mlp(root), slots)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(16, 8, dtype=torch.float64, device=root)
+    for _ in range(100):
+        training_step(model, optimizer, x)
+    threads, objects, memory = threading.active_count(), live_objects(), psutil.Process().memory_info().rss
+    held = allocated(slots)
+    for _ in range(1000):
+        training_step(model, optimizer, x)
+    assert threading.active_count() <= threads
+    assert live_objects() <= objects + 20
+    assert psutil.Process().memory_info().rss <= memory + 8 * 2**20
+    assert allocated(slots, held) == held
+
+
+@pytest.mark.long
+def test_a_hundred_modules_one_after_the_other_leave_nothing(slots, root):
+    def use() -> None:
+        module = replicate(mlp(root), devices=slots)
+        for _ in range(2):
+            module(torch.ones(6, 8, dtype=torch.float64, device=root)).sum().backward()
+
+    for _ in range(5):
+        use()
+    held, objects = allocated(slots), live_objects()
+    for _ in range(100):
+        use()
+    assert allocated(slots, held) == held
+    assert live_objects() <= objects + 20
+
+
+@forms
 def test_forwards_without_backward_leave_nothing(form, slots, root):
     model = form(mlp(root), slots)
     x = torch.randn(6, 8, dtype=torch.float64, device=root).requires_grad_()
@@ -210,16 +231,5 @@ def test_six_threads_call_at_once(arrangement, recording, slots, root):
             callers.submit(call_often, wrappers[k % len(wrappers)], expected[k % len(wrappers)], x, recording)
             for k in range(6)
         ]
-        for future in done:
-            future.result()
-
-
-def test_a_wrapper_without_and_with_recording_at_once(slots, root):
-    model = mlp(root)
-    wrapped = DataParallel(model, slots)
-    x = torch.randn(7, 8, dtype=torch.float64, device=root)
-    expected = model(x).detach()
-    with ThreadPoolExecutor(6) as callers:
-        done = [callers.submit(call_often, wrapped, expected, x, bool(k % 2)) for k in range(6)]
         for future in done:
             future.result()

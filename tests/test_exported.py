@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from around import assert_trains_alike, batches
-from dataparallel import DataParallel, replicate
+from dataparallel import DataParallel
 from dataparallel.testing.parity import Perturbation, assert_same_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -114,25 +114,6 @@ def test_graphs_of_torch_fx(form, slots, root):
     assert_trains_alike(form(model, slots), reference, root)
 
 
-def test_exported_with_the_compiler(slots, root):
-    assert_trains_alike(DataParallel(exported(nothing, root, strict=True), slots), exported(nothing, root), root)
-
-
-def test_compiled_replicas(slots, root):
-    model = DataParallel(exported(nothing, root), slots, compile={"backend": "aot_eager"})
-    assert_trains_alike(model, exported(nothing, root), root)
-
-
-def test_without_a_graph_and_frozen(slots, root, without_graph):
-    model, reference = DataParallel(exported(nothing, root), slots), exported(nothing, root)
-    with without_graph():
-        for x in batches(root, [6, 5]):
-            torch.testing.assert_close(model(x), reference(x))
-        with model.options.frozen():
-            for x in batches(root, [6, 5]):
-                torch.testing.assert_close(model(x), reference(x))
-
-
 @pytest.mark.devices("sim", "cuda")
 def test_a_graph_that_is_compiled_anew(slots, root):
     """``recompile()`` makes other code of the graph, of which nothing is known yet."""
@@ -145,13 +126,6 @@ def test_a_graph_that_is_compiled_anew(slots, root):
     model.recompile()
     with pytest.raises(RuntimeError, match=r"the name of a device in 'ones.*is a constant of its code"):
         wrapped(x)
-
-
-@pytest.mark.devices("sim", "cuda")
-def test_replicas_on_other_devices_compute_there(slots, root):
-    replicas = replicate(exported(nothing, root), slots)
-    for replica, slot in zip(replicas, slots, strict=True):
-        assert replica(next(batches(root, [6])).to(slot)).device == slot
 
 
 def test_a_program_of_a_wrapper_is_refused(form, slots, root):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from around import assert_same_parameters, assert_trains_alike, batches, inner
+from around import assert_trains_alike, batches, inner
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard
 from dataparallel.sharded import Shard, distribute_tensor
@@ -83,31 +83,6 @@ def test_gradients_reach_what_was_given_and_nothing_else(model, reference, way, 
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_calls_between_see_the_model_as_it_is(model, reference, way, x):
-    optimizer, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, reference))
-    for seed in range(3):
-        functional_call(model, given(leaves_for(reference, seed), way[1]), (x,)).square().sum().backward()
-        for each, step in ((model, optimizer), (reference, theirs)):
-            step.zero_grad()
-            each(x).square().sum().backward()
-            step.step()
-    assert_same_parameters(model, reference)
-
-
-def test_some_of_the_values_and_keyword_arguments(model, reference, way, x):
-    name = "0.2.weight"
-    value = torch.ones(3, 8, dtype=torch.float64, device=x.device, requires_grad=True)
-    twin = torch.ones(3, 8, dtype=torch.float64, device=x.device, requires_grad=True)
-    functional_call(model, {way[1] + name: value}, kwargs={"input": x}).square().sum().backward()
-    functional_call(reference, {name: twin}, kwargs={"input": x}).square().sum().backward()
-    torch.testing.assert_close(value.grad, twin.grad, atol=1e-9, rtol=0)
-    for (of, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        if of == way[1] + name:
-            assert ours.grad is None
-        else:
-            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-9, rtol=0)
-
-
 def test_buffers_that_are_given_get_the_statistics(model, reference, way, root):
     """In training BatchNorm normalises each chunk by itself, so a twin runs the first chunk alone."""
     (x,) = batches(root, [9])
@@ -120,15 +95,6 @@ def test_buffers_that_are_given_get_the_statistics(model, reference, way, root):
     functional_call(reference, {name: theirs}, (x[:3],))
     torch.testing.assert_close(ours, theirs)
     assert torch.equal(model.state_dict()[way[1] + name], before[way[1] + name])
-
-
-def test_without_a_graph(model, reference, way, x, without_graph):
-    leaves = leaves_for(reference)
-    with without_graph():
-        for _ in range(2):
-            output = functional_call(model, given(leaves, way[1]), (x,))
-            torch.testing.assert_close(output, functional_call(reference, given(leaves), (x,)), atol=1e-9, rtol=0)
-            torch.testing.assert_close(model(x), reference(x), atol=1e-9, rtol=0)
 
 
 @pytest.mark.few(1)

@@ -73,13 +73,6 @@ def test_each_kind_runs_once_with_these_arguments_and_the_first_is_shown_first(r
     assert str(result.stdout).count("kind: ") == 2
 
 
-@pytest.mark.ahead("-k", "is_for", "-s")
-def test_what_another_kind_runs_is_not_skipped(result):
-    """What no kind of this machine runs is left to whoever skips it, and says why."""
-    assert str(result.stdout).count("for sim") == 1
-    assert str(result.stdout).count("for none") == 2
-
-
 @pytest.mark.ahead("-k", "passes", "-s", "--devices=sim")
 def test_a_kind_that_is_named_runs_alone(result):
     result.assert_outcomes(passed=1, deselected=6)
@@ -100,31 +93,6 @@ def test_a_kind_that_is_named_runs_alone(result):
 def test_a_failure_of_either_kind_is_one_of_the_run(result, words):
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines([words])
-
-
-@pytest.mark.long
-@pytest.mark.ahead("-k", "ends_on_sim")
-def test_a_process_that_crashes_fails_the_run(result):
-    assert result.ret == 128 + signal.SIGABRT
-
-
-@pytest.mark.long
-@pytest.mark.ahead("-k", "nothing")
-def test_a_run_without_tests_says_so(result):
-    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
-
-
-@pytest.mark.ahead("--collect-only", "-q")
-def test_a_question_is_answered_by_one_process(result):
-    assert result.ret == pytest.ExitCode.OK
-    assert str(result.stdout).count("test_kinds.py::test_passes") == 1
-
-
-@pytest.mark.long
-@pytest.mark.ahead("-k", "passes", "--pdb")
-def test_a_debugger_has_the_terminal_to_itself(result):
-    assert result.ret == pytest.ExitCode.OK
-    result.stdout.fnmatch_lines(["*1 passed, 6 deselected*", "*1 passed, 6 deselected*"])
 
 
 @pytest.mark.ahead("--junitxml=report.xml")
@@ -159,13 +127,6 @@ def test_ctrl_c_ends_every_process_and_shows_what_they_say(tmp_path, number):
     assert output.count("! KeyboardInterrupt !") == (2 if number == signal.SIGINT else 0)
 
 
-def test_cuda_is_a_kind_where_torch_sees_it(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert kinds.available() == ["cpu", "sim"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert kinds.available() == ["cpu", "sim", "cuda"]
-
-
 @pytest.mark.parametrize(
     ("gpu", "has_one", "why_not", "expected"),
     [
@@ -194,13 +155,6 @@ def test_clocks_are_on_simulated_devices_and_a_stand_in(monkeypatch, pytestconfi
     monkeypatch.setattr(pytestconfig.option, "devices", kind)
     monkeypatch.setattr(stand_in, "is_stand_in", lambda: on_stand_in)
     assert stand_in.fits(pytest.mark.devices("sim", "stand-in").mark, pytestconfig) == expected
-
-
-def test_the_header_says_what_cuda_devices_are(monkeypatch, pytestconfig):
-    assert kinds.pytest_report_header(pytestconfig) is None
-    monkeypatch.setattr(pytestconfig.option, "devices", "cuda")
-    monkeypatch.setattr(kinds, "is_stand_in", lambda: True)
-    assert kinds.pytest_report_header(pytestconfig) == "cuda: torch's CUDA build on a stand-in runtime, no GPU"
 
 
 @pytest.mark.parametrize(("statuses", "expected"), [([0, 0], 0), ([0, 1], 1), ([2, 1], 2), ([5, 0], 0), ([5, 5], 5)])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import dataparallel
 from dataparallel import DataParallel, samples
@@ -101,14 +100,6 @@ def test_a_detector_trains_and_detects_as_on_one_device(form: str, net: Detector
         assert found["count"] == wanted["count"]
         assert found["boxes"].device == root
         close(found["boxes"], wanted["boxes"])
-
-
-@pytest.mark.parametrize(("count", "replicas"), [(1, 1), (2, 2), (4, 2)])
-def test_slots_without_samples_do_not_run(count: int, replicas: int, net: Detector, slots: list, root: Any) -> None:
-    images, targets = batch(root, count)
-    losses = DataParallel(net, slots)(samples(images), samples(targets))
-    assert losses["boxes"].numel() == replicas
-    close(losses["boxes"].sum(), net(images, targets)["boxes"])
 
 
 @pytest.mark.parametrize("form", ["DataParallel", "uneven", "replicate", "fully_shard"])
@@ -218,22 +209,3 @@ def test_marked_in_the_loader_they_are_sent_ahead(pinned: bool, slots: list, mon
     assert torch.equal(model(images, table)[0].cpu(), images[0] * 2), "a second call copies what it gets"
     assert moved
     assert not left_behind()
-
-
-def test_a_checkpoint_around_the_wrapper(net: Detector, slots: list, root: Any) -> None:
-    model, alone = DataParallel(net, slots), copy.deepcopy(net)
-    images, _ = batch(root)
-    found = checkpoint(lambda: [each["boxes"] for each in model(samples(images))], use_reentrant=False)
-    sum(each.sum() for each in found).backward()
-    sum(each["boxes"].sum() for each in alone(images)).backward()
-    for one, other in zip(grads(net), grads(alone), strict=True):
-        close(one, other)
-
-
-@pytest.mark.long
-def test_compiled_replicas_take_samples(net: Detector, slots: list, root: Any) -> None:
-    model = DataParallel(net, slots, compile={"backend": "eager"})
-    images, targets = batch(root)
-    close(model(samples(images), samples(targets))["boxes"].sum(), net(images, targets)["boxes"])
-    for found, wanted in zip(model(samples(images)), net(images), strict=True):
-        close(found["boxes"], wanted["boxes"])

@@ -85,12 +85,6 @@ class TestAverages:
         SyncBatchNorm.revert(found)
         same(found, expected)
 
-    def test_a_state_goes_into_a_new_average(self, form, kind, slots):
-        found, _, _ = self.both(form, kind, slots)
-        other = AveragedModel(net().to(slots[0]))
-        other.load_state_dict(found.state_dict())
-        same(other, found)
-
 
 def test_a_wrapper_is_copied_whole(slots):
     """``AveragedModel(wrapper)`` is a wrapper too, and runs on the slots."""
@@ -105,14 +99,6 @@ def test_a_wrapper_is_copied_whole(slots):
     assert {name for name, _ in averaged.named_parameters()} == {
         f"module.module.{name}" for name, _ in model.module.named_parameters()
     }
-
-
-def test_without_synchronised_batch_norm_statistics_are_those_of_slot_0(slots):
-    batch = batches(slots[0])[0]
-    model, first = DataParallel(net().to(slots[0]), slots), net().to(slots[0])
-    update_bn([batch], model)
-    update_bn([batch.chunk(len(slots))[0]], first)
-    same(model.module, first)
 
 
 @pytest.mark.parametrize("form", [replicate, fully_shard])

@@ -268,7 +268,7 @@ class GradientSums:
     @one_at_a_time
     @torch.no_grad()
     def add_kept(self) -> None:
-        """Adds all waiting gradients to the ``.grad`` of their sources, except void ones."""
+        """Adds all waiting gradients, as the hooks on their sources change them, to ``.grad``, except void ones."""
         self.drop_void()
         terms: dict[int, list[KeptGradient]] = defaultdict(list)  # by the id of the source, in slot order
         source_ids = {each for _, each in [*self._kept]} - self._kept_by_running_passes()
@@ -281,7 +281,11 @@ class GradientSums:
                 for of_source in of_forward:
                     source = of_source[0].source
                     if source.grad is not None:  # else void: the engine still holds a pass that has failed
-                        source.grad.add_(comm.reduce_add([kept.receive() for kept in of_source], source.device))
+                        total = comm.reduce_add([kept.receive() for kept in of_source], source.device)
+                        for hook in [*(_torch.hooks_of(source) or {}).values()]:  # no node of the engine calls them
+                            changed = hook(total)
+                            total = total if changed is None else changed
+                        source.grad.add_(total)
 
     def _kept_by_running_passes(self) -> set[int]:
         """Ids of the sources for which a running pass has kept gradients. It may not have written ``.grad`` yet."""

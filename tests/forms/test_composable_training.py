@@ -1,7 +1,5 @@
 """A training loop's uses of parameters and gradients work on both composable forms as on one device, in float64."""
 
-import itertools
-
 import pytest
 import torch
 from kept import Branched, numbers
@@ -13,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from dataparallel.composable import register_forward_method
 from dataparallel.testing.cases import seeded
 from each_form import whole
-from sharded_steps import LOOPS, train
 
 STEPS = 4
 net = seeded(Branched)
@@ -25,60 +22,6 @@ def form(request):
 
 
 quietly_or_not = pytest.mark.parametrize("quietly", [True, False], ids=["no_sync", "each is summed"])
-
-
-@pytest.mark.slots(3, long=[2, 8])
-@pytest.mark.parametrize("name", LOOPS)
-def test_each_loop(slots, root, form, name):
-    """With micro-batches that are summed or wait, and several forwards. Some leave slots without samples."""
-
-    def batches():
-        for seed, size in zip(itertools.count(), itertools.cycle([2, 7, 1, 6]), strict=False):
-            yield (numbers(root, size, seed=seed),), {}
-
-    assert_same_loop(lambda net: vars(train(net, batches(), loop=LOOPS[name])), slots, net, form=form)
-
-
-@pytest.mark.slots(2, 3, 8)
-@pytest.mark.parametrize("users", ["none", "the first", "the last", "all but the first", "all"])
-def test_a_parameter_that_some_slots_use(slots, root, form, users):
-    """If only other slots use it, it has a gradient. If no slot does, it has ``None``, and no weight decay."""
-    using = {
-        "none": [],
-        "the first": [0],
-        "the last": [len(slots) - 1],
-        "all but the first": range(1, len(slots)),
-        "all": range(len(slots)),
-    }[users]
-
-    def loop(net):
-        optimizer = adamw(net)
-        found = []
-        for step in range(STEPS):
-            x = numbers(root, 2 * len(slots), seed=step, positive=True)
-            for slot in using if step % 2 == 0 else ():
-                x[2 * slot, 0] *= -1
-            optimizer.zero_grad()
-            mean_square(net(x)).backward()
-            found.append(net.branch.weight.grad)
-            optimizer.step()
-        return found
-
-    assert_same_loop(loop, slots, net, form=form)
-
-
-def test_layers_are_frozen_and_unfrozen_while_gradients_are_accumulated(slots, root, form):
-    def loop(net):
-        optimizer = adamw(net)
-        for step in range(9):
-            net.first.requires_grad_(step % 3 != 1)
-            net.last.bias.requires_grad_(step % 2 == 0)
-            mean_square(net(numbers(root, 2 * len(slots) + 1, seed=step))).backward()
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    assert_same_loop(loop, slots, net, form=form)
 
 
 class Tied(nn.Module):
@@ -345,27 +288,6 @@ def test_two_modules_in_two_losses(slots, root, form, first):
         return seeded(nn.Linear, 2, 2)()
 
     assert_same_loop(loop, slots, net, other, form=form)
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_evaluation_between_the_steps(slots, root, form, context):
-    """Also before the first one, between a forward and its backward, and in another mode."""
-
-    def loop(net):
-        optimizer = adamw(net)
-        with context():
-            found = [net(numbers(root, len(slots), seed=8)).clone()]
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            value = mean_square(net(numbers(root, 2 * len(slots) + 1, seed=step)))
-            with context():
-                found.append(net.eval()(numbers(root, len(slots) - 1, seed=9)).clone())
-            net.train()
-            value.backward()
-            optimizer.step()
-        return found
-
-    assert_same_loop(loop, slots, net, form=form)
 
 
 @quietly_or_not

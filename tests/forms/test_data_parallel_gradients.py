@@ -1,6 +1,6 @@
 """Gradients through both forms that replicate: twice differentiable, the same bits in every run, ``None`` as alone.
 
-Gradients of a model that is divided are in test_fully_shard_graphs and test_fully_shard_parameters.
+Gradients of a model that is divided are in test_fully_shard_calls and test_fully_shard_parameters.
 """
 
 import threading
@@ -101,46 +101,6 @@ def test_a_gradient_penalty_needs_the_second_derivative(model, form, slots, x):
         torch.testing.assert_close(ours, one_device, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("with_sometimes", [True, False])
-def test_gradients_are_none_exactly_where_one_device_has_none(model, form, slots, x, with_sometimes):
-    form(model, slots)(x, with_sometimes).sum().backward()
-    assert model.never.grad is None
-    assert (model.sometimes.grad is None) == (not with_sometimes)
-    assert model.first.weight.grad is not None
-
-
-def test_a_parameter_that_one_replica_uses_gets_that_replicas_gradient(root, form, slots):
-    class Selective(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-        def forward(self, x):
-            return x * self.weight if x.sum() > 0 else x
-
-    model = Selective().to(root)
-    x = torch.tensor([-1.0, -1.0, 3.0], dtype=torch.float64, device=root, requires_grad=True)
-    form(model, slots)(x).sum().backward()
-    assert model.weight.grad == 3
-
-
-def test_a_frozen_parameter_stays_without_gradient(model, form, slots, x):
-    model.first.weight.requires_grad_(False)
-    form(model, slots)(x).sum().backward()
-    assert model.first.weight.grad is None
-    assert model.first.bias.grad is not None
-
-
-def test_a_hook_on_a_parameter_fires_once_with_the_sum(model, form, slots, x):
-    seen, accumulated = [], []
-    model.second.bias.register_hook(lambda grad: seen.append(grad.clone()))
-    model.second.bias.register_post_accumulate_grad_hook(lambda p: accumulated.append(p.grad.clone()))
-    form(model, slots)(x).sum().backward()
-    assert len(seen) == len(accumulated) == 1
-    torch.testing.assert_close(seen[0], torch.full_like(seen[0], len(x)))
-    torch.testing.assert_close(accumulated[0], seen[0])
-
-
 def test_hooks_on_a_parameter_that_no_replica_has_used_stay_silent(model, form, slots, x):
     """Optimizers in hooks and hooks that read ``grad`` would act on nothing. Parameters beside it have gradients."""
     called = []
@@ -150,16 +110,6 @@ def test_hooks_on_a_parameter_that_no_replica_has_used_stay_silent(model, form, 
     form(model, slots)(x).sum().backward()
     used = [name for name, _ in model.named_parameters() if name not in ("sometimes", "never")]
     assert sorted(called) == sorted([*used, *used])
-
-
-def test_gradients_accumulate_over_calls_and_graphs_can_be_kept(model, form, slots, x):
-    wrapped = form(model, slots)
-    first, second = wrapped(x).sum(), wrapped(x).sum()
-    (first + second).backward(retain_graph=True)
-    once = model.second.bias.grad.clone()
-    first.backward()
-    torch.testing.assert_close(once, torch.full_like(once, 2 * len(x)))
-    torch.testing.assert_close(model.second.bias.grad, 1.5 * once)
 
 
 def test_the_output_is_one_node_that_leads_to_every_replica(model, form, slots, x):

@@ -130,17 +130,6 @@ class TestTrainingGoesOn:
             moving.move_to(where, **chosen)
             assert_same(moving.train(2), still.train(2))
 
-    @pytest.mark.few(2)
-    @pytest.mark.parametrize("options", [{}, *OTHER_OPTIONS], ids=str)
-    @pytest.mark.parametrize("name", ["AdamW", "SGD with momentum"])
-    def test_as_if_not_interrupted(self, name: str, options: dict, slots: list) -> None:
-        """With as many devices the numbers are the same to the bit."""
-        moving, still = (Run(slots, OPTIMIZERS[name]) for _ in range(2))
-        still.move_to(slots, **options)
-        for _ in range(2):
-            moving.move_to(slots, **options)
-            assert_same(moving.train(2), still.train(2), atol=0)
-
     def test_moving_changes_no_bit(self, make_slots: Callable[[int], list]) -> None:
         slots = make_slots(EIGHT)
         run = Run(slots, adamw)
@@ -167,15 +156,6 @@ class TestTrainingGoesOn:
             fully_shard.load_full_state_dict(model, saved, optimizer)
             train(model, batches_of(MODEL, slots), optimizer, 1)
         assert_equal([dict(part) for part in saved], [dict(part) for part in before], "saved", atol=0)
-
-    def test_an_optimizer_with_state_gets_the_saved_one(self, slots: list, root: torch.device) -> None:
-        several, one = (on_device(MODEL.build, root) for _ in range(2))
-        sharded(several, slots)
-        optimizer, of_one = adamw(several.parameters()), adamw(one.parameters())
-        train(one, batches_of(MODEL, slots), of_one, 2)
-        train(several, batches_of(MODEL, slots, seed=5), optimizer, 3)
-        fully_shard.load_full_state_dict(several, (one.state_dict(), of_one.state_dict()), optimizer)
-        assert_same(*(train(m, batches_of(MODEL, slots), o, 2) for m, o in ((several, optimizer), (one, of_one))))
 
     def test_the_state_of_an_optimizer_may_be_loaded_by_the_optimizer(self, slots: list, root: torch.device) -> None:
         """As on one device; the state is divided at the first step."""
@@ -436,15 +416,6 @@ class TestMeta:
             assert isinstance(parameter, nn.Parameter)
             assert parameter.requires_grad
         assert_same(*(train(model, batches_of(MODEL, slots), steps=3) for model in (several, one)))
-
-    def test_an_optimizer_may_be_made_before(self, slots: list, root: torch.device) -> None:
-        one = on_device(MODEL.build, root)
-        of_one = adamw(one.parameters())
-        train(one, batches_of(MODEL, slots), of_one, 2)
-        several = sharded(on_meta(), slots)
-        optimizer = adamw(several.parameters())
-        fully_shard.load_full_state_dict(several, (one.state_dict(), of_one.state_dict()), optimizer)
-        assert_same(*(train(m, batches_of(MODEL, slots), o, 2) for m, o in ((several, optimizer), (one, of_one))))
 
     def test_buffers_and_attributes_are_there_afterwards(self, slots: list, root: torch.device) -> None:
         one, several = kept(root), on_meta(Kept)

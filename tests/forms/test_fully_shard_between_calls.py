@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from dataparallel.composable import CPUOffloadPolicy, fully_shard
+from dataparallel.composable import fully_shard
 from dataparallel.sharded import ShardedTensor, distribute_tensor
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from sharded_chains import PLAIN, forward_backward
@@ -62,37 +61,7 @@ def assert_alike(pair: Pair, x: Tensor) -> None:
     assert_equal(*(state(model) for model in pair), "values", atol=1e-9)
 
 
-KEPT: dict[str, Any] = {"full": False, "in groups": 2}
-
-
 class TestWritesReachTheNextCall:
-    @pytest.mark.parametrize("kept", KEPT)
-    @pytest.mark.parametrize("how", {**SEEN, **UNSEEN})
-    def test_after_a_forward_that_nothing_followed(self, how, kept, slots, x):
-        pair = pair_with(slots, reshard_after_forward=KEPT[kept] if len(slots) > 2 else False)
-        for model in pair:
-            model(x)
-        write(pair, (SEEN | UNSEEN)[how])
-        assert_alike(pair, x)
-
-    @pytest.mark.parametrize("how", {**SEEN, **UNSEEN})
-    def test_between_evaluations(self, how, slots, x, without_graph):
-        pair = pair_with(slots, reshard_after_forward=False)
-        for _ in range(3):
-            with without_graph():
-                assert_equal(*(whole(model(x)) for model in pair), "outputs", atol=1e-9)
-            write(pair, (SEEN | UNSEEN)[how])
-        assert_alike(pair, x)
-
-    @pytest.mark.parametrize("how", SEEN)
-    def test_after_a_backward_that_left_units_full(self, how, slots, x):
-        pair = pair_with(slots)
-        pair[0].set_reshard_after_backward(False)
-        for model in pair:
-            forward_backward(model, x)
-        write(pair, SEEN[how])
-        assert_alike(pair, x)
-
     def test_in_hooks_of_a_backward_that_leaves_units_full(self, slots, x):
         pair = pair_with(slots)
         pair[0].set_reshard_after_backward(False)
@@ -107,38 +76,6 @@ class TestWritesReachTheNextCall:
                 forward_backward(model, x)
             for handle in handles:
                 handle.remove()
-        assert_alike(pair, x)
-
-    def test_of_an_average_that_is_evaluated_between_steps(self, slots, x):
-        """The average takes the place of the weights by ``data``, and gives it back."""
-        pair = pair_with(slots, reshard_after_forward=False)
-        results: list[list[Any]] = [[], []]
-        for model, found in zip(pair, results, strict=True):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            average = [parameter.detach().clone() for parameter in model.parameters()]
-            for _ in range(3):
-                optimizer.zero_grad()
-                forward_backward(model, x)
-                optimizer.step()
-                kept = [parameter.data.clone() for parameter in model.parameters()]
-                for parameter, mean in zip(model.parameters(), average, strict=True):
-                    mean.lerp_(parameter.data, 0.5)
-                    parameter.data.copy_(mean)
-                with torch.no_grad():
-                    found.append(whole(model(x)))
-                for parameter, own in zip(model.parameters(), kept, strict=True):
-                    parameter.data = own
-        assert_equal(*results, "outputs of the average", atol=1e-9)
-        assert_alike(pair, x)
-
-    def test_with_shards_in_host_memory(self, slots, x):
-        pair = pair_with(slots, reshard_after_forward=False, offload_policy=CPUOffloadPolicy())
-        for model in pair:
-            model(x)
-        several, one = pair
-        for parameter, plain in zip(several.parameters(), one.parameters(), strict=True):
-            parameter.data.mul_(0.5)
-            plain.data.mul_(0.5)
         assert_alike(pair, x)
 
 
@@ -165,14 +102,6 @@ class TestWritesBetweenForwardAndBackward:
             loss.backward()
         assert_equal(*(gradients(model) for model in pair), "gradients", atol=1e-9)
         assert_alike(pair, x)
-
-
-SETTINGS: dict[str, Callable[[Any, int], Any]] = {
-    "the default": lambda model, slots: None,
-    "full after forward": lambda model, slots: model.set_reshard_after_forward(False),
-    "in groups": lambda model, slots: model.set_reshard_after_forward(2 if slots > 2 else True),
-    "full after backward": lambda model, slots: model.set_reshard_after_backward(False),
-}
 
 
 class TestPartsThatAreCalledOutsideOfTheirUnit:
@@ -203,72 +132,6 @@ class TestPartsThatAreCalledOutsideOfTheirUnit:
         assert model(index).norm(dim=1).max() <= 1 + 1e-6
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-class TestTheModuleListsItsShardedParameters:
-    def test_whenever_one_looks(self, setting, slots, x):
-        model, _ = pair_with(slots)
-        SETTINGS[setting](model, len(slots))
-        before = [*model.named_parameters()]
-
-        def look(*_: Any) -> None:
-            for (name, parameter), (_, own) in zip(model.named_parameters(), before, strict=True):
-                assert parameter is own, name
-
-        model.register_forward_hook(look)
-        model.layers[0].linear.weight.register_post_accumulate_grad_hook(look)
-        for _ in range(2):
-            loss = mean_square_loss(model(x))
-            look()
-            loss.backward()
-            look()
-            with torch.no_grad():
-                model(x)
-            look()
-
-    def test_so_gradients_are_clipped(self, setting, slots, x):
-        pair = pair_with(slots)
-        SETTINGS[setting](pair[0], len(slots))
-        norms = []
-        for model in pair:
-            forward_backward(model, x)
-            norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
-        assert_equal(*norms, "norms", atol=1e-9)
-        assert_equal(*(gradients(model) for model in pair), "gradients", atol=1e-9)
-
-    def test_so_gradients_may_be_dropped_between_forward_and_backward(self, setting, slots, x):
-        pair = pair_with(slots)
-        SETTINGS[setting](pair[0], len(slots))
-        for model in pair:
-            forward_backward(model, x)
-            loss = mean_square_loss(model(x))
-            for parameter in model.parameters():
-                parameter.grad = None
-            loss.backward()
-        assert_equal(*(gradients(model) for model in pair), "gradients", atol=1e-9)
-
-    def test_so_an_optimizer_may_be_made_after_a_forward(self, setting, slots, x):
-        pair = pair_with(slots)
-        SETTINGS[setting](pair[0], len(slots))
-        for model in pair:
-            loss = mean_square_loss(model(x))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            loss.backward()
-            optimizer.step()
-        assert_alike(pair, x)
-
-    def test_so_the_state_of_its_optimizer_is_found(self, setting, slots, x):
-        model, one = pair_with(slots)
-        SETTINGS[setting](model, len(slots))
-        states = []
-        for each in (model, one):
-            optimizer = torch.optim.AdamW(each.parameters())
-            forward_backward(each, x)
-            optimizer.step()
-            each(x)
-            states.append(whole(get_optimizer_state_dict(each, optimizer)["state"]))
-        assert_equal(*states, "states", atol=1e-9)
-
-
 class TestUnshard:
     def test_shows_full_parameters_until_reshard(self, slots, x):
         model, _ = pair_with(slots, reshard_after_forward=False)
@@ -293,34 +156,6 @@ class TestUnshard:
         if frees == "backward":
             loss.backward()
         assert_all_sharded(model)
-
-    def test_ends_with_a_backward_that_leaves_units_full(self, slots, x):
-        """So `clip_grad_norm_` sees the gradients, which are those of the sharded parameters."""
-        pair = pair_with(slots)
-        several, _ = pair
-        several.set_reshard_after_backward(False)
-        several.unshard()  # its forward leaves the outermost unit full
-        norms = []
-        for model in pair:
-            mean_square_loss(model(x)).backward()
-            norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 1e-3)))
-        assert_all_sharded(several)
-        assert_equal(*norms, "norms", atol=1e-9)
-        assert_equal(gradients(several), gradients(pair[1]), "gradients", atol=1e-9)
-
-    @pytest.mark.parametrize("how", UNSEEN)
-    def test_sees_what_was_written_since_the_last_call(self, how, slots, x):
-        pair = pair_with(slots, reshard_after_forward=False)
-        with torch.no_grad():
-            for model in pair:
-                model(x)
-        write(pair, UNSEEN[how])
-        several, one = pair
-        for unit in (*several.layers[1:], several):
-            unit.unshard()
-        assert_equal(state(several), state(one), "values", atol=1e-9)
-        with torch.no_grad():
-            assert_equal(whole(several(x)), whole(one(x)), "outputs", atol=1e-9)
 
     @pytest.mark.parametrize("how", UNSEEN)
     def test_that_has_ended_keeps_no_values(self, how, slots, x):

@@ -5,6 +5,8 @@ CPU slots and by aot_eager on simulated devices.
 """
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel.compiled import counts
+from dataparallel.compiled import FrameCounts, counts
 from dataparallel.composable import FullyShardedModule, MixedPrecisionPolicy, fully_shard
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from memory import Growth, allocated, nbytes
 from sharded_chains import Chain, Layer
-from sharded_compiled import OF_THE_MODEL, OF_UNITS, WAYS, assert_same_compiled, shard
 from sharded_steps import (
     LOOPS,
     MODELS,
+    Loop,
     Model,
+    Trained,
     assert_all_sharded,
     assert_same,
     batches_of,
@@ -33,6 +36,156 @@ from sharded_steps import (
     train,
     whole,
 )
+
+Options = dict[str, Any]
+Way = Callable[[Any, Sequence[Any], Options, Options], nn.Module]
+"""Compiles and shards a model. The options are those of ``torch.compile`` and of ``fully_shard``."""
+
+
+def flat(units: Sequence[Any]) -> list[nn.Module]:
+    return [module for unit in units for module in (unit if isinstance(unit, list) else [unit])]
+
+
+def shard(units: Sequence[Any], model: Any, slots: Sequence[Any], options: Options, **of_model: Any) -> Any:
+    for unit in units:
+        fully_shard(unit, devices=slots, **options)
+    return fully_shard(model, devices=slots, **{**options, **of_model})
+
+
+def wrap(model: nn.Module, module: nn.Module, how: Options) -> Any:
+    """``torch.compile(module)``, which replaces the module in the model."""
+    parents = [(parent, key) for parent in model.modules() for key, child in parent._modules.items() if child is module]
+    wrapper: Any = torch.compile(module, **how)
+    for parent, key in parents:
+        parent._modules[key] = wrapper
+    return wrapper
+
+
+def units_before(model: Any, slots: Sequence[Any], how: Options, options: Options) -> nn.Module:
+    for module in flat(model.units()):
+        module.compile(**how)
+    return shard(model.units(), model, slots, options)
+
+
+def units_after(model: Any, slots: Sequence[Any], how: Options, options: Options) -> nn.Module:
+    shard(model.units(), model, slots, options)
+    for module in flat(model.units()):
+        module.compile(**how)
+    return model
+
+
+def units_between(model: Any, slots: Sequence[Any], how: Options, options: Options) -> nn.Module:
+    """After they were sharded, before the model is."""
+    units = model.units()
+    for unit in units:
+        fully_shard(unit, devices=slots, **options)
+    for module in flat(units):
+        module.compile(**how)
+    return fully_shard(model, devices=slots, **options)
+
+
+def wrapped_units_before(model: Any, slots: Sequence[Any], how: Options, options: Options) -> nn.Module:
+    units = [
+        [wrap(model, module, how) for module in unit] if isinstance(unit, list) else wrap(model, unit, how)
+        for unit in model.units()
+    ]
+    return shard(units, model, slots, options)
+
+
+def wrapped_units_after(model: Any, slots: Sequence[Any], how: Options, options: Options) -> nn.Module:
+    units = model.units()
+    shard(units, model, slots, options)
+    for module in flat(units):
+        wrap(model, module, how)
+    return model
+
+
+def whole_before(model: Any, slots: Sequence[Any], how: Options, options: Options) -> nn.Module:
+    model.compile(**how)
+    return shard(model.units(), model, slots, options)
+
+
+def whole_after(model: Any, slots: Sequence[Any], how: Options, options: Options) -> nn.Module:
+    shard(model.units(), model, slots, options)
+    model.compile(**how)
+    return model
+
+
+def whole_wrapped_before(model: Any, slots: Sequence[Any], how: Options, options: Options) -> nn.Module:
+    return shard(model.units(), torch.compile(model, **how), slots, options)
+
+
+def argument_of_units(model: Any, slots: Sequence[Any], how: Options, options: Options) -> nn.Module:
+    return shard(model.units(), model, slots, {**options, "compile": how}, compile=None)
+
+
+def argument_of_model(model: Any, slots: Sequence[Any], how: Options, options: Options) -> nn.Module:
+    return shard(model.units(), model, slots, options, compile=how)
+
+
+OF_UNITS: dict[str, Way] = {
+    way.__name__: way
+    for way in (
+        units_before,
+        units_after,
+        units_between,
+        wrapped_units_before,
+        wrapped_units_after,
+        argument_of_units,
+    )
+}
+"""Ways in which each unit is compiled by itself."""
+
+OF_THE_MODEL: dict[str, Way] = {
+    way.__name__: way for way in (whole_before, whole_after, whole_wrapped_before, argument_of_model)
+}
+"""Ways in which the model is compiled."""
+
+WAYS = OF_UNITS | OF_THE_MODEL
+
+
+def unwrapped(trained: Trained) -> Trained:
+    """With the names that parameters have without wrappers."""
+
+    def plain(table: dict[str, Any]) -> dict[str, Any]:
+        return {name.replace("_orig_mod.", ""): value for name, value in table.items()}
+
+    return replace(trained, gradients=[*map(plain, trained.gradients)], state=plain(trained.state))
+
+
+def assert_same_compiled(
+    way: str,
+    model: Model,
+    slots: Sequence[Any],
+    backend: str,
+    *,
+    loop: Loop = one_backward,
+    steps: int = 3,
+    atol: float = 1e-9,
+    how: Options | None = None,
+    **options: Any,
+) -> FrameCounts:
+    """Asserts that a sharded model with compiled units trains as its twin does on one device.
+
+    Nothing may run as it is because it could not be compiled. Returns what was compiled.
+
+    Args:
+        way: in `WAYS`.
+        how: more options of ``torch.compile``.
+        options: of ``fully_shard``.
+    """
+    several, one = on_device(model.build, slots[0]), on_device(model.build, slots[0])
+    before = counts()
+    several = WAYS[way](several, slots, {"backend": backend, **(how or {})}, options)
+    assert_all_sharded(several)
+    ours = train(several, batches_of(model, slots), steps=steps, loop=loop)
+    assert_all_sharded(several)
+    theirs = train(one, batches_of(model, slots), steps=steps, loop=loop)
+    assert_same(unwrapped(ours), theirs, atol=atol)
+    found = counts() - before
+    assert not found.eager, f"{dict(found.eager)} frames could not be compiled"
+    return found
+
 
 CHAIN = Model(seeded(lambda: Chain(Layer(), Layer(), Layer())), numbers(6))
 """Two units that are alike, after a layer of the model's own."""
@@ -83,10 +236,6 @@ class TestTraining:
         assert_same_compiled("units_before", model, slots, "aot_eager", steps=3)
 
     @pytest.mark.slots(2)
-    def test_units_that_are_used_twice_never_or_are_frozen(self, slots):
-        assert_same_compiled("units_before", MODELS["unused and repeated units"], slots, "eager", steps=2)
-
-    @pytest.mark.slots(2)
     def test_mixed_precision(self, slots, root):
         """Graphs get parameters and inputs in the lower dtype, so results are those of units that are not compiled."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -99,21 +248,6 @@ class TestTraining:
             mean_square_loss(model(x)).backward()
             trained.append(gradients(model))
         assert_equal(*trained, "gradients", atol=1e-9)
-
-    @pytest.mark.long
-    @pytest.mark.slots(2)
-    def test_without_a_graph_and_with_one(self, slots, root, without_graph):
-        several, one = on_device(CHAIN.build, root), on_device(CHAIN.build, root)
-        shard(several.units(), several, slots, {"compile": {"backend": "aot_eager"}})
-        x = numbers(6)(5, 0)[0][0].to(root)
-        for _ in range(2):
-            with without_graph():
-                assert_equal(whole(several(x).clone()), whole(one(x).clone()), "output", atol=1e-9)
-            several.zero_grad()
-            one.zero_grad()
-            for model in (several, one):
-                mean_square_loss(model(x)).backward()
-            assert_equal(gradients(several), gradients(one), "gradients", atol=1e-9)
 
     @pytest.mark.slots(2)
     def test_hooks_of_units_run_in_each_replica_and_those_of_the_model_on_the_whole_batch(self, slots, root):
@@ -233,12 +367,6 @@ class TestCompilations:
         model(torch.ones(len(slots), 6, dtype=torch.float64, device=root))
         # Two linear layers are alike. The third is a unit, and has a class of its own.
         assert Counter(map(tuple, graphs)) == {("linear", "tanh"): devices(slots), ("linear",): 2 * devices(slots)}
-
-    def test_a_step_of_eight_slots_on_one_device_compiles_once(self, root):
-        model = sharded(on_device(CHAIN.build, root), [root] * 8, compile={"backend": "eager"})
-        before = counts()
-        model(numbers(6)(16, 0)[0][0].to(root)).sum().backward()
-        assert (counts() - before).compilations == {root: 2}  # a unit, and the model's own layer
 
 
 @pytest.mark.devices("sim")
@@ -425,13 +553,6 @@ def test_each_model(model, slots):
 def test_each_way(way, slots):
     backend, atol = backend_for(slots)
     assert_same_compiled(way, MODELS["gpt, units of several kinds"], slots, backend, atol=atol)
-
-
-@pytest.mark.long
-@pytest.mark.slots(2, 3, 8)
-@pytest.mark.parametrize("way", WAYS)
-def test_each_way_by_aot_eager(way, slots):
-    assert_same_compiled(way, MODELS["gpt"], slots, "aot_eager")
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -177,61 +177,11 @@ def refuse(*_: Any) -> None:
     raise ArithmeticError("in the optimizer")
 
 
-@pytest.fixture(params=["default", "no reshard", "no prefetch"])
-def make_training(request: pytest.FixtureRequest) -> Callable[[list], Training]:
-    def make(slots: list) -> Training:
-        training = Training(slots, **({"reshard_after_forward": False} if request.param == "no reshard" else {}))
-        for module in (training.model, *training.model.units()) if request.param == "no prefetch" else ():
-            module.set_modules_to_forward_prefetch([])
-            module.set_modules_to_backward_prefetch([])
-        training.step()
-        return training
-
-    return make
-
-
-@pytest.mark.slots(4, long=[2, 8])
-@pytest.mark.parametrize("which", ["first", "last"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_step_after_an_error_is_that_of_one_device(kind, which, slots, make_training):
-    check_the_next_step(make_training(slots), kind, which, layer=2)
-
-
-@pytest.mark.slots(4)
-@pytest.mark.parametrize("layer", [0, 3])
-@pytest.mark.parametrize("which", ["first", "last"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_step_after_an_error_in_the_first_or_last_unit_is_that_of_one_device(kind, which, layer, slots):
-    check_the_next_step(Training(slots), kind, which, layer)
-
-
-def check_the_next_step(training: Training, kind: str, which: str, layer: int) -> None:
-    slots = training.slots
-    idle = allocated(slots)
-    for quietly in (False, True):
-        training.fail(kind, layer, 0 if which == "first" else len(slots) - 1, quietly=quietly)
-        wait_for_the_engine(slots)
-        if not (quietly and kind == "optimizer"):  # the gradients that wait are dropped by the next call
-            assert allocated(slots, idle) == idle
-        training.compare()
-    assert allocated(slots, idle) == idle
-
-
-@pytest.mark.slots(3)
-@pytest.mark.parametrize("kind", ["hook", "backward"])
-def test_the_step_may_follow_a_failed_backward_at_once(kind, slots, make_training):
-    """What is still on its way belongs to the pass that failed, and changes nothing in the next."""
-    training = make_training(slots)
-    for attempt in range(6):
-        training.fail(kind, attempt % 4, attempt % 3)
-        training.compare()
-
-
 @pytest.mark.slots(3)
 @pytest.mark.devices("sim", "cuda")
-def test_gradients_zeroed_after_a_failed_backward_stay_so_though_a_thread_of_it_still_sums(slots, make_training):
+def test_gradients_zeroed_after_a_failed_backward_stay_so_though_a_thread_of_it_still_sums(slots):
     """The thread that calls backward raises while others still run if it computes on the CPU itself."""
-    training = make_training(slots)
+    training = Training(slots)
     model, layer = training.model, training.model.layers[3]
     begun, released = threading.Event(), threading.Event()
     on_cpu = torch.ones((), requires_grad=True)
@@ -256,24 +206,10 @@ def test_gradients_zeroed_after_a_failed_backward_stay_so_though_a_thread_of_it_
 
 
 @pytest.mark.slots(3)
-def test_each_slot_may_fail(slots, make_training):
-    training = make_training(slots)
-    layer = training.model.layers[1]
-    layer.fails[0] = "forward"
-    x = batch(slots, 0)
-    for chunk in x.chunk(3):
-        chunk[0, -1] = -1000.0
-    with pytest.raises(ArithmeticError, match="in forward"):
-        training.model(x)
-    layer.fails[0] = ""
-    training.compare()
-
-
-@pytest.mark.slots(3)
 @pytest.mark.parametrize("layer", range(4))
-def test_gradients_that_wait_on_the_slots_outlive_a_failed_backward(layer, slots, make_training):
+def test_gradients_that_wait_on_the_slots_outlive_a_failed_backward(layer, slots):
     """Like `.grad` on one device they have gradients of the failed pass added, where it came so far, or not."""
-    training = make_training(slots)
+    training = Training(slots)
     model, twin = training.model, training.twin
     training.copy_values()
     kept, failing, last = batch(slots, 200), batch(slots, 201, marked=1), batch(slots, 202)
@@ -342,27 +278,13 @@ def test_a_backward_beside_one_that_has_failed_is_refused(what, slots):
     training.compare()
 
 
-@pytest.mark.slots(3)
-def test_a_forward_that_fails_leaves_an_earlier_one_its_backward(slots, make_training):
-    training = make_training(slots)
-    training.copy_values()
-    x = batch(slots, 100)
-    losses = [mean_square_loss(each(x)) for each in (training.model, training.twin)]
-    training.model.layers[2].fails[0] = "forward"
-    with pytest.raises(ArithmeticError):
-        training.model(batch(slots, 101, marked=1))
-    for loss in losses:
-        loss.backward()
-    assert_equal(gradients(training.model), gradients(training.twin), "gradients", atol=1e-9)
-
-
 @pytest.mark.devices("sim")
 class TestOutOfMemory:
     @pytest.mark.slots(4, long=[2, 8])
     @pytest.mark.parametrize("which", [0, 1, -1])
-    def test_the_next_step_is_right(self, which, slots, make_training):
+    def test_the_next_step_is_right(self, which, slots):
         """Whatever did not find memory: a gather, an activation, a gradient, a sum."""
-        training = make_training(slots)
+        training = Training(slots)
         idle = allocated(slots)
         slot = which % len(slots)
         failed = [training.run_out_of_memory(slot, spare) for spare in (0, 1000, 3000, 6000, 9000, 12000, 20000)]

@@ -79,16 +79,6 @@ class TestFlags:
         net.set_requires_all_reduce(True, recurse=False)
         assert [each.requires_all_reduce for each in units(net)] == [True, False, False]
 
-    @pytest.mark.parametrize("inner", [True, False])
-    def test_no_sync_ends_with_what_was_before(self, net, inner):
-        net[1].set_requires_gradient_sync(inner)
-        with net.no_sync():
-            assert [each.requires_gradient_sync for each in units(net)] == [False] * 3
-        assert [each.requires_gradient_sync for each in units(net)] == [True, inner, True]
-        with pytest.raises(KeyError), net.no_sync():
-            raise KeyError
-        assert [each.requires_gradient_sync for each in units(net)] == [True, inner, True]
-
     @pytest.mark.parametrize(
         ("method", "value", "error", "message"),
         [
@@ -228,7 +218,18 @@ class TestInAReplica:
 
     ONCE = [["use", "end_use"]] * 4
 
-    def test_a_call_runs_inside_the_unit_once(self, outer, log, x):
+    @pytest.mark.parametrize(
+        "run",
+        [
+            lambda inner, x: inner(x),
+            lambda inner, x: inner.forward(x),
+            lambda inner, x: inner.generate(x),
+            lambda inner, x: inner.direct(x),
+        ],
+        ids=["a call", "forward", "a method that calls", "a method that calls forward"],
+    )
+    def test_it_runs_inside_the_unit_once(self, outer, log, run, x):
+        outer.run[0] = run
         assert torch.equal(outer(x), x * 15)
         assert log["Net"] == log["Outer"] == self.ONCE
         assert outer.inner.seen == [True] * 4
@@ -239,19 +240,6 @@ class TestInAReplica:
         outer(x)
         assert outer.inner.seen == [True] * 12
         assert log["Net"] == self.ONCE
-
-    def test_forward_without_a_call(self, outer, log, x):
-        outer.run[0] = lambda inner, x: inner.forward(x)
-        assert torch.equal(outer(x), x * 15)
-        assert log["Net"] == self.ONCE
-        assert outer.inner.seen == [True] * 4
-
-    @pytest.mark.parametrize("name", ["generate", "direct"])
-    def test_a_registered_method(self, outer, log, name, x):
-        outer.run[0] = lambda inner, x: getattr(inner, name)(x)
-        assert torch.equal(outer(x), x * 15)
-        assert log["Net"] == self.ONCE
-        assert outer.inner.generate.__doc__ == "Calls forward."
 
     def test_an_error_leaves_the_unit(self, outer, log, x):
         def wrong(inner, x):

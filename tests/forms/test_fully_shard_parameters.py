@@ -1,7 +1,8 @@
-"""Frozen, tied, shared and unused parameters of a sharded model, in float64 to 1e-9."""
+"""Parameters of a sharded model: of all kinds, frozen, tied, shared, replaced, on meta, loaded and converted."""
 
 import functools
 import gc
+import io
 import weakref
 from typing import Any
 
@@ -10,21 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dataparallel.composable import fully_shard
-from dataparallel.sharded import ShardedTensor
-from dataparallel.testing.cases import numbers, seeded, sgd
+from dataparallel.composable import CPUOffloadPolicy, fully_shard
+from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
+from dataparallel.testing.cases import adamw, numbers, seeded, sgd
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from sharded_chains import Chain, Layer, assert_same_results, chain
-from sharded_models import GPT
+from sharded_models import GPT, Apart, on_meta
 from sharded_steps import (
     LOOPS,
     MODELS,
     Model,
+    assert_all_sharded,
+    assert_same,
     assert_same_training,
+    batches_of,
     gradients,
     on_device,
     several_loops,
     sharded,
+    state,
+    train,
     whole,
 )
 
@@ -63,22 +69,6 @@ class TestParameters:
                 return [*self.blocks, [self.embedding, self.norm, self.head]]
 
         assert_same_training(Model(seeded(Ends), MODELS["gpt"].batch), slots, loop=LOOPS[loop])
-
-    @pytest.mark.slots(3, long=[2, 8])
-    @several_loops
-    def test_gradients_are_none_where_one_device_has_none(self, loop, slots, root):
-        several, one = (on_device(MODELS["unused and repeated units"].build, root) for _ in range(2))
-        sharded(several, slots)
-        for model in (several, one):
-            (x,), _ = numbers(6)(2 * len(slots), 0)
-            x[:, 0] = -1.0  # no sample takes the branch
-            LOOPS[loop](model, lambda x=x: ((x.to(root),), {}), mean_square_loss)
-        found, expected = gradients(several), gradients(one)
-        assert_equal(found, expected, "gradients", atol=1e-9)
-        without = {name.split(".")[0] for name, gradient in found.items() if gradient is None}
-        assert without == {"unused", "sometimes", "frozen", "strange", "choice"}
-        assert found["choice.used.weight"] is not None
-        assert found["strange.scale"] is not None
 
     def test_complex_parameters(self, slots):
         class Turn(Layer):
@@ -261,12 +251,246 @@ class TestChangesOfTheModel:
             mean_square_loss(model(x)).backward()
         assert_equal(gradients(several), gradients(one), "gradients", atol=1e-9)
 
-    def test_frozen_after_the_gradients_that_wait_are_dropped(self, pair, x):
-        several, _ = pair
-        with several.no_sync():
-            mean_square_loss(several(x)).backward()
-        several.zero_grad()
-        several.layers[1].linear.weight.requires_grad_(False)
-        mean_square_loss(several(x)).backward()
-        assert several.layers[1].linear.weight.grad is None
-        assert several.layers[1].linear.bias.grad is not None
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+class Net(nn.Module):
+    """Two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 6).double(), nn.Linear(6, 2).double()
+
+    def units(self) -> list[nn.Module]:
+        return [self.first]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(rows)))
+
+
+@pytest.fixture
+def net(slots: list) -> Any:
+    return sharded(on_device(build, slots[0]), slots)
+
+
+@pytest.fixture
+def rows(slots: list) -> Tensor:
+    return torch.ones(6, 7, dtype=torch.float64, device=slots[0])
+
+
+def new_weight(slots: list, placement: Any = None) -> Any:
+    values = torch.linspace(-1, 1, 42, dtype=torch.float64).view(6, 7)
+    return nn.Parameter(distribute_tensor(values, slots, placement or Shard(0)))
+
+
+class TestThePlacement:
+    @pytest.mark.parametrize("when", ["before the first call", "later"])
+    @pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=repr)
+    def test_that_is_refused(self, placement, when, net, rows, slots):
+        if when == "later":
+            net(rows)
+        own = net.first.weight
+        net.first.weight = new_weight(slots, placement)
+        with pytest.raises(
+            RuntimeError, match=r"(?s)'weight' in the unit 'first'.*(Replicate|Shard\(dim=1\)).*placed by"
+        ):
+            net(rows)
+        net.first.weight = own
+        assert_equal(whole(net(rows)), whole(on_device(build, slots[0])(rows)), "outputs", atol=1e-9)
+
+    @pytest.mark.slots(2)
+    def test_may_be_another_dimension(self, slots, rows):
+        net, twin = (on_device(build, slots[0]) for _ in range(2))
+        sharded(net, slots)
+        net(rows)
+        net.last.weight = nn.Parameter(distribute_tensor(twin.last.weight.detach(), slots, Shard(1)))
+        for each in (net, twin):
+            each(rows).sum().backward()
+        assert_equal(whole(net.last.weight.grad), whole(twin.last.weight.grad), "gradient", atol=1e-9)
+
+
+class TestWhatIsManaged:
+    @pytest.mark.parametrize("when", ["before the next call", "later"])
+    def test_is_the_parameter_that_is_registered_now(self, when, net, rows, slots):
+        new = net.first.weight = new_weight(slots)
+        if when == "later":
+            net(rows)
+        assert fully_shard.state(net.first).manages(new)
+        assert not fully_shard.state(net).manages(new)
+
+    @pytest.mark.parametrize("when", ["before the next call", "later"])
+    def test_is_not_shared_with_another_unit(self, when, net, rows, slots):
+        net.first.weight = new_weight(slots)
+        if when == "later":
+            net(rows)
+        other = nn.Linear(7, 6).double().to(slots[0])
+        other.weight = net.first.weight
+        with pytest.raises(RuntimeError, match="'weight' is shared with a module outside"):
+            fully_shard(other, devices=slots)
+
+    def test_is_no_parameter_that_was_replaced(self, net, rows, slots):
+        former = net.first.weight
+        net.first.weight = new_weight(slots)
+        net(rows)
+        assert not fully_shard.state(net.first).manages(former)
+
+
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.parametrize("when", ["before the first call", "later"])
+def test_shards_of_an_offloaded_unit_have_to_be_in_host_memory(when, net, rows, slots):
+    offloaded = sharded(on_device(build, slots[0]), slots, offload_policy=CPUOffloadPolicy())
+    if when == "later":
+        offloaded(rows)
+    with torch.no_grad():
+        net.first.weight.copy_(new_weight(slots))
+    offloaded.load_state_dict(net.state_dict(), assign=True)
+    with pytest.raises(
+        RuntimeError, match=r"unit '(first|Linear)' is on .*host memory: load a state dict that is on the CPU"
+    ):
+        offloaded.first(rows)
+    with pytest.raises(RuntimeError, match="CPUOffloadPolicy"):
+        offloaded(rows)
+    offloaded.cpu()
+    assert_equal(whole(offloaded(rows)), whole(net(rows)), "outputs", atol=1e-9)
+    offloaded.reshard()
+    assert {shard.device.type for p in offloaded.parameters() for shard in p.shards} == {"cpu"}
+
+
+MODEL = MODELS["gpt"]
+UNTIED = MODELS["gpt, units of several kinds"]
+
+
+def blank(model: Model, root: torch.device) -> nn.Module:
+    """The model with zeros, to be loaded."""
+    made = on_device(model.build, root)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.zero_()
+    return made
+
+
+def initialise(model: nn.Module) -> None:
+    """As user code does after `to_empty`."""
+    torch.manual_seed(3)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def assert_trains_as(several: nn.Module, one: nn.Module, slots: list) -> None:
+    assert_all_sharded(several)
+    ours, theirs = (train(model, batches_of(MODEL, slots), steps=3) for model in (several, one))
+    assert_same(ours, theirs)
+
+
+class TestMeta:
+    @pytest.mark.slots(3, long=[2, 8])
+    def test_parameters_are_drawn_as_on_one_device(self, slots, root):
+        several, one = sharded(on_meta(), slots), on_meta().to_empty(device=root)
+        one.head.weight = one.embedding.weight
+        for model in (several.to_empty(device=root.type), one):
+            initialise(model)
+        assert several.head.weight is several.embedding.weight
+        assert_equal(state(several), state(one), "drawn", atol=0)
+        assert_trains_as(several, one, slots)
+
+    @pytest.mark.slots(3, long=[2, 8])
+    def test_initialisations_that_write_to_rows_and_slices(self, slots, root):
+        """A padding row as torch's and transformers' embeddings have it, and the forget gates of an LSTM."""
+
+        class Rows(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.words, self.places = nn.Embedding(11, 4, padding_idx=9), nn.Embedding(5, 4, padding_idx=-1)
+                self.gates = nn.LSTM(4, 3)
+
+            def forward(self, x: Tensor) -> Any:
+                return self.gates(self.words(x) + self.places(x))
+
+            def reset_parameters(self) -> None:
+                self.words.reset_parameters()
+                self.places.weight.data.normal_(std=0.02)
+                self.places.weight.data[self.places.padding_idx].zero_()
+                self.gates.reset_parameters()
+                self.gates.bias_ih_l0.data[3:6].fill_(1.0)
+                for gate in self.gates.weight_hh_l0.data.chunk(4):
+                    nn.init.xavier_uniform_(gate)
+
+        with torch.device("meta"):
+            several, one = Rows(), Rows()
+        fully_shard(several, devices=slots)
+        for model in (several, one):
+            model.to_empty(device=root)
+            torch.manual_seed(3)
+            model.reset_parameters()
+        assert_equal(state(several), state(one), "state", atol=0)
+
+    @pytest.mark.slots(3, long=[2, 8])
+    def test_sharded_values_are_assigned_without_to_empty(self, slots, root):
+        """As on one device, that unties weights: this model has none."""
+        several, one = sharded(on_meta(Apart), slots), on_device(UNTIED.build, root)
+        several.load_state_dict(sharded(on_device(UNTIED.build, root), slots).state_dict(), assign=True)
+        assert_trains_as(several, one, slots)
+
+    def test_a_call_before_they_have_values_says_so(self, slots, root):
+        several = sharded(on_meta(), slots)
+        (tokens,), _ = next(batches_of(MODEL, slots))
+        with pytest.raises(RuntimeError, match=r"to_empty|meta"):
+            several(tokens)
+
+
+class TestStateDicts:
+    @pytest.mark.parametrize("assign", [False, True])
+    @pytest.mark.parametrize("map_location", [None, "cpu"])
+    def test_a_sharded_one_goes_through_a_file(self, map_location, assign, slots, root):
+        """Training goes on as if it had not been interrupted."""
+        model = UNTIED if assign else MODEL
+        several, one = sharded(on_device(model.build, root), slots), on_device(model.build, root)
+        batches = [batches_of(model, slots) for _ in range(2)]
+        optimizer, of_one = adamw(several.parameters()), adamw(one.parameters())
+        train(several, batches[0], optimizer, 2)
+        train(one, batches[1], of_one, 2)
+        file = io.BytesIO()
+        torch.save({"model": several.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True, map_location=map_location)
+        again = sharded(blank(model, root), slots)
+        if assign and map_location == "cpu":
+            # What is assigned stays where it is, and a unit's shards are on its slots.
+            saved["model"] = {name: value.to(root.type) for name, value in saved["model"].items()}
+        again.load_state_dict(saved["model"], assign=assign)
+        optimizer = adamw(again.parameters())
+        optimizer.load_state_dict(saved["optimizer"])
+        assert_all_sharded(again)
+        assert_same(train(again, batches[0], optimizer, 3), train(one, batches[1], of_one, 3))
+
+    @pytest.mark.parametrize("when", ["before the first call", "later"])
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_weights_are_replaced(self, assign, when, slots, root):
+        """A call after the load computes with the new weights."""
+        model = UNTIED if assign else MODEL
+        several, one = sharded(on_device(model.build, root), slots), on_device(model.build, root)
+        if when == "later":
+            for each in (several, one):
+                train(each, batches_of(model, slots), steps=1)
+        changed = sharded(on_device(model.build, root), slots)
+        with torch.no_grad():
+            for parameter in changed.parameters():
+                parameter.copy_(parameter.cos())
+        several.load_state_dict(changed.state_dict(), assign=assign)
+        one.load_state_dict(whole(changed.state_dict()))
+        assert_trains_as(several, one, slots)
+
+
+class TestConversions:
+    def test_to_the_cpu_and_back(self, slots, root):
+        several, one = sharded(on_device(MODEL.build, root), slots), on_device(MODEL.build, root)
+        train(several, batches_of(MODEL, slots), steps=1)
+        train(one, batches_of(MODEL, slots), steps=1)
+        several.cpu()
+        assert all(shard.device.type == "cpu" for parameter in several.parameters() for shard in parameter.shards)
+        several.to(root.type)
+        assert_trains_as(several, one, slots)

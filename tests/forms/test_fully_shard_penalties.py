@@ -209,57 +209,6 @@ def ones(root: torch.device) -> Tensor:
     return torch.ones(3, 2, device=root)
 
 
-@pytest.mark.slots(4)
-@pytest.mark.parametrize("reshard", [True, False, 2])
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_a_penalty_and_the_output_reach_hooks_together(place, reshard, slots, root, ones) -> None:
-    model, weight, calls = linear(root, slots, reshard_after_forward=reshard)
-    after = Calls()
-    weight.register_post_accumulate_grad_hook(lambda p: after(p.grad))
-    for _ in range(2):
-        penalty = 100 * model.weight.sum() if place == "before" else 0
-        output = model(ones).sum()
-        (output + (penalty if place == "before" else 100 * model.weight.sum())).backward()
-    assert calls == [[103, 103]] * 2
-    assert after == [[103, 103], [206, 206]]
-
-
-@pytest.mark.parametrize("recomputed", [None, False, True])
-def test_two_models_on_one_unit_may_have_batches_of_other_sizes(recomputed, slots, root) -> None:
-    backbone = nn.Linear(1, 1, bias=False).to(root)
-    heads = [nn.Sequential(backbone, nn.Linear(1, 1, bias=False).to(root)) for _ in range(2)]
-    for parameter in nn.ModuleList(heads).parameters():
-        nn.init.ones_(parameter)
-    fully_shard(backbone, devices=slots)
-    for head in heads:
-        fully_shard(head, devices=slots)
-    weight, calls = backbone.weight, Calls()
-    weight.register_hook(calls)
-    two, three = (torch.ones(n, 1, device=root) for n in (2, 3))
-    three.requires_grad_()
-    second = heads[1](three) if recomputed is None else checkpoint(heads[1], three, use_reentrant=recomputed)
-    (heads[0](two).sum() + 100 * second.sum()).backward()
-    assert gradient_of(weight) == [302]
-    assert calls == [[302]] or recomputed  # a reentrant checkpoint has a backward of its own, as on one device
-
-
-def test_what_waits_without_sync_is_part_of_the_next_sum_or_dropped_with_the_gradients(slots, root, ones) -> None:
-    model, weight, calls = linear(root, slots)
-
-    def backward() -> None:
-        (model(ones).sum() + 100 * weight.sum()).backward()
-
-    with model.no_sync():
-        backward()
-        weight.grad = None
-        backward()
-        backward()
-    assert not calls
-    backward()
-    assert gradient_of(weight) == [309, 309]
-    assert calls == [[309, 309]]
-
-
 def test_a_backward_that_fails_leaves_no_part_of_a_penalty(slots, root, ones) -> None:
     def fail(gradient: Tensor) -> None:
         raise ValueError("in backward")

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
-from loops import wait_for_the_engine
 from torch import Tensor, nn
 
 from clocked import timeline
@@ -16,9 +15,9 @@ from dataparallel.comm.streams.current import Event
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import adamw, numbers, seeded
-from dataparallel.testing.steps import assert_equal, mean_square_loss
+from dataparallel.testing.steps import mean_square_loss
 from memory import allocated
-from sharded_steps import assert_all_sharded, gradients, no_sync, on_device, sharded, whole
+from sharded_steps import on_device, sharded
 
 WIDTH, LAYERS = 16, 4
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -160,49 +159,6 @@ class TestOffload:
         assert found[0] == found[1] == found[2]
         # Handles of the graph's nodes, and nothing that has the size of parameters.
         assert max(after - idle for after, idle in zip(found[-1], before, strict=True)) < WIDTH * WIDTH * 8
-
-    def test_gradients_are_added_to_those_on_the_host(self, slots):
-        model, twin = make(slots), twin_of(slots)
-        for seed in range(2):
-            for each in (model, twin):
-                mean_square_loss(each(rows(slots, seed))).backward()
-        with no_sync(model):
-            mean_square_loss(model(rows(slots, 2))).backward()
-        mean_square_loss(model(rows(slots, 3))).backward()
-        for seed in (2, 3):
-            mean_square_loss(twin(rows(slots, seed))).backward()
-        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
-
-    def test_after_an_error_the_next_step_is_right(self, slots):
-        def fail(*_: object) -> None:
-            raise ArithmeticError("in a hook")
-
-        def let_backward_fail(module: nn.Module, inputs: object, output: Tensor) -> None:
-            output.register_hook(fail)
-
-        model, twin = make(slots), twin_of(slots)
-        for seed in range(3):
-            handle = model.layers[seed].register_forward_hook(let_backward_fail)
-            loss = mean_square_loss(model(rows(slots, seed)))
-            handle.remove()
-            with pytest.raises(ArithmeticError):
-                loss.backward()
-            wait_for_the_engine(slots)
-            assert_all_sharded(model)
-            model.zero_grad()
-        for each in (model, twin):
-            mean_square_loss(each(rows(slots))).backward()
-        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
-
-    def test_values_may_be_changed_on_the_host_between_calls(self, slots):
-        model, twin = make(slots), twin_of(slots)
-        for factor in (0.5, 3.0, 0.25):
-            with torch.no_grad():
-                for each in (model, twin):
-                    for parameter in each.parameters():
-                        parameter.mul_(factor)
-                found, expected = model(rows(slots)), twin(rows(slots))
-            assert_equal(whole(found), whole(expected), "outputs", atol=1e-9)
 
 
 @pytest.mark.devices("sim", "stand-in")

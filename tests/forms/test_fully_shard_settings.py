@@ -11,10 +11,9 @@ from clocked import timeline
 from dataparallel import comm
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.sharded.units.shards import PullSource
-from dataparallel.testing.cases import adamw, numbers, seeded
+from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from made_units import recorded_gathers
-from memory import allocated
 from sharded_steps import gradients, on_device, sharded, whole
 
 WIDTH = 16
@@ -181,42 +180,6 @@ class TestPostOptimEvent:
 
 
 class TestIsLastBackward:
-    @pytest.mark.parametrize("offloads", [False, True])
-    def test_gradients_are_complete_after_the_last(self, offloads, slots):
-        model = make(slots, **({"offload_policy": CPUOffloadPolicy()} if offloads else {}))
-        twin = twin_of(slots)
-        optimizers = [adamw(each.parameters()) for each in (model, twin)]
-        for step in range(2):
-            for number in range(3):
-                model.set_is_last_backward(number == 2)
-                for each in (model, twin):
-                    backward(each, slots, 3 * step + number)
-            assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    @pytest.mark.parametrize("offloads", [False, True])
-    def test_backwards_in_a_row(self, offloads, slots):
-        model = make(slots, **({"offload_policy": CPUOffloadPolicy()} if offloads else {}))
-        twin = twin_of(slots)
-        for each in (model, twin):
-            losses = [mean_square_loss(each(tokens(slots, seed))) for seed in range(3)]
-            for number, loss in enumerate(losses):
-                if each is model:
-                    model.set_is_last_backward(number == 2)
-                loss.backward()
-        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
-
-    def test_the_next_forward_waits_for_sums_as_well(self, slots):
-        model, twin = make(slots), twin_of(slots)
-        model.set_is_last_backward(False)
-        for each in (model, twin):
-            backward(each, slots)
-        with torch.no_grad():
-            model(tokens(slots))
-        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
-
     @pytest.mark.devices("sim", "stand-in")
     def test_a_backward_that_is_not_the_last_leaves_sums_on_their_way(self, slots):
         """The clocks see that the current streams have not waited for the sums of the first unit."""
@@ -239,30 +202,6 @@ class TestIsLastBackward:
         with torch.no_grad():
             model(tokens(slots))
         assert all(parameter.grad is not None for parameter in model.parameters())
-
-    def test_gradients_may_be_dropped_in_between(self, slots):
-        """The sums that are on their way still have their memory."""
-        model, twin = make(slots), twin_of(slots)
-        for seed in range(2):
-            backward(model, slots, seed)
-            model.set_is_last_backward(False)
-        model.zero_grad()
-        model.set_is_last_backward(True)
-        for each in (model, twin):
-            backward(each, slots, 2)
-        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
-
-    @pytest.mark.devices("sim")
-    def test_nothing_stays_after_the_last(self, slots):
-        model = make(slots)
-        found = []
-        for _ in range(3):
-            for number in range(3):
-                model.set_is_last_backward(number == 2)
-                backward(model, slots, number)
-            model.zero_grad()
-            found.append(allocated(slots))
-        assert found[0] == found[1] == found[2]
 
 
 @pytest.fixture
@@ -294,28 +233,12 @@ class TestUnshardInBackward:
 class TestAllReduceHook:
     """It sees what each owner has added up of its unit, before that is the gradient."""
 
-    def test_it_can_change_the_gradients_of_its_unit(self, slots):
-        model, twin = make(slots), twin_of(slots)
-        model.set_all_reduce_hook(lambda part: part.mul_(2))
-        backward(model, slots)
-        backward(twin, slots)
-        own = {name for name, parameter in model.named_parameters() if fully_shard.state(model).manages(parameter)}
-        expected = {name: grad * (2 if name in own else 1) for name, grad in gradients(twin).items()}
-        assert_equal(gradients(model), expected, "gradients", atol=1e-9)
-
     def test_it_is_called_once_for_each_owner(self, slots):
         devices = []
         model = make(slots)
         model.set_all_reduce_hook(lambda part: devices.append(part.device))
         backward(model, slots)
         assert sorted(map(str, devices)) == sorted(map(str, slots))
-
-    def test_without_other_machines_nothing_waits_for_an_all_reduce(self, slots):
-        model, twin = make(slots), twin_of(slots)
-        model.set_requires_all_reduce(False)
-        backward(model, slots)
-        backward(twin, slots)
-        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
 
     def test_an_error_of_it_is_that_of_the_backward(self, slots):
         model = make(slots)
@@ -336,15 +259,4 @@ class TestGradientsThatWait:
         backward(model, slots, 2)
         for seed in (1, 2):
             backward(twin, slots, seed)
-        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
-
-    @pytest.mark.parametrize("foreach", [False, True])
-    def test_they_are_void_once_it_is_set_to_zero(self, foreach, slots):
-        model, twin = make(slots), twin_of(slots)
-        optimizer = torch.optim.SGD(model.parameters(), foreach=foreach)
-        with model.no_sync():
-            backward(model, slots, 1)
-        optimizer.zero_grad(set_to_none=False)
-        for each in (model, twin):
-            backward(each, slots, 2)
         assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)

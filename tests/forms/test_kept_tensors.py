@@ -3,15 +3,13 @@
 Their buckets, and the sums, are in the order in which gradients arrived in the first pass.
 """
 
-import copy
-import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kept import Branched, assert_same, gradients, loss, numbers, settled, tensors_of, with_kept_replicas
+from kept import Branched, gradients, loss, numbers, settled, tensors_of, with_kept_replicas
 from loops import assert_same_loop, mean_square, waits
 from torch import Tensor, nn
 
@@ -31,51 +29,6 @@ def x(slots: list, root: torch.device) -> Tensor:
 
 def copies_of(wrapped: DataParallel) -> list[list[Tensor]]:
     return tensors_of(wrapped).copies.by_slot
-
-
-def test_tensors_and_nodes_persist(net: Branched, slots: list, x: Tensor) -> None:
-    wrapped = settled(net, slots, x)
-    before = [[id(tensor) for tensor in on_slot] for on_slot in copies_of(wrapped)]
-    nodes = {tensor.grad_fn for on_slot in copies_of(wrapped) for tensor in on_slot}
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(3):
-        loss(wrapped(x)).backward()
-        optimizer.step()
-        loss(wrapped(x[: len(slots) - 1])).backward()  # a smaller batch uses the first slots
-    with torch.no_grad():
-        wrapped(x)
-    assert [[id(tensor) for tensor in on_slot] for on_slot in copies_of(wrapped)] == before
-    assert {tensor.grad_fn for on_slot in copies_of(wrapped) for tensor in on_slot} == nodes
-
-
-CHANGES: dict[str, Callable[[Branched], object]] = {
-    "copy_": lambda net: net.second.weight.detach().copy_(torch.ones(8, 8)),
-    "a write through .data": lambda net: net.second.weight.data.fill_(0.5),
-    "a view of .data": lambda net: net.second.weight.data[2].mul_(3),
-    ".data = another tensor": lambda net: setattr(net.second.weight, "data", net.second.weight.data * 2),
-    "load_state_dict": lambda net: net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()}),
-    "a replaced parameter": lambda net: setattr(net.second, "weight", nn.Parameter(net.second.weight.detach() * 2)),
-    "a replaced module": lambda net: setattr(net, "second", nn.Linear(8, 8).to(net.last.weight)),
-    "a tied parameter": lambda net: setattr(net.second, "bias", net.first.bias),
-    "frozen": lambda net: net.first.requires_grad_(False),
-    "a parameter that is now None": lambda net: setattr(net.second, "bias", None),
-    "another dtype and back": lambda net: net.float().double(),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_every_change_is_seen_at_the_next_forward(
-    net: Branched, twin: Branched, slots: list, x: Tensor, name: str
-) -> None:
-    wrapped = settled(net, slots, x)
-    for module in (net, twin):
-        torch.manual_seed(1)
-        with torch.no_grad():
-            CHANGES[name](module)
-    for _ in range(3):
-        loss(wrapped(x)).backward()
-        loss(twin(x)).backward()
-        assert_same(gradients(net), gradients(twin))
 
 
 @pytest.mark.parametrize("of", ["parameters", "input"])
@@ -105,23 +58,6 @@ def test_replicas_on_other_slots_notice_too(net: Branched, slots: list, x: Tenso
     assert all(tensor._version > 0 for tensor in kept if tensor.shape == (8, 8))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output[-1].sum().backward()
-
-
-def test_graphs_over_former_tensors_still_count(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
-    """Their gradients are summed at once: no later pass would add gradients that their buckets keep."""
-    wrapped = settled(net, slots, x)
-    for call, module in ((wrapped, net), (twin, twin)):
-        before = loss(call(x))
-        module.first.weight.requires_grad_(False)
-        after = loss(call(x))
-        tensors_of(wrapped).sums.are_on = False
-        before.backward()
-        tensors_of(wrapped).sums.are_on = True
-        after.backward()
-        module.first.weight.requires_grad_(True)
-        loss(call(x)).backward()
-        loss(call(x)).backward()
-    assert_same(gradients(net), gradients(twin))
 
 
 def test_buffers_are_slot_0s(slots: list, root: torch.device) -> None:
@@ -169,13 +105,6 @@ def test_a_thread_writes_to_no_copies_of_another(net: Branched, slots: list, x: 
     mine = addresses()
     wrapped(x)
     assert addresses() == mine, "a thread that is alone again uses its copies again"
-
-
-def test_they_belong_to_one_module_and_cannot_be_copied(net: Branched, slots: list) -> None:
-    kept = with_kept_replicas(net, slots).options.kept
-    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="belong to one module and cannot be copied"):
-            copied(kept)
 
 
 def test_buckets_follow_the_order_in_which_gradients_came(net: Branched, slots: list, x: Tensor) -> None:

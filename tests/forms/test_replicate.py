@@ -30,16 +30,6 @@ class TestTheModuleIsWhatItWas:
         assert list(after) == list(before)
         assert all(after[name] is before[name] for name in before)
 
-    def test_its_state_dict_goes_to_and_from_the_plain_module(self, layers, slots, batch):
-        other = copy.deepcopy(layers)
-        keys = list(layers.state_dict())
-        replicate(layers, devices=slots)
-        assert list(layers.state_dict()) == keys
-        with torch.no_grad():
-            other[0].weight.mul_(2)
-        layers.load_state_dict(other.state_dict())
-        torch.testing.assert_close(layers(batch), other(batch))
-
     @pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
     def test_optimizers_made_before_or_after(self, layers, slots, batch, early):
         reference = copy.deepcopy(layers)
@@ -53,11 +43,6 @@ class TestTheModuleIsWhatItWas:
                 net(batch).square().mean().backward()
                 optimizer.step()
         torch.testing.assert_close(layers.state_dict(), reference.state_dict(), atol=1e-9, rtol=0)
-
-    def test_its_state_is_reachable(self, layers, slots):
-        assert replicate.state(layers) is None
-        replicate(layers, devices=slots, bucket_cap_mb=2)
-        assert replicate.state(layers).options.cap_bytes == 2 * 2**20
 
     def test_its_class_may_be_set_methods_on(self, affine, slots, batch):
         replicate(affine, devices=slots)
@@ -104,25 +89,6 @@ class TestForwardMethods:
             register_forward_method(affine, "nothing")
         with pytest.raises(TypeError, match="'sizes' of this Affine is no method"):
             register_forward_method(affine, "sizes")
-
-
-class TestGradientSync:
-    def test_the_flag(self, layers, slots):
-        state = replicate.state(replicate(layers, devices=slots))
-        assert state.tensors.sums.are_on
-        layers.set_requires_gradient_sync(False)
-        assert not state.tensors.sums.are_on
-
-    def test_no_sync_ends_with_what_was_before(self, layers, slots):
-        state = replicate.state(replicate(layers, devices=slots))
-        for before in (True, False):
-            layers.set_requires_gradient_sync(before)
-            with layers.no_sync():
-                assert not state.tensors.sums.are_on
-            assert state.tensors.sums.are_on is before
-            with pytest.raises(KeyError), layers.no_sync():
-                raise KeyError
-            assert state.tensors.sums.are_on is before
 
 
 class TestRefusedAtApplication:
@@ -293,6 +259,22 @@ class TestErrors:
         nn.utils.parametrizations.weight_norm(module)
         with pytest.raises(RuntimeError, match="the class of this Linear is another one than `replicate` gave to it"):
             module(batch)
+
+    @pytest.mark.devices("sim", "cuda")
+    @pytest.mark.parametrize("settled", [True, False], ids=["later", "at the first forward"])
+    def test_a_parameter_on_another_device(self, layers, slots, batch, root, settled):
+        expected = layers(batch)
+        replicate(layers, devices=slots)
+        if settled:
+            layers(batch)
+        for other in {torch.device("cpu"), torch.device(slots[1])} - {root}:
+            there = layers[2].bias.data
+            layers[2].bias.data = there.to(other)
+            message = rf"on device: {other}\. It is parameter '2\.bias'; call module\.to\('{root}'\)"
+            with pytest.raises(RuntimeError, match=message):
+                layers(batch)
+            layers[2].bias.data = there
+            torch.testing.assert_close(layers(batch), expected)
 
     def test_a_method_that_raises(self, affine, slots, batch):
         def odd(self, x):

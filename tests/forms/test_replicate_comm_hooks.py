@@ -47,14 +47,6 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor | None]:
 
 
 @EACH
-def test_what_it_leaves_are_the_gradients(net, twin, slots, root):
-    model = replicated(net, slots, lambda state, bucket: done(bucket.buffer().mul_(state)), 3.0)
-    for seed in range(3):
-        x = numbers(root, 5, seed=seed)
-        assert_same(step(model, x), [None if g is None else 3 * g for g in step(twin, x)])
-
-
-@EACH
 def test_it_is_called_once_for_each_bucket_in_their_order(net, slots, root):
     calls: list[list[tuple[int, bool]]] = []
 
@@ -150,28 +142,6 @@ def test_the_next_bucket_waits_for_the_future_of_the_one_before(net, twin, slots
             x = numbers(root, 5)
             assert_same(step(model, x), [None if g is None else 2 * g for g in step(twin, x)])
     assert {*most} == {1}
-
-
-@EACH
-def test_no_sync_leaves_it_out(net, twin, slots, root):
-    calls = []
-
-    def noted(state: Any, bucket: GradBucket) -> Future:
-        calls.append(bucket.index())
-        return done(bucket.buffer().mul_(2))
-
-    model = replicated(net, slots, noted)
-    step(model, numbers(root, 5))
-    model.zero_grad()
-    calls.clear()
-    first, second = numbers(root, 5, seed=1), numbers(root, 4, seed=2)
-    with model.no_sync():
-        loss(model(first)).backward()
-    assert calls == []
-    loss(model(second)).backward()
-    assert calls == [*range(len(calls))]
-    (loss(twin(first)) + loss(twin(second))).backward()
-    assert_same(gradients(model), [None if g is None else 2 * g for g in gradients(twin)])
 
 
 @EACH
@@ -271,15 +241,6 @@ class TestRegistering:
         model = replicate(net)
         with pytest.raises(RuntimeError, match=r"devices=\['cpu'\]"):
             model.register_comm_hook(None, unchanged)
-
-    def test_between_steps_it_holds_from_the_next_one_on(self, net, twin, slots, root):
-        model = replicate(net, devices=slots, **SMALL)
-        x = numbers(root, 5)
-        for _ in range(3):
-            assert_same(step(model, x), step(twin, x))
-        model.register_comm_hook(None, lambda state, bucket: done(bucket.buffer().mul_(2)))
-        for _ in range(3):
-            assert_same(step(model, x), [None if g is None else 2 * g for g in step(twin, x)])
 
 
 @freed_later

@@ -1,8 +1,9 @@
-"""`DataParallel.forward` shows the signature of the module's forward, and is a method in every other respect."""
+"""``forward`` of a form shows the signature of the module's forward, and is a method in every other respect."""
 
 import copy
 import functools
 import inspect
+import pickle
 import types
 import typing
 
@@ -12,138 +13,220 @@ from torch import nn
 
 from affine import Affine, build_affine
 from dataparallel import DataParallel
+from dataparallel.composable import ReplicatedModule, register_forward_method, replicate
 from dataparallel.forms.managed import StandIns
-from nets import samples
-
-pytestmark = pytest.mark.devices("cpu")  # signatures do not depend on devices
+from each_form import by_wrapper, replicated, replicating_forms
 
 
 @pytest.fixture
-def net(root):
+def plain(root):
     return build_affine(root)
 
 
 @pytest.fixture
-def x(root):
-    return samples(root)
+def model(form, plain, slots):
+    """A copy of the plain module in a form."""
+    return form(copy.deepcopy(plain), slots)
 
 
-def as_they_are(net):
-    return net.forward
+def module_of(model):
+    return model.module if isinstance(model, DataParallel) else model
 
 
-def a_lambda(net):
-    return lambda x, scale=2.0: net.linear(x) * scale
+FORWARDS = {
+    "as it is": lambda net: net.forward,
+    "a lambda": lambda net: lambda x, scale=2.0: net.linear(x) * scale,
+    "a partial": lambda net: functools.partial(Affine.forward, net, scale=3.0),
+    "a method": lambda net: types.MethodType(lambda self, x, scale=4.0: self.linear(x) * scale, net),
+}
 
 
-def a_partial(net):
-    return functools.partial(Affine.forward, net, scale=3.0)
+@replicating_forms
+class TestBothForms:
+    @pytest.mark.parametrize("made", FORWARDS.values(), ids=FORWARDS)
+    def test_it_shows_the_signature_of_the_module(self, model, batch, plain, made):
+        module = module_of(model)
+        if made is not FORWARDS["as it is"]:
+            module.forward = made(module)
+            plain.forward = made(plain)
+        assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+        for call in (model, model.forward):
+            torch.testing.assert_close(call(batch), plain(batch))
+
+    def test_a_forward_that_is_set_later_is_shown(self, model):
+        assert list(inspect.signature(model.forward).parameters) == ["x", "scale", "offset"]
+        module_of(model).forward = lambda y: y
+        assert list(inspect.signature(model.forward).parameters) == ["y"]
+        del module_of(model).forward
+        assert list(inspect.signature(model.forward).parameters) == ["x", "scale", "offset"]
+
+    def test_it_stays_a_method(self, form, model, plain, slots):
+        assert isinstance(model.forward, types.MethodType)
+        assert model.forward.__self__ is model
+        assert model.forward == model.forward
+        assert hash(model.forward) == hash(model.forward)
+        held = model.forward
+        assert held == model.forward
+        assert model.forward != form(plain, slots).forward
+        assert model.forward.__name__ == "forward"
+
+    def test_annotations_are_those_that_are_shown(self, model, plain):
+        assert typing.get_type_hints(model.forward) == typing.get_type_hints(plain.forward)
+        elsewhere: dict = {"Tensor": torch.Tensor}
+        exec("from __future__ import annotations\ndef forward(x: Tensor) -> Tensor: return x", elsewhere)
+        module_of(model).forward = elsewhere["forward"]
+        assert typing.get_type_hints(model.forward) == {"x": torch.Tensor, "return": torch.Tensor}
+
+    @pytest.mark.slots(1, 3)
+    def test_wrapped_as_accelerate_does_it_and_unwrapped(self, model, plain, batch):
+        def around(function):
+            @functools.wraps(function)
+            def wrapper(*args, **kwargs):
+                return function(*args, **kwargs) + 1
+
+            return wrapper
+
+        for _ in range(2):
+            model.forward = types.MethodType(around(model.forward.__func__), model)
+        torch.testing.assert_close(model(batch), plain(batch) + 2)
+        assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+
+    @pytest.mark.slots(1, 3)
+    def test_a_forward_around_the_one_before(self, model, plain, batch):
+        former = model.forward
+        model.forward = lambda x: former(x) + 1
+        again = model.forward
+        model.forward = lambda x: again(x) * 2
+        torch.testing.assert_close(model(batch), (plain(batch) + 1) * 2)
+
+    @pytest.mark.slots(2)
+    def test_without_devices_the_compiler_goes_through(self, form, plain, batch, monkeypatch):
+        monkeypatch.setattr("dataparallel.devices.accelerator_type", lambda: None)
+        model = form(copy.deepcopy(plain))
+        compiled = torch.compile(lambda x: model(x, scale=2.0) + 1, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(batch), plain(batch, scale=2.0) + 1)
 
 
-def a_method(net):
-    return types.MethodType(lambda self, x, scale=4.0: self.linear(x) * scale, net)
+class TestWrapper:
+    @pytest.fixture
+    def model(self, plain, slots):
+        return by_wrapper(copy.deepcopy(plain), slots)
+
+    def test_on_the_class_it_is_a_function(self, model, plain, batch):
+        assert inspect.isfunction(DataParallel.forward)
+        assert list(inspect.signature(DataParallel.forward).parameters) == ["self", "inputs", "kwargs"]
+        torch.testing.assert_close(DataParallel.forward(model, batch), plain(batch))
+
+    def test_subclasses_override_it_and_call_it(self, plain, slots, batch):
+        class Doubled(DataParallel):
+            def forward(self, x):
+                return super().forward(x) * 2
+
+        assert list(inspect.signature(Doubled(plain, slots).forward).parameters) == ["x"]
+        torch.testing.assert_close(Doubled(plain, slots)(batch), plain(batch) * 2)
+
+    def test_a_copy_shows_the_copied_module(self, model):
+        copied = copy.deepcopy(model)
+        model.module.forward = lambda y: y
+        assert list(inspect.signature(copied.forward).parameters) == ["x", "scale", "offset"]
+        assert copied.forward.__self__ is copied
+
+    def test_one_function_for_each_while_it_is_held(self):
+        made = []
+
+        def make(function):
+            @functools.wraps(function)
+            def stand_in():
+                return function()
+
+            made.append(stand_in.__name__)
+            return stand_in
+
+        stand_ins = StandIns(make)
+        first = stand_ins.of(module_of)
+        assert stand_ins.of(module_of) is first
+        assert stand_ins.of(by_wrapper) is not first
+        del first
+        stand_ins.of(module_of)
+        assert made == ["module_of", "by_wrapper", "module_of"]  # nothing is kept that nobody holds
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+    def test_a_traced_module_has_nothing_to_show(self, plain, slots, batch):
+        model = DataParallel(torch.jit.trace(plain, batch), slots)
+        assert list(inspect.signature(model.forward).parameters) == ["inputs", "kwargs"]
+        torch.testing.assert_close(model(batch), plain(batch))
 
 
-@pytest.mark.parametrize("made", [as_they_are, a_lambda, a_partial, a_method])
-def test_it_shows_the_signature_of_the_module(wrapped, net, x, made):
-    net.forward = made(net)
-    assert inspect.signature(wrapped.forward) == inspect.signature(net.forward)
-    expected = net(x)
-    torch.testing.assert_close(wrapped(x), expected)
-    torch.testing.assert_close(wrapped.forward(x), expected)
+class TestReplicated:
+    @pytest.fixture
+    def model(self, plain, slots):
+        return replicated(copy.deepcopy(plain), slots)
 
+    def test_on_the_class_it_is_the_function_of_the_original(self, model, plain, batch):
+        forward = type(model).forward
+        assert inspect.isfunction(forward)
+        assert inspect.signature(forward) == inspect.signature(Affine.forward)
+        assert (forward.__name__, forward.__doc__) == ("forward", "Scales.")
+        assert inspect.unwrap(forward) is Affine.forward
+        assert forward is type(model).forward
+        torch.testing.assert_close(forward(model, batch, scale=2.0), plain(batch, scale=2.0))
+        assert sorted(model.sizes) == [1, 3, 3]
+        plain.sizes.clear()
+        torch.testing.assert_close(forward(plain, batch), plain(batch))
+        assert plain.sizes == [7, 7], "of a module that is not replicated it does not split"
+        assert not inspect.isfunction(ReplicatedModule.forward), "no module has this class"
 
-def test_a_forward_that_is_set_later_is_shown(wrapped, net):
-    assert list(inspect.signature(wrapped.forward).parameters) == ["x", "scale", "offset"]
-    net.forward = lambda y: y
-    assert list(inspect.signature(wrapped.forward).parameters) == ["y"]
-    del net.forward
-    assert list(inspect.signature(wrapped.forward).parameters) == ["x", "scale", "offset"]
+    def test_registered_methods_too(self, model, batch):
+        register_forward_method(model, "encode")
+        assert inspect.signature(type(model).encode) == inspect.signature(Affine.encode)
+        register_forward_method(model, "twice")
+        assert type(model).twice is Affine.twice, "a static method is what it was"
+        torch.testing.assert_close(model.twice(batch), batch * 2)
 
+    def test_a_forward_that_the_class_gets_later_is_seen(self, slots, batch, root):
+        class Late(Affine):
+            def forward(self, x):
+                return self.linear(x)
 
-def test_another_module_shows_its_own(wrapped, slots, root):
-    other = DataParallel(nn.Linear(4, 3).to(root), slots)
-    assert list(inspect.signature(other.forward).parameters) == ["input"]
-    assert list(inspect.signature(wrapped.forward).parameters) == ["x", "scale", "offset"]
+        late = replicate(Late().double().to(root), devices=slots)
+        Late.forward = lambda self, y: self.linear(y) - 1
+        assert list(inspect.signature(type(late).forward).parameters) == ["self", "y"]
+        torch.testing.assert_close(late(batch), late.linear(batch) - 1)
 
+    @pytest.mark.slots(1, 3)
+    def test_unwrapped_it_is_split_as_before(self, model, plain, batch):
+        bare = model.forward.__func__
+        model.forward = types.MethodType(functools.wraps(bare)(lambda *args: bare(*args) + 1), model)
+        model.forward = types.MethodType(inspect.unwrap(model.forward.__func__), model)
+        torch.testing.assert_close(model(batch), plain(batch))
+        assert sum(model.sizes) == 7
 
-def test_it_stays_a_method(wrapped, net, slots):
-    other = DataParallel(net, slots)
-    assert wrapped.forward == wrapped.forward
-    assert wrapped.forward != other.forward
-    assert wrapped.forward.__self__ is wrapped
-    assert wrapped.forward.__name__ == "forward"
-    assert wrapped.forward.__doc__ == DataParallel.forward.__doc__
+    def test_a_method_of_another_object(self, model, batch):
+        class Other:
+            def run(self, x):
+                return x.exp()
 
+        model.forward = Other().run
+        torch.testing.assert_close(model(batch), batch.exp())
 
-def test_what_is_put_around_the_bare_function_still_splits(wrapped, net, x):
-    bare = wrapped.forward.__func__
-    wrapped.forward = types.MethodType(lambda self, x, **kwargs: bare(self, x, **kwargs) + 1, wrapped)
-    torch.testing.assert_close(wrapped(x, scale=2.0), net(x, scale=2.0) + 1)
+    def test_an_argument_may_have_any_name(self, slots, root, batch):
+        class Odd(nn.Linear):
+            def forward(self, module, cls, name):
+                return super().forward(module) + cls + name
 
+        odd = replicate(Odd(4, 3).double().to(root), devices=slots)
+        torch.testing.assert_close(odd(module=batch, cls=1, name=2), nn.Linear.forward(odd, batch) + 3)
 
-def test_on_the_class_it_is_a_function(net, x, wrapped):
-    assert inspect.isfunction(DataParallel.forward)
-    assert list(inspect.signature(DataParallel.forward).parameters) == ["self", "inputs", "kwargs"]
-    torch.testing.assert_close(DataParallel.forward(wrapped, x), net(x))
+    def test_a_pickled_method_is_refused_as_the_module_is(self, model):
+        with pytest.raises(TypeError, match="cannot pickle a module that is managed by `replicate`"):
+            pickle.dumps(model.forward)
 
-
-def test_subclasses_override_it_and_call_it(net, slots, x):
-    class Doubled(DataParallel):
-        def forward(self, x):
-            return super().forward(x) * 2
-
-    assert list(inspect.signature(Doubled(net, slots).forward).parameters) == ["x"]
-    torch.testing.assert_close(Doubled(net, slots)(x), net(x) * 2)
-
-
-def test_a_copy_shows_the_copied_module(wrapped, net):
-    copied = copy.deepcopy(wrapped)
-    net.forward = lambda y: y
-    assert list(inspect.signature(copied.forward).parameters) == ["x", "scale", "offset"]
-    assert copied.forward.__self__ is copied
-
-
-@pytest.mark.slots(2)
-def test_without_devices_the_compiler_goes_through(net, x, monkeypatch):
-    monkeypatch.setattr("dataparallel.devices.accelerator_type", lambda: None)
-    wrapper = DataParallel(net)
-    assert wrapper.device_ids == []
-    compiled = torch.compile(lambda x: wrapper(x, scale=2.0) + 1, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), net(x, scale=2.0) + 1)
-
-
-def test_one_function_for_each_while_it_is_held():
-    made = []
-
-    def make(function):
-        @functools.wraps(function)
-        def stand_in():
-            return function()
-
-        made.append(stand_in.__name__)
-        return stand_in
-
-    stand_ins = StandIns(make)
-    first = stand_ins.of(as_they_are)
-    assert stand_ins.of(as_they_are) is first
-    assert stand_ins.of(a_lambda) is not first
-    assert made == ["as_they_are", "a_lambda"]
-    del first
-    stand_ins.of(as_they_are)
-    assert made == ["as_they_are", "a_lambda", "as_they_are"]  # nothing is kept that nobody holds
-
-
-def test_annotations_are_those_that_are_shown(wrapped, net):
-    assert typing.get_type_hints(wrapped.forward) == typing.get_type_hints(net.forward)
-    elsewhere: dict = {"Tensor": torch.Tensor}
-    exec("from __future__ import annotations\ndef forward(x: Tensor) -> Tensor: return x", elsewhere)
-    net.forward = elsewhere["forward"]
-    assert typing.get_type_hints(wrapped.forward) == {"x": torch.Tensor, "return": torch.Tensor}
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_a_traced_module_has_nothing_to_show(net, slots, x):
-    wrapped = DataParallel(torch.jit.trace(net, x), slots)
-    assert list(inspect.signature(wrapped.forward).parameters) == ["inputs", "kwargs"]
-    torch.testing.assert_close(wrapped(x), net(x))
+    @pytest.mark.parametrize("parent", [False, True])
+    def test_traced_symbolically_the_graph_is_that_of_one_device(self, parent, slots, root, batch):
+        layers = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double().to(root)
+        traced = nn.Sequential(layers, nn.Linear(3, 2).to(batch)) if parent else layers
+        expected, graph = traced(batch), torch.fx.symbolic_trace(traced).graph
+        replicate(layers, devices=slots)
+        found = torch.fx.symbolic_trace(traced)
+        torch.testing.assert_close(found(batch), expected)
+        assert parent or str(found.graph) == str(graph)

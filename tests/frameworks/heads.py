@@ -68,10 +68,6 @@ def classes(samples: int) -> Tensor:
     return labels
 
 
-def pairs(samples: int) -> dict[str, Tensor]:
-    return {**labelled_words(samples), "next_sentence_label": torch.arange(samples) % 2}
-
-
 def choices(samples: int) -> dict[str, Tensor]:
     ids = tokens(3 * samples).view(samples, 3, -1)
     return {"input_ids": ids, "labels": classes(samples)}
@@ -128,13 +124,6 @@ def segmented(samples: int) -> dict[str, Tensor]:
     return {**pictures(samples), "labels": labels}
 
 
-def masked_pictures(samples: int) -> dict[str, Tensor]:
-    masks = torch.zeros(samples, 16, dtype=torch.bool)
-    for index in range(samples):
-        masks[index, : index + 1] = True
-    return {**pictures(samples), "bool_masked_pos": masks}
-
-
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SEEN = {"image_size": 32, "patch_size": 8, **SMALL, **NO_DROPOUT, "num_labels": 3}
@@ -170,21 +159,6 @@ def encoder_decoder() -> nn.Module:
     config = hf.EncoderDecoderConfig.from_encoder_decoder_configs(bert_config(), decoder)
     config.decoder_start_token_id = config.pad_token_id = 0
     return made(hf.EncoderDecoderModel, config)()
-
-
-def whisper() -> nn.Module:
-    config = hf.WhisperConfig(
-        **{"vocab_size": 50, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0},
-        **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 8, "max_target_positions": 16},
-        **{"max_source_positions": 8, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "pad_token_id": 0},
-        **{"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
-    )
-    return made(hf.WhisperForConditionalGeneration, config)()
-
-
-def heard(samples: int) -> dict[str, Tensor]:
-    features = torch.randn(samples, 8, 16, dtype=torch.float64, generator=random())
-    return {"input_features": features, "labels": labelled_words(samples)["labels"]}
 
 
 def mixtral() -> nn.Module:
@@ -223,6 +197,66 @@ def floats(*shape: int) -> Callable[[int], Tensor]:
     return lambda samples: torch.rand(samples, *shape, dtype=torch.float64, generator=random())
 
 
+DECODER = {
+    "decoder_hidden_size": 8,
+    "decoder_num_hidden_layers": 1,
+    "decoder_num_attention_heads": 2,
+    "decoder_intermediate_size": 8,
+}
+
+
+def layout(vision: bool) -> Any:
+    config = hf.LayoutLMv3Config(
+        **{"vocab_size": 50, "max_position_embeddings": 32, "input_size": 32, "patch_size": 8, **SMALL, **NO_DROPOUT},
+        **{"coordinate_size": 3, "shape_size": 2, "visual_embed": vision, "num_labels": 2},
+        max_2d_position_embeddings=16,
+        **{"has_relative_attention_bias": False, "has_spatial_attention_bias": False},
+    )
+    return made(hf.LayoutLMv3ForQuestionAnswering, config)
+
+
+def document(outside: Any, **more: Any) -> Any:
+    asked = spans(outside)
+    return lambda samples: {
+        **asked(samples),
+        "bbox": torch.ones(samples, 6, 4, dtype=torch.int64),
+        **{key: make(samples) for key, make in more.items()},
+    }
+
+
+def vilt() -> Any:
+    config = hf.ViltConfig(
+        **{"vocab_size": 50, "max_position_embeddings": 16, "image_size": 32, "patch_size": 8},
+        **{"max_image_length": -1, "num_labels": 3},
+        **SMALL,
+        **NO_DROPOUT,
+    )
+    return made(hf.ViltForQuestionAnswering, config)()
+
+
+def framed(samples: int) -> dict[str, Any]:
+    frames = wav2vec2("Wav2Vec2ForAudioFrameClassification")()._get_feat_extract_output_lengths(400)
+    labels = torch.nn.functional.one_hot(torch.randint(0, 3, (samples, int(frames)), generator=random()), 3)
+    return {"input_values": sounds(samples), "labels": labels}
+
+
+def asked_of_decoder(samples: int) -> dict[str, Any]:
+    """Its text is shorter, so that some answers are behind it."""
+    batch = spans(behind_the_decoder)(samples)
+    return {**batch, "decoder_input_ids": batch["input_ids"][:, :5]}
+
+
+def behind_the_decoder(starts: Tensor, ends: Tensor) -> None:
+    starts[:2] = ends[:2] = 5
+
+
+def xlnet() -> Any:
+    return made(
+        hf.XLNetLMHeadModel,
+        hf.XLNetConfig(vocab_size=50, d_model=16, n_layer=1, n_head=2, d_inner=16, dropout=0.0, use_mems_eval=False),
+    )()
+
+
 HEADS = {
     "causal language model": Head(gpt2, labelled_words),
     "causal language model that does not shift": Head(bart("BartForCausalLM"), labelled_words),
@@ -230,7 +264,6 @@ HEADS = {
     "masked language model": Head(of_bert("BertForMaskedLM"), labelled_words),
     "sequence to sequence": Head(t5, labelled_words),
     "encoder and decoder": Head(encoder_decoder, labelled_words),
-    "speech to text": Head(whisper, heard),
     "token classification": Head(of_bert("BertForTokenClassification"), lambda n: labelled_words(n, classes=3)),
     "token classification with a loss function": Head(
         made(
@@ -250,28 +283,40 @@ HEADS = {
     "question answering with ends behind the text": Head(
         of_bert("BertForQuestionAnswering", num_labels=2), spans(behind_one), is_known=False
     ),
-    "pretraining": Head(of_bert("BertForPreTraining"), pairs, is_known=False),
     "connectionist temporal classification, sum": Head(wav2vec2("Wav2Vec2ForCTC", ctc_loss_reduction="sum"), spoken),
     "connectionist temporal classification, mean": Head(wav2vec2("Wav2Vec2ForCTC", ctc_loss_reduction="mean"), spoken),
     "classification of sounds": Head(
         wav2vec2("Wav2Vec2ForSequenceClassification"), lambda n: {"input_values": sounds(n), "labels": classes(n)}
     ),
-    "classification of speakers": Head(
-        wav2vec2("Wav2Vec2ForXVector"),
-        lambda n: {"input_values": sounds(n), "labels": torch.arange(n) % 3},
-        is_known=False,
-    ),
     "image classification": Head(
         made(hf.ViTForImageClassification, hf.ViTConfig(**SEEN)), lambda n: {**pictures(n), "labels": classes(n)}
     ),
-    "masked images": Head(
-        made(hf.ViTForMaskedImageModeling, hf.ViTConfig(**SEEN, encoder_stride=8)), masked_pictures, is_known=False
-    ),
     "semantic segmentation": Head(segformer(), segmented),
     "contrastive": Head(clip, texts_and_pictures, refusal='cannot gather output."logits_per_image"'),
-    "object detection": Head(
-        yolos,
-        boxes,
-        is_known=False,
+    "object detection": Head(yolos, boxes, is_known=False),
+    "video classification": Head(
+        made(
+            hf.VideoMAEForVideoClassification,
+            hf.VideoMAEConfig(**{**SEEN, "image_size": 16, "num_frames": 2, **DECODER}),
+        ),
+        lambda n: {"pixel_values": floats(2, 3, 16, 16)(n), "labels": classes(n)},
     ),
+    "questions about documents with pictures": Head(
+        layout(True), document(lambda s, e: None, pixel_values=lambda n: pictures(n)["pixel_values"])
+    ),
+    "questions about documents with pictures and answers behind the text": Head(
+        layout(True), document(behind_both, pixel_values=lambda n: pictures(n)["pixel_values"]), is_known=False
+    ),
+    "questions about pictures": Head(
+        vilt,
+        lambda n: {
+            **words(n),
+            **pictures(n),
+            "pixel_mask": torch.ones(n, 32, 32, dtype=torch.int64),
+            "labels": floats(3)(n),
+        },
+    ),
+    "classification of frames of sounds": Head(wav2vec2("Wav2Vec2ForAudioFrameClassification"), framed),
+    "question answering by a decoder": Head(bart("BartForQuestionAnswering"), asked_of_decoder),
+    "permutation language model": Head(xlnet, labelled_words),
 }

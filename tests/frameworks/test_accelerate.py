@@ -60,25 +60,6 @@ class TestPrepared:
         found = accelerator.unwrap_model(trained)
         torch.testing.assert_close(found.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
 
-    def test_unwrapped_it_is_the_model(self, accelerator_of, form, plain, slots):
-        accelerator = accelerator_of()
-        model = in_form(form, plain, slots)
-        prepared = accelerator.prepare(model)
-        unwrapped = accelerator.unwrap_model(prepared)
-        assert unwrapped is (model.module if form == "DataParallel" else model)
-        assert isinstance(unwrapped, type(plain))
-
-    def test_a_saved_state_is_loaded(self, accelerator_of, form, plain, slots, batches, tmp_path):
-        accelerator = accelerator_of()
-        model = train(accelerator, in_form(form, plain, slots), batches)
-        expected = {name: value.clone() for name, value in model.state_dict().items()}
-        accelerator.save_state(str(tmp_path))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        accelerator.load_state(str(tmp_path))
-        torch.testing.assert_close(model.state_dict(), expected)
-
 
 @both_forms
 @pytest.mark.slots(1, 2)

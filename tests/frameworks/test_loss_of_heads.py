@@ -1,6 +1,5 @@
 """A step of `OnSlots` with each head of transformers is that of one device, or the trainer says what is not known."""
 
-import re
 import warnings
 
 import pytest
@@ -10,20 +9,18 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from heads import HEADS
-from heads_of_pictures import PICTURE_HEADS
-from heads_of_series import NO_LOSS, SERIES_HEADS
 from tiny import bert_config
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import BertForMaskedLM, BertForSequenceClassification, Trainer, TrainingArguments
-from transformers.models.auto import modeling_auto
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from dataparallel import DataParallel, samples
 from dataparallel.composable import FullyShardedModule, fully_shard
 from dataparallel.integrations.transformers import OnSlots
+from dataparallel.integrations.transformers_losses import known_items
 
 SAMPLES = 8
-ALL_HEADS = {**PICTURE_HEADS, **SERIES_HEADS, **HEADS}
 all_forms = pytest.mark.parametrize("form", ["DataParallel", "replicate", "fully_shard"])
 
 
@@ -83,13 +80,11 @@ def assert_same(found, expected):
 
 
 @all_forms
-@pytest.mark.parametrize("head", ALL_HEADS)
+@pytest.mark.parametrize("head", HEADS)
 def test_a_step_is_that_of_one_device_or_the_trainer_says_so_once(head, form, slots, root, tmp_path):
-    build, batch, is_known, refusal = ALL_HEADS[head]
-    if re.search("object|segmentation", head):
+    build, batch, is_known, refusal = HEADS[head]
+    if "object" in head:
         pytest.importorskip("scipy")
-    if head == "transducer of tokens":
-        pytest.importorskip("torchaudio")
     if "experts" in head and root.type != "cpu":
         pytest.skip("the loss of experts counts integers, which devices without hardware cannot")
     if refusal:
@@ -100,16 +95,6 @@ def test_a_step_is_that_of_one_device_or_the_trainer_says_so_once(head, form, sl
     assert len(found[3]) == (not is_known)
     if is_known:
         assert_same(found, step(build(), batch, tmp_path, trainer=Trainer))
-
-
-def test_every_head_of_transformers_has_a_row_or_no_loss():
-    models = {type(head.build()).__name__ for head in ALL_HEADS.values()}
-    for name, found in vars(modeling_auto).items():
-        head = re.fullmatch("MODEL_FOR_(.+?)(_MAPPING)?_NAMES", name)
-        if head and head[1] not in NO_LOSS:
-            assert models & {
-                each for names in found.values() for each in ([names] if isinstance(names, str) else names)
-            }, name
 
 
 class Net(nn.Module):
@@ -189,6 +174,12 @@ class TestOwnModels:
         model.loss_function = lambda labels, logits, config, **_: logits.square().sum()
         *_, said = step(model, head.batch, tmp_path, slots)
         assert len(said) == 1
+
+
+def test_a_loss_over_other_items_is_not_known():
+    model = HEADS["image classification"].build()
+    model.loss_function = LOSS_MAPPING["ForObjectDetection"]
+    assert known_items(model, {"labels": torch.zeros(2, 3)}) is None
 
 
 def test_blocks_that_share_parameters_belong_to_the_rest(slots, root, tmp_path):

@@ -111,3 +111,21 @@ class TestAdaptersIntoAWrappedModel:
         model.save_pretrained(tmp_path)
         loaded = PeftModel.from_pretrained(in_form(form, gpt2().to(slots[0]), slots), tmp_path).double()
         torch.testing.assert_close(loaded.state_dict(), model.state_dict())
+
+
+@both_forms
+@pytest.mark.slots(2, 3)
+def test_adapters_may_come_after_the_form(form, slots, root):
+    """The wrapper reads the tree at each call; a replicated module keeps its form inside of peft's model."""
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    model = in_form(form, gpt2().to(root), slots)
+    trained = []
+    for base in (model.module if form == "DataParallel" else model, gpt2().to(root)):
+        torch.manual_seed(1)
+        trained.append(get_peft_model(base, config, autocast_adapter_dtype=False))
+    ours, alone = trained
+    if form == "DataParallel":
+        model.module = ours
+    for each in (model if form == "DataParallel" else ours, alone):
+        train(each, tokens(5).to(root))
+    torch.testing.assert_close([*ours.parameters()], [*alone.parameters()], **EXACT)

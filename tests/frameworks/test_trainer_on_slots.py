@@ -1,5 +1,7 @@
 """`OnSlots`: a ``Trainer`` on slots does what the same ``Trainer`` does on one device, in each of the three forms."""
 
+import json
+
 import numpy
 import pytest
 import torch
@@ -117,6 +119,8 @@ class TestTraining:
 
     def test_what_is_saved_loads_into_a_plain_model(self, form, slots, one_device, tmp_path):
         trained(gpt2(), tmp_path, slots, form).save_model(tmp_path / "saved")
+        config = json.loads((tmp_path / "saved" / "config.json").read_text())
+        assert config["architectures"] == ["GPT2LMHeadModel"]
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64)
         assert type(loaded) is GPT2LMHeadModel
         torch.testing.assert_close(loaded.state_dict(), state_of(one_device.model), rtol=1e-9, atol=1e-9)
@@ -129,6 +133,12 @@ class TestTraining:
         )
         assert several.state.best_metric == pytest.approx(one.state.best_metric, rel=1e-6)
         assert_same(several, one)
+
+    def test_labels_are_shifted_where_they_are_smoothed(self, form, slots, tmp_path):
+        """The trainer chooses by the name of the model's class."""
+        one = trained(gpt2(), tmp_path / "one", trainer=Trainer, label_smoothing_factor=0.1)
+        found = trained(gpt2(), tmp_path, slots, form, label_smoothing_factor=0.1)
+        assert_same(found, one)
 
     def test_gradients_wait_on_their_slots_until_the_last_batch_of_a_step(self, form, slots, tmp_path):
         gradients = []

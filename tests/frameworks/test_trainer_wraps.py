@@ -9,8 +9,8 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tiny import VOCABULARY, examples, gpt2
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from tiny import examples, gpt2
+from transformers import Trainer, TrainingArguments
 
 import dataparallel
 from dataparallel import replace_torch
@@ -103,19 +103,6 @@ class TestTheTrainerWraps:
         assert len(made.model_wrapped.device_ids) == gpus
         assert_same(found, expected)
 
-    def test_evaluation(self, wrapper, gpus, tmp_path):
-        one = trainer_for(gpt2(), tmp_path / "one", 1, PER_DEVICE * gpus).evaluate()["eval_loss"]
-        assert trainer_for(gpt2(), tmp_path, gpus).evaluate()["eval_loss"] == pytest.approx(one)
-
-    def test_saving_and_resuming(self, wrapper, gpus, tmp_path):
-        whole = trained(trainer_for(gpt2(), tmp_path / "whole", gpus))
-        halfway = {"save_strategy": "steps", "save_steps": STEPS // 2}
-        trainer_for(gpt2(), tmp_path, gpus, **halfway).train()
-        again = trainer_for(gpt2(), tmp_path, gpus)
-        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
-        for name, value in again.model.state_dict().items():
-            torch.testing.assert_close(value, whole[1][name], rtol=1e-9, atol=1e-9)
-
 
 @pytest.mark.filterwarnings("error:as torch.nn.DataParallel does")
 class TestUnevenLastBatches:
@@ -148,46 +135,6 @@ class TestUnevenLastBatches:
             again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
         for name, value in again.model.state_dict().items():
             torch.testing.assert_close(value, whole[1][name], rtol=1e-9, atol=1e-9)
-
-
-SIZES = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 32,
-    "ffn_dim": 32,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_embd": 16,
-    "word_embed_proj_dim": 16,
-    "head_dim": 8,
-    "rotary_pct": 0.5,
-    "max_position_embeddings": 32,
-    "n_positions": 32,
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-WITHOUT_DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "attention_dropout", "hidden_dropout")
-LANGUAGE_MODELS = ["bloom", "gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
-
-
-def language_model(kind):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SIZES, **dict.fromkeys(WITHOUT_DROPOUT, 0.0))
-    return AutoModelForCausalLM.from_config(config).double()
-
-
-@pytest.mark.parametrize("kind", LANGUAGE_MODELS)
-def test_architectures_train_as_on_one_gpu(kind, gpus, tmp_path):
-    expected = trained(trainer_for(language_model(kind), tmp_path / "one", 1, PER_DEVICE * gpus))
-    with replace_torch():
-        trainer = trainer_for(language_model(kind), tmp_path, gpus)
-        found = trained(trainer)
-    assert isinstance(trainer.model_wrapped, dataparallel.DataParallel)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
 
 
 class TestAWrapperOfOurs:

@@ -57,7 +57,9 @@ def _to_copy(
     shards = _empty_shards(tensor, device, options)
     for copied, shard in zip(shards, tensor._shards, strict=True):
         copy_into(copied, shard, non_blocking)
-    return _like(tensor, shards)
+    made = _like(tensor, shards)
+    made._zeroed = tensor._zeroed  # `Module.to` swaps a gradient and its copy
+    return made
 
 
 @register(aten.clone.default)
