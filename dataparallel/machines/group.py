@@ -83,9 +83,13 @@ class GroupState:
         """Ranks in words. ``places``: in the group."""
         return of_ranks(self.ranks[place] for place in places)
 
+    @property
+    def is_of_this_process(self) -> bool:
+        return self._process == os.getpid()
+
     def check_process(self) -> None:
         """Raises in a forked child. Call it before taking a lock: a thread of the parent may hold the lock for ever."""
-        if self._process != os.getpid():
+        if not self.is_of_this_process:
             raise MachinesError(
                 "this process was forked from one that is a rank of the process group, and is no rank itself: let the "
                 "children of a rank, a DataLoader's workers for example, call no module that spans machines"
@@ -127,10 +131,9 @@ class GroupState:
 
     def close(self) -> None:
         """Frees all connections when the interpreter ends, which ends their threads, if nothing is under way."""
-        if self._process == os.getpid():
-            with issuer().changed:
-                self._drop_all(MachinesError("the interpreter ends: nothing can be sent any more"))
-            _free(self._old).join(AT_EXIT)
+        with issuer().changed:
+            self._drop_all(MachinesError("the interpreter ends: nothing can be sent any more"))
+        _free(self._old).join(AT_EXIT)
 
     # ---- failures
 
@@ -169,7 +172,8 @@ class GroupState:
 
     def wait_check(self, result: Result) -> Check:
         """Returns a function for a wait to call: it raises if the result will not come. It reads the store seldom."""
-        began, last = time.monotonic(), [0.0]
+        began = time.monotonic()
+        last = [began]
 
         def check() -> None:
             now = time.monotonic()
@@ -449,9 +453,11 @@ def _backends(group: distributed.ProcessGroup) -> dict[str, str]:
 @atexit.register
 def _close_at_exit() -> None:
     issuer().close()
-    for state in _states:
+    own = [state for state in _states if state.is_of_this_process]
+    for state in own:
         state.close()
-    _given.clear()  # torch ends the threads of a group when nobody holds it
+    if own:
+        _given.clear()  # torch ends the threads of a group when nobody holds it
 
 
 @in_forked_child

@@ -371,8 +371,9 @@ class Lane:
         own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.machines.size)]
         work = gloo.allgather([rows], [own])
-        work.get_future().add_done_callback(issuer().wake)
-        yield from self._until(result, work.is_completed)
+        future = work.get_future()  # it is done before the work says that it is completed
+        future.add_done_callback(issuer().wake)
+        yield from self._until(result, future.done)
         work.wait()  # raises its error
         return [row.numpy().tobytes() for row in rows]
 
@@ -446,7 +447,8 @@ def _try(outcome: list[Any], call: Callable[[], Any]) -> None:
 
 def is_of_network(error: BaseException) -> bool:
     """True if torch or gloo has raised the error because a peer is gone or late."""
-    return isinstance(error, distributed.DistError) or "/gloo/" in str(error)
+    text = str(error)
+    return isinstance(error, distributed.DistError) or "/gloo/" in text or "caused pair closure" in text
 
 
 class Turns:
@@ -479,12 +481,12 @@ class Turns:
         if self._next is None:
             if self._told is None:
                 told = torch.empty(1, dtype=torch.int64)
-                self._told = told, gloo.broadcast([told], options)
-                self._told[1].get_future().add_done_callback(issuer().wake)
-            told, work = self._told
-            if not work.is_completed():
+                self._told = told, gloo.broadcast([told], options).get_future()
+                self._told[1].add_done_callback(issuer().wake)
+            told, future = self._told
+            if not future.done():
                 return False
-            work.wait()
+            future.wait()
             self._next, self._told = int(told), None
             issuer().wake()  # another lane may have waited for this
         if self._next != number:
