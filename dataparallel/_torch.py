@@ -152,7 +152,8 @@ go_back_to_device = private("torch._C._accelerator_maybeExchangeDevice", "leave 
 _backend_of_group = _attribute("torch.distributed.ProcessGroup._get_backend", "read the timeout of a process group")
 _timeout_of_backend = _attribute("torch._C._distributed_c10d.Backend.Options._timeout", "read a group's timeout")
 
-name_of_group = private("torch.distributed.distributed_c10d._hash_ranks_to_str", "name a new group")
+all_gather_of = _attribute("torch._C._distributed_c10d.Backend._allgather_base", "gather tensors of ranks in one")
+reduce_scatter_of = _attribute("torch._C._distributed_c10d.Backend._reduce_scatter_base", "sum parts over ranks")
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta:

@@ -22,9 +22,9 @@ from torch import distributed
 from torch.futures import Future
 
 from clocked import check_clocks
-from dataparallel.machines.collectives import Transfer, all_reduce, stage
+from dataparallel.machines.collectives import stage
 from dataparallel.machines.group import Machines
-from dataparallel.machines.rounds import PendingResult, Round
+from dataparallel.machines.lanes import Lane, Result
 from dataparallel.testing.ranks import Rank, comms, on_processes
 from dataparallel.testing.ranks.child import Found, find
 from nogpu.cuda import is_stand_in
@@ -73,9 +73,11 @@ def all_machines() -> Machines:
     return Machines.of(distributed.group.WORLD)
 
 
-def summed(machines: Machines, tensor: torch.Tensor) -> Transfer:
-    """The sum over ranks of a tensor that nothing computes any more, for a round to launch."""
-    return all_reduce(machines, stage(machines, tensor))
+def summed(lane: Lane, tensor: torch.Tensor, what: str = "a sum", epoch: int | None = None) -> Result:
+    """Adds the sum over ranks of a tensor to the lane."""
+    machines = lane.machines
+    staged, at = [stage(machines, tensor)], machines.epoch if epoch is None else epoch
+    return lane.add_sums("backward", [what], staged, tensor.device, text=what, epoch=at)[0]
 
 
 def said(function: Callable[..., Any], *args: Any) -> str:
@@ -87,15 +89,16 @@ def said(function: Callable[..., Any], *args: Any) -> str:
     return "nothing was raised"
 
 
-def hooked(round: Round, what: str, call: Callable[[], Future[Any]]) -> PendingResult:
-    """Adds a function to the round that sends something itself. The error of its future is that of the call."""
+def hooked(lane: Lane, what: str, call: Callable[[], Future[Any]]) -> Result:
+    """Adds a function to the lane that sends something itself. The error of its future is that of the call."""
     made: list[Future[Any]] = []
 
     def begin() -> Future[Any]:
         made.append(call())
         return made[0]
 
-    return round.call(what, begin, lambda: made[0].value())
+    epoch = lane.machines.epoch
+    return lane.call("backward", what, begin, lambda: made[0].value(), epoch=epoch, text=what)
 
 
 @dataclass

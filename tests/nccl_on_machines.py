@@ -1,15 +1,16 @@
-"""NCCL between machines, for simulated devices: groups that have nothing else, and collectives that run on streams.
+"""NCCL between machines, for simulated devices: collectives that run on streams.
 
-A group of the user takes tensors of devices only, and one of the library has gloo for host memory. Each device of a
-group has a communicator and a stream. A collective is put on that stream behind the launching thread's current stream;
-`wait` makes the current stream wait for it. As with NCCL, the host may block in a launch until all ranks have come to
-it: here it always does.
+Each device of some ranks has a communicator and a stream. A collective is put on that stream behind the launching
+thread's current stream; `wait` makes the current stream wait for it. As with NCCL, the host may block in a launch until
+all ranks have come to it: here it always does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any
@@ -23,9 +24,6 @@ from dataparallel.comm import nccl
 from dataparallel.comm.streams.current import Event
 from dataparallel.devices import CPU
 from dataparallel.machines import group as groups
-
-_new_group = distributed.new_group
-_NAMES = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
 
 class Work:
@@ -49,56 +47,53 @@ class NcclOnMachines:
     def __init__(self) -> None:
         self.communicators: dict[tuple[tuple[int, ...], torch.device], torch.Stream] = {}
         self.issued: list[tuple[tuple[int, ...], torch.device, str]] = []
-        self.with_gloo: set[Any] = set()  # the groups that were made with gloo for host memory
-        self._real = {name: getattr(distributed, name) for name in _NAMES}
+        self._backends: dict[tuple[int, ...], Backend] = {}
 
-    def new_group(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
-        group = _new_group(*args, backend="gloo", **kwargs)
-        if backend.startswith("cpu:gloo,"):
-            self.with_gloo.add(group)
-        return group
+    def of(self, machines: groups.Machines) -> Backend:
+        ranks = tuple(machines.ranks)
+        if ranks not in self._backends:
+            store = distributed.distributed_c10d.PrefixStore(f"as NCCL {ranks}", machines.state.store)
+            gloo = distributed.ProcessGroupGloo(store, machines.rank, machines.size, timedelta(seconds=60))
+            self._backends[ranks] = Backend(self, ranks, gloo)
+        return self._backends[ranks]
 
-    def backends(self, group: Any) -> dict[str, str]:
-        return {"sim": "nccl"} | ({"cpu": "gloo"} if group in self.with_gloo else {})
 
-    def call(self, name: str, tensors: list[Tensor], *args: Any, group: Any, async_op: bool, **kwargs: Any) -> Any:
-        device = tensors[0].device
-        if device == CPU:
-            assert group in self.with_gloo, "the group has NCCL only"
-            return self._real[name](*tensors, *args, group=group, async_op=async_op, **kwargs)
+class Backend:
+    """What `ProcessGroupNCCL` is: ``backend.allreduce([tensor])``."""
+
+    def __init__(self, of: NcclOnMachines, ranks: tuple[int, ...], gloo: Any) -> None:
+        self._of, self._ranks, self._gloo = of, ranks, gloo
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._call, name)
+
+    def _call(self, name: str, first: Any, *args: Any) -> Work:
+        is_list, written = isinstance(first, list), first[0] if isinstance(first, list) else first
+        device: torch.device = written.device
+        assert device != CPU
         assert nccl.launching().locked(), "another thread may launch, too"
-        ranks = tuple(distributed.get_process_group_ranks(group))
         current = torch.accelerator.current_stream(device)
-        stream = self.communicators.setdefault((ranks, device), torch.Stream(device))
-        self.issued.append((ranks, device, name))
+        stream = self._of.communicators.setdefault((self._ranks, device), torch.Stream(device))
+        self._of.issued.append((self._ranks, device, name))
         Event(current).make_wait(stream)
         with stream:
-            host = [tensor.cpu() for tensor in tensors]
-            self._real[name](*host, *args, group=group, **kwargs)
-            tensors[0].copy_(host[0])
+            host = written.cpu()
+            rest = [each.cpu() if isinstance(each, Tensor) else each for each in args]
+            getattr(self._gloo, name)([host] if is_list else host, *rest).wait()
+            written.copy_(host)
         return Work(stream)
 
 
 @contextmanager
 def nccl_on_machines() -> Iterator[NcclOnMachines]:
-    """Inside, gloo's groups are as those of NCCL."""
+    """Inside, simulated devices have NCCL."""
     found = NcclOnMachines()
     timeout = _torch.group_timeout
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "_backends", found.backends)
-        patch.setattr(distributed, "new_group", found.new_group)
+        patch.setattr(groups, "_backends", lambda group: {"sim": "nccl"})
+        patch.setattr(groups.Machines, "nccl", lambda machines: found.of(machines))
         patch.setattr(_torch, "group_timeout", lambda group, device: timeout(group, CPU))
-        for name in _NAMES:
-            patch.setattr(distributed, name, _stand_in(found, name))
         yield found
-
-
-def _stand_in(found: NcclOnMachines, name: str) -> Any:
-    def function(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        reads = args[:1] if name not in ("all_reduce", "broadcast") else ()
-        return found.call(name, [tensor, *reads], *args[len(reads) :], **kwargs)
-
-    return function
 
 
 def has_circle(orders: dict[int, list[tuple[str, int]]]) -> bool:

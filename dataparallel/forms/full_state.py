@@ -374,7 +374,7 @@ def act_together(
 
     All ranks of the groups call this. One group compares after the other; after an error all others hear of it.
     """
-    remaining = [*groups]
+    remaining, epochs = [*groups], [(group.state, group.epoch) for group in groups]
     try:
         result = act()
         description = describe(result) if groups else {}
@@ -383,8 +383,8 @@ def act_together(
 
             compare(remaining.pop(0), what, description)
     except BaseException as error:
-        for group in remaining:
-            group.queue.signal_failure(error)
+        for state, epoch in epochs[len(groups) - len(remaining) :]:
+            state.leave(epoch, error)
         raise
     return result
 

@@ -304,7 +304,7 @@ def _send_values(machines: MachinesOfTree, modules: Sequence[nn.Module], paramet
     from dataparallel.machines.start import send_values
 
     named = {**parameters, **_buffers(modules)}
-    send_values(machines.all, {name: tensor for name, tensor in named.items() if not tensor.is_meta})
+    send_values(machines.lane, {name: tensor for name, tensor in named.items() if not tensor.is_meta})
 
 
 def _buffers(modules: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -136,9 +136,10 @@ class FullyShardState(StateOnSlots):
 
     # ---- methods of `ReplicaMaker` -----------------------------------------------------------------------------------
 
-    def _tell_failure(self, error: BaseException, is_recorded: bool) -> None:
-        if self.machines is not None and not _torch.is_in_backward():  # else the backward fails, and tells them
-            self.machines.forward_failed(error, was_recorded=is_recorded)
+    def others_wait(self, is_recorded: bool) -> bool:
+        """See `StateOnSlots`. They wait for the backward, or for gathers. In a backward it tells them itself."""
+        has_gathers = self.machines is not None and self.machines.gathers is not None
+        return (is_recorded or has_gathers) and not _torch.is_in_backward()
 
     def check(self, slots: Sequence[torch.device]) -> None:
         """Checks that parameters have memory, and that buffers are on the first slot."""

@@ -36,7 +36,7 @@ from dataparallel.replicas.plan import ModulePlan, names_of
 from dataparallel.replicas.replicate import at_positions, copy_buffers, copy_constants, put
 
 if TYPE_CHECKING:
-    from dataparallel.gradients.machine_sums import Agreement
+    from dataparallel.machines.lanes import Lane
 
 
 class KeptTensors(TensorStore):
@@ -52,7 +52,7 @@ class KeptTensors(TensorStore):
     def __init__(self, slots: list[torch.device], first_bytes: int, cap_bytes: int, broadcast_buffers: bool) -> None:
         self.sums = GradientSums()
         self.passes: ModulePasses | None = None
-        self._agreement: Agreement | None = None
+        self._lane: Lane | None = None
         self.copies: _KeptCopies | None = None
         self._slots, self._broadcast_buffers = slots, broadcast_buffers
         self._first_bytes, self._cap_bytes = first_bytes, cap_bytes
@@ -81,8 +81,8 @@ class KeptTensors(TensorStore):
             self.clear()
             self._slots = list(slots)
         with torch.inference_mode(False):
-            if record and self._agreement is not None:
-                self._agree(self._agreement, plan)
+            if record and self._lane is not None:
+                self._send_buffers(self._lane, plan)
             # No local variable may hold the old copies: the new ones need their memory.
             if self.copies is None or not self._may_use_again(self.copies, plan, record):
                 self.copies = self._make_copies(plan, record, arrivals)
@@ -99,13 +99,13 @@ class KeptTensors(TensorStore):
         self.sums.add_kept()
         self.copies = self.replicas = None
 
-    def reduce_by(self, reducer: Reducer, agreement: Agreement | None = None) -> None:
+    def reduce_by(self, reducer: Reducer, lane: Lane | None = None) -> None:
         """Gives the sums over the slots to ``reducer``, from the next backward on.
 
         Called between steps: a forward that still waits for its backward may not use the reducer. With several machines
-        each recorded forward begins with ``agreement`` from now on.
+        each recorded forward begins with the buffers of rank 0, which go through ``lane``.
         """
-        self._agreement = agreement or self._agreement
+        self._lane = lane or self._lane
         if self.passes is not None:
             self.passes.reducer = reducer
             return
@@ -117,28 +117,28 @@ class KeptTensors(TensorStore):
     def _may_use_again(self, copies: _KeptCopies, plan: ModulePlan, record: bool) -> bool:
         if record and self._order.known is None and not copies.learns_order:
             return False
-        if self._agreement is None:
+        if self._lane is None:
             # `learn` goes before `still_fit`, which is false if threads take turns: they would never learn the order.
             has_order = not self._order.learn(copies.order)
         else:  # a forward without grad mode may run on one machine alone, so it decides nothing
             has_order = copies.order is self._order.known or not record
         return has_order and copies.still_fit(plan, self._slots) and copies.memory.restore()
 
-    def _agree(self, agreement: Agreement, plan: ModulePlan) -> None:
-        """Sends the buffers of rank 0 and agrees on its order of buckets, with the other machines."""
+    def _send_buffers(self, lane: Lane, plan: ModulePlan) -> None:
+        """Begins a recorded forward on all machines."""
+        from dataparallel.gradients.machine_sums import send_buffers
+
         if self._broadcast_buffers:
             names, parameters = names_of(plan), {*plan.parameters}
             buffers = {names[i]: tensor for i, tensor in enumerate(plan.tensors) if i not in parameters}
-            agreement.send_buffers({name: tensor for name, tensor in buffers.items() if not tensor.requires_grad})
+            send_buffers(lane, {name: tensor for name, tensor in buffers.items() if not tensor.requires_grad})
         if not self._order.is_of(plan):
             self._order = BucketOrder(plan)
-        elif self._order.is_due and self._order.known is None:
-            self._order.known = agreement.order(self._order.from_arrivals())
 
     def _make_copies(self, plan: ModulePlan, record: bool, arrivals: Arrivals | None) -> _KeptCopies:
         self.clear()
         order = self._order if self._order.is_of(plan) else BucketOrder(plan)
-        if record or self._agreement is None:
+        if record or self._lane is None:
             self._order = order
         copies = _KeptCopies(plan, self._slots, order, record)
         # Until the order is known, for one pass, each parameter is a bucket: so each gradient's arrival is noted.
@@ -160,13 +160,11 @@ class BucketOrder:
     Attributes:
         known: positions in the plan; ``None`` until the order is known.
         arrived: positions of the gradients that have arrived, in that order, until ``known`` is set.
-        is_due: with machines, True after a pass has succeeded on all of them: then rank 0 can tell its order.
     """
 
     def __init__(self, plan: ModulePlan | None) -> None:
         self.known: list[int] | None = None
         self.arrived: list[int] = []
-        self.is_due = False
         self._tensors = [] if plan is None else plan.tensors
         self._recorded = [] if plan is None else _positions_with_grad(plan)
         self._identity = None if plan is None else _identity_of(plan)
@@ -186,8 +184,11 @@ class BucketOrder:
         self.known = self.from_arrivals()
         return True
 
-    def note_pass(self) -> None:
-        self.is_due = True
+    def proposal(self) -> list[int] | None:
+        return self.from_arrivals() if self.known is None else None
+
+    def agree(self, order: Sequence[int] | None) -> None:
+        self.known = self.known or (None if order is None else [*order])
 
 
 def _positions_with_grad(plan: ModulePlan) -> list[int]:
@@ -295,7 +296,7 @@ class _KeptCopies:
                 ReducerBucket(sums, of_bucket, self._streams, [names[i] for i in group])
                 for of_bucket, group in zip(sources, self.buckets, strict=True)
             ]
-            row = BucketRow(passes, reduced, self._streams, order.note_pass)
+            row = BucketRow(passes, reduced, self._streams, order)
         handles: Sequence[Tensor | None] = [None] * len(sources)
         token = first_token = torch.empty(0, requires_grad=True)
         if row is not None:

@@ -320,16 +320,18 @@ class StateOnSlots(ReplicaMaker):
 
     @contextmanager
     def _spanning(self, peers: PeerRounds, method: str) -> Iterator[PeerCall]:
-        is_recorded = torch.is_grad_enabled()
+        is_recorded, epoch = torch.is_grad_enabled(), peers.machines.epoch
         try:
             with peers.calling((method, is_recorded, self.source().training)) as call:
                 yield call
         except BaseException as error:
-            self._tell_failure(error, is_recorded)
+            if self.others_wait(is_recorded):
+                peers.machines.state.leave(epoch, error)
             raise
 
-    def _tell_failure(self, error: BaseException, is_recorded: bool) -> None:
-        """Tells other machines, which would wait, that the call has failed here. They raise too."""
+    def others_wait(self, is_recorded: bool) -> bool:
+        """True if other machines would wait for a call that has failed here: they are told, and raise too."""
+        return False
 
 
 def _resolve(reference: weakref.ref[nn.Module]) -> nn.Module:

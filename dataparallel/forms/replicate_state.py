@@ -23,8 +23,8 @@ from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.plan import FORM_ATTRIBUTE, TwinInfo, check_placement
 
 if TYPE_CHECKING:
-    from dataparallel.gradients.machine_sums import Agreement
     from dataparallel.machines.group import Machines
+    from dataparallel.machines.lanes import Lane
 
 
 class ReplicateState(StateOnSlots):
@@ -39,7 +39,7 @@ class ReplicateState(StateOnSlots):
     Attributes:
         tensors: the tensors of the replicas.
         graphs: the captured graphs of the replicas; ``None`` without ``graphs=True``.
-        machines: the same machines, with a process group for this module only.
+        machines: the same machines.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ReplicateState(StateOnSlots):
             "average": average,
             "sync_batch_norm": sync_batch_norm,
         }
-        self._agreement: Agreement | None = None
+        self._lane: Lane | None = None  # of the steps of this module, over machines
         self._hook: CommHook | None = None
         self.tensors = KeptTensors(self.slots, first_bytes, options.cap_bytes, broadcast_buffers)
         self._compile = compile
@@ -84,10 +84,11 @@ class ReplicateState(StateOnSlots):
 
     # ---- methods of `ReplicaMaker` -----------------------------------------------------------------------------------
 
-    def _tell_failure(self, error: BaseException, is_recorded: bool) -> None:
-        are_summed = self.tensors.sums.are_on and any(each.requires_grad for each in self.source().parameters())
-        if self._agreement is not None and is_recorded and are_summed:  # other machines would wait for the backward
-            self._agreement.signal_failure(error)
+    def others_wait(self, is_recorded: bool) -> bool:
+        """See `StateOnSlots`. They wait for the backward."""
+        return (
+            is_recorded and self.tensors.sums.are_on and any(each.requires_grad for each in self.source().parameters())
+        )
 
     def check(self, slots: Sequence[torch.device]) -> None:
         """Checks that parameters and buffers are on the only slot, except ignored ones."""
@@ -135,7 +136,7 @@ class ReplicateState(StateOnSlots):
         """Compares the module with that of the other machines, and gives it the values of rank 0."""
         if self.machines is None:
             return
-        from dataparallel.gradients.machine_sums import Agreement, MachineSums
+        from dataparallel.gradients.machine_sums import MachineSums
         from dataparallel.machines.peer_rounds import PeerRounds
         from dataparallel.machines.start import compare, describe, send_values
 
@@ -146,15 +147,12 @@ class ReplicateState(StateOnSlots):
         what = f"`replicate` of a {type(self._twin.module).__name__}"
         sent_from = {"device of the first slot": self.machines.names_of(self.slots[:1])[0]}
         compare(self.machines, what, describe(parameters, buffers, self.slots, sent_from | self._settings))
-        # Rounds of one group come one after the other. With groups of their own, the module's rounds and the rounds of
-        # its replicas' collectives do not wait for each other, nor for other modules.
-        self.machines = self.machines.another()
-        peers = PeerRounds(self.machines.another())
+        self._lane = self.machines.lane("steps")
+        self.peers = PeerRounds(self.machines)
         self.machines.make_communicators(self.slots[:1])
-        send_values(self.machines, {**parameters, **buffers})
-        self.peers, self._agreement = peers, Agreement(self.machines)
-        sums = MachineSums(self.machines, bool(self._settings["average"]))
-        self.tensors.reduce_by(sums, self._agreement)
+        send_values(self._lane, {**parameters, **buffers})
+        sums = MachineSums(self._lane, bool(self._settings["average"]))
+        self.tensors.reduce_by(sums, self._lane)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
         registered = CommHook(state, hook)
@@ -173,7 +171,8 @@ class ReplicateState(StateOnSlots):
         else:
             from dataparallel.gradients.machine_sums import MachineSums
 
-            self.tensors.reduce_by(MachineSums(self.machines, bool(self._settings["average"]), registered))
+            assert self._lane is not None
+            self.tensors.reduce_by(MachineSums(self._lane, bool(self._settings["average"]), registered))
         self._hook = registered
 
     def _updated_twin(self, method: str) -> nn.Module:

@@ -199,9 +199,6 @@ class HookedSums:
     def begin_pass(self, contents: str) -> _HookedPass:
         return _HookedPass(self)
 
-    def signal_failure(self, error: BaseException) -> None:
-        """See `Reducer`. There is no other process to tell."""
-
     def call(self, bucket: GradBucket) -> HookCall:
         """Calls the hook, once the future of the previous bucket is done."""
         with self._lock:
@@ -221,10 +218,7 @@ class _HookedPass:
         self._has_failed = False
 
     def launch(self, bucket: GradBucket) -> HookCall | None:
-        """See `ReducerPass`. After an error of the hook itself, the hook is not called again in this pass.
-
-        If the pass fails elsewhere, the hook is still called for the remaining buckets, with zeros.
-        """
+        """See `ReducerPass`. After an error of the hook itself, the hook is not called again in this pass."""
         if self._has_failed:
             return None
         try:
@@ -233,10 +227,13 @@ class _HookedPass:
             self._has_failed = True
             raise
 
-    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> Future[Sequence[bool]]:
+    def fail(self, error: BaseException) -> None:
+        """See `ReducerPass`. There is no other process to tell."""
+
+    def end_pass(self, used: Sequence[bool], order: Sequence[int] | None) -> Future[Any]:
         """See `ReducerPass`. A gradient is ``None`` if no slot has used the parameter."""
-        known = Future[Sequence[bool]]()
-        known.set_result(used)
+        known = Future[Any]()
+        known.set_result((used, order))
         return known
 
 

@@ -1,4 +1,4 @@
-"""`MachineSums` reduces gradients over machines; `Agreement` prepares a forward on all machines.
+"""`MachineSums` reduces gradients over machines. `send_buffers` begins a recorded forward on all machines.
 
 A forward without grad mode sends nothing to other machines, so one machine may evaluate alone. `replicate` imports this
 file only if a group or a mesh was given.
@@ -7,8 +7,7 @@ file only if a group or a mesh was given.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -16,69 +15,82 @@ from torch import Tensor
 from dataparallel.comm import nccl
 from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookCall
 from dataparallel.gradients.ordered_pass import AsyncResult
-from dataparallel.machines.collectives import all_reduce, stage
-from dataparallel.machines.errors import MachinesError
-from dataparallel.machines.group import Machines
-from dataparallel.machines.rounds import PendingResult, Round
+from dataparallel.machines.collectives import stage
+from dataparallel.machines.lanes import Lane, Result, masks_of
 from dataparallel.machines.start import send_values
+
+_BACKWARD = "backward"
 
 
 class MachineSums:
     """A `Reducer` over all machines: it sums buckets, and divides by their number if ``average``, or calls ``hook``.
 
-    The issuing thread calls the hook, in the order of buckets that all machines have agreed on, beside the backward. If
-    the hook fails on one rank, no rank gets gradients.
+    The issuing thread calls the hook, in the order of buckets, beside the backward. If the hook fails on one rank, no
+    rank gets gradients.
     """
 
-    def __init__(self, machines: Machines, average: bool, hook: CommHook | None = None) -> None:
-        self.machines, self.average, self.hook = machines, average, hook
+    def __init__(self, lane: Lane, average: bool, hook: CommHook | None = None) -> None:
+        self.lane, self.average, self.hook = lane, average, hook
 
     def begin_pass(self, contents: str) -> _MachinePass:
-        """See `Reducer`. Each pass is a round of all machines. Ranks compare the hook's name too."""
+        """See `Reducer`. Ranks compare the contents, with the hook's name, when they are new."""
         if self.hook is not None:
             contents += f"\nthe communication hook {self.hook.name}"
-        return _MachinePass(self, self.machines.queue.begin_round("backward", contents))
-
-    def signal_failure(self, error: BaseException) -> None:
-        """See `Reducer`. All machines know of a `MachinesError` already."""
-        if not isinstance(error, MachinesError):
-            self.machines.queue.signal_failure(error)
+        return _MachinePass(self, f"{_BACKWARD}\n{contents}")
 
 
 class _MachinePass:
     """The `ReducerPass` of `MachineSums`. `launch` does not call a hook yet, so ``wait`` raises its errors."""
 
-    def __init__(self, sums: MachineSums, round: Round) -> None:
-        self.machines, self.round, self._average, self._hook = sums.machines, round, sums.average, sums.hook
-        self.end_result: PendingResult | None = None
+    def __init__(self, sums: MachineSums, contents: str) -> None:
+        self.lane, self.machines, self._average, self._hook = sums.lane, sums.lane.machines, sums.average, sums.hook
+        self.epoch, self.contents = self.machines.epoch, contents
 
     def launch(self, bucket: GradBucket) -> AsyncResult:
+        text = self.contents if bucket.index() == 0 else f"{_BACKWARD}\nbucket {bucket}"
         if self._hook is not None:
-            return _HookedResult(self, self._hook, bucket)
+            return _HookedResult(self, self._hook, bucket, text)
         if self._average:
             bucket.summed.div_(self.machines.size)
         # `stage` is called here, because the current stream has made the sum.
-        issue = partial(all_reduce, self.machines, stage(self.machines, bucket.summed))
-        return self.round.launch(f"bucket {bucket.index()} of {bucket.count}, with {bucket.names[0]!r}", issue)
+        what = [f"bucket {bucket.index()} of {bucket.count}, with {bucket.names[0]!r}"]
+        staged, device = [stage(self.machines, bucket.summed)], bucket.summed.device
+        return self.lane.add_sums(_BACKWARD, what, staged, device, text=text, epoch=self.epoch)[0]
 
-    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> PendingResult:
-        self.end_result = self.round.end(used, error)
-        return self.end_result
+    def end_pass(self, used: Sequence[bool], order: Sequence[int] | None) -> AsyncResult:
+        """See `ReducerPass`. The mask travels last: no rank uses a sum before all ranks have sent all of theirs."""
+        return _Used(self.lane.end(_BACKWARD, used, epoch=self.epoch, extra=order))
+
+    def fail(self, error: BaseException) -> None:
+        self.machines.state.leave(self.epoch, error)
+
+
+class _Used:
+    """The `AsyncResult` of the end of a pass."""
+
+    def __init__(self, end: Result) -> None:
+        self._end = end
+
+    def wait(self) -> tuple[list[bool], Any]:
+        used, orders = masks_of(self._end)
+        return used, orders[0]
 
 
 class _HookedResult:
-    """The `AsyncResult` of one bucket. The hook gets a copy in host memory if the group cannot send the bucket."""
+    """The `AsyncResult` of one bucket. The hook gets a copy in host memory if no backend sends from its device."""
 
-    def __init__(self, of_pass: _MachinePass, hook: CommHook, bucket: GradBucket) -> None:
-        self._pass, self._hook = of_pass, hook
+    def __init__(self, of_pass: _MachinePass, hook: CommHook, bucket: GradBucket, text: str) -> None:
+        self._machines, self._hook = of_pass.machines, hook
         self._hook_call: HookCall | None = None
         self._staged = stage(of_pass.machines, bucket.summed)
         self._bucket = bucket.over(self._staged.payload)
         what = f"the communication hook {hook.name} for {self._bucket}"
-        self._launched = of_pass.round.call(what, self._call_hook, self._check)
+        self._launched = of_pass.lane.call(
+            _BACKWARD, what, self._call_hook, self._check, epoch=of_pass.epoch, text=text
+        )
 
     def _call_hook(self) -> Any:
-        staged, is_nccl = self._staged, self._pass.machines.is_nccl(self._staged.payload.device)
+        staged, is_nccl = self._staged, self._machines.is_nccl(self._staged.payload.device)
         if staged.is_copied and staged.event is not None:
             staged.event.synchronize()
         with nccl.launching() if is_nccl else nullcontext():
@@ -91,40 +103,16 @@ class _HookedResult:
 
     def wait(self) -> Tensor:
         """Returns the gradients, on the device of the sum and on the current stream."""
-        try:
-            self._launched.wait()
-        except BaseException:
-            # Wait until the launcher has ended the round: after the error the caller may send over the same group.
-            if self._pass.end_result is not None:
-                with suppress(Exception):
-                    self._pass.end_result.wait()
-            raise
+        self._launched.wait()
         assert self._hook_call is not None
         grads = self._hook_call.wait()
         return self._staged.copy_result(grads) if self._staged.is_copied else grads
 
 
-class Agreement:
-    """Makes all machines begin a recorded forward with the same buffers and the same order of buckets."""
+def send_buffers(lane: Lane, named: Mapping[str, Tensor]) -> None:
+    """Gives buffers the values of rank 0, as other slots get slot 0's values. Version counters stay as they are.
 
-    def __init__(self, machines: Machines) -> None:
-        self._machines = machines
-
-    def send_buffers(self, named: Mapping[str, Tensor]) -> None:
-        """Gives buffers the values of rank 0, as other slots get slot 0's values. Version counters stay as they are.
-
-        So a graph that saved a buffer can still run its backward. The copies run on the current streams.
-        """
-        if named:
-            send_values(self._machines, {name: tensor.data for name, tensor in named.items()})
-
-    def order(self, positions: Sequence[int]) -> list[int]:
-        """Returns the ``positions`` that rank 0 has given, on all machines."""
-        contents = f"{len(positions)} parameters"
-        of_rank_0: list[int] = self._machines.queue.all_gather_object("order of buckets", contents, [*positions])[0]
-        return of_rank_0
-
-    def signal_failure(self, error: BaseException) -> None:
-        """Tells that a recorded forward has failed here, unless all machines of this group know the error already."""
-        if not isinstance(error, MachinesError) or error.is_of_peers:
-            self._machines.queue.signal_failure(error)
+    So a graph that saved a buffer can still run its backward. The copies run on the current streams.
+    """
+    if named:
+        send_values(lane, {name: tensor.data for name, tensor in named.items()})

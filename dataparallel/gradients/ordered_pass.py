@@ -1,8 +1,8 @@
 """`OrderedPass` launches the summed buckets of one backward in a fixed order, each as a call of a `Reducer`.
 
-All machines launch the same buckets in the same order and end the pass, even if backward fails on one of them: that
-machine launches its missing buckets with zeros and tells the others of the failure. `BucketRow` has the nodes of the
-buckets: tokens link them, so that backward runs them in one order.
+All machines launch the same buckets in the same order, with zeros for what a machine has not got, and end the pass. If
+backward fails on one of them, it tells the others. `BucketRow` has the nodes of the buckets: tokens link them, so that
+backward runs them in one order.
 """
 
 from __future__ import annotations
@@ -40,6 +40,16 @@ _FAILED_PASS_TIMEOUT = 5.0
 """Seconds that a backward waits for the engine's threads to leave one that has failed. Then it raises."""
 
 
+class LearntOrder(Protocol):
+    """The order of parameters in buckets, which a pass shows: rank 0's is sent at its end, and all ranks keep to it."""
+
+    def proposal(self) -> Sequence[int] | None:
+        """The order in which gradients have come here; ``None`` if the order is known."""
+
+    def agree(self, order: Sequence[int] | None) -> None:
+        """Called when a pass has succeeded on all machines, with what rank 0 has proposed."""
+
+
 class BucketRow:
     """The ordered buckets of copies that were made together. The nodes in the graph of these copies hold it.
 
@@ -54,9 +64,9 @@ class BucketRow:
         passes: ModulePasses,
         buckets: Sequence[ReducerBucket],
         streams: dict[torch.device, torch.Stream],
-        on_success: Callable[[], None],
+        order: LearntOrder,
     ) -> None:
-        self.passes, self.buckets, self.streams, self.on_success = passes, list(buckets), streams, on_success
+        self.passes, self.buckets, self.streams, self.order = passes, list(buckets), streams, order
         self.number = next(_numbers)
         self.contents = "\n".join(f"{i}: {bucket.describe()}" for i, bucket in enumerate(buckets))
         self.first_positions = [0, *accumulate(len(bucket.names) for bucket in self.buckets)]
@@ -271,7 +281,8 @@ class AsyncResult(Protocol):
         """Blocks the host until the work is done, and returns its result or raises its error.
 
         After `ReducerPass.launch` the result is the reduced flat tensor, the launched one or one like it, ordered on
-        the current stream. After `ReducerPass.end_pass`: for each parameter, True if some machine has used it.
+        the current stream. After `ReducerPass.end_pass`: for each parameter, True if some machine has used it; and the
+        order of rank 0, if it has said one.
         """
 
 
@@ -285,11 +296,14 @@ class ReducerPass(Protocol):
         used has zeros in the bucket. Returns ``None`` if an earlier launch of this pass has raised: then nobody waits.
         """
 
-    def end_pass(self, used: Sequence[bool], error: BaseException | None = None) -> AsyncResult:
+    def end_pass(self, used: Sequence[bool], order: Sequence[int] | None) -> AsyncResult:
         """Called after the last bucket. ``used`` says for each parameter of all buckets if it has a gradient here.
 
-        With ``error`` the pass has failed here: missing buckets were launched with zeros, and nobody waits.
+        ``order``: the order in which gradients have come here, if the pass is to learn it.
         """
+
+    def fail(self, error: BaseException) -> None:
+        """The pass has failed here before its end: tells the other machines, which would wait. Nobody waits here."""
 
 
 class Reducer(Protocol):
@@ -297,9 +311,6 @@ class Reducer(Protocol):
 
     def begin_pass(self, contents: str) -> ReducerPass:
         """Begins a pass. ``contents`` says which parameters are in which bucket, and is equal on all machines."""
-
-    def signal_failure(self, error: BaseException) -> None:
-        """Tells the other machines, which would wait, that a pass or a recorded forward has failed before it began."""
 
 
 class _BucketInFlight(NamedTuple):
@@ -332,7 +343,7 @@ class OrderedPass:
         self._lock = threading.RLock()
         self._postponed: list[Callable[[], None]] = []  # launches that wait for `_previous`
         self._next_index = 0  # the first bucket that no node has launched or postponed
-        self._reducer_pass: ReducerPass | None = None
+        self._reducer_pass = row.passes.reducer.begin_pass(row.contents) if self.is_reduced else None
         self._in_flight: list[_BucketInFlight] = []
         self._used_here: list[bool] = []
         self._taken: list[TakenGradients] = []
@@ -401,13 +412,12 @@ class OrderedPass:
         row, bucket = self._row, self._row.buckets[index]
         members = bucket.layout.indices
         parameters, names = [bucket.sources[i] for i in members], [bucket.names[i] for i in members]
-        summed = GradBucket(index, len(row.buckets), flat, parameters, names)
+        summed, reducer_pass = GradBucket(index, len(row.buckets), flat, parameters, names), self._reducer_pass
 
         def launch() -> None:
-            if self._reducer_pass is None:
-                self._reducer_pass = row.passes.reducer.begin_pass(row.contents)
+            assert reducer_pass is not None
             with streams_set(sides):
-                result = self._reducer_pass.launch(summed)
+                result = reducer_pass.launch(summed)
                 launch_event = Event(sides[flat.device]) if sides else None
             self._in_flight.append(_BucketInFlight(result, flat, sums, launch_event))
 
@@ -422,10 +432,10 @@ class OrderedPass:
             self._run_or_postpone(self._send_end)
         self._release_next_pass()
 
-    def _send_end(self, error: BaseException | None = None) -> None:
+    def _send_end(self) -> None:
         assert self._reducer_pass is not None
         self._is_end_sent = True
-        self._end_result = self._reducer_pass.end_pass(self._used_here, error)
+        self._end_result = self._reducer_pass.end_pass(self._used_here, self._row.order.proposal())
         self._may_wait.set()
 
     def _run_or_postpone(self, action: Callable[[], None]) -> None:
@@ -469,11 +479,11 @@ class OrderedPass:
                     sums.take()
                 del self._in_flight[0], result, flat, sums
         assert self._end_result is not None
-        self._used_anywhere = self._end_result.wait()
+        self._used_anywhere, order = self._end_result.wait()
         with streams_set(self._row.streams):
             while self._taken:
                 self._kept_gradients.remove_from_grads(self._taken.pop())
-        self._row.on_success()
+        self._row.order.agree(order)
 
     def take_gradients(self, index: int) -> list[Tensor | None]:
         """The reduced gradients of a bucket; ``None`` for parameters that no machine has used."""
@@ -489,10 +499,12 @@ class OrderedPass:
     # ---- when backward has failed ------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Backward has failed here: sends what the other machines wait for, and puts kept gradients back."""
+        """Backward has failed here: tells the other machines, and puts kept gradients back."""
         try:
-            if self.is_reduced and not self._is_end_sent:
-                self._send_failure(error)
+            self._postponed.clear()
+            if self._reducer_pass is not None and not self._is_end_sent:
+                self._is_end_sent = True
+                self._reducer_pass.fail(error)
         finally:
             for taken in self._taken:
                 self._kept_gradients.put_back(taken)
@@ -500,14 +512,3 @@ class OrderedPass:
             self._in_flight.clear()
             self._may_wait.set()
             self._release_next_pass()
-
-    def _send_failure(self, error: BaseException) -> None:
-        self._postponed.clear()
-        if self._reducer_pass is None:
-            self._is_end_sent = True
-            self._row.passes.reducer.signal_failure(error)
-            return
-        self._used_here = [False] * self._row.first_positions[-1]
-        for index in range(len(self._in_flight), len(self._row.buckets)):
-            self._launch(index, self._row.buckets[index].zeros(), None, {})
-        self._send_end(error)

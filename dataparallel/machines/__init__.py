@@ -1,8 +1,8 @@
 """A machine is one process with its devices: one rank of a process group of ``torch.distributed``, which only this room
-knows. The room keeps the collectives of several machines in one order on all ranks, and ends waits when a rank fails.
+knows.
 
-It knows no modules and no gradients. What is sent: rank 0's values at the start (``start``), averages of gradients
-(called by ``gradients.machine_sums`` and ``sharded.units.over_machines``), shards
-(``sharded.units.over_machines``), what replicas exchange in ``forward`` (``peer_rounds``), checksums that are compared
-(``agreement``), and notices of failures (``health``). ``collectives`` sends all of it but the notices.
+``group`` has the ranks and what they know of each other's failures, ``lanes`` the sequences of collectives that all
+ranks issue in one order, by one thread, and ``collectives`` the collectives themselves. ``start`` compares what ranks
+begin with, and gives rank 0's values to all; ``peer_rounds`` is for collectives of replicas. The room knows no modules
+and no gradients.
 """

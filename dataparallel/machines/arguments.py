@@ -27,17 +27,9 @@ def machines_of(
 
     A machine is a process that is a member of the group, or of the mesh of one dimension.
     """
-    if not _is_given(process_group, mesh):
-        return None
-    if mesh is None:
-        return _of_group(process_group)
-    _check_mesh(mesh, slots)
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"{_shown(mesh)} has {mesh.ndim} dimensions, and a module is replicated over one dimension of processes: "
-            f"{_one_dimension(mesh)}"
-        )
-    return _of_mesh(mesh, 0)
+    wanted = ", and a module is replicated over one dimension of processes", "one dimension", 1
+    found = _groups(process_group, mesh, slots, wanted)
+    return found[0] if found else None
 
 
 def shard_and_replicate_groups(
@@ -49,19 +41,11 @@ def shard_and_replicate_groups(
     it means for ``torch.distributed.fsdp.fully_shard``, over processes: a single dimension shards; of two dimensions
     the first one replicates and the second one shards. Each result may be ``None``.
     """
-    if not _is_given(process_group, mesh):
+    wanted = "; expected one, to shard over, or two: the first to replicate over, the second to shard over"
+    found = _groups(process_group, mesh, slots, (wanted, "one or two dimensions", 2))
+    if not found:
         return None, None
-    if mesh is None:
-        return None, _of_group(process_group)
-    _check_mesh(mesh, slots)
-    if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"{_shown(mesh)} has {mesh.ndim} dimensions; expected one, to shard over, or two: the first to replicate "
-            f"over, the second to shard over. {_one_dimension(mesh, 'one or two dimensions')}"
-        )
-    if mesh.ndim == 1:
-        return _of_mesh(mesh, 0), None
-    return _of_mesh(mesh, 1), _of_mesh(mesh, 0)
+    return (None, found[0]) if mesh is None else (found[-1], found[0] if len(found) == 2 else None)
 
 
 def one_device(devices: Sequence[DeviceLike] | None, device_id: DeviceLike | None) -> Sequence[DeviceLike] | None:
@@ -82,43 +66,37 @@ def refuse_tensor_parallel(module: nn.Module) -> None:
     """Raises a ``TypeError`` if parameters or buffers are of the class ``DTensor``."""
     # If torch.distributed.tensor was not imported, there is no DTensor. Importing it takes long.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    if kind is None:
-        return
     named = [*module.named_parameters(), *module.named_buffers()]
-    found = [name for name, tensor in named if isinstance(tensor, kind)]
-    if not found:
-        return
-    names = ", ".join(map(repr, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    raise TypeError(
-        f"{names} of the {type(module).__name__} {'is a DTensor' if len(found) == 1 else 'are DTensors'}: processes "
-        "divide the module among them already, as with parallelize_module or torch's fully_shard. dataparallel takes "
-        "plain parameters, whole on each machine. Give it the module before it is parallelised; or keep tensor "
-        "parallelism and use torch.distributed.fsdp.fully_shard on a mesh of two dimensions instead"
-    )
+    found = [repr(name) for name, tensor in named if kind is not None and isinstance(tensor, kind)]
+    if found:
+        names = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        raise TypeError(
+            f"{names} of the {type(module).__name__} {'is a DTensor' if len(found) == 1 else 'are DTensors'}: "
+            "processes divide the module among them already, as with parallelize_module or torch's fully_shard. "
+            "dataparallel takes plain parameters, whole on each machine. Give it the module before it is parallelised; "
+            "or keep tensor parallelism and use torch.distributed.fsdp.fully_shard on a mesh of two dimensions instead"
+        )
 
 
-def _is_given(process_group: object, mesh: object) -> bool:
-    """True if a group or a mesh is given. Raises if both are, or if torch.distributed is not ready."""
-    if process_group is None and mesh is None:
-        return False
-    name = "mesh" if process_group is None else "process_group"
-    if process_group is not None and mesh is not None:
+def _groups(group: Any, mesh: Any, slots: Sequence[torch.device], wanted: tuple[str, str, int]) -> list[Machines]:
+    """The machines of the group, or of each dimension of the mesh, of which there are at most ``wanted[2]``."""
+    if group is None and mesh is None:
+        return []
+    name, distributed = "mesh" if group is None else "process_group", torch.distributed
+    if group is not None and mesh is not None:
         raise ValueError("pass process_group or mesh, not both: a mesh has groups of its own")
-    if not torch.distributed.is_available():
+    if not distributed.is_available():
         raise RuntimeError(
             f"{name} was passed, but torch {torch.__version__} has been built without torch.distributed; install a "
             f"build that has it, or leave {name} out to use this machine alone"
         )
-    if not torch.distributed.is_initialized():
+    if not distributed.is_initialized():
         raise RuntimeError(
             f"{name} was passed, but torch.distributed is not initialised in this process, or not any more. Call "
             "torch.distributed.init_process_group() first, in each process, for example under torchrun"
         )
-    return True
-
-
-def _of_group(group: Any) -> Machines:
-    distributed = torch.distributed
+    if mesh is not None:
+        return _of_mesh(mesh, slots, wanted)
     if group == distributed.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             f"process_group: this process, rank {distributed.get_rank()} of all, is no member of the group. Call this "
@@ -136,10 +114,10 @@ def _of_group(group: Any) -> Machines:
             "process_group has been destroyed, or belongs to a torch.distributed that has been; pass a group that was "
             "made since the last init_process_group()"
         ) from None
-    return Machines.of(group)
+    return [Machines.of(group)]
 
 
-def _check_mesh(mesh: Any, slots: Sequence[torch.device]) -> None:
+def _of_mesh(mesh: Any, slots: Sequence[torch.device], wanted: tuple[str, str, int]) -> list[Machines]:
     from torch.distributed.device_mesh import DeviceMesh
 
     if not isinstance(mesh, DeviceMesh):
@@ -147,41 +125,32 @@ def _check_mesh(mesh: Any, slots: Sequence[torch.device]) -> None:
             f"mesh={mesh!r}: expected a torch.distributed.device_mesh.DeviceMesh over processes, as "
             "init_device_mesh('cpu', (torch.distributed.get_world_size(),)) returns; slots are written devices=[...]"
         )
-    types = {slot.type for slot in slots}
+    names = mesh.mesh_dim_names or ()
+    sizes = [f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True)] if names else map(str, mesh.shape)
+    shown, types = f"the mesh ({', '.join(sizes)})", {slot.type for slot in slots}
     if types and mesh.device_type not in (*types, "cpu"):
         ours = ", ".join(sorted(types))
-        wanted = f"{ours} or cpu" if ours != "cpu" else "cpu"
         raise ValueError(
-            f"{_shown(mesh)} is for devices of type {mesh.device_type}, and the slots of this process are of type "
-            f"{ours}; pass a mesh that init_device_mesh made for {wanted}"
+            f"{shown} is for devices of type {mesh.device_type}, and the slots of this process are of type "
+            f"{ours}; pass a mesh that init_device_mesh made for {f'{ours} or cpu' if ours != 'cpu' else 'cpu'}"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"{_shown(mesh)}: this process, rank {torch.distributed.get_rank()} of all, is not in the mesh. Call this "
+            f"{shown}: this process, rank {torch.distributed.get_rank()} of all, is not in the mesh. Call this "
             "only in processes that are"
         )
-
-
-def _of_mesh(mesh: DeviceMesh, dim: int) -> Machines:
+    expected, dimensions, most = wanted
+    if not 1 <= mesh.ndim <= most:
+        part = (
+            f"a part of it that has {dimensions}, such as mesh[{names[0]!r}]"
+            if names
+            else (f"a mesh that has {dimensions}, or name its dimensions and pass a part: mesh['name']")
+        )
+        raise ValueError(f"{shown} has {mesh.ndim} dimensions{expected}. Pass {part}")
     try:
-        group = mesh.get_group(dim)
+        return [Machines.of(mesh.get_group(dim)) for dim in range(mesh.ndim)]
     except RuntimeError as error:
         raise RuntimeError(
-            f"{_shown(mesh)} has no process group for dimension {dim}: {error}. Pass a mesh that init_device_mesh or "
+            f"{shown} has a dimension without a process group: {error}. Pass a mesh that init_device_mesh or "
             "DeviceMesh(...) has made with its groups"
         ) from error
-    return Machines.of(group)
-
-
-def _one_dimension(mesh: DeviceMesh, wanted: str = "one dimension") -> str:
-    names = mesh.mesh_dim_names
-    if not names:
-        return f"Pass a mesh that has {wanted}, or name its dimensions and pass a part: mesh['name']"
-    return f"Pass a part of it that has {wanted}, such as mesh[{names[0]!r}]"
-
-
-def _shown(mesh: DeviceMesh) -> str:
-    """The mesh in words, for messages."""
-    names = mesh.mesh_dim_names or ()
-    sizes = [f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True)] if names else map(str, mesh.shape)
-    return f"the mesh ({', '.join(sizes)})"

@@ -1,5 +1,5 @@
-"""`all_reduce`, `all_gather` and other collectives of a group, which return a `Transfer` at once. The launcher ensures
-that all ranks issue the same ones in the same order. All but sums send bytes, so they take every dtype.
+"""`all_reduce`, `all_gather` and other collectives over a `Link`, which return a `Transfer` at once. A lane has
+all ranks issue the same ones in one order. All but sums send bytes, so they take every dtype.
 
 `stage` prepares a tensor first, in the thread whose stream has computed it. NCCL's part has not run on GPUs.
 """
@@ -10,22 +10,43 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed
-from torch.futures import Future
 
-from dataparallel._torch import current_stream_at
+from dataparallel._torch import all_gather_of, current_stream_at, reduce_scatter_of
 from dataparallel.comm.checks import tensor_split_sizes
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.current import Event, kept_stream, streams_set
 from dataparallel.devices import CPU
-from dataparallel.machines.errors import MachinesError
-from dataparallel.machines.health import SLICE, Check
 
-if TYPE_CHECKING:
-    from dataparallel.machines.group import MachineGroup
+SLICE = 0.2
+"""Seconds between two checks of a wait for failures and for the timeout."""
+
+Check = Callable[[], object]
+"""A function that a wait calls several times a second. It raises if the wait has become useless."""
+
+
+class Sender(Protocol):
+    """What knows which devices go through NCCL: `machines.group.Machines`."""
+
+    def is_nccl(self, device: torch.device) -> bool:
+        """True if tensors on the device go through NCCL."""
+
+
+@dataclass
+class Link:
+    """The connections of some ranks in one lane: torch's backends for host memory, and for devices with NCCL."""
+
+    rank: int
+    size: int
+    gloo: Any
+    nccl: Any
+    sender: Sender
+
+    def backend(self, tensor: Tensor) -> Any:
+        return self.nccl if self.sender.is_nccl(tensor.device) else self.gloo
 
 
 @dataclass
@@ -65,14 +86,14 @@ class Staged:
 
 
 def stage(
-    group: MachineGroup,
+    sender: Sender,
     tensor: Tensor,
     receives: int | None = None,
     taken_on: Mapping[torch.device, torch.Stream] | None = None,
 ) -> Staged:
-    """Prepares ``tensor`` for a collective of ``group``. Nobody may write to it until the result is taken.
+    """Prepares ``tensor`` for a collective of ``sender``. Nobody may write to it until the result is taken.
 
-    If the group cannot send from the device, this copies the tensor to host memory, on the current stream. It allocates
+    If the device has no NCCL, this copies the tensor to host memory, on the current stream. It allocates
     the receive buffer for the stream that takes the result, so that its memory is free once the result is dropped.
     ``receives``: how many elements are received, if they do not replace the tensor. ``taken_on``: the streams on which
     the result is taken, if not the current ones. Only NCCL needs this.
@@ -84,7 +105,7 @@ def stage(
             f"{tensor.stride() if tensor.layout is torch.strided else None}: flatten it first"
         )
     device = tensor.device
-    if device != CPU and group.is_nccl(device):
+    if sender.is_nccl(device):
         buffer, is_free = None, None
         if receives is not None:
             with streams_set(taken_on or {}):
@@ -107,17 +128,13 @@ class Transfer:
     event. So compute streams do not wait before the result is taken. The result's memory belongs to the stream that
     takes it, and the sent memory to the stream that has staged it, which waits then too. So ``record_stream`` is not
     needed, which would hold unused memory while the host is ahead.
+
+    ``rows``: what has come from each rank, if the result is their sum.
     """
 
-    def __init__(self, group: MachineGroup, work: distributed.Work | None, staged: Staged, result: Tensor) -> None:
-        if work is None:  # what torch returns to ranks outside of the group
-            raise MachinesError(
-                "the process group has been destroyed: destroy_process_group belongs after the last step, and a new "
-                "group needs the form to be applied again"
-            )
-        self._work, self._staged, self._result = work, staged, result
-        self._is_on_stream = group.is_nccl(result.device)
-        self._future: Future[object] | None = None
+    def __init__(self, link: Link, work: Any, staged: Staged, result: Tensor, rows: Tensor | None = None) -> None:
+        self._work, self.staged, self._result, self._rows = work, staged, result, rows
+        self._is_on_stream = link.sender.is_nccl(result.device)
 
     def wait(self, check: Check = lambda: None) -> Tensor:
         """The result, on the staged tensor's device, ready for the calling thread's current stream.
@@ -126,7 +143,7 @@ class Transfer:
         memory. While the host waits it calls ``check`` several times a second, which may raise.
         """
         if self._is_on_stream:
-            stream = self._staged.stream
+            stream = self.staged.stream
             assert stream is not None
             # The sent memory goes back to the stream that has staged it, so that stream waits too.
             with streams_set({stream.device: stream}):
@@ -134,21 +151,12 @@ class Transfer:
             self._work.wait()
             return self._result
         _wait_for(self._work, check)
-        return self._staged.copy_result(self._result) if self._staged.is_copied else self._result
-
-    def when_done(self, call: Callable[[object], None]) -> None:
-        """Has another thread call ``call`` when `has_arrived` becomes true."""
-        if self._is_on_stream:
-            return
-        try:
-            self._future = self._work.get_future()
-        except RuntimeError:  # gloo's reduce_scatter has none: it ends in its wait
-            return
-        self._future.add_done_callback(call)
+        self._add_up()
+        return self.staged.copy_result(self._result) if self.staged.is_copied else self._result
 
     def has_arrived(self) -> bool:
-        """True if `received` does not block, or if the backend cannot tell."""
-        return self._future is None or self._future.done()
+        """True if `received` does not block."""
+        return self._is_on_stream or bool(self._work.is_completed())
 
     def received(self) -> Staged:
         """The result, staged for the thread that has issued this collective to send it on."""
@@ -158,86 +166,84 @@ class Transfer:
                 self._work.wait()
         else:
             self._work.wait()  # it is done, or raises its error
-        return Staged(self._staged.tensor, self._result, self._staged.event, stream=self._staged.stream)
+            self._add_up()
+        return Staged(self.staged.tensor, self._result, self.staged.event, stream=self.staged.stream)
+
+    def _add_up(self) -> None:
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            torch.sum(rows[:1], 0, out=_real(self._result))
+            for row in rows[1:]:
+                _real(self._result).add_(row)
 
 
-def all_reduce(group: MachineGroup, staged: Staged) -> Transfer:
-    """The sum over ranks, in place if the tensor can be sent directly.
+def all_reduce(staged: Staged, link: Link) -> Transfer:
+    """The sum over ranks, in place if the tensor can be sent directly."""
+    flat = _real(staged.payload)
+    with _launching(staged):
+        return Transfer(link, link.backend(flat).allreduce([flat]), staged, staged.payload)
 
-    With gloo, floating-point and complex numbers are added in rank order, so equal inputs give equal bits in every run.
+
+def send_sums(parts: Transfer, link: Link) -> Transfer:
+    """Sends the sums that `reduce_scatter` has brought to all, in place of what it was given."""
+    staged, part = parts.staged, _real(parts.received().payload)
+    sizes, own = _slices(staged.payload, link)
+    work = link.gloo.alltoall_base(_real(staged.payload), part.repeat(link.size), sizes, [own] * link.size)
+    return Transfer(link, work, staged, staged.payload)
+
+
+def broadcast(staged: Staged, link: Link) -> Transfer:
+    """The values of rank 0, in place if the tensor can be sent directly."""
+    flat = _bytes(staged.payload)
+    with _launching(staged):
+        return Transfer(
+            link, link.backend(flat).broadcast([flat], distributed.BroadcastOptions()), staged, staged.payload
+        )
+
+
+def all_gather(staged: Staged, link: Link) -> Transfer:
+    """The 1-D tensors of all ranks, one after the other. All have the same size."""
+    received, flat = _receive_buffer(staged), _bytes(staged.payload)
+    with _launching(staged):
+        return Transfer(link, all_gather_of(link.backend(flat))(_bytes(received), flat), staged, received)
+
+
+def reduce_scatter(staged: Staged, link: Link) -> Transfer:
+    """This rank's slice of the sum over ranks of 1-D tensors, in as many near-equal slices.
+
+    With gloo it is added in rank order, so equal inputs give equal bits in every run, wherever in the tensor they are.
     """
     flat = _real(staged.payload)
-    is_exact = group.size <= 2 or not flat.is_floating_point()
-    if not is_exact and group.backends.get(flat.device.type) == "gloo":
-        return _sum_in_rank_order(group, staged, flat)
-    with _launching(staged):
-        work = distributed.all_reduce(flat, group=group.group, async_op=True)
-    return Transfer(group, work, staged, staged.payload)
-
-
-def _sum_in_rank_order(group: MachineGroup, staged: Staged, flat: Tensor) -> Transfer:
-    """The sum over three ranks or more, added in rank order. Returns when the first of two exchanges is done.
-
-    gloo's own sum begins at a rank that depends on the position in the tensor. After a restart gradients travel in
-    other buckets, so their last bits would differ. Here each rank adds up one slice and sends the result to all others.
-    The two exchanges send as many bytes as gloo's own sum.
-    """
-    size = group.size
-    sizes = tensor_split_sizes(flat.numel(), size)
-    own_sizes = [sizes[group.rank]] * size
-    rows = flat.new_empty(size, sizes[group.rank])
-    with _launching(staged):
-        work = distributed.all_to_all_single(rows.view(-1), flat, own_sizes, sizes, group=group.group, async_op=True)
-    Transfer(group, work, staged, rows).received()
-    total = rows[0]
-    for row in rows[1:]:
-        total.add_(row)
-    copies = total.repeat(size)
-    work = distributed.all_to_all_single(flat, copies, sizes, own_sizes, group=group.group, async_op=True)
-    return Transfer(group, work, staged, staged.payload)
-
-
-def broadcast(group: MachineGroup, staged: Staged) -> Transfer:
-    """The values of the group's rank 0, in place if the tensor can be sent directly."""
-    with _launching(staged):
-        work = distributed.broadcast(_bytes(staged.payload), group=group.group, group_src=0, async_op=True)
-    return Transfer(group, work, staged, staged.payload)
-
-
-def all_gather(group: MachineGroup, staged: Staged) -> Transfer:
-    """The 1-D tensors of all ranks, one after the other. All have the same size."""
-    with _launching(staged):
-        work = distributed.all_gather_into_tensor(
-            _bytes(_receive_buffer(staged)), _bytes(staged.payload), group=group.group, async_op=True
+    if link.sender.is_nccl(flat.device):
+        received = _receive_buffer(staged)
+        with _launching(staged):
+            return Transfer(link, reduce_scatter_of(link.nccl)(_real(received), flat), staged, received)
+    sizes, own = _slices(staged.payload, link)
+    if staged.receive_buffer is None:
+        staged.receive_buffer = staged.payload.new_empty(
+            tensor_split_sizes(staged.payload.numel(), link.size)[link.rank]
         )
-    return Transfer(group, work, staged, _receive_buffer(staged))
-
-
-def reduce_scatter(group: MachineGroup, staged: Staged) -> Transfer:
-    """This rank's slice of the sum over ranks: from 1-D tensors of ``size * n`` elements to ``n`` elements."""
+    rows = flat.new_empty(link.size, own)
     with _launching(staged):
-        work = distributed.reduce_scatter_tensor(
-            _real(_receive_buffer(staged)), _real(staged.payload), group=group.group, async_op=True
-        )
-    return Transfer(group, work, staged, _receive_buffer(staged))
+        work = link.gloo.alltoall_base(rows.view(-1), flat, [own] * link.size, sizes)
+    return Transfer(link, work, staged, staged.receive_buffer, rows)
 
 
-def all_to_all(group: MachineGroup, staged: Staged, send: Sequence[int], receive: Sequence[int]) -> Transfer:
+def all_to_all(staged: Staged, send: Sequence[int], receive: Sequence[int], link: Link) -> Transfer:
     """Sends a slice of a 1-D tensor to each rank. Returns the slices from all ranks, in rank order.
 
     ``send`` and ``receive``: how many elements go to each rank, and come from each. All ranks have the same dtype.
     """
-    bytes_each = staged.payload.element_size()
+    received, flat, each = _receive_buffer(staged), _bytes(staged.payload), staged.payload.element_size()
+    sizes = [each * size for size in receive], [each * size for size in send]
     with _launching(staged):
-        work = distributed.all_to_all_single(
-            _bytes(_receive_buffer(staged)),
-            _bytes(staged.payload),
-            [bytes_each * size for size in receive],
-            [bytes_each * size for size in send],
-            group=group.group,
-            async_op=True,
-        )
-    return Transfer(group, work, staged, _receive_buffer(staged))
+        return Transfer(link, link.backend(flat).alltoall_base(_bytes(received), flat, *sizes), staged, received)
+
+
+def _slices(tensor: Tensor, link: Link) -> tuple[list[int], int]:
+    """How many real numbers of the tensor each rank adds up, and how many this one does."""
+    sizes = [size * (1 + tensor.is_complex()) for size in tensor_split_sizes(tensor.numel(), link.size)]
+    return sizes, sizes[link.rank]
 
 
 def _receive_buffer(staged: Staged) -> Tensor:
@@ -269,7 +275,7 @@ def _launching(staged: Staged) -> AbstractContextManager[object]:
     return streams_set({device: stream})
 
 
-def _wait_for(work: distributed.Work, check: Check) -> None:
+def _wait_for(work: Any, check: Check) -> None:
     """Waits until a collective of a backend that works on the host has ended. ``check`` may raise meanwhile."""
     timeout = timedelta(seconds=SLICE)
     while True:

@@ -10,13 +10,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 class MachinesError(RuntimeError):
-    """Something has failed between machines.
-
-    Attributes:
-        is_of_peers: a collective of replicas has raised this error, so the form's other rounds do not know of it yet.
-    """
-
-    is_of_peers = False
+    """Something has failed between machines."""
 
 
 class PeerGone(MachinesError):
@@ -24,17 +18,11 @@ class PeerGone(MachinesError):
 
 
 class PeerFailed(MachinesError):
-    """A rank has failed in a round. The message contains the error of that rank.
-
-    Attributes:
-        by_all: every rank has failed.
-    """
-
-    by_all = False
+    """A rank has failed in a step. The message contains the error of that rank."""
 
 
 class MachinesDiffer(MachinesError):
-    """Ranks are about to do different things. Nothing has been sent, and the group can still be used."""
+    """Ranks are about to do different things. No result of the step is used, and the group can still be used."""
 
 
 def copy_error(error: E) -> E:

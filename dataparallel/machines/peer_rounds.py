@@ -1,7 +1,7 @@
 """`PeerRounds` runs the collectives of replicas across machines, for one form. Each of its forwards has a `PeerCall`,
 and values travel in `_Exchange`, a node of the graph, whose backward sends gradients the other way.
 
-The rounds of gradient sums have another queue: a backward may need a collective of replicas while such a round is open.
+They have a lane of their own: a backward may need a collective of replicas while gradients are summed.
 """
 
 from __future__ import annotations
@@ -19,80 +19,73 @@ from dataparallel.autograd.node import Node
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
 from dataparallel.batches.structures import tensors_in
 from dataparallel.machines.collectives import all_to_all, stage
-from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
 
 _FORWARD, _BACKWARD = "a collective across machines", "the backward of a collective across machines"
 
 
 class PeerRounds:
-    """The rounds of one form: one or two for each collective, and one at the end of a forward or backward with any.
+    """The collectives of one form, and a word at the end of a forward or backward with any, so that all fail together.
 
-    A machine that fails signals the failure in place of its next round, and the others raise there. If it fails before
-    its first collective, it has to guess whether the others begin one. It expects of a forward what the last forward in
-    the same mode did. For a backward the graph says it.
+    A machine that fails tells the others if they wait for it. If it fails before its first collective, it has to guess
+    whether they begin one. It expects of a forward what the last forward in the same mode did. For a backward the graph
+    says it.
     """
 
     def __init__(self, machines: Machines) -> None:
         self.machines = machines
+        self._lane = machines.lane("peers")
         self._has_collectives: dict[Hashable, bool] = {}  # for each mode, whether the last call had any
 
     @contextmanager
     def calling(self, mode: Hashable) -> Iterator[PeerCall]:
         """Wraps a call of the form. It expects collectives if the last call in this ``mode`` had any."""
-        call = PeerCall(self)
+        call = PeerCall(self, self.machines.epoch)
         is_expected = self._has_collectives.get(mode, False)
         try:
             yield call
         except BaseException as error:
-            if not call.is_over and (call.has_begun or is_expected):
-                self.machines.queue.signal_failure(error)
+            if call.has_begun or is_expected:
+                self.machines.state.leave(call.epoch, error)
             raise
         finally:
             call.token = None  # the token holds the graph
         self._has_collectives[mode] = call.has_begun
         if call.has_begun or is_expected:
-            self._end_on_all_machines("forward")
+            self.all_gather_object("the end of a forward with collectives across machines", "", None, call.epoch)
 
-    def all_gather_object(self, kind: str, text: str, value: Any) -> list[Any]:
+    def all_gather_object(self, kind: str, text: str, value: Any, epoch: int) -> list[Any]:
         """Gathers an object that can be pickled from each machine, in rank order. ``text`` is equal on all machines."""
-        with _errors_of_peers():
-            return self.machines.queue.all_gather_object(kind, text, value)
+        found: list[Any] = self._lane.gather(kind, text, value, epoch=epoch).wait()
+        return found
 
-    def exchange(self, kind: str, text: str, messages: Sequence[Message]) -> list[Tensor]:
+    def exchange(self, kind: str, text: str, messages: Sequence[Message], epoch: int) -> list[Tensor]:
         """Exchanges the messages together. The results are ready for the current stream."""
-        with _errors_of_peers():
-            sent = [partial(all_to_all, self.machines, stage(self.machines, m.flat, sum(m.receive))) for m in messages]
-            this_round = self.machines.queue.begin_round(f"the values of {kind}", text)
-            results = this_round.launch_together(
-                ["the values"] * len(messages),
-                [partial(send, message.send, message.receive) for send, message in zip(sent, messages, strict=True)],
-            )
-            this_round.close()
-            return [result.wait() for result in results]
+        sent = [stage(self.machines, message.flat, sum(message.receive)) for message in messages]
+        calls = [
+            partial(all_to_all, each, message.send, message.receive)
+            for each, message in zip(sent, messages, strict=True)
+        ]
+        names = ["the values"] * len(messages)
+        results = self._lane.launch(kind, names, calls, f"the values of {kind}\n{text}", epoch=epoch)
+        return [result.wait() for result in results]
 
-    def expect_in_backward(self) -> None:
-        """Ends the running pass of backward with a round, because the pass has a collective on every machine."""
+    def expect_in_backward(self) -> int:
+        """Ends the running pass of backward with a word, because the pass has a collective on every machine.
+
+        Returns the epoch in which the pass has begun.
+        """
         running = running_pass()
+        epoch: int = running.get((self, "epoch"), lambda _: self.machines.epoch)
         if running.is_first((self, "end")):
-            running.on_end(partial(self._end_backward, running))
+            running.on_end(partial(self._end_backward, running, epoch))
+        return epoch
 
-    def note_failed_backward(self) -> None:
-        """Notes that the running pass of backward has failed on all machines, and that all of them know it."""
-        running_pass().contents[self, "failed"] = True
-
-    def _end_backward(self, running: PassOfBackward, ok: bool) -> None:
-        if (self, "failed") in running.contents:
-            return
+    def _end_backward(self, running: PassOfBackward, epoch: int, ok: bool) -> None:
         if ok:
-            self._end_on_all_machines("backward")
+            self.all_gather_object("the end of a backward with collectives across machines", "", None, epoch)
         else:
-            self.machines.queue.signal_failure(error_of_failed_pass())
-
-    def _end_on_all_machines(self, what: str) -> None:
-        """Ends a forward or a backward with a round, in which the machines learn if one has failed."""
-        with _errors_of_peers():
-            self.machines.queue.begin_round(f"the end of a {what} with collectives across machines", "").end([]).wait()
+            self.machines.state.leave(epoch, error_of_failed_pass())
 
 
 class PeerCall:
@@ -106,11 +99,11 @@ class PeerCall:
         token: a tensor without elements that the last collective in the graph has returned.
     """
 
-    def __init__(self, rounds: PeerRounds) -> None:
-        self.rounds = rounds
+    def __init__(self, rounds: PeerRounds, epoch: int) -> None:
+        self.rounds, self.epoch = rounds, epoch
         self.rank, self.size = rounds.machines.rank, rounds.machines.size
         self.counts: list[int] | None = None
-        self.has_begun = self.is_over = False
+        self.has_begun = False
         self.token: Tensor | None = None
         self._first_node: Any = None
         self._number = 0
@@ -118,12 +111,11 @@ class PeerCall:
     def exchange_counts(self, count: int) -> None:
         """Begins the first collective. The machines gather how many replicas each of them has."""
         self.has_begun = True
-        with self._over_if_raised():
-            self.counts = self.rounds.all_gather_object("the first collective across machines of a forward", "", count)
+        kind = "the first collective across machines of a forward"
+        self.counts = self.rounds.all_gather_object(kind, "", count, self.epoch)
 
     def all_gather_object(self, text: str, value: Any) -> list[Any]:
-        with self._over_if_raised():
-            return self.rounds.all_gather_object(_FORWARD, text, value)
+        return self.rounds.all_gather_object(_FORWARD, text, value, self.epoch)
 
     def exchange(
         self, text: str, pieces: Sequence[Sequence[Tensor]], receive: Sequence[Sequence[int]], in_graph: bool
@@ -146,15 +138,15 @@ class PeerCall:
         flats = [torch.cat(of_dtype) for of_dtype in sent_pieces]
         send = [[piece.numel() for piece in of_dtype] for of_dtype in sent_pieces]
         receive = [[0 if rank == self.rank else size for rank, size in enumerate(sizes)] for sizes in receive]
-        with self._over_if_raised():
-            if in_graph and any(_is_differentiable(own.dtype) for own in own_pieces):
-                token = torch.empty(0, device=flats[0].device) if self.token is None else self.token
-                before = token if token.requires_grad else token.requires_grad_()
-                self.token, *outputs = _Exchange.apply(self.rounds, text, send, receive, before, *flats, *own_pieces)
-                received, own_pieces = outputs[: len(flats)], outputs[len(flats) :]
-                self._first_node = self._first_node or self.token.grad_fn
-            else:
-                received = self.rounds.exchange(_FORWARD, text, [*map(Message, flats, send, receive)])
+        if in_graph and any(_is_differentiable(own.dtype) for own in own_pieces):
+            token = torch.empty(0, device=flats[0].device) if self.token is None else self.token
+            before = token if token.requires_grad else token.requires_grad_()
+            rounds, epoch = self.rounds, self.epoch
+            self.token, *outputs = _Exchange.apply(rounds, epoch, text, send, receive, before, *flats, *own_pieces)
+            received, own_pieces = outputs[: len(flats)], outputs[len(flats) :]
+            self._first_node = self._first_node or self.token.grad_fn
+        else:
+            received = self.rounds.exchange(_FORWARD, text, [*map(Message, flats, send, receive)], self.epoch)
         results = [[*flat.split(sizes)] for flat, sizes in zip(received, receive, strict=True)]
         for of_dtype, own in zip(results, own_pieces, strict=True):
             of_dtype[self.rank] = own
@@ -176,17 +168,9 @@ class PeerCall:
                 tensor.register_hook(look_ahead)
         self._first_node = None
 
-    @contextmanager
-    def _over_if_raised(self) -> Iterator[None]:
-        try:
-            yield
-        except MachinesError:
-            self.is_over = True
-            raise
-
 
 class _Exchange(Node):
-    """``token, *received, *own_pieces = _Exchange.apply(rounds, text, sends, receives, token, *flats, *own_pieces)``.
+    """``token, *received, *own = _Exchange.apply(rounds, epoch, text, sends, receives, token, *flats, *own_pieces)``.
 
     Each of ``flats`` is the tensor of a `Message` with its sizes of ``sends`` and ``receives``. ``own_pieces``, which
     this machine keeps, pass through the node, so that a backward through any result runs this node, on every machine.
@@ -196,6 +180,7 @@ class _Exchange(Node):
     def forward(
         ctx: Any,
         rounds: PeerRounds,
+        epoch: int,
         text: str,
         sends: Sequence[Sequence[int]],
         receives: Sequence[Sequence[int]],
@@ -206,7 +191,7 @@ class _Exchange(Node):
         ctx.rounds, ctx.text, ctx.sends, ctx.receives = rounds, text, sends, receives
         flats, own_pieces = tensors[: len(sends)], tensors[len(sends) :]
         kind = _BACKWARD if _torch.is_in_backward() else _FORWARD
-        received = rounds.exchange(kind, text, [*map(Message, flats, sends, receives)])
+        received = rounds.exchange(kind, text, [*map(Message, flats, sends, receives)], epoch)
         outputs = [*received, *(own.clone() for own in own_pieces)]
         ctx.mark_non_differentiable(*(output for output in outputs if not _is_differentiable(output.dtype)))
         ctx.differentiable = [i for i, flat in enumerate(flats) if _is_differentiable(flat.dtype)]
@@ -217,33 +202,21 @@ class _Exchange(Node):
         """Sends the gradients the other way. All of them are on one device, so the engine knows their stream."""
         rounds, text, indices, count = ctx.rounds, f"of {ctx.text}", ctx.differentiable, len(ctx.sends)
         sends, receives = [ctx.receives[i] for i in indices], [ctx.sends[i] for i in indices]
-        rounds.expect_in_backward()
+        epoch = rounds.expect_in_backward()
         returned: list[Any] = [None] * 2 * count
-        try:
-            sent, own_grads = [grads[i].contiguous() for i in indices], [grads[count + i] for i in indices]
-            if torch.is_grad_enabled():
-                token, *found = _Exchange.apply(rounds, text, sends, receives, token, *sent, *own_grads)
-            else:
-                found = [*rounds.exchange(_BACKWARD, text, [*map(Message, sent, sends, receives)]), *own_grads]
-        except MachinesError:
-            rounds.note_failed_backward()
-            raise
+        sent, own_grads = [grads[i].contiguous() for i in indices], [grads[count + i] for i in indices]
+        if torch.is_grad_enabled():
+            token, *found = _Exchange.apply(rounds, epoch, text, sends, receives, token, *sent, *own_grads)
+        else:
+            messages = [*map(Message, sent, sends, receives)]
+            found = [*rounds.exchange(_BACKWARD, text, messages, epoch), *own_grads]
         for position, i in enumerate(indices):
             returned[i], returned[count + i] = found[position], found[len(indices) + position]
-        return (None, None, None, None, token, *returned)
+        return (None, None, None, None, None, token, *returned)
 
 
 def _is_differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-@contextmanager
-def _errors_of_peers() -> Iterator[None]:
-    try:
-        yield
-    except MachinesError as error:
-        error.is_of_peers = True
-        raise
 
 
 class Message(NamedTuple):

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,10 @@ from torch.nn.parameter import is_lazy
 from dataparallel import _torch
 from dataparallel.comm.buckets import Bucket, fill_buckets, flatten, has_strides, layout_of, unflatten
 from dataparallel.comm.checks import why_not_movable
-from dataparallel.machines.agreement import as_text
 from dataparallel.machines.collectives import broadcast, stage
-from dataparallel.machines.errors import MachinesError
+from dataparallel.machines.descriptions import as_text
 from dataparallel.machines.group import Machines
-from dataparallel.machines.rounds import PendingResult
+from dataparallel.machines.lanes import Lane, Result
 
 CAP_BYTES = 25 * 2**20
 """The size of the buckets in which values travel; a larger tensor has a bucket of its own."""
@@ -64,33 +63,32 @@ def _properties(tensor: Tensor) -> dict[str, Any]:
 
 @contextmanager
 def failing_together(machines: Machines) -> Iterator[None]:
-    """If the block raises on this rank, the other ranks raise in their next round instead of waiting for this rank.
-
-    Use it for checks and preparations of one rank while other ranks may already be in `compare`.
-    """
+    """If the block raises on this rank, the other ranks raise where they wait for this rank."""
+    epoch = machines.epoch
     try:
         yield
-    except MachinesError:
-        raise  # all ranks know of it
     except BaseException as error:
-        machines.queue.signal_failure(error)
+        machines.state.leave(epoch, error)
         raise
 
 
 def compare(machines: Machines, what: str, description: Mapping[str, Any]) -> None:
-    """Checks that all ranks give the same description of what is about to begin: see `agreement.as_text`."""
-    machines.queue.begin_round(f"the start of {what}", as_text(description)).end([]).wait()
+    """Checks that all ranks give the same description of what is about to begin: see `descriptions.as_text`."""
+    machines.words.gather(f"the start of {what}", as_text(description), None, epoch=machines.epoch).wait()
 
 
-def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int = CAP_BYTES) -> None:
+def send_values(lane: Lane, named: Mapping[str, Tensor], cap_bytes: int = CAP_BYTES) -> None:
     """Copies the values of rank 0's tensors into the tensors of all ranks, in place.
 
     Tensors travel as bytes in buckets, so any dtypes and strides will do, also complex, 0-dim and empty tensors. A
     tensor that comes under several names travels once. The copies run on the current streams of the calling thread, and
     version counters move on the ranks that receive.
 
-    If a rank is gone, some tensors may have the values of rank 0 already. After any other error nothing is changed.
+    If a rank fails or is gone, some tensors may have the values of rank 0 already.
     """
+    machines, kind = lane.machines, "values of rank 0"
+    sent_buckets: deque[tuple[Bucket, Result]] = deque()
+    epoch = machines.epoch
     with failing_together(machines):
         # Keeps each tensor under its first name only.
         first = {id(tensor): name for name, tensor in reversed([*named.items()])}
@@ -98,13 +96,9 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
         _check_values(named)
         names, tensors = [*named], [*named.values()]
         order = [i for i, tensor in enumerate(tensors) if tensor.numel()]
-        groups = fill_buckets(tensors, order, cap_bytes, cap_bytes)  # they depend only on what is compared
-    devices = [tensor.device for tensor in tensors]
-    description = _describe_values(named, machines.names_of(devices), cap_bytes)
-    this_round = machines.queue.begin_round("values of rank 0", as_text(description))
-    sent_buckets: deque[tuple[Bucket, PendingResult]] = deque()
-    try:
-        for group in groups:
+        devices = [tensor.device for tensor in tensors]
+        text = f"{kind}\n{as_text(_describe_values(named, machines.names_of(devices), cap_bytes))}"
+        for group in fill_buckets(tensors, order, cap_bytes, cap_bytes):  # they depend only on what is compared
             if len(sent_buckets) == MAX_SENT:
                 _receive(machines, tensors, *sent_buckets.popleft())
             bucket, first_tensor = Bucket.row_major_of(tensors, group), tensors[group[0]]
@@ -114,22 +108,12 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
             else:
                 flat = torch.empty(bucket.numel, dtype=first_tensor.dtype, device=first_tensor.device)
             # Staged here, because the current stream has filled the buffer.
-            sending = partial(broadcast, machines, stage(machines, flat))
-            sent_buckets.append((bucket, this_round.launch(f"{names[group[0]]!r} and others", sending)))
-    except MachinesError:
-        raise  # all ranks know of it
-    except BaseException as error:
-
-        def fail(error: BaseException = error) -> NoReturn:
-            raise error
-
-        # The other ranks wait for the rest of the round. This item makes the launcher break the group.
-        this_round.launch("the rest", fail)
-        raise
-    end = this_round.end([])
-    while sent_buckets:
-        _receive(machines, tensors, *sent_buckets.popleft())
-    end.wait()
+            calls = [partial(broadcast, stage(machines, flat))]
+            (result,) = lane.launch(kind, [f"{names[group[0]]!r} and others"], calls, text, epoch=epoch)
+            sent_buckets.append((bucket, result))
+            text = f"{kind}\nfrom {names[group[0]]}"
+        while sent_buckets:
+            _receive(machines, tensors, *sent_buckets.popleft())
     machines.note_communicators(devices)
 
 
@@ -164,7 +148,7 @@ def _describe_values(named: Mapping[str, Tensor], devices: Sequence[str], cap_by
 
 
 @torch.no_grad()
-def _receive(machines: Machines, tensors: Sequence[Tensor], bucket: Bucket, result: PendingResult) -> None:
+def _receive(machines: Machines, tensors: Sequence[Tensor], bucket: Bucket, result: Result) -> None:
     """Waits for a bucket, and copies it into its tensors."""
     received = result.wait()
     if machines.rank == 0:

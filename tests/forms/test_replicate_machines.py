@@ -218,7 +218,6 @@ def train_with_ddp(rank: int, devices: list[torch.device]) -> Any:
     return train(Here(DistributedDataParallel(build(CPU, seed=rank), find_unused_parameters=True), CPU, [rank]))[1]
 
 
-@pytest.mark.not_detail("torch's wrapper crashes on gloo with it, before it trains")
 def test_training_is_that_of_torchs_wrapper() -> None:
     _, expected = train(Here(build(CPU), CPU, range(2)))
     for found in on_machines(train_with_ddp, slots=1, kind="cpu"):
@@ -304,7 +303,6 @@ def train_norm(rank: int, devices: list[torch.device], is_torchs: bool) -> tuple
         return own, [model(batch_of(0, 0).to(devices[0])).cpu()]
 
 
-@pytest.mark.not_detail("torch's wrapper crashes on gloo with it, before it trains")
 def test_statistics_are_those_of_rank_0_as_under_torchs_wrapper() -> None:
     """With one slot for each machine, each normalises its whole batch."""
     (expected, _), _ = on_machines(train_norm, True, slots=1, kind="cpu")

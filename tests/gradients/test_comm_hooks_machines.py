@@ -22,6 +22,8 @@ from dataparallel.gradients.comm_hooks import GradBucket
 from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
 from machine_ranks import on_machines, on_mortal_machines
 
+pytestmark = pytest.mark.detail  # hooks send over a group of torch
+
 BOTH = pytest.mark.parametrize("slots", [2, 1])
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed
 
 from dataparallel.machines.collectives import all_gather, all_reduce, broadcast, reduce_scatter, stage
+from dataparallel.machines.lanes import masks_of
 from dataparallel.machines.peer_rounds import Message, PeerRounds
 from machine_ranks import all_machines, on_machines, summed
 
@@ -21,17 +21,13 @@ def given(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def every_collective(rank: int, devices: list[torch.device], dtype: torch.dtype) -> None:
     machines = all_machines()
-    device = devices[-1]
-    round = machines.queue.begin_round("backward", "one of each")
+    lane, device = machines.lane("steps"), devices[-1]
     x = torch.arange(4.0, device=device) + rank
     staged = [stage(machines, given(x, dtype), receives) for receives in (None, None, 8, 2)]
-    launched = [
-        round.launch("a sum", lambda: all_reduce(machines, staged[0])),
-        round.launch("a broadcast", lambda: broadcast(machines, staged[1])),
-        round.launch("a gather", lambda: all_gather(machines, staged[2])),
-        round.launch("a sum to all", lambda: reduce_scatter(machines, staged[3])),
-    ]
-    end = round.end([rank == 0, False, rank == 1])
+    kinds = (all_reduce, broadcast, all_gather, reduce_scatter)
+    calls = [partial(kind, each) for kind, each in zip(kinds, staged, strict=True)]
+    launched = [lane.launch("backward", ["one"], [call], epoch=0)[0] for call in calls]
+    end = lane.end("backward", [rank == 0, False, rank == 1], epoch=0)
     results = [each.wait() for each in launched]
     assert {result.device for result in results} == {device}
     assert {result.dtype for result in results} == {dtype}
@@ -41,7 +37,7 @@ def every_collective(rank: int, devices: list[torch.device], dtype: torch.dtype)
         [0, 1, 2, 3, 1, 2, 3, 4],
         [[1, 3], [5, 7]][rank],
     ]
-    assert end.wait() == [True, False, True]
+    assert masks_of(end)[0] == [True, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
@@ -53,31 +49,26 @@ def other_streams(rank: int, devices: list[torch.device]) -> None:
     """One stream computes, another one takes the result and uses the memory again. The host sends what is ready."""
     machines = all_machines()
     device, marks = devices[1], []
-    all_reduce_ = distributed.all_reduce
+    lane = machines.lane("steps")
 
-    def sends(*args: Any, **kwargs: Any) -> Any:
+    def sends(call: Any, link: Any) -> Any:
+        transfer = call(link)
         with torch.Stream(device):  # what the host has waited for, any stream may read
             marks[-1] * 1
-        return all_reduce_(*args, **kwargs)
+        return transfer
 
-    distributed.all_reduce = sends
     for step in range(3):
-        round = machines.queue.begin_round("backward", str(step))
         side = torch.Stream(device)
         with side:
             flat = torch.ones(4, device=device) * (step + rank)
             marks.append(torch.ones(4, device=device))
             staged = [stage(machines, flat), stage(machines, flat, 8)]
-        launched = [
-            round.launch("a sum", partial(all_reduce, machines, staged[0])),
-            round.launch("a gather", partial(all_gather, machines, staged[1])),
-        ]
-        end = round.end([])
+        calls = [partial(sends, partial(all_reduce, staged[0])), partial(all_gather, staged[1])]
+        launched = [lane.launch("backward", ["one"], [call], epoch=0)[0] for call in calls]
         total, whole = (each.wait() for each in launched)
         flat.zero_()
         assert total.tolist() == [2.0 * step + 1] * 4
         assert whole.tolist() == [float(step)] * 4 + [step + 1.0] * 4
-        end.wait()
     torch.accelerator.synchronize(device)
 
 
@@ -97,20 +88,20 @@ def numbers_of(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def add(rank: int, devices: list[torch.device]) -> None:
-    machines = all_machines()
+    lane = all_machines().lane("steps")
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64):
         for count in (0, 1, 2, 3, 1000, 4097):
             expected = numbers_of(0, count, dtype)
             for other in range(1, RANKS):
                 expected += numbers_of(other, count, dtype)
             given = numbers_of(rank, count, dtype).to(devices[0])
-            found = summed(machines, given).wait()
+            found = summed(lane, given).wait()
             assert found.device == devices[0]
             assert torch.equal(found.cpu(), expected)
             if devices[0].type == "cpu":
                 assert torch.equal(given, expected)  # in place
     whole = torch.arange(5) * 10**rank
-    assert summed(machines, whole).wait().tolist() == [0, 111, 222, 333, 444]
+    assert summed(lane, whole).wait().tolist() == [0, 111, 222, 333, 444]
 
 
 def test_three_ranks_are_added_in_their_order() -> None:
@@ -118,10 +109,10 @@ def test_three_ranks_are_added_in_their_order() -> None:
 
 
 def add_parts(rank: int, devices: list[torch.device]) -> None:
-    machines = all_machines()
+    lane = all_machines().lane("steps")
     given = numbers_of(rank, 4097, torch.float32).to(devices[0])
-    whole = summed(machines, given.clone()).wait()
-    parts = [summed(machines, part.clone()).wait() for part in given.split([1, 96, 1000, 3000])]
+    whole = summed(lane, given.clone()).wait()
+    parts = [summed(lane, part.clone()).wait() for part in given.split([1, 96, 1000, 3000])]
     assert torch.equal(torch.cat(parts), whole)
 
 
@@ -144,8 +135,6 @@ def gathers(rank: int, devices: list[torch.device]) -> None:
     over = all_machines()
     assert (over.rank, over.size) == (rank, 2)
     assert over == all_machines()
-    assert over != over.another()
-    assert over.own("tensors") == over.own("tensors")
     for dtype in DTYPES:
         ours = torch.tensor([[1, 0, 3], [0, 2, rank]]).to(dtype).to(devices[0])
         theirs = torch.tensor([[1, 0, 3], [0, 2, 1 - rank]]).to(dtype).to(devices[0])
@@ -163,11 +152,11 @@ def test_every_dtype() -> None:
 
 
 def conjugates(rank: int, devices: list[torch.device]) -> None:
-    rounds = PeerRounds(all_machines().another())
+    rounds = PeerRounds(all_machines())
     numbers = given(torch.tensor([1.0, 2.0], device=devices[0]) + 10 * rank, torch.complex64)
     assert numbers.is_conj()
     for count in (1, 2):
-        for received in rounds.exchange("some", str(count), [Message(numbers, [1, 1], [1, 1])] * count):
+        for received in rounds.exchange("some", str(count), [Message(numbers, [1, 1], [1, 1])] * count, 0):
             assert received.tolist() == [(1 + rank) * 1j, (11 + rank) * 1j]
 
 

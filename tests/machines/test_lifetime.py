@@ -1,26 +1,22 @@
-"""A launcher belongs to its process, keeps nothing alive, and holds up no end."""
+"""Connections belong to their process, keep nothing alive, and hold up no end."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
 
-from dataparallel.machines.collectives import broadcast, stage
-from dataparallel.machines.errors import MachinesError, PeerFailed
-from dataparallel.machines.group import Machines
-from machine_ranks import all_machines, on_machines, on_mortal_machines, summed
+from dataparallel.machines.collectives import stage
+from dataparallel.machines.lanes import issuer
+from machine_ranks import all_machines, on_machines, on_mortal_machines, said, summed
 from processes import environment
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
@@ -33,15 +29,17 @@ rank, folder, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 distributed.init_process_group(
     "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=100)
 )
-from dataparallel.machines.collectives import all_reduce, stage
+from dataparallel.machines.collectives import stage
 from dataparallel.machines.group import Machines
 machines = Machines.of(distributed.group.WORLD)
-if what == "collective" or rank == 0:
-    round = machines.queue.begin_round("backward", "")
+lane = machines.lane("steps")
+if what != "word":
+    lane.end("backward", [], epoch=0).wait()
 if rank == 0:
-    launched = round.launch("bucket 0", lambda: all_reduce(machines, stage(machines, torch.ones(3))))
     if what == "failure":
-        machines.queue.signal_failure(ValueError("no such column"))
+        machines.state.leave(0, ValueError("no such column"))
+    flat = torch.ones(3)
+    lane.add_sums("backward", ["bucket 0"], [stage(machines, flat)], flat.device, text="", epoch=machines.epoch)
     time.sleep(0.5)
     print("rank 0 ends", flush=True)
 else:
@@ -49,7 +47,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("what", ["agreement", pytest.param("collective", marks=pytest.mark.long)])
+@pytest.mark.parametrize("what", ["word", "collective", "failure"])
 def test_the_interpreter_ends_with_work_under_way(what: str, tmp_path: Path) -> None:
     """torch alone would wait for the other rank, or for the group's timeout."""
     variables = environment(GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo")
@@ -115,23 +113,15 @@ def test_no_thread_of_gloo_is_left_at_the_end_of_the_interpreter(tmp_path: Path)
 
 def forks(rank: int, devices: list[torch.device]) -> None:
     machines = all_machines()
-    round = machines.queue.begin_round("backward", "")
-    launched = round.launch("bucket 0", lambda: summed(machines, torch.ones(1)))
-    with machines.queue.changed:  # as another thread may hold it at a fork
+    lane = machines.lane("steps")
+    launched = summed(lane, torch.ones(1))
+    with issuer().changed:  # as another thread may hold it at a fork
         child = os.fork()
     if child == 0:
-        said = 0
-        calls = [launched.wait, lambda: round.end([]), lambda: machines.queue.begin_round("backward", "")]
-        for call in calls:
-            try:
-                call()
-            except MachinesError as error:
-                said += "forked" in str(error)
-        os._exit(said)
+        calls = [launched.wait, lambda: lane.end("backward", [], epoch=0), lambda: machines.all_gather_object(1)]
+        os._exit(sum("forked" in said(call) for call in calls))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    end = round.end([True])  # the parent goes on
-    assert launched.wait().tolist() == [2]
-    assert end.wait() == [True]
+    assert launched.wait().tolist() == [2]  # the parent goes on
 
 
 def test_a_forked_child_is_told_that_it_is_no_rank() -> None:
@@ -143,111 +133,35 @@ def threads() -> list[str]:
 
 
 def drops(rank: int, devices: list[torch.device]) -> None:
-    class Held:
-        pass
-
     machines = all_machines()
     assert all_machines() is machines
-    held = Held()
-    alive = weakref.ref(held)
-    round = machines.queue.begin_round("backward", "")
-    launched = round.launch("bucket 0", lambda held=held: summed(machines, torch.ones(1)))
-    launched.wait()
-    end = round.end([True])
-    del held
-    end.wait()
+    flat = torch.ones(1)
+    alive = weakref.ref(flat)
+    summed(machines.lane("steps"), flat).wait()
+    del flat
     deadline = time.monotonic() + 5
-    while alive() is not None and time.monotonic() < deadline:
+    while (alive() is not None or threads()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert alive() is None  # what was issued is dropped
-    assert threads() == ["machines: issuing", "machines: launcher"]
-    while threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
     assert threads() == []
     # And another thread begins where there is something to do.
-    assert machines.queue.begin_round("backward", "").end([True]).wait() == [True]
+    assert machines.all_gather_object(rank) == [0, 1]
 
 
-def test_a_launcher_that_has_nothing_to_do_ends_its_thread() -> None:
+def test_the_thread_ends_if_it_has_nothing_to_do() -> None:
     on_machines(drops)
 
 
 def destroys(rank: int, devices: list[torch.device]) -> None:
-    """Whether torch goes on with a group that is held, or refuses it, is up to torch."""
-    machines = all_machines()
-    machines.queue.begin_round("backward", "").end([True]).wait()
+    all_machines().all_gather_object(rank)
     distributed.barrier()
     distributed.destroy_process_group()
-    with contextlib.suppress(MachinesError):
-        assert machines.queue.begin_round("backward", "").end([True]).wait() == [True]
 
 
-def fails_and_forgets(rank: int, devices: list[torch.device]) -> None:
-    if rank == 1:
-        all_machines().queue.signal_failure(ValueError("no such thing"))
-        gc.collect()
-    else:
-        time.sleep(0.5)
-        with pytest.raises(PeerFailed, match="rank 1 failed before a round: ValueError: no such thing"):
-            all_machines().queue.begin_round("a start", "").end([]).wait()
-    assert all_machines().queue.begin_round("the next start", "").end([rank == 1]).wait() == [True]
-
-
-def test_a_failure_is_told_even_if_nobody_holds_the_launcher() -> None:
-    """As after a form that has refused its arguments. Another launcher of the group comes after it."""
-    on_machines(fails_and_forgets)
-
-
-def test_destroy_process_group_while_there_is_a_launcher() -> None:
+def test_destroy_process_group_while_there_are_connections() -> None:
     for ended in on_mortal_machines(destroys, group_timeout=30):
         assert ended.error is None
         assert ended.seconds < 5
-
-
-def two_groups(rank: int, devices: list[torch.device]) -> None:
-    """Each rank uses them in another order, and waits in another order."""
-    machines = all_machines()
-    other = machines.another()
-    assert (other.ranks, other.timeout) == (machines.ranks, machines.timeout)
-    assert other.group is not machines.group
-    for step in range(20):
-        both = [machines, other]
-        flats = [torch.full((3,), float(place + step)) for place in range(2)]
-        places = [0, 1] if rank == 0 else [1, 0]
-        rounds = {place: both[place].queue.begin_round("backward", f"{place}") for place in places}
-        sums = [partial(summed, *pair) for pair in zip(both, flats, strict=True)]
-        launched = {place: rounds[place].launch("a", sums[place]) for place in places}
-        assert [launched[place].wait().tolist() for place in places] == [[2.0 * (place + step)] * 3 for place in places]
-        ends = [rounds[place].end([True]) for place in places]
-        assert [end.wait() for end in ends] == [[True], [True]]
-
-
-def test_two_groups_do_not_wait_for_each_other() -> None:
-    on_machines(two_groups)
-
-
-def parts(rank: int, devices: list[torch.device]) -> None:
-    pairs = [distributed.new_group([0, 1]), distributed.new_group([1, 2])]
-    for pair, ranks in zip(pairs, ([0, 1], [1, 2]), strict=True):
-        if rank in ranks:
-            machines = Machines.of(pair)
-            assert (machines.rank, machines.size, machines.ranks) == (ranks.index(rank), 2, ranks)
-            assert machines.names([0, 1]) == f"ranks {ranks[0]} and {ranks[1]}"
-            flat = torch.ones(1) * rank
-            round = machines.queue.begin_round("buffers", "")
-            launched = round.launch("a", partial(broadcast, machines, stage(machines, flat)))
-            round.close()
-            assert launched.wait() == ranks[0]
-            # Rank 1 is in more groups than the others. Some releases of torch give a new group two names then.
-            with contextlib.suppress(RuntimeError):
-                assert machines.another().ranks == ranks
-        else:
-            with pytest.raises(ValueError, match="no rank of the process group"):
-                Machines.of(pair)
-
-
-def test_groups_of_some_ranks() -> None:
-    on_machines(parts, ranks=3)
 
 
 def not_dense(rank: int, devices: list[torch.device]) -> None:

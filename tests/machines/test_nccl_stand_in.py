@@ -1,4 +1,4 @@
-"""Machines over torch's own process groups of NCCL, which the stand-in answers.
+"""Machines over torch's backend of NCCL, which the stand-in answers.
 
 Tensors come and go by copies, which torch makes without kernels. So these tests need no operators.
 """
@@ -35,17 +35,13 @@ dist.init_process_group(
 )
 some = dist.new_group([0, 1])
 if rank < 2:
-    machines = Machines.of(some).another()
-    assert dist.group.WORLD.bound_device_id == (device if EAGER else None)
+    machines = Machines.of(some)
+    lane = machines.lane('steps')
     for place in (device, torch.device("cuda", rank + 4), torch.device("cpu")):
         numbers = (torch.arange(4.0) + rank) * 1j
         staged = [stage(machines, numbers.to(place, copy=True), receives) for receives in (None, 2)]
-        round = machines.queue.begin_round("backward", str(place.type))
-        results = [
-            round.launch("a sum", partial(all_reduce, machines, staged[0])),
-            round.launch("a part", partial(reduce_scatter, machines, staged[1])),
-        ]
-        round.close()
+        calls = [partial(all_reduce, staged[0]), partial(reduce_scatter, staged[1])]
+        results = [lane.launch("backward", ["a sum"], [call], epoch=0)[0] for call in calls]
         whole, part = (result.wait().cpu() for result in results)
         assert whole.tolist() == [1j, 3j, 5j, 7j]
         assert part.tolist() == whole.tolist()[2 * rank : 2 * rank + 2]

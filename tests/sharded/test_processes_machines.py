@@ -17,7 +17,7 @@ DTYPES = [torch.float64, torch.bfloat16, torch.bool, torch.int16, torch.complex6
 
 
 def owners_here(devices: list) -> Owners:
-    return Owners(devices, all_machines().own("tensors"))
+    return Owners(devices, all_machines())
 
 
 def divided(tensors: list, owners: Owners) -> list[ShardedTensor]:

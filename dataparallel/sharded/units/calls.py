@@ -279,7 +279,7 @@ class RootCall:
         self._tree, self.slots = tree, list(slots)
         tree.last_call = self
         for unit in tree.units:
-            unit.begin_gathers(len(slots))
+            unit.begin_gathers(len(slots), tree.gathers)
             unit.binding = tree.bindings[unit]
         self.computing = current_streams(tree.slots)
         ready = tree.take_post_optim_event() or tree.units[0].streams.meet("calls", map(Event, self.computing.values()))

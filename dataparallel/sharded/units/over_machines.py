@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm.streams.current import Event, streams_set
-from dataparallel.machines.collectives import Staged, Transfer, all_gather, all_reduce, reduce_scatter, stage
+from dataparallel.machines.collectives import all_gather, reduce_scatter, stage
 from dataparallel.machines.group import Machines
+from dataparallel.machines.lanes import Lane, Result, masks_of
 from dataparallel.machines.peer_rounds import PeerRounds
-from dataparallel.machines.rounds import PendingResult, Round
 from dataparallel.machines.start import send_values
 from dataparallel.sharded.placements import Owners
 from dataparallel.sharded.units.buffers import added_in
@@ -31,38 +31,35 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.tree import Tree
     from dataparallel.sharded.units.unit import Unit
 
+_BACKWARD = "backward"
+
 
 class MachinesOfTree:
     """The groups of a tree: machines to shard over, to replicate over, or both (a row and a column of a mesh).
 
-    Starts, forwards and passes of backward are rounds of all machines. Gathers, operators on sharded tensors and
-    collectives of replicas have queues of their own, so that none of them waits for another.
-
-    If a rank fails, every rank fails in the same step and raises once: by the end of its round, or before one. A step
-    has many gathers, and one rank may have begun more of them than another. So a rank that has failed fails all gathers
-    of the others until they have failed too.
+    Steps have one lane over all machines. Gathers have another one, so that neither waits for the other.
 
     Attributes:
         given: the two groups that were given, ``shard`` first.
-        all: the machines of both groups, for rounds.
+        all: the machines of both groups.
         shard, replicate: the groups over which gradients are reduce-scattered, and all-reduced afterwards.
-        gathers: the ranks of ``shard``, with a queue for gathers.
+        lane, gathers: the lanes; ``gathers`` is ``None`` if parameters are not sharded over machines.
     """
 
     def __init__(self, shard: Machines | None, replicate: Machines | None) -> None:
         self.given = shard, replicate
-        # All ranks come here in one order, because making a group is collective.
+        # All ranks come here in one order: they make the same lanes.
         if shard is not None and replicate is not None:
             self.all = shard.product(replicate)
-            self.shard: Machines | None = self.all.part(shard.ranks)
-            self.replicate: Machines | None = self.all.part(replicate.ranks)
         else:
             first = shard or replicate
             assert first is not None
-            self.all = first.own("rounds")
-            self.shard, self.replicate = shard and self.all, replicate and self.all
-        self.gathers = None if self.shard is None else self.shard.own("gathers")
-        self.peers = PeerRounds(self.all.own("peers"))
+            self.all = first
+        self.shard = None if shard is None else self.all.part(shard.ranks)
+        self.replicate = None if replicate is None else self.all.part(replicate.ranks)
+        self.lane = self.all.lane("steps")
+        self.gathers = None if self.shard is None else self.shard.lane("gathers")
+        self.peers = PeerRounds(self.all)
         self.shard_size, self.shard_rank = (1, 0) if shard is None else (shard.size, shard.rank)
 
     @property
@@ -90,32 +87,21 @@ class MachinesOfTree:
 
     def owners(self, slots: Sequence[torch.device]) -> Sequence[torch.device]:
         """Returns the owners of parameters that are sharded over these slots."""
-        return slots if self.shard is None else Owners(slots, self.shard.own("tensors"))
+        return slots if self.shard is None else Owners(slots, self.shard)
 
     def send_first_values(self, name: str, flats: Sequence[Tensor]) -> None:
         """Copies the values of a unit's flat shards, which are new, from the first machine that has the same shards."""
         if self.replicate is not None:
-            send_values(self.replicate, {f"shard {i} of {name}": flat for i, flat in enumerate(flats)})
-
-    def forward_failed(self, error: BaseException, was_recorded: bool) -> None:
-        """Tells the others that a forward has failed here. Each of them fails in its next round with this rank."""
-        if was_recorded:
-            self.all.queue.signal_failure(error)
-        self.step_failed(error)
-
-    def step_failed(self, error: BaseException) -> None:
-        """Ends the gathers of a step that has failed here. Those of the next step begin once all ranks are here."""
-        if self.gathers is not None:
-            self.gathers.queue.signal_failure(error, until_all=True)
+            send_values(self.replicate.words, {f"shard {i} of {name}": flat for i, flat in enumerate(flats)})
 
 
 class SourceOverMachines(PullSource):
     """The tensors that slots pull: for each owner its shards of all machines, one after the other."""
 
-    def __init__(self, unit: Unit, owned: OwnedShards, pulls: int, machines: Machines) -> None:
+    def __init__(self, unit: Unit, owned: OwnedShards, pulls: int, lane: Lane, epoch: int) -> None:
         super().__init__(unit, owned, pulls)
-        self._machines, self._name = machines, unit.name
-        self._launched: list[PendingResult] | None = None
+        self._lane, self._epoch, self._name = lane, epoch, unit.name
+        self._launched: list[Result] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -128,23 +114,21 @@ class SourceOverMachines(PullSource):
             if self._launched is None:
                 self._launched = self._launch(ready)
 
-    def _launch(self, ready: Mapping[torch.device, Event]) -> list[PendingResult]:
-        machines, owned = self._machines, self._owned
+    def _launch(self, ready: Mapping[torch.device, Event]) -> list[Result]:
+        machines, owned = self._lane.machines, self._owned
         with self._copying(ready):
             flats = map(self._cast, owned.flats, owned.owners)
             staged = [stage(machines, flat, machines.size * flat.numel()) for flat in flats]
-        round = machines.queue.begin_round(
-            "gather", f"{len(staged)} x {owned.layout.numel} {self._dtype} of {self._name!r}"
-        )
-        launched = round.launch_together(
+        return self._lane.launch(
+            "gather",
             [f"the parameters of {self._name!r} for {owner}" for owner in owned.owners],
-            [partial(all_gather, machines, shard) for shard in staged],
+            [partial(all_gather, shard) for shard in staged],
+            f"gather\n{len(staged)} x {owned.layout.numel} {self._dtype} of {self._name!r}",
+            epoch=self._epoch,
         )
-        round.close()
-        return launched
 
     def _cast(self, flat: Tensor, owner: torch.device) -> Tensor:
-        if flat.device != owner and not self._machines.can_send(owner):
+        if flat.device != owner and not self._lane.machines.can_send(owner):
             return flat.to(self._dtype)  # stays in host memory, and is sent from there
         return flat.to(owner, non_blocking=True).to(self._dtype)
 
@@ -226,20 +210,21 @@ class _UnitEntry:
         """Returns a text that has to be equal on all machines."""
         groups = self.gradients.groups
         sizes = ", ".join(f"{layout.numel} {self.sent_dtype(at)}" for at, (_, layout, _) in enumerate(groups))
-        return f"unit {self.unit.name!r} ({sizes}{'' if self.is_for_all else ', no all-reduce'})"
+        return f"{_BACKWARD}\nunit {self.unit.name!r} ({sizes}{'' if self.is_for_all else ', no all-reduce'})"
 
 
 class SumsOverMachines:
     """The sums of one pass over machines. Any thread may use it. ``computing``: each accelerator's computing stream.
 
-    A pass is one round of all machines. Each unit is sent once, when this machine has summed it and all units before it
-    have been sent, in the order in which they came on rank 0 in an earlier pass. Nothing is added to ``.grad`` before
-    all sums have succeeded.
+    Each unit is sent once, when this machine has summed it and all units before it have been sent, in the order in
+    which they came on rank 0 in an earlier pass. What has not come by the end is zeros, and a mask says which gradients
+    exist. Nothing is added to ``.grad`` before all masks have come.
     """
 
     def __init__(self, tree: Tree, machines: MachinesOfTree, computing: Mapping[torch.device, torch.Stream]) -> None:
         self._tree, self._machines, self._devices, self._computing = tree, machines, tree.slots, computing
         self._lock = threading.Lock()
+        self.epoch = machines.all.epoch
         units = [(i, tree.units[i]) for i in tree.order_of_sums]
         self._entries = [
             _UnitEntry(i, unit, _nothing(unit), _nothing(unit))
@@ -250,17 +235,13 @@ class SumsOverMachines:
         self._arrived: list[int] = []  # numbers of units in the order in which they came
         self._is_ended = not self._entries
         # Without a shard group, sums that wait for an all-reduce are sent to no other machine.
-        has_others = machines.shard is not None or any(entry.is_for_all for entry in self._entries)
-        self._learns_order = has_others and not tree.is_order_known
-        self._round: Round | None = None
-        self._proposed_order: PendingResult | None = None  # of each rank
-        self._end: PendingResult | None = None
-        self._flags: list[bool] = []  # per trainable parameter: has a gradient; per unit: has a rest
+        self._has_others = machines.shard is not None or any(entry.is_for_all for entry in self._entries)
+        # With NCCL all launches have one order. Slots that share a device share a thread of the engine: it might wait
+        # for a gather behind a sum that it has to make itself.
+        self._waits_for_end = machines.all.has_nccl and len({*tree.slots}) < len(tree.slots)
+        self._end: Result | None = None  # for each trainable parameter: has a gradient; for each unit: has a rest
+        self._mask: list[bool] = []
         self._scattered: _UnitEntry | None = None  # the unit whose parts go over the replicate group next
-        if self._entries and has_others:
-            text = [entry.describe() for entry in self._entries]
-            text.insert(0, f"learns the order of units: {self._learns_order}")
-            self._round = machines.all.queue.begin_round("backward", "\n".join(text))
 
     # ---- sums of this machine ----------------------------------------------------------------------------------------
 
@@ -289,7 +270,7 @@ class SumsOverMachines:
         entry.has_come = True
         with self._lock:
             self._arrived.append(entry.number)
-            for each in self._entries:
+            for each in () if self._waits_for_end else self._entries:
                 if not each.is_sent:
                     if not each.has_come:
                         break
@@ -315,7 +296,7 @@ class SumsOverMachines:
         So an all-reduce, which waits for the reduce-scatter of its unit, does not hold up the next reduce-scatter.
         """
         entry.is_sent = True
-        entry.results = [self._scatter(self._round, entry, staged) for staged in entry.staged]
+        entry.results = [self._scatter(entry, staged) for staged in entry.staged]
         self._send_scattered()
         self._scattered = entry
         if self._machines.shard is None or self._machines.replicate is None:
@@ -324,82 +305,76 @@ class SumsOverMachines:
     def _send_scattered(self) -> None:
         entry, self._scattered = self._scattered, None
         if entry is not None:
-            entry.results = [self._all_reduce(self._round, entry, parts) for parts in entry.results]
+            entry.results = [self._all_reduce(entry, parts) for parts in entry.results]
 
-    def _scatter(self, round: Round | None, entry: _UnitEntry, staged: Sequence[Any]) -> list[Any]:
+    def _scatter(self, entry: _UnitEntry, staged: Sequence[Any]) -> list[Any]:
         """Launches the reduce-scatter over the shard group, for all owners together."""
-        shard = self._machines.shard
+        shard, what = self._machines.shard, [f"the gradients of {entry.unit.name!r}"] * len(staged)
         if shard is None:
             return [*staged]
-        return _launched(round, entry, [partial(reduce_scatter, shard, each) for each in staged])
+        calls, lane = [partial(reduce_scatter, each) for each in staged], self._machines.lane
+        return [*lane.launch(_BACKWARD, what, calls, entry.describe(), epoch=self.epoch, over=shard)]
 
-    def _all_reduce(self, round: Round | None, entry: _UnitEntry, parts: Sequence[Any]) -> list[Any]:
+    def _all_reduce(self, entry: _UnitEntry, parts: Sequence[Any]) -> list[Any]:
         """Launches the all-reduce over the replicate group of what `_scatter` has returned."""
-        replicate = self._machines.replicate
+        replicate, what = self._machines.replicate, [f"the gradients of {entry.unit.name!r}"] * len(parts)
         if replicate is None or not entry.is_for_all:
             return [*parts]
-        calls = [partial(_all_reduce, replicate, each) for each in parts]
-        return _launched(round, entry, calls, () if self._machines.shard is None else parts)
+        options = {"epoch": self.epoch, "over": replicate, "text": entry.describe()}
+        if self._machines.shard is not None:
+            options["after"] = parts
+        return [*self._machines.lane.add_sums(_BACKWARD, what, parts, self._devices[0], **options)]
 
     # ---- the end of the pass -----------------------------------------------------------------------------------------
 
-    def end_round(self) -> None:
-        """Ends the round: the slots have delivered everything. Units that have not come take part with zeros."""
+    def end(self) -> None:
+        """The slots have delivered everything. Units that have not come take part with zeros."""
         if self._is_ended:
             return
-        self._send_remaining()
-        for entry in self._entries:
-            if (partial_sums := entry.gradients.partial) is not None:
-                entry.present.update(partial_sums.present)
-        self._flags = [i in each.present for each in self._entries for i in each.unit.trainable]
-        self._flags += [bool(each.rest[0]) for each in self._entries]
-        if self._round is not None:
-            self._end = self._round.end(self._flags)
-
-    def fail_round(self, error: BaseException) -> None:
-        """Tells the other machines that the pass has failed on this one, after sending what they wait for."""
-        if self._is_ended:
-            return
-        self._send_remaining(has_failed=True)
-        if self._round is not None:
-            self._round.end([False] * sum(len(each.unit.trainable) + 1 for each in self._entries), error)
-
-    def _send_remaining(self, has_failed: bool = False) -> None:
-        """Sends units that have not come: zeros plus partial sums of earlier passes. Then proposes the order."""
         with self._lock, torch.no_grad(), streams_set(self._computing):
             self._is_ended = True
             for entry in self._entries:
                 if not entry.is_sent:
-                    if has_failed:
-                        entry.staged = _nothing(entry.unit)
-                    if has_failed or not entry.has_come:
-                        self._fill(entry, with_partial=not has_failed)
+                    if not entry.has_come:
+                        self._fill(entry)
                     self._send(entry)
             self._send_scattered()
-            if self._learns_order and self._round is not None:
+        for entry in self._entries:
+            if (partial_sums := entry.gradients.partial) is not None:
+                entry.present.update(partial_sums.present)
+        self._mask = [i in each.present for each in self._entries for i in each.unit.trainable]
+        self._mask += [bool(each.rest[0]) for each in self._entries]
+        if self._has_others:
+            order = None
+            if not self._tree.is_order_known:
                 order = [*dict.fromkeys([*self._arrived, *self._tree.order_of_sums])]
-                self._proposed_order = self._round.all_gather_object("the order of units", lambda: order)
+            gathers = self._machines.gathers
+            others = [] if gathers is None else [gathers]
+            self._end = self._machines.lane.end(_BACKWARD, self._mask, epoch=self.epoch, others=others, extra=order)
 
-    def _fill(self, entry: _UnitEntry, with_partial: bool) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Tells the other machines that the pass has failed on this one before its end."""
+        if self._end is None and self._has_others:
+            self._machines.all.state.leave(self.epoch, error)
+        self._is_ended = True
+
+    def _fill(self, entry: _UnitEntry) -> None:
         for at, (_, layout, dtype) in enumerate(entry.gradients.groups):
             for owner, device in enumerate(self._devices):
                 numel = self._machines.shard_size * layout.numel
                 zeros = torch.zeros(numel, dtype=added_in(entry.sent_dtype(at), dtype), device=device)
-                if with_partial:
-                    self._add_partial(entry, at, owner, zeros)
+                self._add_partial(entry, at, owner, zeros)
                 entry.staged[at].append(self._staged(entry, zeros.to(entry.sent_dtype(at))))
 
     def add_to_gradients(self, summed: PassGradients) -> None:
         """Waits for all sums, and adds them to ``.grad``. If a machine is gone or has failed, none is changed."""
         if not self._entries:
             return
-        flags = iter(self._flags if self._end is None else self._end.wait())  # each is true if it is on any machine
+        mask = iter(self._mask if self._end is None else self._said(self._end))
         with torch.no_grad(), streams_set(self._computing):
-            present = [[i for i in each.unit.trainable if next(flags)] for each in self._entries]
-            rests = self._sums_of_rests([each for each in self._entries if next(flags)])
+            present = [[i for i in each.unit.trainable if next(mask)] for each in self._entries]
+            rests = self._sums_of_rests([each for each in self._entries if next(mask)])
             sums = [[self._results(each, at, rests) for at in range(len(each.results))] for each in self._entries]
-            if self._proposed_order is not None:
-                self._tree.learn_order(self._proposed_order.wait()[0])
             for entry, totals in zip(self._entries, sums, strict=True):
                 if (hook := entry.unit.all_reduce_hook) is not None and not self._stays_partial(entry):
                     for of_owners in totals:
@@ -412,13 +387,15 @@ class SumsOverMachines:
             for entry, of_dtypes, found in zip(self._entries, parts, present, strict=True):
                 self._set(entry, of_dtypes, found, summed)
 
+    def _said(self, end: Result) -> list[bool]:
+        """Waits for all masks, and learns the order of rank 0. An entry is true if it is true on any machine."""
+        mask, orders = masks_of(end)
+        if orders[0] is not None:
+            self._tree.learn_order(orders[0])
+        return mask
+
     def _sums_of_rests(self, units: Sequence[_UnitEntry]) -> dict[int, list[list[Any]]]:
-        """Sums the rests of these units, in a round of its own. Returns the results by the units' numbers."""
-        if not units:
-            return {}
-        round, text = None, "\n".join(["again", *(entry.describe() for entry in units)])
-        if self._round is not None:
-            round = self._machines.all.queue.begin_round("backward", text)
+        """Sums the rests of these units. Returns the results by the units' numbers."""
         found: dict[int, list[list[Any]]] = {}
         for entry in units:
             found[entry.number] = results = []
@@ -426,9 +403,7 @@ class SumsOverMachines:
                 dtype, numel = entry.sent_dtype(at), self._machines.shard_size * layout.numel
                 rest = entry.rest[at] or [torch.zeros(numel, dtype=dtype, device=device) for device in self._devices]
                 staged = [self._staged(entry, total.to(dtype)) for total in rest]
-                results.append(self._all_reduce(round, entry, self._scatter(round, entry, staged)))
-        if round is not None:
-            round.end([]).wait()
+                results.append(self._all_reduce(entry, self._scatter(entry, staged)))
         return found
 
     def _results(self, entry: _UnitEntry, at: int, rests: Mapping[int, Sequence[Sequence[Any]]]) -> list[Tensor]:
@@ -468,17 +443,6 @@ class SumsOverMachines:
 
 def _nothing(unit: Unit) -> list[list[Any]]:
     return [[] for _ in unit.gradients.groups]
-
-
-def _launched(
-    round: Round | None, entry: _UnitEntry, calls: Sequence[Callable[[], Transfer]], after: Sequence[PendingResult] = ()
-) -> list[Any]:
-    assert round is not None
-    return round.launch_together([f"the gradients of {entry.unit.name!r}"] * len(calls), calls, after)
-
-
-def _all_reduce(replicate: Machines, part: PendingResult | Staged) -> Transfer:
-    return all_reduce(replicate, part.received() if isinstance(part, PendingResult) else part)
 
 
 def _received(result: Any, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dataparallel import _torch
-from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass, wait_for_passes
+from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass, wait_for_passes
 from dataparallel.comm.streams.current import Event, GivenEvents, current_streams, streams_set
 from dataparallel.comm.streams.held import hold
 from dataparallel.devices import CPU
@@ -33,6 +33,7 @@ from dataparallel.sharded.units.shards import LastCopies, wait_for
 from dataparallel.sharded.units.unit import TreeBinding, Unit
 
 if TYPE_CHECKING:
+    from dataparallel.machines.lanes import Lane
     from dataparallel.sharded.units.over_machines import SumsOverMachines
 
 
@@ -109,7 +110,7 @@ class SumsOfPass:
         """Drops everything after a failure. The computing streams, which are current, wait for sums that read it."""
         self._make_computing_wait()
         if self.over_machines is not None:
-            self.over_machines.fail_round(RuntimeError("its backward has failed, with an error that is shown there"))
+            self.over_machines.fail(error_of_failed_pass())
         self._drop_deliveries()
         self.host_additions.clear()
         self.added_to.clear()
@@ -177,6 +178,7 @@ class BackwardPass:
         over_machines: SumsOverMachines | None = None,
     ) -> None:
         self._tree = tree
+        self.epoch = None if tree.gathers is None else tree.gathers.machines.epoch
         self._has_returned = self.has_finished = self.reaches_units = False
         summed.begin_pass(parameter for unit in tree.units for parameter in unit.parameters)
         self.sums = SumsOfPass(len(slots), computing, summed, over_machines=over_machines)
@@ -324,7 +326,7 @@ class BackwardPass:
             unit.gradients.end_pass(self.sums)
         self.sums.summed.publish()
         if self.sums.over_machines is not None:
-            self.sums.over_machines.end_round()
+            self.sums.over_machines.end()
         if all(unit.is_last_backward for unit in self._tree.units):
             self._tree.before_last_sums(self.sums.computing)
             self.sums.wait_for_sums()
@@ -484,9 +486,14 @@ class Tree:
         for unit in self.units:
             unit.gradients.refuse_lost()
 
+    @property
+    def gathers(self) -> Lane | None:
+        """The lane of gathers over machines, if parameters are sharded over them."""
+        return None if self.machines is None else self.machines.gathers
+
     def _new_pass(self, call: RootCall) -> BackwardPass:
         for unit in self.units:
-            unit.begin_gathers(len(call.slots))
+            unit.begin_gathers(len(call.slots), self.gathers)
             unit.gradients.drop_void()
             # The user's modules have the sharded ones until the pass has ended. Replicas have the full ones.
             unit.registries.show_sharded()
@@ -528,8 +535,9 @@ class Tree:
             self._failed = [failed for failed in [*self._failed, ended] if failed.has_tasks]
             if not ended.has_finished:
                 self._unfinished.append(ended.sums)
-        if has_failed and self.machines is not None:
-            self.machines.step_failed(RuntimeError("its backward has failed, with an error that is shown there"))
+        if has_failed and self.gathers is not None and ended.epoch is not None and ended.sums.over_machines is None:
+            # Other machines may wait for gathers. With sums, these have told them.
+            self.gathers.machines.state.leave(ended.epoch, error_of_failed_pass())
         try:
             for unit in self.units:
                 if ended.reaches_units:

@@ -38,6 +38,7 @@ from dataparallel.sharded.units.shards import (
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
+    from dataparallel.machines.lanes import Lane
     from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
     from dataparallel.sharded.units.tree import BackwardPass
 
@@ -250,6 +251,8 @@ class Unit(UnitSettings):
         self._receivers: list[Receiver] = []  # kept here, because nodes refer to them weakly
         self._sources: list[PullSource] = []
         self._sources_over_machines: SourcesOverMachines | None = None
+        self._gathers: Lane | None = None  # of the last tree that has called the unit
+        self._epoch: int | None = None  # of the machines, in which the call or pass has begun
         self._pulls = len(self.slots)  # how many slots pull in a round
 
     def _present_flags(self) -> list[Any]:
@@ -384,14 +387,16 @@ class Unit(UnitSettings):
         """Has machines send the shards that this slot pulls next. ``None``: the unit is not sharded over them."""
         if self.machines is None or self.machines.gathers is None:
             return None
-        machines = self.machines.gathers
+        lane = self._gathers or self.machines.gathers
+        epoch = lane.machines.epoch if self._epoch is None else self._epoch  # outside of a call there is none
         from dataparallel.sharded.units.over_machines import SourceOverMachines, SourcesOverMachines
 
         with self._lock:
             if self._sources_over_machines is None:
                 pulls = self._pulls
                 self._sources_over_machines = SourcesOverMachines(
-                    len(self.slots), lambda: [SourceOverMachines(self, owned, pulls, machines) for owned in self.owned]
+                    len(self.slots),
+                    lambda: [SourceOverMachines(self, owned, pulls, lane, epoch) for owned in self.owned],
                 )
             return self._sources_over_machines.next_sources(slot, ready)
 
@@ -405,16 +410,21 @@ class Unit(UnitSettings):
 
     # ---- a call or a pass of backward --------------------------------------------------------------------------------
 
-    def begin_gathers(self, slots: int) -> None:
-        """Begins a call or a pass of backward on the first ``slots`` slots. Until it ends, no parameter may change."""
+    def begin_gathers(self, slots: int, lane: Lane | None = None) -> None:
+        """Begins a call or a pass of backward on the first ``slots`` slots. Until it ends, no parameter may change.
+
+        ``lane``: that of the tree, if parameters are sharded over machines. All gathers of a tree have one order.
+        """
         self._noted_versions = None
         self._noted_versions = self.versions()
+        self._epoch = None if lane is None else lane.machines.epoch
+        self._gathers = lane or self._gathers
         self._renew_sources(slots)
         self._make_slots_alike()
 
     def end_gathers(self) -> None:
         """Ends a call or a pass: the parameters may change. Copies for slots that have not pulled are dropped."""
-        self._noted_versions = None
+        self._noted_versions = self._epoch = None
         self._renew_sources(len(self.slots))
 
     def versions(self) -> list[int]:

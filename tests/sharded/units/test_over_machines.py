@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import distributed, nn
 
 from dataparallel.composable import fully_shard
-from dataparallel.machines.collectives import all_reduce, reduce_scatter, stage
+from dataparallel.machines.collectives import reduce_scatter, stage
 from dataparallel.machines.errors import PeerFailed
 from dataparallel.machines.group import Machines
+from dataparallel.machines.lanes import masks_of
 from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
 from machine_ranks import on_machines
 from sharded_machines import spread
@@ -45,16 +47,15 @@ class TestSources:
 
 
 def gathers(rank: int, devices: list[Any]) -> list[str]:
-    """What the queue of gathers begins in a step whose units are used by both slots."""
+    """What the lane of gathers launches in a step whose units are used by both slots."""
     net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).to(devices[0])
     where = spread("1-D")
     for unit in (*net, net):
         fully_shard(unit, devices=devices, **where)
     machines = fully_shard.state(net).machines
     begun = []
-    queue = machines.gathers.queue
-    begin = queue.begin_round
-    queue.begin_round = lambda kind, contents: begun.append(contents.split("'")[1]) or begin(kind, contents)
+    launch = machines.gathers.launch
+    machines.gathers.launch = lambda *args, **options: begun.append(args[3].split("'")[1]) or launch(*args, **options)
     net(torch.randn(4, 4, device=devices[0])).sum().backward()
     return begun
 
@@ -66,21 +67,24 @@ def test_slots_of_a_machine_share_a_gather():
 
 
 def ends(rank: int, devices: list[Any], failing: int) -> Any:
-    """Four machines, two groups; one machine fails in a round of all, in which each group has sums."""
+    """Four machines, two groups; one machine fails in a pass in which each group has sums."""
     rows = [distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     machines = MachinesOfTree(Machines.of(rows[rank // 2]), Machines.of(columns[rank % 2]))
     row, column = machines.shard, machines.replicate
     assert (row.ranks, column.ranks) == ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
     outcomes = []
+    lane = machines.lane
     for fails in (True, False):
-        round = machines.all.queue.begin_round("backward", "a pass")
-        staged = stage(row, torch.full((2,), float(rank)), 1)
-        scattered = round.launch("x", lambda staged=staged: reduce_scatter(row, staged))
-        part = round.launch("x", lambda first=scattered: all_reduce(column, first.received()), [scattered])
-        end = round.end([rank == 3], RuntimeError("broken") if fails and rank == failing else None)
+        epoch, staged = machines.all.epoch, stage(row, torch.full((2,), float(rank)), 1)
+        parts = lane.launch("backward", ["x"], [partial(reduce_scatter, staged)], "x", epoch=epoch, over=row)
+        options = {"epoch": epoch, "over": column, "after": parts}
+        (part,) = lane.add_sums("backward", ["x"], parts, torch.device("cpu"), **options)
+        if fails and rank == failing:
+            machines.all.state.leave(epoch, RuntimeError("broken"))
+        end = lane.end("backward", [rank == 3], epoch=epoch)
         try:
-            outcomes.append((end.wait(), part.wait().tolist()))
+            outcomes.append((masks_of(end)[0], part.wait().tolist()))
         except PeerFailed as error:
             outcomes.append(str(error))
     return outcomes

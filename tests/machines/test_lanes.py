@@ -1,0 +1,288 @@
+"""Lanes: what ranks differ in or fail with is an error on all of them, with the ranks named, and later steps work."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.futures import Future
+
+from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
+from dataparallel.machines.group import Machines
+from dataparallel.machines.lanes import Lane, Result, masks_of
+from machine_ranks import all_machines, hooked, on_machines, on_mortal_machines, said, summed
+
+pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
+
+
+def a_pass(lane: Lane, *texts: str) -> list[Result]:
+    epoch = lane.machines.epoch
+    sums = [summed(lane, torch.ones(3), text, epoch) for text in texts or ("bucket 0", "bucket 1")]
+    return [*sums, lane.end("backward", [True], epoch=epoch)]
+
+
+def assert_works(lane: Lane) -> None:
+    *sums, end = a_pass(lane)
+    assert [each.wait().tolist() for each in sums] == [[lane.machines.size] * 3] * 2
+    assert masks_of(end)[0] == [True]
+
+
+def message(results: list[Result], error: type[BaseException]) -> str:
+    """What all of them raise, which is the same."""
+    with pytest.raises(error) as raised:
+        results[-1].wait()
+    for each in results:
+        with pytest.raises(error) as again:
+            each.wait()
+        assert str(again.value) == str(raised.value)
+    return str(raised.value)
+
+
+def differ(rank: int, devices: list[torch.device]) -> None:
+    lane = all_machines().lane("steps")
+    for _ in range(2):
+        text = message(a_pass(lane, f"backward\na: [2]\nb: [{[3, 4][rank == 2]}]\nc: [1]"), MachinesDiffer)
+        assert "b: [3] on ranks 0 and 1; [4] on rank 2" in text
+        assert "a: [2]" not in text
+        assert_works(lane)
+    text = message(a_pass(lane, "backward" if rank == 0 else "buffers"), MachinesDiffer)
+    assert "'backward' begins on rank 0; 'buffers' begins on ranks 1 and 2" in text
+    assert_works(lane)
+
+
+def test_ranks_that_differ_are_told_how_and_send_nothing() -> None:
+    on_machines(differ, ranks=3)
+
+
+def another_order(rank: int, devices: list[torch.device]) -> None:
+    """All pairs of items have come before, so nothing is compared: the word at the end tells."""
+    lane = all_machines().lane("steps")
+    for text in ("ab", "ba", "aab", "bba", "ab"):
+        a_pass(lane, *text)[-1].wait()
+    end = a_pass(lane, *("ab" if rank == 0 else "ba"))[-1]
+    with pytest.raises(MachinesDiffer, match="have not sent the same things in one order"):
+        masks_of(end)
+    assert_works(lane)
+
+
+def test_what_comes_in_another_order_later_is_told_before_it_is_used() -> None:
+    on_machines(another_order)
+
+
+def fails(rank: int, devices: list[torch.device]) -> None:
+    machines = all_machines()
+    lane, other = machines.lane("steps"), machines.lane("others")
+    for _ in range(2):
+        epoch = machines.epoch
+        if rank == 1:
+            machines.state.leave(epoch, ValueError("no such\ncolumn"))
+            with pytest.raises(PeerFailed):  # a thread of the failed step knows it
+                summed(other, torch.ones(1), epoch=epoch).wait()
+        else:
+            text = message(a_pass(lane), PeerFailed)
+            assert "rank 1 failed: ValueError: no such column" in text
+            assert "rank 0" not in text
+        assert_works(lane)
+        assert_works(other)
+    machines.state.leave(machines.epoch, ValueError(f"here too: {rank}"))  # on every rank
+    assert_works(lane)
+
+
+def test_a_failure_is_raised_where_the_others_wait_and_the_next_step_works() -> None:
+    on_machines(fails)
+
+
+def fails_later(rank: int, devices: list[torch.device]) -> None:
+    """What was sent before a failure still arrives: a step is done by all ranks or by none."""
+    machines = all_machines()
+    lane = machines.lane("steps")
+    assert_works(lane)
+    end = a_pass(lane)[-1]
+    if rank == 1:
+        masks_of(end)
+        machines.state.leave(machines.epoch, ValueError("in the next step"))
+    else:
+        time.sleep(1)
+        masks_of(end)
+        assert "in the next step" in message(a_pass(lane), PeerFailed)
+    assert_works(lane)
+
+
+def test_a_rank_that_is_late_ends_the_step_before_a_failure() -> None:
+    on_machines(fails_later, ranks=3)
+
+
+def raises(rank: int, devices: list[torch.device]) -> None:
+    """Rank 1 fails in its second collective."""
+    lane = all_machines().lane("steps")
+    assert_works(lane)
+
+    def fail(link: Any) -> Any:
+        raise ValueError("on purpose")
+
+    epoch, first = lane.machines.epoch, summed(lane, torch.ones(3), "bucket 0")
+    if rank == 1:
+        (second,) = lane.launch("backward", ["bucket 1"], [fail], "bucket 1", epoch=epoch)
+    else:
+        second = summed(lane, torch.ones(3), "bucket 1", epoch)
+    end = lane.end("backward", [True], epoch=epoch)
+    assert first.wait().tolist() == [2, 2, 2]
+    with pytest.raises(ValueError if rank == 1 else PeerFailed, match="on purpose"):
+        second.wait()
+    with pytest.raises(PeerFailed, match=r"rank 1 failed in bucket 1 of 'backward': ValueError: on purpose"):
+        end.wait()
+    assert_works(lane)
+
+
+def test_what_fails_on_one_rank_is_raised_there_and_the_others_do_not_hang() -> None:
+    on_machines(raises)
+
+
+def two_groups(rank: int, devices: list[torch.device]) -> None:
+    """Each rank uses them in another order, and waits in another order."""
+    lanes = [all_machines().lane("steps"), all_machines().lane("steps"), Machines.of(distributed.new_group()).lane("x")]
+    for step in range(20):
+        places = random.Random(rank + 10 * step).sample(range(3), 3)
+        passes = {place: a_pass(lanes[place]) for place in places}
+        for place in reversed(places):
+            assert passes[place][0].wait().tolist() == [3.0] * 3
+            assert masks_of(passes[place][-1])[0] == [True]
+
+
+def test_lanes_do_not_wait_for_each_other() -> None:
+    on_machines(two_groups, ranks=3)
+
+
+def parts(rank: int, devices: list[torch.device]) -> None:
+    pairs = [distributed.new_group([0, 1]), distributed.new_group([1, 2])]
+    for pair, ranks in zip(pairs, ([0, 1], [1, 2]), strict=True):
+        if rank in ranks:
+            machines = Machines.of(pair)
+            assert Machines.of(pair) is machines
+            assert (machines.rank, machines.size, machines.ranks) == (ranks.index(rank), 2, ranks)
+            assert machines.names([0, 1]) == f"ranks {ranks[0]} and {ranks[1]}"
+            assert summed(machines.lane("x"), torch.ones(1) * rank).wait() == sum(ranks)
+        else:
+            with pytest.raises(ValueError, match="no rank of the process group"):
+                Machines.of(pair)
+
+
+def test_groups_of_some_ranks() -> None:
+    on_machines(parts, ranks=3)
+
+
+def from_threads(rank: int, devices: list[torch.device]) -> None:
+    """Results are waited for by other threads than the one that launches, before they are launched elsewhere."""
+    lane = all_machines().lane("steps")
+    for step in range(20):
+        flats = [torch.full((5,), float(bucket + rank)) for bucket in range(4)]
+        launched = [summed(lane, flat, str(i)) for i, flat in enumerate(flats)]
+        results: list[Any] = [None] * 4
+
+        def wait(place: int, launched: list[Result] = launched, results: list[Any] = results) -> None:
+            results[place] = launched[place].wait().tolist()
+
+        threads = [threading.Thread(target=wait, args=[place]) for place in reversed(range(4))]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.001 * (rank + step % 2))
+        for thread in threads:
+            thread.join()
+        assert results == [[2.0 * bucket + 1] * 5 for bucket in range(4)]
+
+
+def test_any_thread_may_wait() -> None:
+    on_machines(from_threads)
+
+
+# ---- hooks, which send something themselves --------------------------------------------------------------------------
+
+
+class Sums:
+    """A hook that sums a number over the default group."""
+
+    def __init__(self, value: float, fails: str = "") -> None:
+        self.tensor, self.fails, self.calls = torch.tensor([value]), fails, 0
+
+    def __call__(self) -> Any:
+        self.calls += 1
+        if self.fails == "before":
+            raise ValueError("no pen")
+        future = distributed.all_reduce(self.tensor, async_op=True).get_future()
+        if self.fails == "after":
+            raise ValueError("no ink")
+        return future
+
+
+def in_a_pass(lane: Lane, hooks: list[Sums]) -> list[str]:
+    """What the waits for the hooks of one pass raise."""
+    made = [hooked(lane, f"call {i}", hook) for i, hook in enumerate(hooks)]
+    return [said(call.wait) for call in made]
+
+
+def one_after_the_other(rank: int, devices: list[torch.device]) -> None:
+    """The second hook is called when the future of the first is done, which sends something in between."""
+    lane, order = all_machines().lane("steps"), []
+
+    def sends_twice(name: str) -> Callable[[], Future[Tensor]]:
+        def begin() -> Any:
+            order.append(f"{name} begins")
+
+            def more(future: Any) -> Any:
+                time.sleep(0.05 * rank)
+                distributed.all_reduce(torch.ones(2))
+                order.append(f"{name} ends")
+                return future.value()
+
+            return distributed.all_reduce(torch.ones(3), async_op=True).get_future().then(more)
+
+        return begin
+
+    for call in [hooked(lane, name, sends_twice(name)) for name in "ab"]:
+        call.wait()
+    assert order == ["a begins", "a ends", "b begins", "b ends"]
+
+
+def test_a_hook_is_called_when_the_future_of_the_one_before_is_done() -> None:
+    on_machines(one_after_the_other)
+
+
+def failing(rank: int, devices: list[torch.device]) -> None:
+    lane = all_machines().lane("steps")
+    mine = [Sums(1.0), Sums(2.0, "after" if rank == 1 else ""), Sums(3.0)]
+    _, second, third = in_a_pass(lane, mine)
+    assert mine[0].tensor.item() == 2
+    assert mine[2].calls == 0, "a hook was called after a failure"
+    assert second.startswith("ValueError: no ink" if rank == 1 else "PeerFailed: rank 1 failed")
+    assert "no ink" in third
+    again = [Sums(5.0)]
+    assert in_a_pass(lane, again) == ["nothing was raised"]
+    assert again[0].tensor.item() == 10
+
+
+def test_after_a_failure_on_one_rank_all_raise_and_the_next_pass_works() -> None:
+    on_machines(failing)
+
+
+def unanswered(rank: int, devices: list[torch.device]) -> None:
+    lane, began = all_machines().lane("steps"), time.monotonic()
+    (found,) = in_a_pass(lane, [Sums(1.0, "before" if rank == 1 else "")])
+    assert time.monotonic() - began < 15, "it has waited for the group's timeout"
+    assert found.startswith("ValueError" if rank == 1 else "PeerFailed")
+    assert "no pen" in found
+    (later,) = in_a_pass(lane, [Sums(5.0)])
+    assert "Start all processes again" in later
+    with pytest.raises(MachinesError, match="Start all processes again"):
+        lane.end("backward", [], epoch=lane.machines.epoch).wait()
+
+
+def test_what_gets_no_answer_loses_the_group_instead_of_hanging() -> None:
+    """The ranks do not meet at the end: the default group is out of step."""
+    ended = on_mortal_machines(unanswered, group_timeout=20)
+    assert [each.error for each in ended] == [None, None]
