@@ -133,6 +133,21 @@ def test_values_that_change_between_calls_are_used(slots: list, root: torch.devi
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0)
 
 
+def test_units_inside_of_units_have_graphs_and_none_is_empty(
+    slots: list, root: torch.device, run: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    found = []
+    for graphs in (False, True):
+        network: Any = build(root, lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(Net(), nn.Linear(3, 3))))
+        for unit in (network[0], network[1][0].blocks[0], network[1][0], network[1]):
+            fully_shard(unit, devices=slots, reshard_after_forward=False)
+        fully_shard(network, devices=slots, reshard_after_forward=False, graphs=graphs)
+        found.append((run(network, torch.optim.Adam(network.parameters())), gradients(network)))
+        assert (captured(network) > 0) == graphs
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert not [warning for warning in recwarn if "CUDA Graph is empty" in str(warning.message)]
+
+
 def test_units_have_their_dtypes(slots: list, root: torch.device) -> None:
     class Halves(nn.Module):
         def __init__(self) -> None:
