@@ -179,7 +179,6 @@ class FullyShardState(StateOnSlots):
         for unit in units:
             if unit.is_reshard_automatic:
                 unit.reshard_after_forward = unit is not self.unit
-            unit.keeps_memory = self.kept.graphs is not None
         self._tree.prepare()
 
     def _make_tree(self, states: Mapping[FullyShardState, str]) -> Tree:
@@ -197,6 +196,10 @@ class FullyShardState(StateOnSlots):
             keeps_buffers=graphs is not None,
         )
         self.kept = KeptReplicas(self._tensors, graphs=graphs)
+        for unit in units:
+            unit.graphs.discard(self.graphs)
+            if graphs is not None:
+                unit.graphs.add(graphs)
         return Tree(units, self.slots)
 
     def _frees_after_forward(self, units: Sequence[Unit]) -> bool:

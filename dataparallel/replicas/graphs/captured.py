@@ -330,8 +330,8 @@ class Captured:
         return [*map(Tensor.data_ptr, self._parameters), *map(Tensor.data_ptr, self._buffers), *needs_grad]
 
     def versions(self) -> list[int]:
-        """Of the parameters."""
-        return [*map(_torch.version_of, self._parameters)]
+        """Of the parameters, and where they are."""
+        return [*map(_torch.version_of, self._parameters), *map(Tensor.data_ptr, self._parameters)]
 
     def still_fits(self) -> bool:
         """True if parameters and buffers are where they were."""
@@ -469,8 +469,8 @@ class LaunchNode(Node):
             )
         if stage.outputs is ctx.captured.outputs and ctx.captured.versions() != ctx.versions:
             raise RuntimeError(
-                "a parameter was modified by an inplace operation since the forward of a captured replica, and its "
-                "backward reads parameters where they are. Call backward first, or leave graphs=True out"
+                "a parameter was modified by an inplace operation, or moved, since the forward of a captured replica, "
+                "and its backward reads parameters where they were. Call backward first, or leave graphs=True out"
             )
         if ctx.has_run and stage.piece.runs_once:
             raise RuntimeError(

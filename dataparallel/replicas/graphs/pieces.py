@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -109,6 +110,7 @@ class CapturedPieces:
         self._cut = cut
         self._boundaries: list[Tensor] = []
         self._begun = self._nbytes = self._graphs = 0  # the first two are of the piece
+        self._given: list[Any] = []  # to the last part that has begun
         self.first_graph: dict[int, int] = {}
         self.parameter_of: dict[int, tuple[Tensor, Tensor]] = {}
         self._registries: list[tuple[dict[str, Any], dict[str, Any]]] = []  # those of the copy, and the module's
@@ -162,6 +164,7 @@ class CapturedPieces:
             yield
         finally:
             _of_thread.pieces = None
+            self._given.clear()
 
     def note_use(self, number: int) -> None:
         """Module ``number`` uses its parameters."""
@@ -170,9 +173,10 @@ class CapturedPieces:
     def part_begins(self, part: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Called before a part of the module runs in the forward, with its arguments."""
         is_full = self._begun >= self._parts_of_piece or self._nbytes >= LARGE_PIECE
-        if self._cut is not None and is_full and self._graphs + 1 < self._most_pieces:
-            arguments = _torch.pytree.tree_leaves((args, kwargs))
-            recorded = [leaf for leaf in arguments if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        given, self._given = self._given, _torch.pytree.tree_leaves((args, kwargs))
+        is_first = len(given) == len(self._given) and all(map(is_, given, self._given))  # in the part around it
+        if self._cut is not None and is_full and not is_first and self._graphs + 1 < self._most_pieces:
+            recorded = [leaf for leaf in self._given if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
             if len(recorded) == 1:
                 self._boundaries.append(recorded[0])
                 self._give_leaves()

@@ -36,6 +36,7 @@ from dataparallel.sharded.units.shards import (
     wait_for,
 )
 from dataparallel.sharded.units.slot_unit import SlotUnit
+from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
     from dataparallel.machines.lanes import Lane
@@ -201,7 +202,7 @@ class Unit(UnitSettings):
         indices: for each dtype the positions of its parameters; ``owned`` has their flat shards.
         trainable: positions of the parameters that need gradients.
         tables: the tables of the unit if kernels serve it in this call.
-        keeps_memory: full parameters keep their memory when they are freed, because captured graphs read them there.
+        graphs: captured graphs of all trees of the unit, which read full parameters where they are.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class Unit(UnitSettings):
         super().__init__()
         self.name, self.slots, self.precision = name, list(slots), precision
         self.is_offloaded, self._pin, self.machines = is_offloaded, pin, machines
-        self.keeps_memory = False
+        self.graphs: WeakMembers[Any] = WeakMembers()
         self.parameters = list(parameters)
         self.number_of_modules = 1
         self.binding = TreeBinding()
@@ -264,6 +265,11 @@ class Unit(UnitSettings):
         return sum(
             owned.layout.owners * owned.layout.numel * self.dtype_on_slots(owned.dtype).itemsize for owned in self.owned
         )
+
+    @property
+    def keeps_memory(self) -> bool:
+        """True if full parameters keep their memory when they are freed, in calls of any tree."""
+        return len(self.graphs) > 0
 
     @property
     def is_sharded_over_machines(self) -> bool:

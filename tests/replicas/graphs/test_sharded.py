@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,21 @@ def test_values_that_change_between_calls_are_used(slots: list, root: torch.devi
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0)
 
 
+def test_units_inside_of_units_have_graphs_and_none_is_empty(
+    slots: list, root: torch.device, run: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    found = []
+    for graphs in (False, True):
+        network: Any = build(root, lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(Net(), nn.Linear(3, 3))))
+        for unit in (network[0], network[1][0].blocks[0], network[1][0], network[1]):
+            fully_shard(unit, devices=slots, reshard_after_forward=False)
+        fully_shard(network, devices=slots, reshard_after_forward=False, graphs=graphs)
+        found.append((run(network, torch.optim.Adam(network.parameters())), gradients(network)))
+        assert (captured(network) > 0) == graphs
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert not [warning for warning in recwarn if "CUDA Graph is empty" in str(warning.message)]
+
+
 def test_units_have_their_dtypes(slots: list, root: torch.device) -> None:
     class Halves(nn.Module):
         def __init__(self) -> None:
@@ -212,3 +228,58 @@ class TestGradientsThatAreReadWhereTheyAre:
         for device in slots:
             torch.accelerator.synchronize(device)
         assert not reasons(network)
+
+
+class TestAUnitOfTwoModels:
+    """One model has graphs, which read the unit's full parameters where they are, and the other one has none."""
+
+    def models(self, slots: list, root: torch.device, graphs: bool) -> nn.ModuleList:
+        torch.manual_seed(0)
+        body = nn.Linear(4, 8)
+        models = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), body), nn.Sequential(nn.Linear(4, 4), body)])
+        models.double().to(root)
+        fully_shard(body, devices=slots, reshard_after_forward=False)
+        for model, has_graphs in zip(models, (graphs, False), strict=True):
+            fully_shard(model, devices=slots, reshard_after_forward=False, graphs=has_graphs)
+        return models
+
+    def backward_of_the_second(self, models: nn.ModuleList, x: Tensor, slots: list) -> list[Tensor]:
+        """Afterwards memory that it has freed is used by others."""
+        step(models[-1], x)
+        return [torch.full((size,), 7.0, device=device) for device in slots for size in (32, 128, 256) * 4]
+
+    @pytest.mark.parametrize("alone", ["the other model", "the unit"])
+    def test_stays_where_it_is_in_calls_of_the_other(self, slots: list, root: torch.device, alone: str) -> None:
+        found = []
+        for graphs in (False, True):
+            models = self.models(slots, root, graphs)
+            if alone == "the unit":
+                models[1] = models[0][1]
+            optimizer = torch.optim.SGD(models.parameters(), lr=0.1)
+            for _ in range(SETTLE + 2):
+                loss = models[0](inputs(root)).square().mean()
+                others = self.backward_of_the_second(models, inputs(root), slots)
+                loss.backward()
+                found.append((graphs, loss.detach(), gradients(models)))
+                del others
+                optimizer.step()
+                optimizer.zero_grad()
+            assert (captured(models[0]) > 0) == graphs
+            assert not graphs or not reasons(models[0])
+        half = len(found) // 2
+        torch.testing.assert_close([each[1:] for each in found[half:]], [each[1:] for each in found[:half]])
+
+    def test_is_not_read_where_it_was_after_the_model_with_graphs_is_gone(
+        self, slots: list, root: torch.device
+    ) -> None:
+        models = self.models(slots, root, True)
+        for _ in range(SETTLE):
+            step(models[0], inputs(root))
+        loss = models[0](inputs(root)).square().mean()
+        assert captured(models[0]) > 0
+        del models[0]
+        gc.collect()
+        others = self.backward_of_the_second(models, inputs(root), slots)
+        with pytest.raises(RuntimeError, match="or moved"):
+            loss.backward()
+        del others
