@@ -1,7 +1,4 @@
-"""Leaves out one guard of `guarded_calls` in this process: a wait or an event, by the place of its call.
-
-``guards.py`` changes a copy of the package instead, and takes hours for all guards.
-"""
+"""Leaves out one guard of `guarded_calls` in this process: a wait or an event, by the place of its call."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from typing import Any
 
 import pytest
 
-import taken_out
-from dataparallel.comm.streams.current import Event, GivenEvents
+from dataparallel.comm.streams.current import Event, GivenEvents, streams_set
 from guarded_calls import Guard, guards_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,5 +81,5 @@ def left_out(guard: Guard, purpose: str | None = None) -> Iterator[list[bool]]:
             patch.setattr(kind, "synchronize", waiting(kind.synchronize))
         if guard.how == "streams_joined":
             module = sys.modules[guard.file.removesuffix(".py").replace("/", ".")]
-            patch.setattr(module, "streams_joined", taken_out.streams_joined)
+            patch.setattr(module, "streams_joined", streams_set)
         yield reached
