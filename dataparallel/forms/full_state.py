@@ -351,14 +351,12 @@ def parameters_by_key(optimizer: Optimizer, optimizer_state: Mapping[str, Any]) 
 
 
 def groups_that_save(model: nn.Module) -> list[Machines]:
-    """Returns each group of machines that shards a tensor of the model: to save, its ranks gather the shards."""
-    tensors = chain(model.parameters(), model.buffers())
-    groups = dict.fromkeys(tensor.over for tensor in tensors if isinstance(tensor, ShardedTensor))
-    if not any(groups):
-        return []
-    from dataparallel.machines.group import Machines
+    """Returns each group of machines that shards a unit of the model: to save, its ranks gather the shards.
 
-    return [group for group in groups if isinstance(group, Machines)]
+    It is the group that was given: an error of its ranks is none of a step of all machines.
+    """
+    given = (machines.given[0] for state in unit_states(model) if (machines := state.unit.machines) is not None)
+    return [*dict.fromkeys(group for group in given if group is not None)]
 
 
 def groups_that_load(model: nn.Module) -> list[Machines]:

@@ -278,6 +278,7 @@ class Machines:
         self.has_nccl = state.has_nccl
         self._names: dict[torch.device, str] = {}  # of the devices that have a communicator of NCCL
         self._made: dict[Any, Any] = {}
+        self.words, self._tensors = self.lane("words"), self.lane("tensors")  # outside of steps
 
     @staticmethod
     def of(group: distributed.ProcessGroup) -> Machines:
@@ -325,12 +326,6 @@ class Machines:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
-
-    @property
-    def words(self) -> Lane:
-        """The lane for what ranks say outside of steps."""
-        lane: Lane = self._once("words", lambda: self.lane("words"))
-        return lane
 
     def product(self, other: Machines) -> Machines:
         """All ranks of a mesh of which ``self`` is a row and ``other`` a column; the same object each time."""
@@ -424,9 +419,8 @@ class Machines:
         flat = tensor.detach().contiguous().view(-1)
         staged = stage(self, flat, self.size * flat.numel())  # here, where the current stream has computed it
         text = f"all_gather: {flat.numel()} x {flat.dtype} on {self.names_of([flat.device])[0]}"
-        lane: Lane = self._once("tensors", lambda: self.lane("tensors"))
         kind, calls = "an operator on sharded tensors", [partial(all_gather, staged)]
-        (result,) = lane.launch(kind, ["all_gather"], calls, f"{kind}\n{text}", epoch=self.epoch)
+        (result,) = self._tensors.launch(kind, ["all_gather"], calls, f"{kind}\n{text}", epoch=self.epoch)
         gathered: Tensor = result.wait()
         self.note_communicators([flat.device])
         return gathered.view(self.size, *tensor.shape)
