@@ -62,6 +62,24 @@ def assert_alike(pair: Pair, x: Tensor) -> None:
 
 
 class TestWritesReachTheNextCall:
+    @pytest.mark.parametrize("how", {**SEEN, **UNSEEN})
+    def test_between_evaluations(self, how, slots, x, without_graph):
+        pair = pair_with(slots, reshard_after_forward=False)
+        for _ in range(3):
+            with without_graph():
+                assert_equal(*(whole(model(x)) for model in pair), "outputs", atol=1e-9)
+            write(pair, (SEEN | UNSEEN)[how])
+        assert_alike(pair, x)
+
+    @pytest.mark.parametrize("how", SEEN)
+    def test_after_a_backward_that_left_units_full(self, how, slots, x):
+        pair = pair_with(slots)
+        pair[0].set_reshard_after_backward(False)
+        for model in pair:
+            forward_backward(model, x)
+        write(pair, SEEN[how])
+        assert_alike(pair, x)
+
     def test_in_hooks_of_a_backward_that_leaves_units_full(self, slots, x):
         pair = pair_with(slots)
         pair[0].set_reshard_after_backward(False)
@@ -156,6 +174,20 @@ class TestUnshard:
         if frees == "backward":
             loss.backward()
         assert_all_sharded(model)
+
+    def test_ends_with_a_backward_that_leaves_units_full(self, slots, x):
+        """So `clip_grad_norm_` sees the gradients, which are those of the sharded parameters."""
+        pair = pair_with(slots)
+        several, _ = pair
+        several.set_reshard_after_backward(False)
+        several.unshard()  # its forward leaves the outermost unit full
+        norms = []
+        for model in pair:
+            mean_square_loss(model(x)).backward()
+            norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 1e-3)))
+        assert_all_sharded(several)
+        assert_equal(*norms, "norms", atol=1e-9)
+        assert_equal(gradients(several), gradients(pair[1]), "gradients", atol=1e-9)
 
     @pytest.mark.parametrize("how", UNSEEN)
     def test_that_has_ended_keeps_no_values(self, how, slots, x):

@@ -177,6 +177,22 @@ def refuse(*_: Any) -> None:
     raise ArithmeticError("in the optimizer")
 
 
+@pytest.mark.slots(4)
+@pytest.mark.parametrize("reshard", [True, False, 2])
+@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_step_after_an_error_is_that_of_one_device(kind, which, reshard, slots):
+    training, layer = Training(slots, reshard_after_forward=reshard), 2
+    idle = allocated(slots)
+    for quietly in (False, True):
+        training.fail(kind, layer, 0 if which == "first" else len(slots) - 1, quietly=quietly)
+        wait_for_the_engine(slots)
+        if not (quietly and kind == "optimizer"):  # the gradients that wait are dropped by the next call
+            assert allocated(slots, idle) == idle
+        training.compare()
+    assert allocated(slots, idle) == idle
+
+
 @pytest.mark.slots(3)
 @pytest.mark.devices("sim", "cuda")
 def test_gradients_zeroed_after_a_failed_backward_stay_so_though_a_thread_of_it_still_sums(slots):
