@@ -139,7 +139,7 @@ def test_a_loss_beside_an_output_that_no_loss_uses(slots: list, root: torch.devi
     class WithLoss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.last = nn.Embedding(11, 6), nn.Linear(6, 11)
+            self.first, self.last = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
             self.blocks = nn.ModuleList([Block(), Block()])
 
         def forward(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,8 @@ def test_a_loss_beside_an_output_that_no_loss_uses(slots: list, root: torch.devi
             for block in self.blocks:
                 x = block(x)
             y = self.last(x)
-            return y, nn.functional.cross_entropy(y.flatten(0, 1), numbers.flatten(), reduction="none")
+            loss = nn.functional.cross_entropy(y.flatten(0, 1), numbers.flatten(), reduction="none")
+            return y, loss.view(numbers.shape)
 
     found = []
     for graphs in (False, True):
@@ -158,7 +159,7 @@ def test_a_loss_beside_an_output_that_no_loss_uses(slots: list, root: torch.devi
         torch.manual_seed(1)
         for _ in range(SETTLE + 3):
             network.zero_grad()
-            network(torch.randint(11, (12, 5)).to(root))[1].mean().backward()
+            network(torch.randint(11, (6 * len(slots), 7)).to(root))[1].mean().backward()
             found.append(gradients(network))
         assert (captured(network) > 0) == graphs
     half = len(found) // 2
