@@ -318,7 +318,9 @@ class Captured:
                 found = _gradients(stage.piece, places, pattern)
             count = 0 if stage.piece.below is None else 1
             grads, unit_module = found[count:], self._unit_module
-            taken_from = _FlatGrads(grads) if unit_module is None else _LentGrads(grads, unit_module)
+            # What is captured later than the pieces below lies where these write: they run before the sums.
+            lends = unit_module is not None and not stage.recordings
+            taken_from = _LentGrads(grads, unit_module) if lends else _FlatGrads(grads)
             recording = _Recording(graphs, found[:count], taken_from)
         stage.recordings[pattern] = recording
         return recording

@@ -15,7 +15,7 @@ from dataparallel.composable import fully_shard
 from dataparallel.forms.fully_shard_arguments import MixedPrecisionPolicy
 from dataparallel.sharded.units.calls import UnitModule
 from each_form import sharded_children, whole
-from graphed_nets import SETTLE, Net, build, captured, gradients, inputs, reasons, step
+from graphed_nets import SETTLE, Block, Net, build, captured, gradients, inputs, reasons, step
 
 pytestmark = pytest.mark.devices("cuda")
 
@@ -131,6 +131,39 @@ def test_values_that_change_between_calls_are_used(slots: list, root: torch.devi
         outputs.append(found)
         assert (captured(network) > 0) == graphs
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0)
+
+
+def test_a_loss_beside_an_output_that_no_loss_uses(slots: list, root: torch.device) -> None:
+    """Its backward is captured again, later than the pieces of the first capture."""
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+        def forward(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.first(numbers)
+            for block in self.blocks:
+                x = block(x)
+            y = self.last(x)
+            loss = nn.functional.cross_entropy(y.flatten(0, 1), numbers.flatten(), reduction="none")
+            return y, loss.view(numbers.shape)
+
+    found = []
+    for graphs in (False, True):
+        network: Any = build(root, WithLoss)
+        for block in network.blocks:
+            fully_shard(block, devices=slots, reshard_after_forward=False)
+        fully_shard(network, devices=slots, reshard_after_forward=False, graphs=graphs)
+        torch.manual_seed(1)
+        for _ in range(SETTLE + 3):
+            network.zero_grad()
+            network(torch.randint(11, (6 * len(slots), 7)).to(root))[1].mean().backward()
+            found.append(gradients(network))
+        assert (captured(network) > 0) == graphs
+    half = len(found) // 2
+    torch.testing.assert_close(found[half:], found[:half])
 
 
 def test_units_inside_of_units_have_graphs_and_none_is_empty(
