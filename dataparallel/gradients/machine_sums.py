@@ -6,6 +6,7 @@ file only if a group or a mesh was given.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -20,6 +21,9 @@ from dataparallel.machines.lanes import Lane, Result, masks_of
 from dataparallel.machines.start import send_values
 
 _BACKWARD = "backward"
+
+_PATIENCE = 10.0
+"""Seconds that a pass which has failed waits for the hooks of the buckets that it has launched."""
 
 
 class MachineSums:
@@ -45,11 +49,13 @@ class _MachinePass:
     def __init__(self, sums: MachineSums, contents: str) -> None:
         self.lane, self.machines, self._average, self._hook = sums.lane, sums.lane.machines, sums.average, sums.hook
         self.epoch, self.contents = self.machines.epoch, contents
+        self._hooked: list[_HookedResult] = []
 
     def launch(self, bucket: GradBucket) -> AsyncResult:
         text = self.contents if bucket.index() == 0 else f"{_BACKWARD}\nbucket {bucket}"
         if self._hook is not None:
-            return _HookedResult(self, self._hook, bucket, text)
+            self._hooked.append(_HookedResult(self, self._hook, bucket, text))
+            return self._hooked[-1]
         if self._average:
             bucket.summed.div_(self.machines.size)
         # `stage` is called here, because the current stream has made the sum.
@@ -62,6 +68,10 @@ class _MachinePass:
         return _Used(self.lane.end(_BACKWARD, used, epoch=self.epoch, extra=order))
 
     def fail(self, error: BaseException) -> None:
+        """See `ReducerPass`. The other ranks call the hooks that this one has launched, so it calls them first."""
+        until = time.monotonic() + _PATIENCE
+        for each in self._hooked:
+            each.launched.settle(until - time.monotonic())
         self.machines.state.leave(self.epoch, error)
 
 
@@ -85,9 +95,7 @@ class _HookedResult:
         self._staged = stage(of_pass.machines, bucket.summed)
         self._bucket = bucket.over(self._staged.payload)
         what = f"the communication hook {hook.name} for {self._bucket}"
-        self._launched = of_pass.lane.call(
-            _BACKWARD, what, self._call_hook, self._check, epoch=of_pass.epoch, text=text
-        )
+        self.launched = of_pass.lane.call(_BACKWARD, what, self._call_hook, self._check, epoch=of_pass.epoch, text=text)
 
     def _call_hook(self) -> Any:
         staged, is_nccl = self._staged, self._machines.is_nccl(self._staged.payload.device)
@@ -103,7 +111,7 @@ class _HookedResult:
 
     def wait(self) -> Tensor:
         """Returns the gradients, on the device of the sum and on the current stream."""
-        self._launched.wait()
+        self.launched.wait()
         assert self._hook_call is not None
         grads = self._hook_call.wait()
         return self._staged.copy_result(grads) if self._staged.is_copied else grads

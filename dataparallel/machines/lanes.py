@@ -80,6 +80,10 @@ class Result:
                 raise copy_error(state.error_of(self, error)) from error
         return self._result
 
+    def settle(self, seconds: float) -> None:
+        """Waits until the item has been issued, or has failed, for this long at most."""
+        self._decided.wait(max(0.0, seconds))
+
     def has_arrived(self) -> bool:
         """True if what is received can be sent on."""
         return self._decided.is_set() and (not isinstance(self._result, Transfer) or self._result.has_arrived())
@@ -315,9 +319,10 @@ class Lane:
             return
         yield from self._until(result, lambda: all(each.has_arrived() for each in item.after))
         if item.is_hook:
+            # All ranks have come to this hook, so none has failed before it, or in the one before.
+            yield from self._gather(result, "a hook", None)
             yield from self.state.turns.take(self, result)
             self._run_hook(item, *item.calls)
-            yield from self._gather(result, "after a hook", None)
             result.succeed(None)
             return
         assert item.over is not None
