@@ -213,6 +213,8 @@ class HookedSums:
 class _HookedPass:
     """The `ReducerPass` of `HookedSums`."""
 
+    takes_all_or_none = True
+
     def __init__(self, sums: HookedSums) -> None:
         self._sums = sums
         self._has_failed = False
@@ -233,7 +235,7 @@ class _HookedPass:
     def end_pass(self, used: Sequence[bool], order: Sequence[int] | None) -> Future[Any]:
         """See `ReducerPass`. A gradient is ``None`` if no slot has used the parameter."""
         known = Future[Any]()
-        known.set_result((used, order))
+        known.set_result((used, None))
         return known
 
 

@@ -46,6 +46,8 @@ class MachineSums:
 class _MachinePass:
     """The `ReducerPass` of `MachineSums`. `launch` does not call a hook yet, so ``wait`` raises its errors."""
 
+    takes_all_or_none = False
+
     def __init__(self, sums: MachineSums, contents: str) -> None:
         self.lane, self.machines, self._average, self._hook = sums.lane, sums.lane.machines, sums.average, sums.hook
         self.epoch, self.contents = self.machines.epoch, contents

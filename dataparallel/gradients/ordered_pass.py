@@ -287,7 +287,14 @@ class AsyncResult(Protocol):
 
 
 class ReducerPass(Protocol):
-    """One pass of a `Reducer`."""
+    """One pass of a `Reducer`.
+
+    Attributes:
+        takes_all_or_none: true if a pass that fails has to launch its missing buckets, with zeros: only a hook knows of
+            other processes, which wait.
+    """
+
+    takes_all_or_none: bool
 
     def launch(self, bucket: GradBucket) -> AsyncResult | None:
         """Begins to reduce a bucket, whose buffer it may write to and keep.
@@ -504,6 +511,9 @@ class OrderedPass:
             self._postponed.clear()
             if self._reducer_pass is not None and not self._is_end_sent:
                 self._is_end_sent = True
+                missing = range(len(self._in_flight), len(self._row.buckets))
+                for index in missing if self._in_flight and self._reducer_pass.takes_all_or_none else ():
+                    self._launch(index, self._row.buckets[index].zeros(), None, {})
                 self._reducer_pass.fail(error)
         finally:
             for taken in self._taken:

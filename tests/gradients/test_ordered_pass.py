@@ -30,6 +30,8 @@ class Arrived:
 class Recorder:
     """An `Reducer` of one process that notes its calls. ``change`` makes what arrives of a sum."""
 
+    takes_all_or_none = False
+
     def __init__(self, change: Callable[[Tensor], Tensor] = lambda flat: flat) -> None:
         self.change = change
         self.passes: list[Recorder] = []
