@@ -50,17 +50,19 @@ def parts_of(root: nn.Module) -> dict[str, nn.Module]:
     """The modules with which a piece may begin, by name.
 
     These are the children of the root that have children themselves. Lists and dicts of modules have no forward, so
-    their entries take their place. So do the children of a ``Sequential`` with more than half of the parameters. What
-    is compiled is not taken apart.
+    their entries take their place. So do the parts of a child with more than half of the parameters, such as the model
+    in a module that computes its loss. What is compiled is not taken apart.
     """
     whole, found = _nbytes_of(root), dict[str, nn.Module]()
 
     def look_below(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
-            is_large = isinstance(child, nn.Sequential) and len(child) > 1 and _nbytes_of(child) > _LARGE_PART * whole
-            if (is_large or isinstance(child, (nn.ModuleList, nn.ModuleDict))) and not compiled_calls(child):
+            has_forward = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            before = len(found)
+            if (not has_forward or _nbytes_of(child) > _LARGE_PART * whole) and not compiled_calls(child):
                 look_below(child, f"{prefix}{name}.")
-            elif any(True for _ in child.children()) and child not in found.values():
+            is_part = has_forward and len(found) == before and any(True for _ in child.children())
+            if is_part and child not in found.values():
                 found[f"{prefix}{name}"] = child
 
     if not compiled_calls(root):
