@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel.composable import fully_shard
 from dataparallel.sharded.units.calls import ModuleRunner
-from dataparallel.sharded.units.unit import Precision
+from dataparallel.sharded.units.unit import Precision, Unit
 
 
 class Told:
@@ -48,6 +49,9 @@ class Told:
         self.lines.append(f"{slot_unit.name} begins at {position}")
         slot_unit.is_full = True
 
+    def gather_for_graphs(self, slot: int, call: Any) -> None:
+        """No graph has been captured."""
+
 
 class ToldUnit:
     """A unit that keeps what it is told."""
@@ -67,6 +71,7 @@ class ToldUnit:
             versions=lambda: [self.version],
             refuse_overwritten=lambda slot: None,
         )
+        self.unit.refuse_changed = partial(Unit.refuse_changed, self.unit)
         self.is_full = False
         self.is_in_backward = False
         self._open: set[object] = set()

@@ -22,6 +22,8 @@ from made_units import in_backward
 class Ended:
     """Units and the tree in one: keeps what a pass tells them when it ends."""
 
+    gathers = None  # there is one machine
+
     def __init__(self) -> None:
         self.told: list[Any] = []
         self.error: Exception | None = None
