@@ -114,6 +114,10 @@ class Usage:
     optimizer: int
     received: int
 
+    @property
+    def peak(self) -> int:
+        return max(self.forward, self.backward, self.optimizer)
+
 
 Make = Callable[[nn.Module, Sequence[torch.device]], nn.Module]
 

@@ -314,7 +314,7 @@ def check(forms: Forms) -> None:
 
 
 def test_memory_of_a_sharded_model(reports: list[Report], places: Places) -> None:
-    """Beside replicas and one device. Losses are those of one device."""
+    """Beside replicas and one device."""
     if len(places.simulated) < SLOTS:
         pytest.skip(f"only simulated devices count bytes: {places.why_not_simulated}")
     ways = {ONE_DEVICE: ("one device", 1), REPLICATE: ("replicate", SLOTS), SHARDED: ("fully_shard", SLOTS)}

@@ -277,6 +277,7 @@ def test_settings_that_a_forward_leaves_switched_are_the_callers_again(workers: 
     assert read() == mine
 
 
+@pytest.mark.counts_memory
 @pytest.mark.parametrize("serial", [True, False])
 def test_no_casts_are_remembered_beyond_the_call(serial: bool, slots: list, root: torch.device) -> None:
     model = nn.Linear(512, 512).to(root)

@@ -390,6 +390,7 @@ def test_what_a_graph_of_autograd_retains_is_not_written_over(form: Form, slots:
     torch.testing.assert_close(source.first.weight.grad, once, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.counts_memory
 @on_cuda
 def test_a_second_backward_finds_out_if_the_graph_was_launched_again(
     form: Form, slots: list, root: torch.device
