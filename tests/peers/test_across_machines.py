@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from dataparallel import DataParallel, peers
+from dataparallel.machines.peer_rounds import PeerRounds
 from dataparallel.nn import SyncBatchNorm
 from machine_ranks import on_machines
 from peer_calls import Calls
@@ -178,9 +179,9 @@ def test_one_machine_may_evaluate_alone():
 
 
 def counts_messages(rank: int, devices: list[torch.device]) -> dict[str, int]:
-    """How often a collective of tensors of three dtypes sends values, in forward and in backward."""
+    """How often a collective of tensors of three dtypes exchanges values, in forward and in backward."""
     sent: list[object] = []
-    real = distributed.all_to_all_single
+    real = PeerRounds.exchange
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         sent.append(args)
@@ -208,7 +209,7 @@ def counts_messages(rank: int, devices: list[torch.device]) -> dict[str, int]:
     modules["SyncBatchNorm"] = nn.Sequential(nn.Linear(3, 3), norm)
     counts = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "all_to_all_single", counting)
+        patch.setattr(PeerRounds, "exchange", counting)
         for name, module in modules.items():
             net = spanning(module, devices)
             sent.clear()
@@ -220,6 +221,6 @@ def counts_messages(rank: int, devices: list[torch.device]) -> dict[str, int]:
     return counts
 
 
-def test_a_collective_of_several_dtypes_is_one_message() -> None:
+def test_a_collective_of_several_dtypes_is_one_exchange() -> None:
     for counts in on_machines(counts_messages):
         assert set(counts.values()) == {1}, counts
