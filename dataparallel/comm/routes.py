@@ -22,8 +22,8 @@ _ALIGNED = 128
 """Pieces begin at multiples of this number of elements, where a load or store of any width may begin."""
 
 _SQUARE_BYTES = 3 * 2**20
-"""A buffer of ``n * n`` times this size has ``n`` pieces: with few the last device waits long for the first one, with
-many each launch counts, and the sum of both is least where the number grows with the square root of the size."""
+"""A buffer of ``n * n`` times this size has ``n`` pieces. With few pieces the last device waits long for the first one,
+with many each launch counts. The sum of both is least if the number grows with the square root of the size."""
 
 _LARGE_BYTES = 12 * 2**20
 """A large buffer has a piece for so many bytes at least: their copies take longer than their launches."""

@@ -6,7 +6,6 @@ that module. Their modules have the classes of the managed ones, so that units g
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,9 +35,6 @@ from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.over_machines import MachinesOfTree
-
-
-log = logging.getLogger("dataparallel")
 
 
 class FullyShardState(StateOnSlots):
@@ -188,7 +184,10 @@ class FullyShardState(StateOnSlots):
         ignored = [parameter for state in states for parameter in state._ignored]
         info = TwinInfo(id(source), ignored_parameters=frozenset(map(id, ignored)), allowed=ManagedModule)
         self._twin = Twin(type(source), info)
-        graphs = None if self.graphs is None or self._frees_after_forward(units) else self.graphs
+        graphs = self.graphs
+        if graphs is not None and (why_none := self._why_no_graphs(units)) is not None:
+            graphs.note_slots(self.slots, why_none)
+            graphs = None
         self._tensors = UnitTensors(
             units,
             [state.modules() for state in states],
@@ -202,17 +201,14 @@ class FullyShardState(StateOnSlots):
                 unit.graphs.add(graphs)
         return Tree(units, self.slots)
 
-    def _frees_after_forward(self, units: Sequence[Unit]) -> bool:
-        """True if a unit frees its parameters after forward, which forbids graphs. Logs which one."""
+    def _why_no_graphs(self, units: Sequence[Unit]) -> str | None:
+        """Why no replica is captured, in words: a unit frees its parameters after forward. ``None`` if none does."""
         for unit in units:
             frees = unit is not self.unit if unit.is_reshard_automatic else unit.reshard_after_forward is not False
             if frees:
-                log.warning(
-                    f"replicas run without a graph: the unit {unit.name!r} frees its parameters after forward. Give it "
-                    "reshard_after_forward=False too"
-                )
-                return True
-        return False
+                what = f"the unit {unit.name!r} frees its parameters after forward"
+                return f"{what}. Give it reshard_after_forward=False too"
+        return None
 
 
 def _shard_parameter(

@@ -23,7 +23,7 @@ from dataparallel.replicas.kept_replicas import TensorStore
 from dataparallel.replicas.kept_values import CurrentValues
 from dataparallel.replicas.plan import UNIT_MODULE, ModuleEntry, ModulePlan, dotted
 from dataparallel.replicas.references import Rebinding, reached
-from dataparallel.replicas.replicate import put
+from dataparallel.replicas.replicate import copy_buffers, put
 from dataparallel.sharded.units.calls import ModuleRunner, RootCall, UnitModule
 from dataparallel.sharded.units.unit import Unit
 
@@ -31,8 +31,8 @@ from dataparallel.sharded.units.unit import Unit
 class UnitTensors(TensorStore):
     """The tensors of one tree's replicas.
 
-    ``tops`` has the modules of each unit, and ``compile`` how it is compiled. ``keeps_buffers``: copies of
-    buffers stay where they are.
+    ``tops`` has the modules of each unit, and ``compile`` how it is compiled. ``keeps_buffers``: their copies
+    stay where they are.
     """
 
     are_copies = False
@@ -80,11 +80,10 @@ class UnitTensors(TensorStore):
                 raise _not_sharded(plan, i)
             else:
                 buffers.append(i)
-        sources = [plan.tensors[i] for i in buffers]
         if self._keeps_buffers:
-            put(by_slot, buffers, self._kept_buffers(sources, slots, cap_bytes))
+            put(by_slot, buffers, self._kept_buffers([plan.tensors[i] for i in buffers], slots, cap_bytes))
         else:
-            put(by_slot, buffers, comm.broadcast_coalesced(sources, slots, cap_bytes, own_storage=True))
+            copy_buffers(by_slot, plan, buffers, slots, cap_bytes)
         return by_slot
 
     def _kept_buffers(self, sources: list[Tensor], slots: list[torch.device], cap_bytes: int) -> list[list[Tensor]]:

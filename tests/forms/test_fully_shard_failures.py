@@ -14,46 +14,11 @@ from torch import Tensor, nn
 from dataparallel.composable import fully_shard
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
+from fragile import MARK, Fragile, raises
 from memory import allocated, live_objects
 from sharded_steps import assert_all_sharded, gradients, no_sync, on_device, sharded, whole
 
 WIDTH = 16
-
-
-class Raises(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("in a function's backward")
-
-
-def raises(gradient: Tensor) -> None:
-    raise ArithmeticError("in a backward hook")
-
-
-class Fragile(nn.Module):
-    """A residual layer that fails as it is told, on the slot whose chunk has a negative first number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.fails = [""]  # the same list on every slot
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + torch.tanh(self.linear(x))
-        fails = self.fails[0] if self.fails[0] and (x[:, -1] < -100).any() else ""
-        if fails == "forward":
-            raise ArithmeticError("in forward")
-        if fails == "backward":
-            return Raises.apply(y)
-        if fails == "hook":
-            y.register_hook(raises)
-        return y
 
 
 class Net(nn.Module):
@@ -62,7 +27,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Fragile() for _ in range(4))
+        self.layers = nn.ModuleList(Fragile(WIDTH) for _ in range(4))
         self.last = nn.Linear(WIDTH, 3)
 
     def units(self) -> list[nn.Module]:
@@ -82,7 +47,7 @@ def batch(slots: list, seed: int, *, marked: int | None = None) -> Tensor:
     """Three samples for each slot but the last, which has two. The chunk of slot ``marked`` says that it is to fail."""
     (x,), _ = numbers(WIDTH)(3 * len(slots) - 1, seed)
     if marked is not None:
-        x.chunk(len(slots))[marked][0, -1] = -1000.0
+        x.chunk(len(slots))[marked][0, -1] = MARK
     return x.to(slots[0])
 
 

@@ -108,17 +108,22 @@ def inference(slots: list) -> None:
             halve(net)
 
 
+def halve_aside(net: Net, slots: list) -> None:
+    """Halves the parameters on other streams, and gives the next call the events after that."""
+    side = other_streams(slots)
+    for slot, stream in current_streams(slots).items():
+        side[slot].wait_stream(stream)
+    with streams_set(side):
+        halve(net)
+    net.set_post_optim_event([stream.record_event() for stream in side.values()])
+
+
 def an_event_after_the_optimizer(slots: list) -> None:
     """The optimizer steps on streams that nothing else orders before the next call."""
     net, x = Net(slots), batch(slots)
     for _ in range(2):
         net(x).square().mean().backward()
-        side = other_streams(slots)
-        for slot, stream in current_streams(slots).items():
-            side[slot].wait_stream(stream)
-        with streams_set(side):
-            halve(net)
-        net.set_post_optim_event([stream.record_event() for stream in side.values()])
+        halve_aside(net, slots)
 
 
 def an_event_after_other_shards(slots: list) -> None:
@@ -126,12 +131,7 @@ def an_event_after_other_shards(slots: list) -> None:
     net, x = Net(slots), batch(slots)
     net(x)
     net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
-    side = other_streams(slots)
-    for slot, stream in current_streams(slots).items():
-        side[slot].wait_stream(stream)
-    with streams_set(side):
-        halve(net)
-    net.set_post_optim_event([stream.record_event() for stream in side.values()])
+    halve_aside(net, slots)
     net(x)
 
 

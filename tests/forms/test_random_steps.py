@@ -34,47 +34,13 @@ from dataparallel import DataParallel
 from dataparallel.composable import CPUOffloadPolicy, fully_shard, replicate
 from dataparallel.testing.cases import seeded
 from dataparallel.testing.steps import assert_equal
+from fragile import MARK, Fragile
 from memory import allocated
 from nogpu.pytest import settle
 from sharded_steps import on_device, sharded, whole
 
 WIDTH, LAYERS = 6, 3
 UNITS = LAYERS + 3
-MARK = -1000.0  # in the last column of a sample: where it comes by, a layer fails
-
-
-class Raises(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("in a function's backward")
-
-
-def raises(gradient: Tensor) -> None:
-    raise ArithmeticError("in a hook")
-
-
-class Fragile(nn.Module):
-    """A residual layer that fails as it is told, on the slot that has a marked sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.fails = [""]  # the same list on every slot
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + torch.tanh(self.linear(x))
-        fails = self.fails[0] if self.fails[0] and (x[:, -1] < MARK / 2).any() else ""
-        if fails == "forward":
-            raise ArithmeticError("in forward")
-        if fails == "hook":
-            y.register_hook(raises)
-        return Raises.apply(y) if fails == "backward" else y
 
 
 class Net(nn.Module):
@@ -83,7 +49,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5, WIDTH)
-        self.layers = nn.ModuleList(Fragile() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Fragile(WIDTH) for _ in range(LAYERS))
         self.branch = nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, 3)
         self.register_buffer("calls", torch.zeros(()))

@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 
 def hold(memory: Sequence[Tensor], event: Event) -> bool:
-    """Keeps ``memory`` until ``event`` has passed, and lets go of what a device has held before for passed events.
+    """Keeps ``memory`` until ``event`` has passed. Lets go of other memory of the device whose events have passed.
 
     The host does not wait. Memory of other devices than CUDA's is not held, and the function returns false: then the
     stream that owns the memory has to wait for the event.
@@ -41,9 +41,9 @@ def hold(memory: Sequence[Tensor], event: Event) -> bool:
 
 
 def hold_for_peers(memory: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Keeps ``memory`` of devices that have just exchanged values with those of ``others``, in any direction.
+    """Keeps ``memory`` after copies between its devices and those of ``others``, in either direction.
 
-    The current streams of these devices wait for the exchange. Within one device nothing is held.
+    The current streams of its devices wait for these copies. Within one device nothing is held.
     """
     if all(tensor.device.type != "cuda" for tensor in memory):
         return

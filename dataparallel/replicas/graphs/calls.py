@@ -119,11 +119,15 @@ class GraphedReplicas:
             if entry.compiled is not None and entry.compiled.functions is not None:
                 entry.compiled.functions.are_captured = True
         reason = _why_none(plan)
+        self.note_slots(slots, reason)
+        return reason is None
+
+    def note_slots(self, slots: Sequence[torch.device], why_none: str | None) -> None:
+        """Notes which slots have replicas, and if there is a reason, that no replica is captured."""
         for slot, device in enumerate(slots):
             graphed = self._own.setdefault(slot, GraphedReplica(device, self._said))
-            if reason is not None:
-                graphed.say(reason)
-        return reason is None
+            if why_none is not None:
+                graphed.say(why_none)
 
     def serve(self, copies: Sequence[list[Tensor]]) -> None:
         """Drops graphs of slots that have other tensors in the next call. ``copies``: see `attach_all`."""

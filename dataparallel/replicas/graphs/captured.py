@@ -331,8 +331,8 @@ class Captured:
         needs_grad = [parameter.requires_grad for parameter in self._parameters]
         return [*map(Tensor.data_ptr, self._parameters), *map(Tensor.data_ptr, self._buffers), *needs_grad]
 
-    def versions(self) -> list[int]:
-        """Of the parameters, and where they are."""
+    def parameters_now(self) -> list[int]:
+        """Versions and addresses of the parameters."""
         return [*map(_torch.version_of, self._parameters), *map(Tensor.data_ptr, self._parameters)]
 
     def still_fits(self) -> bool:
@@ -444,7 +444,7 @@ class LaunchNode(Node):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[:1])  # see `saved_instead`
         is_top = stage.outputs is captured.outputs
-        ctx.versions = captured.versions() if is_top else []
+        ctx.parameters = captured.parameters_now() if is_top else []
         outputs = tuple(each.detach().clone() if is_top else each.detach() for each in stage.outputs)
         ctx.mark_non_differentiable(
             *(output for output, has_grad in zip(outputs, stage.have_grads, strict=True) if not has_grad)
@@ -469,7 +469,7 @@ class LaunchNode(Node):
                 "this backward needs what a forward has saved in a captured graph, and the graph was launched again "
                 "since. Call backward before the next forward, or leave graphs=True out"
             )
-        if stage.outputs is ctx.captured.outputs and ctx.captured.versions() != ctx.versions:
+        if stage.outputs is ctx.captured.outputs and ctx.captured.parameters_now() != ctx.parameters:
             raise RuntimeError(
                 "a parameter was modified by an inplace operation, or moved, since the forward of a captured replica, "
                 "and its backward reads parameters where they were. Call backward first, or leave graphs=True out"

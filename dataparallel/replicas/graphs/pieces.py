@@ -176,7 +176,8 @@ class CapturedPieces:
         """Called before a part of the module runs in the forward, with its arguments."""
         is_full = self._begun >= self._parts_of_piece or self._nbytes >= LARGE_PIECE
         given, self._given = self._given, _torch.pytree.tree_leaves((args, kwargs))
-        is_first = len(given) == len(self._given) and all(map(is_, given, self._given))  # in the part around it
+        # A part that begins with the arguments of the part around it would end an empty graph.
+        is_first = len(given) == len(self._given) and all(map(is_, given, self._given))
         if self._cut is not None and is_full and not is_first and self._graphs + 1 < self._most_pieces:
             recorded = [leaf for leaf in self._given if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
             if len(recorded) == 1:

@@ -46,21 +46,21 @@ class ModuleRunner:
     """
 
     def __init__(self, slot_unit: SlotUnit, number: int, entries: Sequence[RegistryEntry], root_call: RootCall) -> None:
-        self._slot_unit, self._number, self._entries, self._root_call = slot_unit, number, entries, root_call
+        self.slot_unit, self._number, self._entries, self.root_call = slot_unit, number, entries, root_call
         self._is_running = self._is_gathered = False
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls ``function``, a method of the module, with full parameters."""
         if self._is_running:  # the module's `forward` inside of its `__call__`, or a recursion
             return function(*args, **kwargs)
-        slot_unit, unit = self._slot_unit, self._slot_unit.unit
+        slot_unit, unit = self.slot_unit, self.slot_unit.unit
         if _torch.is_inside_functorch_transform():
             raise RuntimeError(
                 f"a torch.func transform (vmap, grad, jvp) runs around the unit {unit.name!r}, whose parameters come "
                 "and go in its calls. Make one unit of all that the transform runs: the module whose forward applies it"
             )
         args, kwargs = unit.precision.of_inputs((args, kwargs))
-        call = ModuleCall(slot_unit, self._root_call, self)
+        call = ModuleCall(slot_unit, self.root_call, self)
         inputs = InputNodes(slot_unit.device, call.end_backward)
         args, kwargs = call.begin_forward(args, kwargs, inputs)
         self._is_running = True
@@ -77,21 +77,11 @@ class ModuleRunner:
         """Makes the parameters full for a captured graph, which reads them where they are."""
         if not self._is_gathered:
             self._is_gathered = True
-            self._slot_unit.use(self._root_call.ready, self)
+            self.slot_unit.use(self.root_call.ready, self)
             try:
-                self._root_call.begin_unit_of_graph(self._slot_unit)
+                self.root_call.begin_unit_of_graph(self.slot_unit)
             finally:
-                self._slot_unit.end_use()
-
-    @property
-    def ends_with_sums(self) -> bool:
-        """True if each backward ends after the sums of its gradients."""
-        return self._root_call.ends_with_sums
-
-    @property
-    def precision(self) -> Precision:
-        """The dtypes of the unit."""
-        return self._slot_unit.unit.precision
+                self.slot_unit.end_use()
 
     @property
     def is_running(self) -> bool:
@@ -157,17 +147,17 @@ class UnitModule:
     def for_capture(self) -> CapturedModule:
         """Returns what takes its place in a graph that is captured."""
         assert self.runner is not None
-        return CapturedModule(self.runner.precision)
+        return CapturedModule(self.runner.slot_unit.unit.precision)
 
     def wait_for_all(self) -> None:
-        """Has a graph that is launched next find full parameters."""
+        """Gathers the parameters for a graph that is launched next."""
         assert self.runner is not None
         self.runner.gather_for_graph()
 
     @property
     def ends_with_sums(self) -> bool:
         """True if each backward ends after the sums of its gradients, so that the next one may overwrite these."""
-        return self.runner is not None and self.runner.ends_with_sums
+        return self.runner is not None and self.runner.root_call.ends_with_sums
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls `ModuleRunner.run`, between two graphs if a function that the user has compiled calls the module."""

@@ -104,16 +104,17 @@ class PeerTables:
                 "not know: call set_requires_gradient_sync() between passes of backward, not inside of one"
             )
         dtype = next(iter(dtypes), None)
-        terms: dict[int, list[Tensor | None]] = {}  # by the first parameter of a launch: those of all owners
-        for owner, total in enumerate(totals if dtype is not None else ()):
-            assert dtype is not None
-            for first, end, parts, table in self._sums_of(at, owner, dtype):
-                if first not in terms:
-                    terms[first] = []
-                    for each in delivered:
-                        some = [each] * len(parts) if isinstance(each, Tensor) else each[first:end]
-                        terms[first] += some or [None] * len(parts)  # a slot may have delivered nothing
+        if dtype is None:
+            return
+        of_owners = [self._sums_of(at, owner, dtype) for owner in range(len(totals))]
+        for of_parameters in zip(*of_owners, strict=True):  # the same ones, for each owner
+            first, end, parts, _ = of_parameters[0]
+            terms: list[Tensor | None] = []
+            for each in delivered:
+                some = [each] * len(parts) if isinstance(each, Tensor) else each[first:end]
+                terms += some or [None] * len(parts)  # a slot may have delivered nothing
+            for owner, (found, total) in enumerate(zip(of_parameters, totals, strict=True)):
                 # In a matrix the owner's rows of all parameters follow each other.
                 rows = [owner * layout.numel + part.in_shard - sum(part.counts[:owner]) for part in parts]
                 shifts = [row if isinstance(each, Tensor) else 0 for each in delivered for row in rows]
-                table.launch([*terms[first], total], [*shifts, 0])
+                found.table.launch([*terms, total], [*shifts, 0])

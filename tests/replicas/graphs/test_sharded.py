@@ -217,6 +217,8 @@ def test_a_unit_that_frees_its_parameters_after_forward_is_named(
     assert captured(network) == 0
     (record,) = [each for each in caplog.records if "without a graph" in each.message]
     assert "the unit 'first' frees its parameters after forward" in record.message
+    (reason,) = reasons(network)
+    assert record.message.endswith(reason)
 
 
 @pytest.mark.parametrize("options", [{"reshard_after_forward": True}, {"units": "auto"}], ids=["freed", "auto"])

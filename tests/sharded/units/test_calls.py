@@ -223,7 +223,7 @@ class TestBackward:
 
     def test_with_frozen_parameters_does_not_end_with_gradients(self, make, told):
         module, weight = make(), leaf()
-        module._slot_unit.unit.parameters.append(None)
+        module.slot_unit.unit.parameters.append(None)
         output = module.run(lambda x: x * weight, torch.ones(2))
         told.take()
         output.sum().backward()
@@ -264,7 +264,7 @@ class TestBackward:
     def test_of_parameters_that_have_changed_since_is_refused(self, make, told):
         module = make()
         output = module.run(lambda x: x * 2, leaf())
-        module._slot_unit.version += 1
+        module.slot_unit.version += 1
         with pytest.raises(RuntimeError, match="a parameter of the unit 'a' was changed in place between"):
             output.sum().backward()
 
