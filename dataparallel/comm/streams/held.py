@@ -52,9 +52,17 @@ def hold_for_peers(memory: Sequence[Tensor], others: Sequence[Tensor]) -> None:
             hold([tensor for tensor in memory if tensor.device == device], Event(stream))
 
 
+def let_go() -> None:
+    """Lets go of all memory, for tests that measure it."""
+    _held.clear()
+
+
 @in_forked_child
-def forget() -> None:
-    """Lets go of all memory. In a forked child a thread of the parent may have held the lock."""
+def _start_afresh_after_fork() -> None:
+    """A thread of the parent may have held the lock.
+
+    What is held stays held. To free it would ask torch's allocator and CUDA, whose locks another thread of the parent may
+    have held too.
+    """
     global _lock
     _lock = threading.Lock()
-    _held.clear()
