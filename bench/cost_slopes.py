@@ -1,8 +1,8 @@
 """What one more tensor, module or slot costs the host, by each form and by torch: a script, and what it measures.
 
 ``python cost_slopes.py ROUNDS MOST`` simulates 8 devices, and prints CPU seconds as JSON. Sizes of each `Growth` go up
-to MOST. Every way of every size has two turns in a round. This module fits no line. That is done by
-`test_cost_slopes.py`.
+to MOST. Every way of every size has two turns in a round. `test_cost_slopes.py` fits lines. Times are CPU time of all
+threads of the process, which suffers less from other programs than time on the clock.
 
 The model is a row of layer norms of 4 features: as many parameters as wanted, next to nothing to compute. Besides its
 batch a call may have further tensors, which are split and sent, and which nothing computes with. The
@@ -14,9 +14,11 @@ library runs one replica at a time (``workers=1``): how many is another question
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
@@ -26,7 +28,6 @@ from torch import Tensor, nn
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
 from gradients import assert_same_gradients, gradients_of
-from growth import cpu_seconds
 from nogpu import SimulationUnavailable, simulate
 from shapes import InARow
 from sharded_blocks import full_gradients
@@ -153,6 +154,27 @@ class Work:
             loss_of(expected).backward()
             found = full_gradients(self.module) if self.way == SHARD else gradients_of(self.module)
             assert_same_gradients(found, gradients_of(self.plain), rtol=1e-3, atol=1e-3)
+
+
+def cpu_seconds(calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """CPU seconds of each of ``calls``, which have two turns in a round, after a round without timing.
+
+    A round goes up the calls and down again, so that each call follows one of its own or of a neighbouring size. The
+    first call after a much larger one would pay for memory that was freed, but not yet sorted.
+    """
+    seconds: list[list[float]] = [[] for _ in calls]
+    order = [*range(len(calls)), *reversed(range(len(calls)))]
+    gc.collect()
+    gc.freeze()
+    for number in range(-1, rounds):
+        for place in order:
+            gc.collect()
+            start = time.process_time()
+            calls[place]()
+            if number >= 0:
+                seconds[place].append(time.process_time() - start)
+    gc.unfreeze()
+    return seconds
 
 
 def measure(growth: Growth, most: int, devices: Sequence[torch.device], rounds: int) -> list[Timed]:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from child_processes import printed_by
 from cost_slopes import GROWTHS, IN_A_ROW, INFERENCE, STEP, TORCH, WAYS, WRAPPER, Size, Timed
-from growth import draw_growth, fitted
-from plots import figure_for
+from plots import draw_lines, figure_for
 from reporting import Report, Row
 
 ROUNDS, SHORT_ROUNDS = 12, 1
@@ -59,26 +59,33 @@ TABLE = {
 }
 
 
+def line_through(timed: Timed) -> dict[str, Any]:
+    """Milliseconds for each number and the straight line through them, by ordinary least squares.
+
+    It goes through the fastest turn of each number: whatever else the machine does only adds to the time.
+    """
+    y = np.asarray([1e3 * min(turns) for turns in timed.seconds])
+    slope, intercept = np.polyfit(timed.numbers, y, 1)
+    residuals, around_mean = y - (slope * np.asarray(timed.numbers) + intercept), y - y.mean()
+    return {
+        "numbers": " ".join(map(str, timed.numbers)),
+        "milliseconds": " ".join(f"{ms:.4g}" for ms in y),
+        "slope_microseconds": 1e3 * float(slope),
+        "intercept_milliseconds": float(intercept),
+        "r_squared": float(1 - residuals @ residuals / (around_mean @ around_mean)),
+        "turns": len(timed.seconds[0]),
+    }
+
+
 def rows_of(found: Sequence[Timed]) -> list[dict[str, Any]]:
     """A row for each of them. Each growth and kind of work has to have times in a row and of torch."""
-    lines = {(each.grows, each.work, each.way): fitted(each.numbers, each.seconds) for each in found}
+    lines = {(each.grows, each.work, each.way): line_through(each) for each in found}
     rows = []
-    for each in found:
-        line, in_a_row, torchs = (lines[each.grows, each.work, way] for way in (each.way, IN_A_ROW, TORCH))
-        rows.append(
-            {
-                "grows": each.grows,
-                "work": each.work,
-                "way": each.way,
-                **line.points("numbers"),
-                "slope_microseconds": 1e3 * line.slope,
-                "beyond_row_microseconds": 1e3 * (line.slope - in_a_row.slope),
-                "torch_over_this": torchs.slope / line.slope,
-                "intercept_milliseconds": line.intercept,
-                "r_squared": line.r_squared,
-                "turns": len(each.seconds[0]),
-            }
-        )
+    for (grows, work, way), line in lines.items():
+        slope = line["slope_microseconds"]
+        in_a_row, torchs = (lines[grows, work, other]["slope_microseconds"] for other in (IN_A_ROW, TORCH))
+        beside = {"beyond_row_microseconds": slope - in_a_row, "torch_over_this": torchs / slope}
+        rows.append({"grows": grows, "work": work, "way": way, **line, **beside})
     return rows
 
 
@@ -87,18 +94,17 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     places = [(work, growth.what) for work in (INFERENCE, STEP) for growth in GROWTHS]
     with figure_for(path, (14, 8), rows=2, columns=len(GROWTHS)) as figure:
         for axes, (work, what) in zip(figure.axes, places, strict=True):
-            lines = [
-                (
-                    f"{row['way']}: {row['slope_microseconds']:,.1f} µs",
-                    row,
-                    1e-3 * row["slope_microseconds"],
-                    "--" if row["way"] in (IN_A_ROW, TORCH) else "-",
-                    f"C{WAYS[INFERENCE].index(row['way'])}",  # the same in all axes
-                )
-                for row in rows
-                if (row["work"], row["grows"]) == (work, what)
-            ]
-            draw_growth(axes, lines, what, "numbers", f"{work}, for one more {ONE[what]}")
+            lines = []
+            for row in (row for row in rows if (row["work"], row["grows"]) == (work, what)):
+                numbers = [float(number) for number in row["numbers"].split()]
+                color = f"C{WAYS[INFERENCE].index(row['way'])}"  # the same in all axes
+                axes.plot(numbers, [float(ms) for ms in row["milliseconds"].split()], "o", markersize=4, color=color)
+                ends, slope = [numbers[0], numbers[-1]], row["slope_microseconds"]
+                fitted = [1e-3 * slope * number + row["intercept_milliseconds"] for number in ends]
+                style = "--" if row["way"] in (IN_A_ROW, TORCH) else "-"
+                lines.append((f"{row['way']}: {slope:,.1f} µs", ends, fitted, style + color))
+            draw_lines(axes, lines, f"{work}, for one more {ONE[what]}", what, "milliseconds of CPU time")
+            axes.legend(fontsize="x-small")
 
 
 def test_tensors_modules_and_slots(reports: list[Report], short: bool, once: Any) -> None:

@@ -18,7 +18,7 @@ import pytest
 from by_hand import launch
 from child_processes import printed_by
 from nogpu.timeline import HOST, Host, Launch, Machine, Recording, StreamName
-from nogpu.timeline.presets import A100, PRESETS, RTX_3090
+from nogpu.timeline.presets import A100, RTX_3090
 from nogpu.timeline.wiring import switch
 from process_timelines import Alone, Arrival, Unit
 from published import DDP, DP, ONE, PUBLISHED, PUBLISHED_SHAPES, SOURCES, Published
@@ -395,13 +395,3 @@ class TestRows:
         assert [row["published_scaling"] for row in found] == pytest.approx([1, 1.2, 1.8])
         assert [row["predicted_scaling"] for row in found] == pytest.approx([1, 1.25, 2])
         assert beside_published(figures[2:], ROWS)[0]["published_scaling"] is None
-
-
-@pytest.mark.parametrize("figure", PUBLISHED, ids=lambda figure: f"{figure.shape.name}, {figure.way}, {figure.devices}")
-def test_each_published_figure_can_be_predicted(figure: Published) -> None:
-    devices = {machine.name: machine.devices for machine in PRESETS}
-    assert figure.devices <= devices[figure.machine]
-    assert figure.source in SOURCES
-    assert figure.way in PREDICTED_BY
-    assert figure.shape in PUBLISHED_SHAPES
-    assert (figure.devices == 1) == (figure.way == ONE)
