@@ -61,8 +61,7 @@ def let_go() -> None:
 def _start_afresh_after_fork() -> None:
     """A thread of the parent may have held the lock.
 
-    What is held stays held. To free it would ask torch's allocator and CUDA, whose locks another thread of the parent may
-    have held too.
+    What is held stays held: to free it would ask torch's allocator and CUDA, whose locks may have been held too.
     """
     global _lock
     _lock = threading.Lock()

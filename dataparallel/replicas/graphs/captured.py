@@ -9,6 +9,7 @@ The capture follows `torch.cuda.make_graphed_callables` in what it records; it w
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import weakref
@@ -61,6 +62,9 @@ class Pool:
 
     def __init__(self, device: torch.device) -> None:
         stream = new_capture_stream(device)
+        if stream is None:
+            gc.collect()  # models that nobody has may still have captures
+            stream = new_capture_stream(device)
         if stream is None:
             raise CannotBeCaptured(f"{device} has no stream left for another capture", is_final=False)
         self.stream = stream

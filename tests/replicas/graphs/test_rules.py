@@ -585,6 +585,23 @@ class TestThreads:
         assert not reasons(network)
 
 
+class TestStreams:
+    def test_models_that_nobody_has_leave_theirs_to_others(self, form: Form, slots: list, root: torch.device) -> None:
+        """A device has 32 streams, and Python may collect such models late."""
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(33):
+                network = form(build(root), slots[:1], graphs=True)
+                cycle: list[Any] = [network]
+                cycle.append(cycle)
+                for _ in range(SETTLE):
+                    step(network, inputs(root))
+                assert captured(network)
+        finally:
+            gc.enable()
+
+
 class TestNumberOfCaptures:
     def test_is_bounded_for_each_kind_alone(self, form: Form, slots: list, root: torch.device) -> None:
         network = form(build(root), slots, graphs=True)
