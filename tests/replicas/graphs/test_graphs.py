@@ -390,7 +390,6 @@ def test_what_a_graph_of_autograd_retains_is_not_written_over(form: Form, slots:
     torch.testing.assert_close(source.first.weight.grad, once, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.counts_memory
 @on_cuda
 def test_a_second_backward_finds_out_if_the_graph_was_launched_again(
     form: Form, slots: list, root: torch.device
@@ -403,6 +402,10 @@ def test_a_second_backward_finds_out_if_the_graph_was_launched_again(
     network(x).sum().backward()
     with pytest.raises(RuntimeError, match="the graph was launched again"):
         output.backward()
+    # A thread of the engine may hold the graphs of the failed backward until after the test, and only their end orders
+    # what uses their memory.
+    for slot in {*slots}:
+        torch.cuda.synchronize(slot)
 
 
 @pytest.mark.counts_memory
