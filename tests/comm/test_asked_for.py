@@ -4,14 +4,15 @@ The choice is tried on CUDA devices of which only the names exist. For whole ste
 CUDA's, plain copies play NCCL, and the kernels are compiled for the CPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from kernel_launches import Launches
+from kernel_launches import Launches, assert_alike
 from nccl_stand_in import Library
-from torch import nn
+from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
 from dataparallel.comm import kernels, nccl, transport_choice
@@ -19,6 +20,7 @@ from dataparallel.comm.kernels import Cupy
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.settings import TRANSPORT_VARIABLE
 from dataparallel.comm.transport_choice import Choice, Collective, choose, transport_for
+from dataparallel.composable import replicate
 
 LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
 CPU = torch.device("cpu")
@@ -85,22 +87,15 @@ def test_cupy_is_refused_where_its_room_says_so_of_the_calls_devices(
 
 
 @pure
-@pytest.mark.parametrize("asked", [{}, {"transport": "copy"}, {"transport": "host"}, {"route": "chain"}])
-def test_of_one_that_nobody_has_asked_for_nothing_is_asked(asked: dict, machine: Machine) -> None:
-    with comm.using(**asked):
-        for work in ("broadcast", "reduce_add", "gather", "scatter"):
-            transport_for(work, machine.devices, LARGE)
-            comm.choose_transport(machine.devices, work=work)
-    assert machine.asked == []
-
-
-@pure
-@pytest.mark.parametrize(("name", "asked"), [("nccl", "nccl"), ("cupy", "cupy's files")])
-def test_the_report_asks_for_files_only(name: str, asked: str, machine: Machine) -> None:
-    with comm.using(transport=name):
-        assert comm.choose_transport(machine.devices).transport == name
+@pytest.mark.parametrize(
+    ("said", "asked"),
+    [({}, []), ({"route": "chain"}, []), ({"transport": "nccl"}, ["nccl"]), ({"transport": "cupy"}, ["cupy's files"])],
+)
+def test_the_report_asks_for_files_only_and_of_what_was_asked_for(said: dict, asked: list, machine: Machine) -> None:
+    with comm.using(**said):
+        assert comm.choose_transport(machine.devices).transport == said.get("transport", "copy")
         assert comm.choose_transport(machine.devices, work="gather").transport == "copy"
-    assert machine.asked == [asked]
+    assert machine.asked == asked
 
 
 @pytest.fixture
@@ -162,20 +157,65 @@ def test_the_environment_alone_trains(
 
 @pytest.mark.devices("sim")
 @pytest.mark.parametrize("name", NAMES)
-def test_slots_on_one_device_train_too(
-    name: str,
-    slots: list,
-    taken_for_cuda: Library,
-    launches: Launches,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slots_on_one_device_train_too(name: str, slots: list, taken_for_cuda: Library, launches: Launches) -> None:
     torch.manual_seed(0)
     net, x = nn.Linear(4, 3).to(slots[0]), torch.randn(6, 4)
     places = [slots[0], slots[0], slots[-1]]
-    monkeypatch.setenv(TRANSPORT_VARIABLE, name)
-    with comm.using(deterministic=False):
+    with comm.using(transport=name, deterministic=False):
         found = step(DataParallel(net, places), net, x)
     if slots[0] != slots[-1]:
         assert taken_for_cuda.calls or launches.kinds()
-    monkeypatch.delenv(TRANSPORT_VARIABLE)
     assert all(map(torch.equal, found, step(DataParallel(net, places), net, x)))
+
+
+# Each call of `comm` with the tensors of every slot, and the launches of kernels that serve it.
+CALLS: dict[str, tuple[Callable[[list[list[Tensor]]], Iterable[Tensor]], dict[str, int]]] = {
+    "broadcast": (lambda x: chain(*(comm.broadcast(t, [y[0].device for y in x]) for t in x[0])), {"copy_many": 4}),
+    "broadcast into": (
+        lambda x: chain(*(comm.broadcast(t, out=list(map(torch.zeros_like, out))) for t, *out in zip(*x, strict=True))),
+        {"copy_many": 4},
+    ),
+    "broadcast_coalesced": (
+        lambda x: chain(*comm.broadcast_coalesced(x[0], [y[0].device for y in x])),
+        {"copy_many": 1},
+    ),
+    "reduce_add": (lambda x: map(comm.reduce_add, zip(*x, strict=True)), {"sum": 4}),
+    "reduce_add_coalesced": (comm.reduce_add_coalesced, {"sum": 1}),
+    "add_flat": (lambda x: [comm.add_flat([y[1].clone() for y in x], x[0][0].device)], {"sum": 1}),
+}
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_serve_every_call_that_they_support(
+    name: str, slots: list, taken_for_cuda: Library, launches: Launches
+) -> None:
+    call, expected = CALLS[name]
+    matrix = torch.randn(4, 3)
+    tensors = [matrix, torch.randn(7), matrix.t().contiguous().t(), torch.tensor(3.0)]
+    x = [[tensor.to(slot) for tensor in tensors] for slot in slots]
+    with comm.using(transport="cupy"):
+        found = [*call(x)]
+    assert launches.kinds() == expected
+    assert_alike(found, [*call(x)])
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
+def test_kept_replicas_are_refreshed_by_kernels(
+    form: str, slots: list, root: torch.device, taken_for_cuda: Library, launches: Launches
+) -> None:
+    net, alone = (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval().to(root) for _ in range(2))
+    small = {"bucket_cap_mb": 1e-5}
+    model = DataParallel(net, slots) if form == "DataParallel" else replicate(net, devices=slots, **small)
+    x = torch.randn(6, 4, device=root)
+    with torch.no_grad(), comm.using(transport="cupy"):
+        model(x)
+        for tensor in (*net.parameters(), *net.buffers()):
+            tensor.add_(1)
+        launches.noted.clear()
+        output = model(x)
+        alone.load_state_dict(net.state_dict())
+        torch.testing.assert_close(output, alone(x))
+    copied = sum(sum(counts) for name, _, counts in launches.noted if name == "copy_many")
+    assert copied == sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers()))
