@@ -133,18 +133,3 @@ def test_it_is_complete_for_every_stream(pair: tuple, memory: str, sides: dict) 
         tensor.zero_()
         doubled = arrived * 2
         assert torch.equal(doubled.cpu(), torch.full((2**16,), 2.0))
-
-
-def test_a_backend_without_pinned_memory_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def refuses(*_: object, **__: object) -> Tensor:
-        asked.append(True)
-        raise RuntimeError("Need to provide pin_memory allocator to use pin memory.")
-
-    host.can_pin.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", refuses)
-        assert [host.can_pin("xpu"), host.can_pin("xpu")] == [False, False]
-    host.can_pin.cache_clear()
-    assert asked == [True]

@@ -2,7 +2,6 @@
 
 import threading
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,20 +10,14 @@ from tensor_kinds import devices_of
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
-from dataparallel.comm import peers, transport_choice
+from dataparallel.comm import peers
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.routes import STAR, TorchCopies
-from dataparallel.comm.settings import ROUTE_VARIABLE
 from dataparallel.comm.transport_choice import transport_for
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 LARGE, SMALL = [torch.empty(2**27, device="meta")], [torch.empty(10)]
 BUCKET = [torch.empty(10 * 2**18)]
-
-
-def test_within_one_device_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport_choice, "settings", None)
-    assert transport_for("broadcast", [torch.device("cpu")] * 3, LARGE) is STAR
 
 
 @pytest.mark.devices("sim")
@@ -69,8 +62,7 @@ def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypa
 
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(3)
-@pytest.mark.parametrize("by", ["context", "environment"])
-def test_a_whole_step_takes_the_route_of_its_forward(by: str, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_step_takes_the_route_of_its_forward(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums run in threads of the engine, which do not have the caller's context."""
     taken: list[tuple[str, bool]] = []
 
@@ -82,36 +74,8 @@ def test_a_whole_step_takes_the_route_of_its_forward(by: str, slots: list, monke
     monkeypatch.setattr(TorchCopies, "add_up", note)
     model = DataParallel(nn.Linear(4, 3).to(slots[0]), slots)
     x = torch.randn(6, 4, device=slots[0])
-    if by == "context":
-        with comm.using(route="chain"):
-            loss = model(x).square().sum()
-    else:
-        monkeypatch.setenv(ROUTE_VARIABLE, "chain")
+    with comm.using(route="chain"):
         loss = model(x).square().sum()
     loss.backward()
     assert taken
     assert {*taken} == {("chain", False)}
-
-
-def test_a_device_is_listed_as_often_as_it_is_a_slot(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise transports that take each device once would refuse every call that begins or ends on a slot."""
-    asked: list[list[torch.device]] = []
-
-    def ask(work: str, devices: Sequence[torch.device], tensors: Sequence[Tensor], cap_bytes: int = 0) -> TorchCopies:
-        asked.append([*devices])
-        return TorchCopies("star")
-
-    monkeypatch.setattr(comm, "transport_for", ask)
-    root = slots[0]
-    tensor, on_slots = torch.ones(6, device=root), [torch.ones(6, device=slot) for slot in slots]
-    comm.broadcast(tensor, slots)
-    comm.broadcast_coalesced([tensor, tensor], slots)
-    comm.reduce_add(on_slots, root)
-    comm.reduce_add_coalesced([[each] for each in on_slots], root)
-    comm.scatter(tensor, slots)
-    comm.gather(on_slots, 0, root)
-    comm.gather(on_slots, 0, out=torch.empty(6 * len(slots), device=root))
-    assert asked == [[torch.device(slot) for slot in slots]] * len(asked)
-    comm.gather(on_slots, 0, "cpu")
-    devices = [torch.device(slot) for slot in slots]
-    assert asked[-1] == (devices if root == "cpu" else [torch.device("cpu"), *devices])

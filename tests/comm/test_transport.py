@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tensor_kinds import FORMS, Tagged, of_many_magnitudes, strides, tagged, with_attribute
 from torch import Tensor
 
-from dataparallel import comm
 from dataparallel.comm.routes import STAR
 
 CPU = torch.device("cpu")
@@ -101,10 +100,9 @@ def test_sums_keep_the_strides_of_the_first_slot(destination: torch.device) -> N
     assert [total.stride() for total in totals] == [images.stride(), matrix.stride()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
-@pytest.mark.parametrize("kinds", ["ss", "sss", "sd", "ds", "ssd", "sds", "dss"])
-def test_sparse_terms_add_up_with_dense_ones(destination: torch.device, kinds: str, dtype: torch.dtype) -> None:
-    values = [torch.randn(4, 3).to(dtype) * (torch.rand(4, 1) > 0.5) for _ in kinds]
+@pytest.mark.parametrize("kinds", ["sss", "ds", "ssd", "sds"])
+def test_sparse_terms_add_up_with_dense_ones(destination: torch.device, kinds: str) -> None:
+    values = [torch.randn(4, 3, dtype=torch.complex64) * (torch.rand(4, 1) > 0.5) for _ in kinds]
     terms = [value.to_sparse(1) if kind == "s" else value for kind, value in zip(kinds, values, strict=True)]
     dense = [torch.ones(2) for _ in kinds]
     total, beside = STAR.reduce_add_coalesced(
@@ -123,14 +121,6 @@ def test_special_tensors_add_up_one_by_one(destination: torch.device, make: Call
     assert plain.tolist() == [3.0] * 2
     assert special.tolist() == [3.0] * 3
     assert isinstance(special, Tagged) == (make is tagged)
-
-
-def test_parts_of_one_sum_are_independent_for_autograd(destination: torch.device) -> None:
-    totals = STAR.reduce_add_coalesced([[torch.ones(2), torch.ones(3)] for _ in range(2)], destination, 4096)
-    version = totals[1]._version
-    totals[0].zero_()
-    assert totals[1]._version == version
-    assert totals[1].tolist() == [2.0] * 3
 
 
 # Broadcast
@@ -186,19 +176,6 @@ def test_one_tensor_broadcast_alone_keeps_strides_too(elsewhere: torch.device) -
         for copy in STAR.broadcast(tensor, [CPU, elsewhere, CPU]):
             assert copy.stride() == tensor.stride()
             assert torch.equal(copy.cpu(), tensor)
-
-
-def test_own_storage_through_the_public_function(slots: list, root: torch.device) -> None:
-    tensors = [torch.randn(3, device=root), torch.eye(3, device=root).to_sparse()]
-    tensors.append(with_attribute(torch.randn(2, device=root)))
-    results = comm.broadcast_coalesced(tensors, slots, own_storage=True)
-    assert all(mine is tensor for mine, tensor in zip(results[0], tensors, strict=True))
-    used = {storage(tensor) for tensor in tensors}
-    for on_slot in results[1:]:
-        theirs = {storage(result) for result in on_slot}
-        assert theirs.isdisjoint(used)
-        used |= theirs
-        assert on_slot[2].tag == "mine"
 
 
 # Scatter and gather
