@@ -250,8 +250,3 @@ MORE_THAN_MEMORY: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("kind", MORE_THAN_MEMORY)
 def test_what_is_more_than_its_memory_travels_singly(kind: str) -> None:
     assert plan_buckets([MORE_THAN_MEMORY[kind]()]) == ([], [0])
-
-
-def test_parameters_and_their_likes_travel_flat() -> None:
-    likes = [torch.zeros(2, requires_grad=True) * 1, nn.Parameter(torch.zeros(2, 2)), torch.ones(2, dtype=torch.cfloat)]
-    assert plan_buckets(likes)[1] == []

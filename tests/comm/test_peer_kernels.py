@@ -163,15 +163,3 @@ def test_by_default_they_serve_where_nvlink_joins_all_pairs(
     found = why_not_by_default(cuda(nvml, allocator))
     assert found is None if reason is None else reason in found
     assert nvml is None or not nvml.is_on
-
-
-@pytest.mark.devices("sim", "cuda")
-@pytest.mark.parametrize("transport", ["copy", "host"])
-def test_the_user_may_ask_for_copies(transport: str, peer_devices: list) -> None:
-    with comm.using(transport=transport):
-        assert why_no_tables(peer_devices) == f"{transport!r} was asked for"
-
-
-@pytest.mark.devices("cpu")
-def test_on_cpu_slots_there_are_none(slots: list) -> None:
-    assert "not two accelerators" in str(why_no_tables([*map(torch.device, slots)]))

@@ -5,7 +5,6 @@ these tests have no broken pair. The script of the forked child holds the privat
 """
 
 import itertools
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from dataparallel.comm import peers
 from dataparallel.comm.peers import failed_pairs, passes_check
-from processes import run_script
 from spare_streams import spare_stream
 
 CPU = torch.device("cpu")
@@ -210,45 +208,3 @@ def test_nobodys_work_is_waited_for(pair: tuple) -> None:
         with spare_stream(device), pytest.raises(RuntimeError, match="order"):
             tensor.add_(1)
     torch.accelerator.synchronize(pair[0])
-
-
-@on_devices
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_in_any_mode(pair: tuple, mode: Callable) -> None:
-    with mode():
-        assert passes_check(*pair)
-
-
-@pytest.mark.long
-@pytest.mark.devices("cpu")  # its processes are its own: once is enough
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_a_forked_child_knows_nothing_and_waits_for_nobody() -> None:
-    run_script("""
-import os, threading, warnings
-import torch
-from dataparallel.comm import peers
-warnings.simplefilter("ignore")
-pair = torch.device("xpu", 0), torch.device("xpu", 1)
-peers._results[pair] = False
-checking, forked = threading.Event(), threading.Event()
-
-
-def check():
-    with peers._lock:
-        checking.set()
-        forked.wait(20)
-
-
-thread = threading.Thread(target=check)
-thread.start()
-checking.wait()
-peers._arrives_unchanged = lambda source, target: True
-child = os.fork()
-if child == 0:
-    assert not peers._lock.locked()
-    os._exit(0 if peers.passes_check(*pair) else 1)
-assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 0
-forked.set()
-thread.join()
-assert not peers.passes_check(*pair)
-""")

@@ -50,13 +50,6 @@ def test_steps_of_a_chain(pieces: int, everyone: list, monkeypatch: pytest.Monke
     assert ports.steps == n - 1 + pieces
 
 
-@pytest.mark.slots(2, 3, 4, 5, 8)
-def test_steps_of_a_star(everyone: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Ports(monkeypatch) as ports:
-        broadcast("star", 1, everyone)
-    assert ports.steps == len(everyone) - 1
-
-
 @pytest.mark.slots(3, 4, 8)
 @pytest.mark.parametrize("pieces", [1, 2, 3, 4])
 def test_buckets_in_one_block_follow_each_other_without_a_gap(
@@ -70,24 +63,6 @@ def test_buckets_in_one_block_follow_each_other_without_a_gap(
         for source, *buffers in buckets:
             TorchCopies("chain", pieces).broadcast_flat(source, buffers)
     assert ports.steps == (len(everyone) - 2 + pieces) + pieces
-    for source, *buffers in buckets:
-        assert all(torch.equal(buffer.cpu(), source.cpu()) for buffer in buffers)
-
-
-@pytest.mark.slots(4, 8)
-def test_a_small_buffer_that_follows_along_a_chain_takes_one_step(
-    everyone: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A star would begin when the pieces have reached the last device, and the next bucket when the star is done."""
-    sizes = [SIZE, 1, SIZE]
-    buckets = [
-        [torch.full((size,), number + i, device=device) for i, device in enumerate(everyone)]
-        for number, size in enumerate(sizes)
-    ]
-    with Ports(monkeypatch) as ports, shared_piece_streams(everyone, 3):
-        for (source, *buffers), size in zip(buckets, sizes, strict=True):
-            TorchCopies("chain" if size == SIZE else "star", 2).broadcast_flat(source, buffers)
-    assert ports.steps == (len(everyone) - 2 + 2) + 1 + 2
     for source, *buffers in buckets:
         assert all(torch.equal(buffer.cpu(), source.cpu()) for buffer in buffers)
 

@@ -1,14 +1,9 @@
 """Who says how tensors travel, who wins, who sees it, and what is refused."""
 
-import contextvars
-import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-from dataparallel import DataParallel
 from dataparallel.comm import settings
 from dataparallel.comm.settings import ROUTES, TRANSPORTS, CommSettings, current, held, using
 
@@ -68,34 +63,6 @@ def test_an_impossible_variable_is_refused_by_name(variable: str, monkeypatch: p
 def test_an_impossible_argument_is_refused(argument: str, value: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=argument), using(**{argument: value}):
         pytest.fail("the block has begun")
-
-
-def seen_in_a_thread(context: contextvars.Context) -> CommSettings:
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(context.run(current)))
-    thread.start()
-    thread.join()
-    return seen[0]
-
-
-def test_a_thread_sees_what_its_context_has_been_told() -> None:
-    with using(transport="host"):
-        assert seen_in_a_thread(contextvars.copy_context()) == CommSettings("host")
-        assert seen_in_a_thread(contextvars.Context()) == CommSettings()
-
-
-def test_replicas_see_it(slots: list, root: torch.device) -> None:
-    seen = []
-
-    class Looks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(current())
-            return x
-
-    model = DataParallel(Looks(), slots)
-    with using(transport="copy", route="star"):
-        model(torch.zeros(len(slots), 2, device=root))
-    assert seen == [CommSettings("copy", "star")] * len(slots)
 
 
 def test_what_is_held_comes_before_the_environment(

@@ -163,14 +163,6 @@ def test_only_own_storage_is_copied_again_for_a_device_that_has_it(elsewhere: to
         assert all(results[slot][0].sum() == 3 for slot in (0, 1, 3, 4))
 
 
-def test_expanded_tensors_arrive_expanded(elsewhere: torch.device) -> None:
-    expanded = torch.randn(1, 3, 1).expand(4, 3, 5)
-    ((arrived,),) = STAR.broadcast_coalesced([expanded], [elsewhere], 4096, own=False)
-    assert arrived.stride() == expanded.stride()
-    assert arrived.untyped_storage().nbytes() == 3 * expanded.element_size()
-    assert torch.equal(arrived.cpu(), expanded)
-
-
 def test_one_tensor_broadcast_alone_keeps_strides_too(elsewhere: torch.device) -> None:
     for tensor in (torch.randn(3, 4).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)):
         for copy in STAR.broadcast(tensor, [CPU, elsewhere, CPU]):

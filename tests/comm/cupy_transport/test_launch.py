@@ -3,7 +3,6 @@
 The order of the streams is in ``nogpu/cuda/test_cupy.py``, where a launch really runs.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from clocked import counted
 from dataparallel.comm import kernels as launching
 from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, launch, why_not
-from processes import run_script
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -111,35 +108,6 @@ class TestPeerAccess:
                 launch(COPY_KERNEL, [[0], [0]], [4], zero, [one])
         launching.make_reachable(zero, [one])
         assert copied == [(0, 1), (1, 0)]
-
-
-@pytest.mark.devices("sim", "stand-in")
-def test_what_is_copied_is_one_byte_from_device_to_device(slots: list) -> None:
-    with counted() as counts:
-        launching._copy(slots[0], slots[1])
-    assert counts.copied == {(slots[0].index, slots[1].index): 1}
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_a_forked_child_copies_again_and_waits_for_nobody() -> None:
-    run_script("""
-import os, warnings
-import torch
-from dataparallel.comm import kernels as launching
-warnings.simplefilter("ignore")
-copied = []
-launching._copy = lambda source, target: copied.append((source.index, target.index))
-one, other = torch.device("cpu", 0), torch.device("cpu", 1)
-launching.make_reachable(one, [other])
-assert copied == [(0, 1), (1, 0)]
-launching._reaching.acquire()
-child = os.fork()
-if child == 0:
-    launching.make_reachable(one, [other])
-    os._exit(0 if len(copied) == 4 else 1)
-assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 0
-""")
 
 
 def test_a_compiler_that_fails_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,6 @@ from steps import Cubes, build, gradients, numbers
 pytestmark = pytest.mark.devices("sim", "cuda")
 
 
-@pytest.mark.slots(2, 3, 8)
-def test_a_step_on_the_callers_streams(slots: list, root: torch.device, side_streams: dict) -> None:
-    model, x = build(root), numbers(root)
-    expected = gradients(model(x).square().sum(), model, x)
-    for _ in range(3):
-        found = gradients(DataParallel(model, slots)(x).square().sum(), model, x)
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
 @pytest.mark.slots(1, 2, 3, 8)
 @pytest.mark.parametrize("pin_memory", [False, True], ids=["pageable", "pinned"])
 @pytest.mark.parametrize("form", ["DataParallel", "replicate"])

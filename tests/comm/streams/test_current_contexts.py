@@ -44,73 +44,30 @@ def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.mark.ahead(
     BEGIN
     + """
-model = DataParallel(net, slots)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-for x in (batch, batch.to(used[0]), batch.pin_memory()):
-    for _ in range(2):
-        loss = model(x).square().sum()
-        check()
-        loss.backward()
-        check()
-        optimizer.step()
-        optimizer.zero_grad()
-with torch.no_grad():
-    model(batch)
-check()
-"""
-)
-def test_training_with_the_wrapper(available: None, printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead(
-    BEGIN
-    + """
-model = DataParallel(net, slots)
-for x in dp.prefetch([batch] * 4, model):
-    model(x).square().sum().backward()
-    check()
-check()
-"""
-)
-def test_batches_that_are_sent_ahead(available: None, printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead(
-    BEGIN
-    + """
-model = replicate(net, devices=slots)
-for _ in range(3):
-    model(batch.to(used[0])).square().sum().backward()
-    check()
-with model.no_sync() if hasattr(model, "no_sync") else torch.enable_grad():
-    model(batch.to(used[0])).square().sum().backward()
-check()
-model(batch.to(used[0])).square().sum().backward()
-check()
-"""
-)
-def test_training_a_replicated_module(available: None, printed: str) -> None:
-    assert printed == ""
-
-
-@pytest.mark.long
-@pytest.mark.ahead(
-    BEGIN
-    + """
 from dataparallel.comm.peers import failed_pairs
 
 torch.sim.copies_cannot_fail = False
 assert failed_pairs(used) == []
 check()
-DataParallel(net, [1, 1, 2, 2])(batch).square().sum().backward()
+model = DataParallel(net, slots)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for x in (batch, batch.to(used[0]), batch.pin_memory(), *dp.prefetch([batch] * 4, model)):
+    loss = model(x).square().sum()
+    check()
+    loss.backward()
+    check()
+    optimizer.step()
+    optimizer.zero_grad()
+with torch.no_grad():
+    model(batch)
 check()
+model = replicate(net, devices=slots)
+for _ in range(3):
+    model(batch.to(used[0])).square().sum().backward()
+    check()
 """
 )
-def test_the_check_of_peers(available: None, printed: str) -> None:
+def test_training(available: None, printed: str) -> None:
     assert printed == ""
 
 

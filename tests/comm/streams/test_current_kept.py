@@ -51,31 +51,6 @@ class TestOnADevice:
             torch.Stream(root)  # the next one is the first again
         assert len(kept_streams(root)) == 8
 
-    def test_are_the_same_for_all_who_ask(self, root: torch.device) -> None:
-        assert kept_stream(root, "sums") is kept_stream(root, "sums", 5)
-
-    @pytest.mark.parametrize(
-        "purposes",
-        [
-            ["gathers", "shards are cast", "inputs", "shards leave", "sums"],
-            ["parameters", "flat buffers", "inputs", "gradients", "pieces"],
-        ],
-        ids=["sharded", "replicated"],
-    )
-    def test_what_goes_on_at_the_same_time_has_distinct_ones(self, purposes: list[str], root: torch.device) -> None:
-        assert len({kept_stream(root, purpose) for purpose in purposes}) == len(purposes)
-
-    @pytest.mark.parametrize("purpose", ["shards leave", "gradients"])
-    def test_a_few_are_taken_in_turn(self, purpose: str, root: torch.device) -> None:
-        first, second = kept_stream(root, purpose), kept_stream(root, purpose, 1)
-        assert first != second
-        assert first in [kept_stream(root, purpose, number) for number in range(2, 6)]
-
-    def test_a_second_one_is_never_the_one_that_sums_travel_on(self, root: torch.device) -> None:
-        """`piece_streams` adds a second stream to the current one."""
-        others = [kept_stream(root, purpose, turn) for purpose in ("gradients", "gathers", "sums") for turn in range(4)]
-        assert kept_stream(root, "pieces") not in others
-
     @pytest.mark.slots(3, 8)
     def test_steps_of_all_forms_make_no_others(self, make_slots: Callable, slots: list, root: torch.device) -> None:
         def sharded(net: nn.Sequential, slots: list) -> nn.Module:

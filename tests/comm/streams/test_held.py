@@ -47,12 +47,6 @@ class TestMemory:
         hold(self.tensor(root), Event())
         assert torch.accelerator.memory_allocated(root) == before + 2 * self.NBYTES
 
-    def test_where_the_event_has_passed_nothing_is_held(self, root: torch.device) -> None:
-        before, event = torch.accelerator.memory_allocated(root), Event()
-        event.passed = True
-        hold(self.tensor(root), event)
-        assert torch.accelerator.memory_allocated(root) == before
-
     def test_no_graph_is_held_with_it(self, root: torch.device) -> None:
         x = torch.ones(4, device=root, requires_grad=True)
         y = x.exp()
