@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.pool import Skipped
-from gangs import forget_idle_threads, values, values_of, worker_threads
+from gangs import values, values_of, worker_threads
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -64,10 +63,6 @@ def test_results_are_in_slot_order_whatever_ends_first() -> None:
     assert values([lambda slot=slot: task(slot) for slot in range(4)], 4) == [0, 1, 2, 3]
 
 
-def test_a_gang_without_tasks_ends_at_once() -> None:
-    assert Gang([], 1).run_tasks() == []
-
-
 def test_without_a_permit_nothing_can_run() -> None:
     with pytest.raises(ValueError, match="at least 1 permit; got 0"):
         Gang([int], 0)
@@ -102,12 +97,6 @@ def test_tasks_of_one_group_never_run_at_the_same_time() -> None:
     assert overlap.most_of_one_key == 1
 
 
-def test_tasks_of_one_group_run_in_slot_order() -> None:
-    started: list[int] = []
-    values([lambda slot=slot: started.append(slot) for slot in range(8)], 8, ["a"] * 8)
-    assert started == list(range(8))
-
-
 @pytest.mark.parametrize("groups", [["a", "b"], [None, None], ["a", None]])
 def test_tasks_of_other_groups_or_none_run_at_the_same_time(groups: list) -> None:
     together = threading.Barrier(2)
@@ -126,11 +115,6 @@ def tree(depth: int, width: int, permits: int) -> int:
 def test_nested_gangs_do_not_wait_for_each_other(depth: int, width: int, permits: int) -> None:
     for _ in range(100):
         assert tree(depth, width, permits) == width**depth
-
-
-def test_concurrent_gangs_have_permits_of_their_own() -> None:
-    together = threading.Barrier(6)
-    in_user_threads(6, lambda: values([lambda: together.wait(TIMEOUT)], 1))
 
 
 def test_nested_and_concurrent_gangs_together() -> None:
@@ -232,21 +216,6 @@ def test_tasks_that_wait_for_each_other_end(permits: int) -> None:
     assert gang.stalled
 
 
-def test_without_a_timeout_the_limit_stays() -> None:
-    barrier = threading.Barrier(2)
-
-    def wait() -> bool:
-        try:
-            barrier.wait(0.5)
-        except threading.BrokenBarrierError:
-            return False
-        return True
-
-    gang = Gang([wait] * 2, 1)
-    assert values_of(gang) == [False, False]
-    assert not gang.stalled
-
-
 def test_tasks_that_end_one_after_the_other_are_no_stall() -> None:
     gang = Gang([lambda: time.sleep(0.25)] * 5, 1, stall_timeout=0.8)
     values_of(gang)
@@ -283,30 +252,6 @@ def test_a_nested_gang_may_wait_for_another_tasks_one() -> None:
 
     found = values_of(Gang([nested] * 2, 1, stall_timeout=0.2))
     assert sorted([*found[0], *found[1]]) == [0, 1, 2, 3]
-
-
-def test_workers_that_come_after_the_end_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    gang = Gang([int], 1, stall_timeout=0.2)
-    values_of(gang)
-    forget_idle_threads(monkeypatch)
-    for number in range(2):
-        gang._run_in_worker(None, pool.Worker(number, None))  # like a worker that a stall has started, too late
-
-
-def test_a_task_that_fails_after_a_stall_is_reported() -> None:
-    entered = threading.Event()
-
-    def waits() -> None:
-        assert entered.wait(TIMEOUT)
-
-    def fails() -> None:
-        entered.set()
-        raise ValueError("as asked")
-
-    gang = Gang([waits, fails], 1, stall_timeout=0.2)
-    first, second = gang.run_tasks()
-    assert first.error is None
-    assert isinstance(second.error, ValueError)
 
 
 def test_gangs_whose_timeout_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,18 +109,6 @@ while not {task.thread.ident for task in running} <= idents(len(threads())):
 assert all(task.has_ended for task in running)
 assert not any(task.began.is_set() for task in waiting)
 """,
-    "it is raised where a task fails too": """
-def fails():
-    task()
-    raise ValueError("as asked")
-
-
-task = Task()
-afterwards(task.began.wait, ctrl_c, task.may_end.set)
-with interrupted():
-    Gang([fails, int], 1).run_tasks()
-assert task.has_ended
-""",
     "nested gangs start none either": """
 inner = [[Task() for _ in range(3)] for _ in range(2)]
 outcomes = []
@@ -145,27 +133,18 @@ for make in (lambda tasks: Gang(tasks, 2), SerialTasks, lambda tasks: SerialTask
         Gang([lambda: found.append(nests(make))], 1).run_tasks()
     assert found == [[Skipped, Skipped]]
 """,
-    "nor do nested calls in turn": """
-tasks, found = [Task(), Task()], []
-afterwards(tasks[0].began.wait, ctrl_c, tasks[0].may_end.set)
-with interrupted():
-    Gang([lambda: found.append([type(outcome.error) for outcome in SerialTasks(tasks).run_tasks()])], 1).run_tasks()
-assert found == [[type(None), Skipped]]
-""",
-    "a task that waits for a permit ends its work too": """
-holds, goes_on = Task(), []
+    "in the calling thread it is raised where it comes": """
+def waits():
+    started.append(True)
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(TIMEOUT)
 
 
-def waits_for_a_permit():
-    Gang([holds.began.wait], 1).run_tasks()
-    goes_on.append(True)
-
-
-afterwards(holds.began.wait, ctrl_c, holds.may_end.set)
-with interrupted():
-    Gang([waits_for_a_permit, holds], 1).run_tasks()
-assert holds.has_ended and goes_on
-gangs_work()
+started, tasks = [], [waits] * 3
+first, *others = SerialTasks(tasks, tasks).run_tasks()
+assert isinstance(first.error, KeyboardInterrupt)
+assert [type(outcome.error) for outcome in others] == [Skipped, Skipped]
+assert started == [True]
 """,
     "before and after a stall": """
 tasks = [Task() for _ in range(3)]
@@ -237,26 +216,6 @@ for patch in (press_before, press_after):
         Gang([int] * 3, 3).run_tasks()
     pool.Worker.start = begin
     gangs_work()
-""",
-    "while a task starts a nested gang": """
-begin = pool.Worker.start
-
-
-def waits(worker):
-    if threading.current_thread() is not threading.main_thread():
-        starting.set()
-        assert may_start.wait(TIMEOUT)
-    begin(worker)
-
-
-starting, may_start, found = threading.Event(), threading.Event(), []
-pool.Worker.start = waits
-afterwards(starting.wait, ctrl_c, may_start.set)
-with interrupted():
-    Gang([lambda: found.append([type(outcome.error) for outcome in Gang([int] * 2, 2).run_tasks()])], 1).run_tasks()
-assert found == [[Skipped, Skipped]]
-pool.Worker.start = begin
-gangs_work()
 """,
 }
 

@@ -5,7 +5,7 @@ import random
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from dataparallel import parallel_apply
 from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang, SerialTasks
 from dataparallel.threads.meetings import Meeting, WokenUp, here
-from dataparallel.threads.pool import Skipped, Turn
+from dataparallel.threads.pool import Skipped
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -50,10 +50,6 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 def test_each_gets_the_values_in_slot_order(way: dict[str, Any]) -> None:
     assert call(lambda index: [meet("first", index), meet("second", -index)], **way) == [[[0, 1, 2], [0, -1, -2]]] * 3
-
-
-def test_a_module_alone_has_no_place() -> None:
-    assert call(lambda index: here(), count=1) == [None]
 
 
 def test_after_forward_a_place_refuses(way: dict[str, Any]) -> None:
@@ -155,33 +151,6 @@ def test_in_turn_a_nested_call_between_two_meetings_keeps_the_order() -> None:
 
     call(forward, serial=True)
     assert order == [(what, index) for index in range(3) for what in ("begins", "ends")]
-
-
-def test_the_next_wait_is_not_ended_by_the_last_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    park, seen = Gang.park, []
-
-    def slowly(gang: Gang, slot: int, unpark: Sequence[int] = ()) -> Turn:
-        if len(seen) < 2:
-            seen.append(slot)
-            # Slot 0 is about to wait when slot 1 comes. Then slot 1 needs longer to let it go on than slot 0 to come
-            # to the next meeting.
-            time.sleep(0.5 if unpark else 0.2)
-        return park(gang, slot, unpark)
-
-    def replica() -> list[int]:
-        place = here()
-        assert place is not None
-        time.sleep(0.1 * place.index)
-        first = place.meet("first", place.index, lambda values: values[::-1])
-        time.sleep(0.3 * place.index)
-        return [first, place.meet("second", place.index, lambda values: values[::-1])]
-
-    monkeypatch.setattr(Gang, "park", slowly)
-    meeting = Meeting([torch.device("cpu")] * 2)
-    gang = Gang([lambda slot=slot: meeting.run_replica(slot, replica) for slot in range(2)], permits=2)
-    meeting.scheduler = gang
-    assert [(outcome.value, outcome.error) for outcome in gang.run_tasks()] == [([1, 1], None), ([0, 0], None)]
-    assert seen == [0, 1]
 
 
 class Injected(Exception):

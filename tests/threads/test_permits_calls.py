@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from at_once import in_threads
 from clocked import timeline
-from dataparallel import DataParallel, parallel_apply
-from dataparallel.comm.streams.current import DeviceClock, Event
+from dataparallel import DataParallel
+from dataparallel.comm.streams.current import Event
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.threads import permits
-from dataparallel.threads.permits import Permits
 
 pytestmark = pytest.mark.usefixtures("two_cores")
 
@@ -59,72 +57,6 @@ def test_a_model_that_sleeps_gets_a_permit_for_each_slot(slots: list, root: torc
     numbers = [most_at_once(model, x) for _ in range(20)]
     assert numbers[0] == numbers[-1] == 8
     assert min(numbers) == 2, "the other number was tried"
-
-
-@pytest.mark.slots(8)
-@pytest.mark.devices("cpu")
-def test_cpu_slots_run_as_many_as_there_are_cores(slots: list) -> None:
-    model, x = wrapper(slots, 0.01), torch.zeros(16, 2)
-    assert [most_at_once(model, x) for _ in range(5)] == [2] * 5
-
-
-@pytest.mark.slots(8)
-def test_it_runs_as_many_as_were_chosen(slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = wrapper(slots, 0.01), torch.zeros(16, 2, device=root)
-    begin_call = Permits.begin_call
-    for number in (1, 3):
-        monkeypatch.setattr(
-            Permits, "begin_call", lambda *args, number=number: begin_call(*args)._replace(number=number)
-        )
-        assert most_at_once(model, x) == number
-
-
-@pytest.mark.parametrize("options", [{"workers": 2}, {"serial": True}], ids=["workers", "serial"])
-def test_nothing_is_measured_where_the_caller_has_chosen(
-    options: dict, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(Permits, "begin_call")
-    most_at_once(wrapper(slots, **options), torch.zeros(6, 2, device=root))
-
-
-def test_nothing_is_measured_where_one_replica_runs_at_a_time(
-    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(Permits, "begin_call")
-    same = [slots[0]] * 3
-    wrapper(same)(torch.zeros(6, 2, device=root, requires_grad=True))
-
-
-def test_a_call_without_a_wrapper_runs_all_replicas_at_once(slots: list) -> None:
-    barrier = threading.Barrier(3)
-    modules = [Waiting(barrier).eval() for _ in range(3)]
-    with torch.no_grad():
-        parallel_apply(modules, [(torch.zeros(1),)] * 3, devices=slots)
-
-
-@pytest.mark.devices("sim", "cuda")
-def test_streams_are_marked_while_measuring_only(
-    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    marked: list[Any] = []
-
-    class Noting(DeviceClock):
-        def marks(self, streams: Any) -> Any:
-            marked.append([*streams.values()])
-            return super().marks(streams)
-
-    monkeypatch.setattr(permits, "DeviceClock", Noting)
-    model, x = wrapper(slots), torch.zeros(6, 2, device=root)
-    for _ in range(2):
-        most_at_once(model, x)
-    assert marked == []
-    most_at_once(model, x)
-    assert marked == [[torch.accelerator.current_stream(slot) for slot in dict.fromkeys(slots)]] * 2
-    for _ in range(10):
-        most_at_once(model, x)
-    count = len(marked)
-    most_at_once(model, x)
-    assert len(marked) == count
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -213,15 +145,3 @@ def test_gradients_and_outputs_do_not_depend_on_the_number(slots: list, root: to
         found.append([output.detach().clone(), *(p.grad.clone() for p in module.parameters())])
     for step in found[1:]:
         assert all(map(torch.equal, step, found[0]))
-
-
-def test_calls_from_several_threads(slots: list, root: torch.device) -> None:
-    x = torch.zeros(6, 2, device=root)
-
-    def several(*_: object) -> None:
-        with torch.no_grad():
-            for _ in range(30):
-                assert torch.equal(model(x), x + 1)
-
-    model = wrapper(slots, 0.001).eval()
-    in_threads(4, several)

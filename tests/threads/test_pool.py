@@ -3,13 +3,9 @@
 Libraries keep handles for each pair of thread and device until the thread ends, so these pairs are counted.
 """
 
-import gc
 import threading
-import time
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Hashable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -79,35 +75,6 @@ def test_a_device_meets_one_thread_for_each_of_its_slots(slots: list, root: torc
         assert 1 <= len(module.threads[device]) <= number
 
 
-@pytest.mark.slots(8)
-def test_two_wrappers_at_a_time_meet_two_for_each(slots: list, root: torch.device) -> None:
-    module = Meets()
-    with ThreadPoolExecutor(2) as users:
-        for done in [users.submit(call_often, DataParallel(module, slots, workers=8), root) for _ in range(2)]:
-            done.result()
-    for device, number in Counter(map(torch.device, slots)).items():
-        assert 1 <= len(module.threads[device]) <= 2 * number
-
-
-@pytest.mark.slots(8)
-def test_wrappers_of_other_devices_leave_them_where_they_are(slots: list, root: torch.device) -> None:
-    module = Meets()
-    wrappers = [DataParallel(module, half, workers=4) for half in (slots[:4], slots[4:])]
-    for _ in range(CALLS):
-        for wrapped in wrappers:
-            wrapped(torch.zeros(4, 1, device=wrapped.src_device_obj))
-    for device, number in Counter(map(torch.device, slots)).items():
-        assert 1 <= len(module.threads[device]) <= number
-
-
-@pytest.mark.slots(8)
-@pytest.mark.parametrize("permits", [2, 3])
-def test_with_few_permits_as_many_threads_meet_all_devices(permits: int, slots: list, root: torch.device) -> None:
-    module = Meets()
-    call_often(DataParallel(module, slots, workers=permits), root)
-    assert 1 <= len(set.union(*module.threads.values())) <= permits
-
-
 class Devices:
     """Tasks of a gang that note which thread runs for which device."""
 
@@ -142,31 +109,6 @@ class TestKeys:
         assert {device: len(threads) for device, threads in seen.threads.items()} == dict.fromkeys(range(8), 1)
         assert len(set.union(*seen.threads.values())) == 8
 
-    def test_threads_are_idle_before_the_next_call(self, monkeypatch):
-        release, seen = pool.release, Devices()
-
-        def release_late(worker: pool.Worker) -> None:
-            time.sleep(0.01)
-            release(worker)
-
-        monkeypatch.setattr(pool, "release", release_late)
-        for _ in range(10):
-            seen.run([0, 1], 2)
-        assert {device: len(threads) for device, threads in seen.threads.items()} == {0: 1, 1: 1}
-
-    def test_with_groups_they_are_kept_too(self):
-        seen = Devices()
-        for _ in range(CALLS):
-            seen.run([0, 0, 1, 1, 2, 2], 3, groups=[0, 0, 1, 1, 2, 2])
-        assert {device: len(threads) for device, threads in seen.threads.items()} == dict.fromkeys(range(3), 1)
-
-    def test_without_devices_all_threads_are_alike(self):
-        before = len(worker_threads())
-        for devices in (None, ["here"] * 4):
-            for _ in range(CALLS):
-                Gang([threading.Barrier(4).wait] * 4, 4, devices=devices).run_tasks()
-        assert len(worker_threads()) - before == 8
-
     def test_after_a_stall_each_task_starts_in_a_thread_of_its_device(self):
         seen, barrier = Devices(), threading.Barrier(4)
         for _ in range(3):
@@ -185,28 +127,6 @@ class TestKeys:
         assert worker_threads() == before
         outcomes = Gang([threading.Barrier(3).wait] * 3 + [int], 4, devices=[6, 7, 8, 9]).run_tasks()
         assert [str(outcome.error) for outcome in outcomes] == ["None"] * 3 + ["can't start new thread"]
-
-
-@pytest.mark.devices("cpu")  # gangs know no slots: once is enough
-def test_a_thread_that_is_slow_to_go_idle_keeps_nothing_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Task:
-        def __call__(self) -> None:
-            pass
-
-    work = Gang._run_in_worker
-
-    def leave_slowly(gang: Gang, slot: int | None, worker: pool.Worker) -> None:
-        work(gang, slot, worker)
-        time.sleep(0.2)
-
-    task = Task()
-    alive = weakref.ref(task)
-    gc.collect()
-    with monkeypatch.context() as patch:
-        patch.setattr(Gang, "_run_in_worker", leave_slowly)
-        Gang([task], 1).run_tasks()
-        del task
-        assert alive() is None
 
 
 @pytest.mark.parametrize("possible", [0, 1, 2])

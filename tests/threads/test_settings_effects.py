@@ -84,13 +84,6 @@ def test_autocast_holds_in_backward_and_recomputation(
 
 
 @serial_or_not
-def test_autocast_off_around_the_call_is_off_inside(serial: bool, slots: list, root: torch.device) -> None:
-    module = net(root)
-    with torch.autocast(root.type, torch.bfloat16), torch.autocast(root.type, enabled=False):
-        assert DataParallel(module, slots, serial=serial)(batch(root)).dtype == torch.float32
-
-
-@serial_or_not
 def test_weights_that_were_cast_are_not_remembered(serial: bool, slots: list, root: torch.device) -> None:
     module = net(root)
     model, x = DataParallel(module, slots, serial=serial), batch(root)
@@ -177,104 +170,32 @@ def test_modes_and_hooks_are_called_in_replicas_that_run_one_at_a_time(
     assert not module.alone.crowded
 
 
-def test_without_them_replicas_do_run_at_the_same_time(slots: list, root: torch.device) -> None:
-    module = Slow().to(root)
-    together = threading.Barrier(len(slots))
-
-    def wait_for_all(*_: Any) -> None:
-        together.wait(20)
-
-    module.register_forward_pre_hook(wait_for_all)
-    DataParallel(module, slots, workers=len(slots))(batch(root))
-    assert module.alone.crowded
-
-
-@serial_or_not
-def test_saved_tensor_hooks_unpack_what_they_packed(serial: bool, slots: list, root: torch.device) -> None:
-    plain, x = net(root), batch(root)
-    plain(x).square().sum().backward()
-    expected, x.grad = x.grad, None
-    module = net(root)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.dtype, t.double()), lambda pair: pair[1].to(pair[0])):
-        output = DataParallel(module, slots, serial=serial)(x)
-    output.square().sum().backward()
-    torch.testing.assert_close(x.grad, expected)
-    torch.testing.assert_close(module.first.weight.grad, plain.first.weight.grad)
-
-
-@serial_or_not
-def test_the_default_device_is_where_a_forward_makes_tensors(serial: bool, slots: list, root: torch.device) -> None:
-    devices: list[torch.device] = []
-
-    class Makes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            devices.append(torch.zeros(1).device)
-            return x
-
-    model, x = DataParallel(Makes(), slots, serial=serial), batch(root)
-    for device in (torch.device("meta"), root):
-        devices.clear()
-        with device:
-            model(x)
-        expected = [device] if device.type == "meta" else [torch.device(slot) for slot in slots]
-        assert {*devices} == {*expected}
-        assert len(devices) == len(slots)
-
-
-@serial_or_not
-def test_forward_mode_gradients_pass_through_replicas(serial: bool, slots: list, root: torch.device) -> None:
-    class Square(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
-            return torch.autograd.forward_ad.unpack_dual(dual.square()).tangent
-
-    x = batch(root)
-    with torch.autograd.forward_ad.dual_level():
-        torch.testing.assert_close(DataParallel(Square(), slots, serial=serial)(x), 2 * x.detach())
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_default_device_that_a_forward_sets_is_gone_for_the_next(workers: int, slots: list) -> None:
-    before: list[str] = []
-
-    class Leaving(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            before.append(torch.get_default_device().type)
-            torch.set_default_device("meta")
-            return x
-
-    x = torch.zeros(6, 1)
-    try:
-        for _ in range(2):
-            DataParallel(Leaving(), slots, workers=workers)(x)
-        assert torch.get_default_device().type == "cpu"
-    finally:
-        torch.set_default_device(None)
-    assert "meta" not in before
-
-
 @pytest.mark.parametrize("workers", [1, 3])
 def test_settings_that_a_forward_leaves_switched_are_the_callers_again(workers: int, slots: list) -> None:
     settings: list[tuple] = []
 
     def read() -> tuple:
         autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
-        return torch.is_grad_enabled(), torch.get_num_threads(), autocast
+        return torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_device().type, autocast
 
     class Leaving(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             settings.append(read())
             torch.set_grad_enabled(False)
             torch.set_num_threads(3)
+            torch.set_default_device("meta")
             torch.set_autocast_enabled("cpu", True)
             torch.set_autocast_cache_enabled(False)
             return x
 
-    mine = read()
-    for _ in range(2):
-        DataParallel(Leaving(), slots, workers=workers)(torch.zeros(6, 1))
-    assert settings == [mine] * 6
-    assert read() == mine
+    mine, x = read(), torch.zeros(6, 1)
+    try:
+        for _ in range(2):
+            DataParallel(Leaving(), slots, workers=workers)(x)
+        assert settings == [mine] * 6
+        assert read() == mine
+    finally:
+        torch.set_default_device(None)
 
 
 @pytest.mark.counts_memory
