@@ -69,14 +69,6 @@ def test_rows_come_back(on_host: bool, chunk_sizes: Any, slots: list, root: torc
     assert_rows(joined, rows, "coo")
 
 
-@pytest.mark.parametrize("rows", [1, 2, 0])
-def test_there_may_be_fewer_rows_than_slots(rows: int, slots: list, root: torch.device) -> None:
-    made = torch.ones(rows, 5, device=root)
-    parts = scatter(made.to_sparse(), slots)
-    assert len(parts) == max(rows, 1)
-    assert torch.equal(gather(parts, root).to_dense(), made)
-
-
 def test_chunks_without_a_value(slots: list, root: torch.device) -> None:
     made = torch.zeros(6, 5, device=root)
     made[5, 1] = 2

@@ -139,12 +139,6 @@ def test_a_tuple_with_an_entry_for_each_step(dim: int, slots: list, root: torch.
     assert joined[2][2] == "text"
 
 
-def test_lists_are_not_filled() -> None:
-    """One with an entry for each sample would get entries that are no samples."""
-    with pytest.raises(ValueError, match=r"replica 0 returned 1 elements.*return dataparallel\.samples\(list\)"):
-        gather([[torch.ones(1)], [torch.ones(1)] * 2], "cpu", pad=0)
-
-
 def test_what_padding_does_not_help_is_said_as_without_it() -> None:
     for first, second, message in (
         (torch.ones(1, 2), torch.ones(1, 3).double(), "replica 0 has dtype"),
