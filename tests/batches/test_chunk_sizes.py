@@ -25,15 +25,6 @@ def test_every_sample_goes_to_one_slot_and_no_slot_is_left_out(total: int, share
         assert sizes == ([1] * total or [0]), "the first slots get one sample each"
 
 
-@given(totals, shares)
-def test_a_larger_share_gets_no_fewer_samples(total: int, shares: list[float]) -> None:
-    sizes = split_by_shares(total, shares)
-    for size, share in zip(sizes, shares, strict=False):
-        for other, theirs in zip(sizes, shares, strict=False):
-            if share > theirs and total >= len(shares):
-                assert size >= other
-
-
 @given(totals, shares, st.integers(-20, 20))
 def test_only_ratios_count_and_the_answer_is_always_the_same(total: int, shares: list[float], power: int) -> None:
     sizes = split_by_shares(total, shares)

@@ -77,16 +77,6 @@ def test_chunks_without_a_value(slots: list, root: torch.device) -> None:
     assert torch.equal(gather(parts, root).to_dense(), made)
 
 
-def test_gradients_reach_the_values_of_a_matrix(slots: list, root: torch.device) -> None:
-    weight = torch.randn(5, 3, dtype=torch.float64, device=root)
-    found, alone = (dense(root).to_sparse().requires_grad_() for _ in range(2))
-    outputs = [torch.sparse.mm(part, weight.to(part.device)) for part in scatter(found, slots, chunk_sizes=[1, 4, 2])]
-    (gather(outputs, root) ** 2).sum().backward()
-    (torch.sparse.mm(alone, weight) ** 2).sum().backward()
-    assert found.grad.layout is alone.grad.layout
-    torch.testing.assert_close(found.grad.to_dense(), alone.grad.to_dense(), rtol=1e-9, atol=1e-9)
-
-
 @every_kind
 def test_whole_and_in_samples(kind: str, slots: list, root: torch.device) -> None:
     rows = rows_for(kind, root)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel import DataParallel, PerReplica, gather, scatter, scatter_kwargs, whole
+from dataparallel import DataParallel, PerReplica, gather, scatter, scatter_kwargs
 from dataparallel.composable import register_forward_method, replicate
 
 
@@ -72,11 +72,6 @@ class TestAState:
             state, alone = output["state"], expected["state"]
         assert type(state["inner"][0]) is (State if samples == 1 else PerReplica)
 
-    def test_its_tensors_stay_where_they_are(self, net, slots, batch):
-        output = DataParallel(net, slots, output_device="cpu")(batch)
-        assert output["sum"].device == torch.device("cpu")
-        assert [state.seen[0].device for state in output["state"]["inner"][0]] == [torch.device(slot) for slot in slots]
-
     def test_gradients_flow_through_it(self, wrapped, net, batch):
         state = wrapped(batch)["state"]
         wrapped(batch * 3, state)["sum"].sum().backward()
@@ -97,11 +92,6 @@ class TestScatter:
         found = scatter((torch.zeros(3, device=root), masks), slots)
         assert [mask["mask"].tolist() for _, mask in found] == [[0], [1, 1], [2, 2, 2]]
         assert [mask["mask"].device for _, mask in found] == [torch.device(slot) for slot in slots]
-
-    def test_it_says_how_many_replicas_there_are_where_nothing_else_does(self, slots, root):
-        table = whole(torch.ones(2, device=root))
-        found = scatter((PerReplica("ab"), table), slots)
-        assert [entry for entry, _ in found] == ["a", "b"]
 
     @pytest.mark.parametrize(
         ("inputs", "message"),

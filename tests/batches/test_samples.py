@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 
 from dataparallel import PerReplica, gather, samples, scatter, scatter_kwargs
@@ -75,10 +74,6 @@ def test_samples_of_any_shape_come_back(make_slots: Any, lengths: list[int], cou
     assert_same(list(gather(parts, slots[0])["x"]), entries)
 
 
-def test_samples_alone_are_a_batch(slots: list) -> None:
-    assert scatter(samples(["a", "b", "c", "d"]), slots) == [["a", "b"], ["c", "d"]]
-
-
 def test_gradients_reach_every_sample(slots: list, root: torch.device) -> None:
     entries = [torch.full((i + 1,), 1.0, dtype=torch.float64, device=root, requires_grad=True) for i in range(6)]
     parts = scatter(samples([{"x": entry} for entry in entries]), slots)
@@ -111,16 +106,6 @@ def test_a_replica_may_change_its_samples_in_place(slots: list, root: torch.devi
         part[1].mul_(3)
         (kept.sum() + part[1].sum()).backward(retain_graph=True)
     assert weight.grad.tolist() == [15, 15]
-
-
-def test_batches_inside_a_sample_are_moved_whole(slots: list, root: torch.device) -> None:
-    packed = pack_sequence([torch.ones(2), torch.ones(1)])
-    parts = scatter(samples([(packed, samples([torch.ones(1)]))] * 3), slots)
-    for part, slot in zip(parts, slots, strict=True):
-        (found, inner) = part[0]
-        assert type(found) is PackedSequence
-        assert found.data.device == inner[0].device == torch.device(slot)
-        assert len(inner) == 1
 
 
 def test_samples_stay_marked_for_another_scatter(slots: list) -> None:

@@ -114,17 +114,6 @@ def sides(pair: tuple) -> Iterator[dict[torch.device, torch.Stream]]:
 
 
 @on_devices
-def test_it_comes_after_what_the_current_streams_do(pair: tuple, memory: str, sides: dict) -> None:
-    with streams_set(sides):
-        tensor = torch.zeros(2**16, device=pair[0])
-        for _ in range(20):
-            tensor.add_(1)
-        arrived = host.send(tensor, pair[1])
-        arrived.mul_(2)
-        assert torch.equal(arrived.cpu(), torch.full((2**16,), 40.0))
-
-
-@on_devices
 def test_it_is_complete_for_every_stream(pair: tuple, memory: str, sides: dict) -> None:
     """The tensor may be written, and the result be read, on streams that have waited for nothing."""
     tensor = torch.ones(2**16, device=pair[0])

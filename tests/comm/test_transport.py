@@ -173,21 +173,6 @@ def test_one_tensor_broadcast_alone_keeps_strides_too(elsewhere: torch.device) -
 # Scatter and gather
 
 
-@given(st.data())
-def test_chunks_that_move_come_together_again(elsewhere: torch.device, data: st.DataObject) -> None:
-    sizes = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
-    dim = data.draw(st.integers(0, 1))
-    values = made((sum(sizes), 3) if dim == 0 else (3, sum(sizes)), data.draw(st.sampled_from(DTYPES)))
-    tensor = FORMS[data.draw(st.sampled_from(DENSE_FORMS))](values)
-    devices = data.draw(st.lists(st.sampled_from([CPU, elsewhere]), min_size=len(sizes), max_size=len(sizes)))
-    chunks = STAR.scatter(tensor, devices, sizes, dim)
-    for device, chunk, expected in zip(devices, chunks, torch.split(values, sizes, dim), strict=True):
-        assert torch.equal(chunk.cpu(), expected)
-        assert device != CPU or storage(chunk) == storage(tensor)
-    assert torch.equal(STAR.gather(chunks, dim, elsewhere).cpu(), values)
-    assert torch.equal(STAR.gather(chunks, dim, CPU), values)
-
-
 def test_gather_keeps_the_order_of_dimensions(destination: torch.device) -> None:
     parts = [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last) for _ in range(3)]
     whole = STAR.gather(parts, 0, destination)

@@ -63,20 +63,6 @@ class TestParity:
                 wrapped = DataParallel(own, slots, sync_batch_norm=True)
                 same(results(forward, own, batch), wanted)
 
-    @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-    def test_kernels_read_a_chunk_where_it_lies(self, slots, monkeypatch, layout):
-        module, read = made(nn.BatchNorm2d).to(slots[0]), []
-        kernels = Kernels().use(monkeypatch)
-        stats = kernels.stats
-        monkeypatch.setattr(torch, "batch_norm_stats", lambda x, eps: (read.append(x.data_ptr()), stats(x, eps))[1])
-        chunk = batch_of(4).to(slots[0]).to(memory_format=layout)
-        module = SyncBatchNorm.convert(nn.Sequential(nn.Identity(), module))
-        brought = []
-        module.register_forward_pre_hook(lambda _, args: brought.append(args[0].data_ptr()))
-        output = DataParallel(module, slots)(chunk)
-        assert sorted(read) == sorted(brought)
-        assert output.is_contiguous(memory_format=layout)
-
     def test_a_gradient_without_memory_of_its_own(self, slots, way):
         """The gradient of a sum is one value, seen in all places."""
         found = []
@@ -105,15 +91,6 @@ class TestParity:
         alone(other)[:1].sin().sum().backward()
         same([batch.grad], [other.grad])
 
-    def test_an_input_without_gradient(self, slots, way, monkeypatch):
-        module, batch = made(nn.BatchNorm2d).to(slots[0]), batch_of(7).to(slots[0]).requires_grad_()
-        alone = copy.deepcopy(module)
-        wrapped = DataParallel(module, slots, sync_batch_norm=True)
-        for model in (wrapped, alone):
-            model(batch.detach()).sin().sum().backward()
-        same([p.grad for p in module.parameters()], [p.grad for p in alone.parameters()])
-        wrapped(batch).sum().backward()  # so that the chunk's gradient is made too
-
 
 @pytest.mark.parametrize("steps", ["together", "one after the other"])
 def test_a_penalty_on_gradients(slots, way, steps):
@@ -141,36 +118,6 @@ def test_the_stand_in_takes_what_the_kernels_take():
 
 
 class TestPrecision:
-    @pytest.mark.parametrize("dtype", HALF)
-    def test_sums_are_in_float32(self, slots, way, dtype):
-        """The same chunks in float64 give the same up to the rounding of outputs and gradients."""
-        # 61 rows, so that the last piece is smaller.
-        chunk, grad = batch_of(61).to(slots[0], dtype), batch_of(61).to(slots[0], dtype).sin()
-        wide = chunk.double()
-        with torch.no_grad():
-            mean, m2 = sync_batch_norm.statistics(chunk)
-            variance = m2 / (chunk.numel() // 4)
-            sums = sync_batch_norm.sums(grad, chunk, mean)
-            made = [
-                sync_batch_norm.normalised(chunk, mean, variance, mean.to(dtype), mean.to(dtype), 1e-5),
-                sync_batch_norm.grad_of_chunk(chunk, mean, variance, mean, grad, variance),
-            ]
-        assert {each.dtype for each in (mean, m2, *sums)} == {torch.float32}
-        wanted_variance, wanted_mean = torch.var_mean(wide, [0, 2, 3], correction=0)
-        distance = wide - wanted_mean.view(-1, 1, 1)
-        wanted_sums = grad.double().sum([0, 2, 3]), (grad.double() * distance).sum([0, 2, 3])
-        for one, other in zip([mean, variance, *sums], [wanted_mean, wanted_variance, *wanted_sums], strict=True):
-            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
-        of_channels, weight = [each.view(-1, 1, 1) for each in (wanted_variance, mean.to(dtype).double())]
-        wanted = [
-            distance * (of_channels + 1e-5).rsqrt() * weight + weight,
-            of_channels * grad.double() + of_channels * distance + wanted_mean.view(-1, 1, 1),
-        ]
-        rounding = torch.finfo(dtype).eps
-        for one, other in zip(made, wanted, strict=True):
-            assert one.dtype == dtype
-            torch.testing.assert_close(one.double(), other, rtol=rounding, atol=4 * rounding)
-
     @pytest.mark.parametrize("dtype", HALF)
     def test_parameters_and_buffers_in_half_precision(self, slots, way, dtype):
         """As torch's BatchNorm has it where everything is in half precision."""

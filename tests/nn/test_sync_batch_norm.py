@@ -124,31 +124,6 @@ class TestPrecisionAndLayout:
         torch.testing.assert_close(output.float(), wanted, rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(module.running_mean, alone.running_mean)
 
-    def test_under_autocast(self, slots):
-        module = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).to(slots[0])
-        wrapped, batch = DataParallel(module, slots, sync_batch_norm=True), batch_of(6).float().to(slots[0])
-        with torch.autocast(torch.device(slots[0]).type, torch.bfloat16):
-            output = wrapped(batch)
-        output.float().sum().backward()
-        assert all(parameter.grad.dtype == torch.float32 for parameter in module.parameters())
-
-    def test_channels_last_is_kept(self, slots):
-        seen = []
-
-        class Seen(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.norm = made(nn.BatchNorm2d)
-
-            def forward(self, x: Tensor) -> Tensor:
-                result = self.norm(x)
-                seen.append(result.is_contiguous(memory_format=torch.channels_last))
-                return result
-
-        wrapped = DataParallel(Seen().to(slots[0]), slots, sync_batch_norm=True)
-        wrapped(batch_of(6).to(slots[0]).to(memory_format=torch.channels_last))
-        assert seen == [True] * 3
-
 
 class TestWhereItIsPlain:
     def test_eval_and_outside(self, slots):

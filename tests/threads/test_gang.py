@@ -16,26 +16,6 @@ pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 TIMEOUT = 20.0  # of every wait that a correct gang ends at once
 
 
-def in_user_threads(count: int, job: Callable[[], Any]) -> None:
-    """Runs ``job`` in several user threads at the same time, and raises the first error."""
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT)
-        assert not thread.is_alive(), "a user's thread hangs in a gang"
-    if errors:
-        raise errors[0]
-
-
 class Overlap:
     """Counts how many tasks are inside at the same time, in all and by key."""
 
@@ -117,14 +97,6 @@ def test_nested_gangs_do_not_wait_for_each_other(depth: int, width: int, permits
         assert tree(depth, width, permits) == width**depth
 
 
-def test_nested_and_concurrent_gangs_together() -> None:
-    def job() -> None:
-        for _ in range(100):
-            assert tree(2, 3, 1) == 9
-
-    in_user_threads(6, job)
-
-
 def test_a_task_that_waits_for_a_nested_gang_gives_its_permit_back() -> None:
     second_runs = threading.Event()
 
@@ -196,13 +168,6 @@ def test_any_exception_is_an_outcome(error: BaseException) -> None:
     before = worker_threads()
     assert values([int] * 2, 1) == [0, 0]
     assert worker_threads() == before
-
-
-def test_the_traceback_of_an_outcome_begins_in_the_task() -> None:
-    error = Gang([fail], 1).run_tasks()[0].error
-    assert error is not None
-    assert error.__traceback__ is not None
-    assert error.__traceback__.tb_frame.f_code is fail.__code__
 
 
 # ---- tasks that wait for each other by their own means: after `stall_timeout` all of them run ------------------------

@@ -139,20 +139,6 @@ def test_a_replica_for_which_there_is_no_thread_wakes_the_others(
     assert call(lambda index: meet(value=index), **way) == [[0, 1, 2]] * 3
 
 
-def test_in_turn_a_nested_call_between_two_meetings_keeps_the_order() -> None:
-    order: list[tuple[str, int]] = []
-
-    def forward(index: int) -> None:
-        meet()
-        order.append(("begins", index))
-        call(lambda inner: time.sleep(0.02), count=2, workers=2)
-        order.append(("ends", index))
-        meet()
-
-    call(forward, serial=True)
-    assert order == [(what, index) for index in range(3) for what in ("begins", "ends")]
-
-
 class Injected(Exception):
     """The error that a test injects."""
 

@@ -105,33 +105,20 @@ def test_no_call_waits_for_devices_that_are_behind(rule: Permits, devices: Devic
     assert calls(rule, 1, LAUNCH_BOUND) == [2]
 
 
-def test_a_mode_that_changes_makes_all_be_tried_again(rule: Permits) -> None:
+def test_a_kind_says_nothing_about_another_and_a_mode_that_changes_makes_all_be_tried_again(rule: Permits) -> None:
     assert calls(rule, 20, LAUNCH_BOUND)[-1] == 2
-    assert calls(rule, 20, WAITING, training=False) == TRIED + [8] * 12
-    assert calls(rule, 20, LAUNCH_BOUND) == TRIED + [2] * 12
-
-
-def test_a_kind_says_nothing_about_another(rule: Permits) -> None:
-    calls(rule, 20, LAUNCH_BOUND)
     assert calls(rule, 20, WAITING, kind="generate") == TRIED + [8] * 12
     assert calls(rule, 1, LAUNCH_BOUND) == [2]
-
-
-def test_what_is_remembered_is_bounded(rule: Permits) -> None:
-    for number in range(10 * permits.KINDS):
-        calls(rule, 1, LAUNCH_BOUND, kind=str(number))
-        assert len(rule._kinds) <= permits.KINDS + 1
+    assert calls(rule, 20, WAITING, training=False) == TRIED + [8] * 12
+    assert calls(rule, 20, LAUNCH_BOUND) == TRIED + [2] * 12
 
 
 class TestWithoutTimes:
     """Events of the accelerator carry no times: the host's time of calls decides, and in doubt it is the cores."""
 
-    @pytest.fixture(params=["zero", "none"])
-    def devices(self, request: pytest.FixtureRequest) -> Devices:
-        made = Devices(has_times=False)
-        if request.param == "none":
-            made.seconds = lambda begin, end: {}  # type: ignore[method-assign]
-        return made
+    @pytest.fixture
+    def devices(self) -> Devices:
+        return Devices(has_times=False)
 
     @pytest.mark.parametrize(("cost", "better"), EITHER)
     def test_the_host_decides(self, rule: Permits, host: Host, cost: dict[int, float], better: int) -> None:
@@ -185,12 +172,3 @@ class TestStalls:
         host.now += 2.6
         rule.end_call(call, stalled=True)
         assert calls(rule, 20, WAITING) == [8] * 20
-
-    def test_replicas_on_cpu_slots_that_wait_for_each_other_stall_twice(self, host: Host) -> None:
-        rule = Permits()
-        for _ in range(2):
-            call = rule.begin_call("forward", True, 8, {})
-            assert (call.number, call.stall_timeout) == (2, STALL_TIMEOUT)
-            host.now += 1.1
-            rule.end_call(call, stalled=True)
-        assert rule.begin_call("forward", True, 8, {}).number == 8

@@ -109,12 +109,6 @@ class TestKeys:
         assert {device: len(threads) for device, threads in seen.threads.items()} == dict.fromkeys(range(8), 1)
         assert len(set.union(*seen.threads.values())) == 8
 
-    def test_after_a_stall_each_task_starts_in_a_thread_of_its_device(self):
-        seen, barrier = Devices(), threading.Barrier(4)
-        for _ in range(3):
-            seen.run([0, 1, 2, 3], 1, lambda: barrier.wait(TIMEOUT), stall_timeout=0.2)
-        assert {device: len(threads) for device, threads in seen.threads.items()} == dict.fromkeys(range(4), 1)
-
     def test_where_the_system_has_no_more_threads_those_of_other_devices_help(self, monkeypatch):
         Devices().run([0, 1, 2], 3, threading.Barrier(3).wait)
         before = worker_threads()
@@ -157,20 +151,3 @@ def test_too_few_threads_are_an_error_and_no_hang(possible: int, permits: int, m
     else:
         assert any(isinstance(error, RuntimeError) and "new thread" in str(error) for error in errors)
     assert values([int] * 4, permits) == [0] * 4
-
-
-@pytest.mark.devices("cpu")  # gangs know no slots: once is enough
-def test_too_few_threads_for_a_nested_gang_are_an_error_of_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_idle_threads(monkeypatch)
-    start, running = pool.Worker.start, []
-
-    def start_one(worker: pool.Worker) -> None:
-        if running:
-            raise RuntimeError("can't start new thread")
-        running.append(worker)
-        start(worker)
-
-    monkeypatch.setattr(pool.Worker, "start", start_one)
-    outcome = Gang([lambda: values([int], 1)], 1).run_tasks()[0]
-    assert isinstance(outcome.error, RuntimeError)
-    assert values([int] * 3, 1) == [0] * 3

@@ -182,34 +182,6 @@ def test_another_librarys_thread_local_state_can_be_added(slots: list, monkeypat
 
 
 @serial_or_not
-def test_several_settings_at_once(serial: bool, slots: list) -> None:
-    changes = [row for row in ROWS if not row.note and row.name not in ("grad mode", "context variables")]
-    probe = Probe(lambda: [row.read() for row in changes])
-    baseline = probe.run(slots, serial)
-    with contextlib.ExitStack() as stack:
-        for row in changes:
-            stack.enter_context(row.change())
-        here = probe.read()
-        seen = probe.run(slots, serial)
-    if serial:
-        modes = [row.name for row in changes].index("torch function modes")
-        seen = [[*one[:modes], here[modes], *one[modes + 1 :]] for one in seen]
-    assert seen == [here] * len(slots)
-    assert probe.run(slots, serial) == baseline
-
-
-@serial_or_not
-def test_what_a_replica_changes_is_dropped(serial: bool, slots: list) -> None:
-    def change() -> str:
-        seen = VARIABLE.get()
-        VARIABLE.set("a replica's")
-        return seen
-
-    assert Probe(change).run(slots, serial) == ["default"] * len(slots)
-    assert VARIABLE.get() == "default"
-
-
-@serial_or_not
 def test_a_failing_replica_leaves_nothing_behind_either(serial: bool, slots: list) -> None:
     class Failing(Probe):
         fails = False

@@ -14,7 +14,6 @@ import dataparallel as dp
 from dataparallel import DataParallel
 from dataparallel.comm import broadcast_into
 from dataparallel.comm.buckets import plan_buckets
-from dataparallel.comm.streams import arrivals as room
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.replicas.build import ParameterRegistry
 from nogpu.pytest import settle
@@ -211,15 +210,3 @@ def test_a_variable_turns_late_copies_off(
 
     in_single_buckets(Looked().to(slots()[0]))(x)
     assert found == {expected}
-
-
-def test_a_small_model_is_not_late(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lookups would take longer than its copies."""
-    model = Half().to(slots()[0])
-    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
-    late: list[Arrivals] = []
-    monkeypatch.setattr(room.LateCopies, "add", lambda self, arrivals: late.append(arrivals))
-    for least in (nbytes + 1, nbytes):
-        monkeypatch.setattr(room, "LATE_FROM_BYTES", least)
-        DataParallel(model, slots())(x)
-        assert len(late) == (1 if least == nbytes else 0)

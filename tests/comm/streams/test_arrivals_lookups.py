@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import dataparallel as dp
 from dataparallel import DataParallel
 from dataparallel.comm.streams.current import streams_set
-from dataparallel.replicas.build import ParameterRegistry
 from late_parameters import ARRANGEMENTS, WIDTH, Net, arranged, other_stream, samples, silently, steps
 
 pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("no_compiler")]
@@ -130,30 +129,6 @@ def test_every_way_to_a_parameter_waits_for_it(
             call(x)
     with refused:
         call(x).sum().backward()
-
-
-def test_registries_copy_to_plain_dicts(root: torch.device) -> None:
-    found: list = []
-
-    def note(net: nn.Module) -> None:
-        registry = net.last._parameters
-        assert isinstance(registry, ParameterRegistry)
-        assert list(registry) == list(registry.keys()) == ["weight", "bias"]
-        assert len(registry) == 2
-        assert "weight" in registry
-        assert "x" not in registry
-        with pytest.raises(KeyError):
-            registry["x"]
-        assert registry.get("x", 3) == 3
-        copies = [registry.copy(), copy.copy(registry), dict(registry), registry | {}, {} | registry, {**registry}]
-        copies += [copy.deepcopy(registry), pickle.loads(pickle.dumps(registry))]
-        found.extend(map(type, copies))
-
-    slots = [torch.device(index) for index in (0, 1)]
-    model = Net(note).double().to(slots[0])
-    with torch.no_grad():
-        DataParallel(model, slots)(torch.ones(4, WIDTH, dtype=torch.float64, device=slots[0]))
-    assert found == [dict] * 16
 
 
 @pytest.mark.parametrize("why", ["one slot's device", "serial", "the stage alone", "frozen", "the compiler"])

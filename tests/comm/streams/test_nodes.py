@@ -129,14 +129,6 @@ def test_gradients_for_a_source_beside_the_slots(
         torch.accelerator.synchronize(home)
 
 
-def test_gradients_of_slots_on_one_device_for_a_source_beside_them(make_slots: Callable) -> None:
-    """They are read after they are made, where no slot comes before whose stream the engine orders."""
-    first, shared, home = make_slots(3)
-    if home in (first, shared):
-        pytest.skip("no other device")
-    check_against_one_device(False, [first, shared, shared], home, unused=1)
-
-
 class Around(Tensor):
     """A tensor without memory of its own, around another one."""
 
