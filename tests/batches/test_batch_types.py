@@ -36,15 +36,7 @@ class Noted(dict):
     note: str
 
 
-class NotedOrdered(collections.OrderedDict):
-    note: str
-
-
 class NotedList(list):
-    note: str
-
-
-class NotedUserDict(collections.UserDict):
     note: str
 
 
@@ -119,9 +111,7 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] =
     "dict": (lambda t: {"x": t, 2: "leaf"}, lambda c: c["x"]),
     "dict subclass": (lambda t: noted(Noted(x=t)), lambda c: c["x"]),
     "OrderedDict": (lambda t: collections.OrderedDict(z=t, a="leaf"), lambda c: c["z"]),
-    "OrderedDict subclass": (lambda t: noted(NotedOrdered(x=t)), lambda c: c["x"]),
     "UserDict": (lambda t: collections.UserDict(x=t), lambda c: c["x"]),
-    "UserDict subclass": (lambda t: noted(NotedUserDict(x=t)), lambda c: c["x"]),
     "dict of attributes, by key": (lambda t: AttributeDict(x=t), lambda c: c["x"]),
     "dict of attributes, by attribute": (lambda t: AttributeDict(x=t), lambda c: c.x),
     "dataclass": (lambda t: Plain(t, "leaf"), lambda c: c.x),

@@ -6,7 +6,6 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -69,15 +68,6 @@ def test_nan_from_every_replica_is_one_nan(root: torch.device) -> None:
     assert math.isnan(gather([math.nan] * 3, root))
     assert math.isnan(gather([float("nan"), float("nan")], root))
     assert len(gather([1.0, float("nan")], root)) == 2
-
-
-def test_arrays_are_leaves(root: torch.device) -> None:
-    array = np.arange(3)
-    assert gather([(array,), (array,)], root)[0] is array
-    other = np.arange(3) + 1
-    joined = gather([(array,), (other,)], root)[0]
-    assert joined[0] is array
-    assert joined[1] is other
 
 
 def test_objects_are_leaves_whatever_their_comparison_does(root: torch.device) -> None:
@@ -153,12 +143,6 @@ def test_what_the_message_says_to_do_works(outputs: list, message: str, advised:
     with pytest.raises(ValueError, match=message):
         gather(outputs, "cpu")
     assert is_right(gather(advised, "cpu"))
-
-
-def test_other_sizes_in_two_dimensions_are_filled() -> None:
-    with pytest.raises(ValueError, match="pad=NUMBER") as caught:
-        gather([ones(2, 3, 4), ones(2, 4, 5)], "cpu")
-    assert "transposed" not in str(caught.value)
 
 
 def made_here(kind: str, fields: str) -> Any:

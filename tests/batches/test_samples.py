@@ -1,7 +1,5 @@
 """Lists with one entry for each sample: scatter cuts them and moves what is inside, gather joins them in order."""
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -156,17 +154,6 @@ def test_what_no_sample_can_hold_is_named(entry: Any, slots: list, root: torch.d
 def test_only_lists_and_tuples_are_marked(what: Any) -> None:
     with pytest.raises(TypeError, match=rf"list or a tuple .*got {type(what).__name__}"):
         samples(what)
-
-
-def test_a_mark_is_a_new_list(slots: list) -> None:
-    entries = [torch.ones(1), 2]
-    marked = samples(entries)
-    assert marked is not entries
-    assert marked == entries
-    assert repr(samples(("a", 1))) == "samples(['a', 1])"
-    for again in (copy.copy(marked), copy.deepcopy(marked), pickle.loads(pickle.dumps(marked))):
-        assert type(again) is type(marked)
-        assert again[1] == 2
 
 
 def test_functions_are_mapped_over_what_is_inside() -> None:

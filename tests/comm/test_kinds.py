@@ -89,18 +89,6 @@ class Distribution(Tensor):
     def split(self, *args: Any, **kwargs: Any) -> Any:
         return [*map(self._made, super().split(*args, **kwargs))]
 
-    def cpu(self) -> Tensor:
-        return self._made(super().cpu())
-
-    def reshape(self, *args: Any) -> Tensor:
-        return self._made(super().reshape(*args))
-
-    def view_as(self, other: Tensor) -> Tensor:
-        return self._made(super().view_as(other))
-
-    def requires_grad_(self, *args: Any) -> Tensor:
-        return self._made(super().requires_grad_(*args))
-
 
 def distribution(numbers: Tensor) -> Distribution:
     made = numbers.as_subclass(Distribution)

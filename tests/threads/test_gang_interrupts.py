@@ -13,8 +13,7 @@ pytestmark = [
 ]
 
 PRELUDE = """
-import contextlib, gc, os, signal, threading, time, weakref
-from dataparallel.threads import pool
+import contextlib, os, signal, threading, time
 from dataparallel.threads.gang import SerialTasks
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.pool import Skipped
@@ -109,18 +108,7 @@ while not {task.thread.ident for task in running} <= idents(len(threads())):
 assert all(task.has_ended for task in running)
 assert not any(task.began.is_set() for task in waiting)
 """,
-    "nested gangs start none either": """
-inner = [[Task() for _ in range(3)] for _ in range(2)]
-outcomes = []
-first = [tasks[0] for tasks in inner]
-afterwards(*[task.began.wait for task in first], ctrl_c, *[task.may_end.set for task in first])
-with interrupted():
-    Gang([lambda tasks=tasks: outcomes.append(Gang(tasks, 1).run_tasks()) for tasks in inner], 2).run_tasks()
-assert [task.has_ended for tasks in inner for task in tasks] == [True, False, False] * 2
-assert [[type(outcome.error) for outcome in found] for found in outcomes] == [[type(None), Skipped, Skipped]] * 2
-gangs_work()
-""",
-    "nor do nested calls that begin after it": """
+    "nested calls that begin after it start none either": """
 def nests(make):
     task()
     return [type(outcome.error) for outcome in make([Task(), Task()]).run_tasks()]
@@ -170,52 +158,6 @@ with interrupted():
 others.may_end.set()
 user.join(TIMEOUT)
 assert [outcome.error for outcome in outcomes] == [None, None]
-""",
-    "memory of the call is free afterwards": """
-class Activation:
-    pass
-
-
-def fails():
-    activation = Activation()
-    held.append(weakref.ref(activation))
-    task()
-    raise ValueError("as asked")
-
-
-task, held = Task(), []
-gc.collect()
-gc.disable()
-afterwards(task.began.wait, ctrl_c, task.may_end.set)
-with interrupted():
-    Gang([fails] * 2, 1).run_tasks()
-assert [reference() for reference in held] == [None]
-""",
-    "while the first thread is being started": """
-begin = pool.Worker.start
-
-
-def press(worker):
-    signal.raise_signal(signal.SIGINT)
-    time.sleep(TIMEOUT)
-
-
-def press_before(worker):
-    press(worker)
-
-
-def press_after(worker):
-    begin(worker)
-    press(worker)
-
-
-for patch in (press_before, press_after):
-    pool._idle = {}  # as gangs.forget_idle_threads
-    pool.Worker.start = patch
-    with interrupted():
-        Gang([int] * 3, 3).run_tasks()
-    pool.Worker.start = begin
-    gangs_work()
 """,
 }
 

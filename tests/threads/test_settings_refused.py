@@ -23,16 +23,8 @@ OF_THE_PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] =
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, True),
     "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
-    "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
     "flash attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
-    "memory-efficient attention": (
-        torch.backends.cuda.mem_efficient_sdp_enabled,
-        torch.backends.cuda.enable_mem_efficient_sdp,
-        False,
-    ),
-    "math attention": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, False),
     "cuDNN": (lambda: torch.backends.cudnn.enabled, attribute(torch.backends.cudnn, "enabled"), False),
-    "cuDNN benchmark": (lambda: torch.backends.cudnn.benchmark, attribute(torch.backends.cudnn, "benchmark"), True),
 }
 
 

@@ -193,27 +193,6 @@ def test_a_scatter_outside_of_a_call_waits_for_its_copies(slots: list, root: tor
         assert len(chunks) == len(slots)
 
 
-def test_a_public_scatter_in_a_stage_waits_for_its_copies(slots: list, root: torch.device, camera: Callable) -> None:
-    """A subclass may rely on what the function promises. The wrapper's own stage leaves the wait to the call."""
-
-    class Fills(DataParallel):
-        def scatter(self, inputs: tuple, kwargs: dict, device_ids: list) -> tuple:
-            (x,) = inputs
-            chunks = scatter_kwargs(inputs, kwargs, device_ids)
-            camera(x)
-            return chunks
-
-    class Calls(DataParallel):
-        def scatter(self, inputs: tuple, kwargs: dict, device_ids: list) -> tuple:
-            return super().scatter((inputs[0],), kwargs, device_ids)
-
-    source = Looks().to(root)
-    Fills(source, slots)(batch(True))
-    x = batch(True)
-    Calls(source, slots)(x)
-    camera(x)
-
-
 def test_what_a_failed_send_has_started_is_waited_for(
     slots: list, camera: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dataparallel as dp
 from dataparallel import DataParallel
 from dataparallel.comm.streams.current import streams_set
 from late_parameters import ARRANGEMENTS, WIDTH, Net, arranged, other_stream, samples, silently, steps
@@ -129,26 +128,6 @@ def test_every_way_to_a_parameter_waits_for_it(
             call(x)
     with refused:
         call(x).sum().backward()
-
-
-@pytest.mark.parametrize("why", ["one slot's device", "serial", "the stage alone", "frozen", "the compiler"])
-def test_where_nothing_is_late_registries_are_plain_dicts(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: set[type] = set()
-    root = torch.device(0)
-    slots = [root, torch.device(0 if why == "one slot's device" else 1)]
-    model = Net(lambda net: found.add(type(net.last._parameters))).double().to(root)
-    x = torch.ones(4, WIDTH, dtype=torch.float64, device=root)
-    if why == "the compiler":
-        monkeypatch.setattr("dataparallel._torch.note_whether_compiler_is_in_use", lambda: True)
-    if why == "the stage alone":
-        dp.parallel_apply(dp.replicate(model, slots), [x, x.to(slots[1])], devices=slots)
-    elif why == "frozen":
-        wrapped = DataParallel(model, slots)
-        with torch.no_grad(), wrapped.options.frozen():
-            wrapped(x)
-    else:
-        DataParallel(model, slots, serial=why == "serial")(x)
-    assert found == {dict}
 
 
 class Odd(nn.Module):

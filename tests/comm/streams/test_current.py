@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel
-from backends_events import BackendsEvent, BackendsStream, as_of_backend
+from backends_events import as_of_backend
 from dataparallel import DataParallel
 from dataparallel.comm.streams.current import DeviceClock, Event, GivenEvents, current_streams, kept_stream, streams_set
 from steps import build, gradients, numbers
@@ -79,17 +79,6 @@ class TestEventsOfTheBackend:
             x.add_(1)  # the clocks see it
         event_on(side).synchronize()
         assert x.tolist() == [2, 2]
-
-    def test_they_see_only_the_backends_streams(
-        self, event_on: Callable, root: torch.device, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(torch.get_device_module(root), "Stream", BackendsStream)
-        seen: list[torch.Stream] = []
-        monkeypatch.setattr(BackendsEvent, "wait", lambda self, stream: seen.append(stream))
-        side = torch.Stream(root)
-        event_on(torch.accelerator.current_stream(root)).make_wait(side)
-        assert [*map(type, seen)] == [BackendsStream]
-        assert seen == [side]
 
 
 def test_waits_are_made_in_one_way() -> None:
