@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nested import nested_tensor
 
-from dataparallel import DataParallel, gather, samples, scatter, whole
-from dataparallel.composable import fully_shard, replicate
+import each_form
+from dataparallel import gather, samples, scatter, whole
+from each_form import Form
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 
@@ -108,27 +109,16 @@ class Embedder(nn.Module):
         return self.head(torch.sparse.mm(rows, self.weight))
 
 
-FORMS = {
-    "DataParallel": DataParallel,
-    "one slot": lambda net, slots: DataParallel(net, slots[:1]),
-    "replicate": lambda net, slots: replicate(net, devices=slots),
-    "fully_shard": lambda net, slots: fully_shard(net, devices=slots),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_model_of_sparse_batches_trains_as_on_one_device(form: str, slots: list, root: torch.device) -> None:
+@pytest.mark.slots(1, 3)
+def test_a_model_of_sparse_batches_trains_as_on_one_device(form: Form, slots: list, root: torch.device) -> None:
     torch.manual_seed(0)
     net, alone = Embedder().double().to(root), Embedder().double().to(root)
     alone.load_state_dict(net.state_dict())
-    model = FORMS[form](net, slots)  # type: ignore[operator]
     x = dense("cpu").to_sparse()
-    for run in (model, alone):
-        (run(x.to(root) if run is alone else x) ** 2).sum().backward()
+    for run, given in ((form(net, slots), x), (alone, x.to(root))):
+        (run(given) ** 2).sum().backward()
     for found, wanted in zip(net.parameters(), alone.parameters(), strict=True):
-        grad: Any = found.grad
-        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-        torch.testing.assert_close(grad, wanted.grad, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(each_form.whole(found.grad), wanted.grad, rtol=1e-9, atol=1e-9)
 
 
 LAYOUTS = {
