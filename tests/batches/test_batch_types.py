@@ -166,12 +166,6 @@ def test_a_tuple_that_cannot_be_built_again_says_what_to_do(slots: list) -> None
         scatter(Point(samples(), 1), slots)
 
 
-def test_a_size_stays_a_size(slots: list, root: torch.device) -> None:
-    parts = scatter((torch.Size([2, 3]), samples().to(root)), slots)
-    assert all(type(part[0]) is torch.Size for part in parts)
-    assert gather(parts, root)[0] == torch.Size([2, 3])
-
-
 class Mine:
     def __init__(self, first: Any, second: Any) -> None:
         self.first, self.second = first, second

@@ -44,27 +44,6 @@ def test_a_slot_is_less_than_one_sample_from_its_quota_unless_small_shares_need_
 
 
 @pytest.mark.parametrize(
-    ("total", "shares", "sizes"),
-    [
-        (7, (0.5, 1, 1), [1, 3, 3]),
-        (3, (1e-9, 1.0, 1.0), [1, 1, 1]),
-        (2, (0.5, 1, 1), [1, 1]),
-        (0, (0.5, 1, 1), [0]),
-    ],
-)
-def test_examples(total: int, shares: tuple[float, ...], sizes: list[int]) -> None:
-    assert split_by_shares(total, shares) == sizes
-
-
-def test_ints_are_numbers_of_samples_and_a_float_makes_them_shares() -> None:
-    assert Split([1, 4, 2.0]).sizes(14, 3) == [2, 8, 4]
-    assert Split([1, 4, 2]).sizes(7, 3) == [1, 4, 2]
-    with pytest.raises(ValueError, match="14"):
-        Split([1, 4, 2]).sizes(14, 3)
-    assert Split(None).sizes(7, 3) == [3, 3, 1], "as torch.chunk"
-
-
-@pytest.mark.parametrize(
     ("given", "error", "message"),
     [
         ([0.5, -1.0, 1.0], ValueError, "cannot be negative"),

@@ -134,16 +134,7 @@ class TestLists:
         return [str(each.message) for each in caught if each.category is PerformanceWarning]
 
     @pytest.mark.parametrize(
-        "sequence",
-        [
-            np.zeros((6, 2)),
-            list("abcdef"),
-            tuple("abcdef"),
-            [3, 1, 2, 2, 1, 3],
-            [{"id": i} for i in range(6)],
-            [np.zeros(3)] * 6,
-        ],
-        ids=["array", "list", "tuple", "numbers", "dicts", "arrays"],
+        "sequence", [np.zeros((6, 2)), tuple("abcdef"), [{"id": i} for i in range(6)]], ids=["array", "tuple", "dicts"]
     )
     def test_one_as_long_as_the_batch_is_said_once(self, sequence: Any, x: Tensor, slots: list) -> None:
         (message,) = self.said({"x": x, "more": sequence}, slots=slots)
@@ -152,10 +143,10 @@ class TestLists:
         assert "torch.from_numpy(array)" in message
         assert self.said({"x": x, "more": sequence}, slots=slots) == []
 
-    @pytest.mark.parametrize("sequence", [np.zeros((4, 2)), ["a", "b"], ("a", "b"), [np.zeros(2)] * 2], ids=str)
-    def test_so_is_one_where_nothing_is_split(self, sequence: Any, slots: list) -> None:
-        (message,) = self.said(sequence, slots=slots)
-        assert "nothing in the call is split: all 3 replicas get the whole of it" in message
+    def test_so_is_one_where_nothing_is_split(self, slots: list) -> None:
+        for sequence in (np.zeros((4, 2)), ["a", "b"]):
+            (message,) = self.said(sequence, slots=slots)
+            assert "nothing in the call is split: all 3 replicas get the whole of it" in message
 
     def test_what_is_no_batch_is_not_said(self, x: Tensor, slots: list) -> None:
         said = self.said

@@ -1,6 +1,6 @@
 """Copies through the host equal plain copies, keep the order of the streams, and never go from device to device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import tensor_kinds
@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataparallel.comm import host
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.streams.current import streams_set
 
 CPU = torch.device("cpu")
 on_devices = pytest.mark.devices("sim", "cuda")
@@ -103,22 +102,3 @@ def test_from_and_to_the_host_it_is_a_plain_copy(root: torch.device) -> None:
     there = host.send(with_attribute(numbers()), elsewhere)
     assert (there.device.type, there.tag) == (elsewhere.type, "mine")
     assert torch.equal(host.send(there, CPU), numbers())
-
-
-@pytest.fixture
-def sides(pair: tuple) -> Iterator[dict[torch.device, torch.Stream]]:
-    """On each device a stream beside the current one. At the end all work is done."""
-    yield {device: torch.Stream(device) for device in pair}
-    for device in pair:
-        torch.accelerator.synchronize(device)
-
-
-@on_devices
-def test_it_is_complete_for_every_stream(pair: tuple, memory: str, sides: dict) -> None:
-    """The tensor may be written, and the result be read, on streams that have waited for nothing."""
-    tensor = torch.ones(2**16, device=pair[0])
-    arrived = host.send(tensor, pair[1])
-    with streams_set(sides):
-        tensor.zero_()
-        doubled = arrived * 2
-        assert torch.equal(doubled.cpu(), torch.full((2**16,), 2.0))

@@ -23,7 +23,6 @@ from dataparallel.comm.kernels import Cupy
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.settings import TRANSPORT_VARIABLE
 from dataparallel.comm.transport_choice import Choice, Collective, choose, transport_for
-from dataparallel.composable import replicate
 
 LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
 CPU = torch.device("cpu")
@@ -212,27 +211,6 @@ def test_kernels_serve_every_call_that_they_support(
         found = [*call(x)]
     assert launches.kinds() == expected
     assert_alike(found, [*call(x)])
-
-
-@pytest.mark.devices("sim")
-@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
-def test_kept_replicas_are_refreshed_by_kernels(
-    form: str, slots: list, root: torch.device, taken_for_cuda: Library, launches: Launches
-) -> None:
-    net, alone = (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval().to(root) for _ in range(2))
-    small = {"bucket_cap_mb": 1e-5}
-    model = DataParallel(net, slots) if form == "DataParallel" else replicate(net, devices=slots, **small)
-    x = torch.randn(6, 4, device=root)
-    with torch.no_grad(), comm.using(transport="cupy"):
-        model(x)
-        for tensor in (*net.parameters(), *net.buffers()):
-            tensor.add_(1)
-        launches.noted.clear()
-        output = model(x)
-        alone.load_state_dict(net.state_dict())
-        torch.testing.assert_close(output, alone(x))
-    copied = sum(sum(counts) for name, _, counts in launches.noted if name == "copy_many")
-    assert copied == sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers()))
 
 
 @pytest.mark.devices("sim", "stand-in")

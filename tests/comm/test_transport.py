@@ -163,13 +163,6 @@ def test_only_own_storage_is_copied_again_for_a_device_that_has_it(elsewhere: to
         assert all(results[slot][0].sum() == 3 for slot in (0, 1, 3, 4))
 
 
-def test_one_tensor_broadcast_alone_keeps_strides_too(elsewhere: torch.device) -> None:
-    for tensor in (torch.randn(3, 4).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)):
-        for copy in STAR.broadcast(tensor, [CPU, elsewhere, CPU]):
-            assert copy.stride() == tensor.stride()
-            assert torch.equal(copy.cpu(), tensor)
-
-
 # Scatter and gather
 
 

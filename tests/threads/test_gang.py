@@ -35,14 +35,6 @@ class Overlap:
             self.inside.remove(key)
 
 
-def test_results_are_in_slot_order_whatever_ends_first() -> None:
-    def task(slot: int) -> int:
-        time.sleep(0.01 * (4 - slot))
-        return slot
-
-    assert values([lambda slot=slot: task(slot) for slot in range(4)], 4) == [0, 1, 2, 3]
-
-
 def test_without_a_permit_nothing_can_run() -> None:
     with pytest.raises(ValueError, match="at least 1 permit; got 0"):
         Gang([int], 0)

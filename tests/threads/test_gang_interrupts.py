@@ -14,8 +14,7 @@ pytestmark = [
 
 PRELUDE = """
 import contextlib, os, signal, threading, time
-from dataparallel.threads.gang import SerialTasks
-from dataparallel.threads.gang import Gang
+from dataparallel.threads.gang import Gang, SerialTasks
 from dataparallel.threads.pool import Skipped
 
 TIMEOUT = 20
@@ -114,7 +113,7 @@ def nests(make):
     return [type(outcome.error) for outcome in make([Task(), Task()]).run_tasks()]
 
 
-for make in (lambda tasks: Gang(tasks, 2), SerialTasks, lambda tasks: SerialTasks(tasks, tasks, stall_timeout=0.2)):
+for make in (lambda tasks: Gang(tasks, 2), SerialTasks, lambda tasks: SerialTasks(tasks, tasks)):
     task, found = Task(), []
     afterwards(task.began.wait, ctrl_c, task.may_end.set)
     with interrupted():
@@ -133,20 +132,6 @@ first, *others = SerialTasks(tasks, tasks).run_tasks()
 assert isinstance(first.error, KeyboardInterrupt)
 assert [type(outcome.error) for outcome in others] == [Skipped, Skipped]
 assert started == [True]
-""",
-    "before and after a stall": """
-tasks = [Task() for _ in range(3)]
-afterwards(*[task.began.wait for task in tasks], ctrl_c, *[task.may_end.set for task in tasks])
-with interrupted():
-    Gang(tasks, 1, stall_timeout=0.2).run_tasks()
-assert all(task.has_ended for task in tasks)
-
-tasks = [Task() for _ in range(3)]
-afterwards(tasks[0].began.wait, ctrl_c, lambda: time.sleep(1), tasks[0].may_end.set)
-with interrupted():
-    Gang(tasks, 1, stall_timeout=0.8).run_tasks()
-assert [task.has_ended for task in tasks] == [True, False, False]
-gangs_work()
 """,
     "gangs of other threads are left alone": """
 others, task, outcomes = Task(), Task(), []

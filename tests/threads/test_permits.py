@@ -124,13 +124,6 @@ class TestWithoutTimes:
     def test_the_host_decides(self, rule: Permits, host: Host, cost: dict[int, float], better: int) -> None:
         assert calls(rule, 20, cost, host) == TRIED + [better] * 12
 
-    @pytest.mark.parametrize(("cores", "number"), [(2, 2), (6, 6), (64, 8)])
-    def test_in_doubt_as_many_as_cores(
-        self, rule: Permits, host: Host, cores: int, number: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(permits, "cores", lambda: cores)
-        assert calls(rule, 20, {2: 1.02, 6: 1.0, 8: 1.0}, host)[-1] == number
-
 
 @pytest.mark.parametrize(("cores", "number"), [(1, 1), (2, 2), (6, 6), (64, 8)])
 def test_on_cpu_slots_as_many_as_there_are_cores(cores: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:

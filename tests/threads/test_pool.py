@@ -5,8 +5,6 @@ Libraries keep handles for each pair of thread and device until the thread ends,
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Hashable
-from typing import Any
 
 import pytest
 import torch
@@ -15,29 +13,11 @@ from torch import Tensor, nn
 from dataparallel import DataParallel
 from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
-from gangs import forget_idle_threads, values, worker_threads
+from gangs import forget_idle_threads, values
 from processes import run_script
 
 CALLS = 200
 TIMEOUT = 20.0
-
-
-class Meets(nn.Module):
-    """Notes which threads run on each device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.threads: defaultdict[Hashable, set[int]] = defaultdict(set)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.threads[x.device].add(threading.get_ident())
-        return x + 1
-
-
-def call_often(wrapped: DataParallel, root: torch.device) -> None:
-    batch = torch.zeros(len(wrapped.device_ids), 1, device=root)
-    for _ in range(CALLS):
-        wrapped(batch)
 
 
 CALLS_UNTIL_THE_END = """
@@ -68,59 +48,36 @@ def test_a_process_ends_while_daemon_threads_call_each_form() -> None:
 
 
 @pytest.mark.slots(8)
-def test_a_device_meets_one_thread_for_each_of_its_slots(slots: list, root: torch.device) -> None:
-    module = Meets()
-    call_often(DataParallel(module, slots, workers=8), root)
+def test_a_device_meets_one_thread_for_each_of_its_slots_whoever_calls(slots: list) -> None:
+    threads: defaultdict[torch.device, set[int]] = defaultdict(set)
+
+    class Notes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            threads[x.device].add(threading.get_ident())
+            return x
+
+    wrappers = [DataParallel(Notes(), some, workers=8) for some in (slots, slots[:4], slots[4:])]
+    for _ in range(CALLS):
+        for wrapped in wrappers:
+            wrapped(torch.zeros(8, 1, device=wrapped.src_device_obj))
     for device, number in Counter(map(torch.device, slots)).items():
-        assert 1 <= len(module.threads[device]) <= number
+        assert 1 <= len(threads[device]) <= number
 
 
-class Devices:
-    """Tasks of a gang that note which thread runs for which device."""
+@pytest.mark.devices("cpu")  # gangs know no slots: once is enough
+def test_where_the_system_has_no_more_threads_those_of_other_devices_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*devices: int) -> list[str]:
+        tasks = [threading.Barrier(3).wait] * 3 + [int] * (len(devices) - 3)
+        return [str(outcome.error) for outcome in Gang(tasks, len(devices), devices=[*devices]).run_tasks()]
 
-    def __init__(self) -> None:
-        self.threads: defaultdict[Hashable, set[str]] = defaultdict(set)
+    def no_threads(worker: pool.Worker) -> None:
+        raise RuntimeError("can't start new thread")
 
-    def run(self, devices: list, permits: int, wait: Any = lambda: None, **options: Any) -> None:
-        def task(device: Hashable) -> None:
-            self.threads[device].add(threading.current_thread().name)
-            wait()
-
-        gang = Gang([lambda device=device: task(device) for device in devices], permits, devices=devices, **options)
-        assert [outcome.error for outcome in gang.run_tasks()] == [None] * len(devices)
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool without threads."""
     forget_idle_threads(monkeypatch)
-
-
-@pytest.mark.devices("cpu")
-@pytest.mark.usefixtures("fresh")
-class TestKeys:
-    """Any key will do for a device. Gangs know no slots: once is enough."""
-
-    def test_each_device_has_one_thread_whatever_gangs_ask_for(self):
-        seen = Devices()
-        for call in range(CALLS):
-            devices = [(call + place) % 8 for place in range(1 + call % 8)]
-            seen.run(devices, 8)
-        assert {device: len(threads) for device, threads in seen.threads.items()} == dict.fromkeys(range(8), 1)
-        assert len(set.union(*seen.threads.values())) == 8
-
-    def test_where_the_system_has_no_more_threads_those_of_other_devices_help(self, monkeypatch):
-        Devices().run([0, 1, 2], 3, threading.Barrier(3).wait)
-        before = worker_threads()
-
-        def no_threads(worker: pool.Worker) -> None:
-            raise RuntimeError("can't start new thread")
-
-        monkeypatch.setattr(pool.Worker, "start", no_threads)
-        Devices().run([3, 4, 5], 3, threading.Barrier(3).wait)
-        assert worker_threads() == before
-        outcomes = Gang([threading.Barrier(3).wait] * 3 + [int], 4, devices=[6, 7, 8, 9]).run_tasks()
-        assert [str(outcome.error) for outcome in outcomes] == ["None"] * 3 + ["can't start new thread"]
+    run(0, 1, 2)
+    monkeypatch.setattr(pool.Worker, "start", no_threads)
+    assert run(3, 4, 5) == ["None"] * 3
+    assert run(6, 7, 8, 9) == ["None"] * 3 + ["can't start new thread"]
 
 
 @pytest.mark.parametrize("possible", [0, 1, 2])

@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel
@@ -46,20 +44,6 @@ def net(root: torch.device, reentrant: bool | None = None) -> NotesDtypes:
 
 def batch(root: torch.device) -> Tensor:
     return torch.randn(7, 6, generator=torch.Generator().manual_seed(1)).to(root).requires_grad_()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@serial_or_not
-def test_autocast_computes_what_it_computes_for_each_chunk(
-    dtype: torch.dtype, serial: bool, slots: list, root: torch.device
-) -> None:
-    module, x = net(root), batch(root)
-    with torch.autocast(root.type, dtype):
-        expected = torch.cat([module(chunk) for chunk in x.chunk(len(slots))])
-        output = DataParallel(module, slots, serial=serial)(x)
-    assert output.dtype == dtype
-    assert torch.equal(output, expected)
-    assert set(module.dtypes) == {dtype}
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
@@ -123,15 +107,6 @@ def function_mode(alone: Alone) -> TorchFunctionMode:
     return Mode()
 
 
-def dispatch_mode(alone: Alone) -> TorchDispatchMode:
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            with alone:
-                return function(*args, **(kwargs or {}))
-
-    return Mode()
-
-
 def saved_tensor_hooks(alone: Alone) -> contextlib.AbstractContextManager[Any]:
     def pack(tensor: Tensor) -> Tensor:
         with alone:
@@ -153,7 +128,7 @@ class Slow(NotesDtypes):
             return super().forward(x)
 
 
-@pytest.mark.parametrize("make", [function_mode, dispatch_mode, saved_tensor_hooks])
+@pytest.mark.parametrize("make", [function_mode, saved_tensor_hooks])
 @pytest.mark.parametrize("workers", [None, 3])
 def test_modes_and_hooks_are_called_in_replicas_that_run_one_at_a_time(
     make: Callable[[Alone], Any], workers: int | None, slots: list, root: torch.device
@@ -196,17 +171,3 @@ def test_settings_that_a_forward_leaves_switched_are_the_callers_again(workers: 
         assert read() == mine
     finally:
         torch.set_default_device(None)
-
-
-@pytest.mark.counts_memory
-@pytest.mark.parametrize("serial", [True, False])
-def test_no_casts_are_remembered_beyond_the_call(serial: bool, slots: list, root: torch.device) -> None:
-    model = nn.Linear(512, 512).to(root)
-    wrapped = DataParallel(model, slots, serial=serial)
-    x = torch.randn(6, 512, device=root)
-    with torch.no_grad(), torch.autocast(root.type, dtype=torch.bfloat16):
-        wrapped(x)
-        memory = psutil.Process().memory_info().rss
-        for _ in range(100):
-            wrapped(x)
-        assert psutil.Process().memory_info().rss < memory + 30 * 2**20

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel import DataParallel, parallel_apply
+from dataparallel import DataParallel
 from probe import Probe, intra_op_threads
 
 pytestmark = pytest.mark.devices("cpu")
@@ -69,16 +69,6 @@ def test_replicas_that_run_one_after_the_other_have_all() -> None:
 def test_on_accelerators_each_has_the_callers_number(slots: list) -> None:
     with intra_op_threads(6):
         assert seen(slots) == {6}
-
-
-def test_in_a_call_without_a_wrapper() -> None:
-    class Reads(nn.Module):
-        def forward(self) -> int:
-            return torch.get_num_threads()
-
-    with intra_op_threads(6), torch.no_grad():
-        assert parallel_apply([Reads().eval() for _ in CPU], [()] * 3, devices=CPU) == [2, 2, 2]
-        assert torch.get_num_threads() == 6
 
 
 def test_a_nested_call_divides_its_part() -> None:

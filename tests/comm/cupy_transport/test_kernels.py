@@ -175,15 +175,6 @@ def test_floats_of_every_kind_are_rounded_as_torch_does(kernels: Kernels, dtype:
     assert torch.equal(actual.view(torch.int16)[numbers], expected.view(torch.int16)[numbers])
 
 
-@pytest.mark.parametrize("max_blocks", [1, 7, 2_000])
-@pytest.mark.parametrize("count", [0, 1, 4_096, 10**6, 10**8])
-def test_there_are_as_many_blocks_as_chunks_but_no_more_than_allowed(max_blocks: int, count: int) -> None:
-    launch = pack(COPY_KERNEL, [[0], [0]], [count], max_blocks=max_blocks)
-    chunks = int(launch.table[-1])
-    assert launch.blocks == min(chunks, max_blocks)
-    assert (chunks - 1) * launch.chunk < count <= chunks * launch.chunk
-
-
 def test_a_megabyte_is_shared_by_all_blocks() -> None:
     assert pack(COPY_KERNEL, [[0], [0]], [2**20], max_blocks=200).blocks == 128
     assert pack(COPY_KERNEL, [[0], [0]], [2**20], max_blocks=2_000).blocks == 256  # a vector for each thread

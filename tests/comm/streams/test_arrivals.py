@@ -25,7 +25,6 @@ from late_parameters import (
     steps,
     trained,
 )
-from steps import build, gradients, numbers
 
 pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("no_compiler")]
 
@@ -149,13 +148,3 @@ def test_a_failure_while_copies_are_sent_leaves_no_race(
         with pytest.raises(ZeroDivisionError):
             call(x)
     steps(model, call, x)
-
-
-def test_on_the_callers_streams_too(slots: list, side_streams: dict, form: Callable) -> None:
-    root = torch.device(slots[0])
-    model, x = build(root), numbers(root)
-    expected = gradients(model(x).square().sum(), model, x)
-    call = form(model, slots)
-    for _ in range(3):
-        for ours, theirs in zip(gradients(call(x).square().sum(), model, x), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)

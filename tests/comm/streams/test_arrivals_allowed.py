@@ -106,23 +106,6 @@ def test_a_stage_of_a_subclass_may_write_to_the_source(grad: bool, cls: type[Dat
             call(x)
 
 
-@pytest.mark.parametrize("name", ["replicate", "parallel_apply", "gather"])
-def test_a_stage_of_one_wrapper_may_write_to_the_source(name: str, x: Tensor) -> None:
-    model = Half().to(slots()[0])
-    call = in_single_buckets(model)
-    own = getattr(call, name)
-
-    def halving(*arguments: Any) -> Any:
-        result = own(*arguments)
-        halve(model)
-        return result
-
-    setattr(call, name, halving)
-    for _ in range(3):
-        with torch.no_grad():
-            call(x)
-
-
 def test_a_forward_on_a_single_slot_may_replicate_and_write(x: Tensor) -> None:
     """Its replicas end with no call of the library, so their copies are ordered on the computing streams."""
 
