@@ -261,12 +261,6 @@ def test_a_registered_batch_is_cut_moved_and_joined(slots: list, root: torch.dev
         scatter([Sentences(["a", "b"]), torch.arange(3)], slots)
 
 
-@pytest.mark.usefixtures("own_registry")
-def test_a_batch_can_say_how_it_moves(slots: list) -> None:
-    register_sentences(to=lambda batch, device: Sentences(batch.texts, "moved"))
-    assert [part.device for part in scatter(Sentences(list("abc")), slots)] == ["moved"] * 3
-
-
 LENGTHS = {"sorted": [5, 4, 4, 2, 1, 1, 1], "unsorted": [1, 4, 2, 5, 1, 4, 1]}
 
 
@@ -301,8 +295,3 @@ def test_gradients_reach_every_packed_sample(kind: str, slots: list, root: torch
     gather(scaled, root).data.sum().backward()
     for sample, sequence in enumerate(sequences):
         assert torch.equal(sequence.grad, torch.full_like(sequence, sample // 3 + 1))
-
-
-def test_parts_that_are_sorted_may_be_unsorted_together(root: torch.device) -> None:
-    parts = [pack_sequence([torch.ones(length) * length]).to(root) for length in (1, 3, 2)]
-    assert [sequence.tolist() for sequence in unpack_sequence(gather(parts, root))] == [[1], [3, 3, 3], [2, 2]]

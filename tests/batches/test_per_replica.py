@@ -44,18 +44,13 @@ def batch(root):
     return torch.arange(14.0, device=root).reshape(7, 2)
 
 
-def forms(net, slots):
-    """The two forms, and a method of the second that is no forward."""
-    replicated = replicate(copy.deepcopy(net), devices=slots)
-    register_forward_method(replicated, "step")
-    return [DataParallel(net, slots), replicated, replicated.step]
-
-
 class TestAState:
     @pytest.mark.slots(1, 2, 3)
-    @pytest.mark.parametrize("form", range(3), ids=["DataParallel", "replicate", "method"])
-    def test_it_follows_its_replica(self, net, slots, batch, form):
-        model, state, alone = forms(net, slots)[form], None, None
+    @pytest.mark.parametrize("how", ["DataParallel", "replicate", "method"])
+    def test_it_follows_its_replica(self, net, slots, batch, how):
+        replicated, state, alone = replicate(copy.deepcopy(net), devices=slots), None, None
+        register_forward_method(replicated, "step")
+        model = {"DataParallel": DataParallel(net, slots), "replicate": replicated, "method": replicated.step}[how]
         for step in range(3):
             x = batch + step
             output, expected = model(x, state=state), net(x, alone)

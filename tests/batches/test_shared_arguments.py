@@ -143,10 +143,10 @@ class TestLists:
         assert "torch.from_numpy(array)" in message
         assert self.said({"x": x, "more": sequence}, slots=slots) == []
 
-    def test_so_is_one_where_nothing_is_split(self, slots: list) -> None:
-        for sequence in (np.zeros((4, 2)), ["a", "b"]):
-            (message,) = self.said(sequence, slots=slots)
-            assert "nothing in the call is split: all 3 replicas get the whole of it" in message
+    @pytest.mark.parametrize("sequence", [np.zeros((4, 2)), ["a", "b"]], ids=["array", "list"])
+    def test_so_is_one_where_nothing_is_split(self, sequence: Any, slots: list) -> None:
+        (message,) = self.said(sequence, slots=slots)
+        assert "nothing in the call is split: all 3 replicas get the whole of it" in message
 
     def test_what_is_no_batch_is_not_said(self, x: Tensor, slots: list) -> None:
         said = self.said

@@ -208,12 +208,6 @@ def test_groups_are_small_at_both_ends(numbers: list[int], first_bytes: int, cap
         left -= held
 
 
-def test_groups_are_filled_with_tensors_of_any_kind() -> None:
-    originals = [torch.eye(4).to_sparse(), torch.zeros(4, 4).t(), torch.zeros(100), torch.zeros(())]
-    assert fill_buckets(originals, [3, 2, 1, 0], 128, 512) == [[3], [2], [1, 0]]
-    assert fill_buckets([], [], 1, 1) == []
-
-
 def test_tensors_of_one_layout_are_neighbours_and_large_powers_of_two_come_first() -> None:
     originals = [torch.zeros(*shape) for shape in [(3,), (4, 4), (3,), (2,), (4, 4), (3,)]]
     (bucket,), _ = plan_buckets(originals)

@@ -6,7 +6,7 @@ import pytest
 import tensor_kinds
 import torch
 from tensor_kinds import with_attribute
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataparallel.comm import host
@@ -19,14 +19,9 @@ on_devices = pytest.mark.devices("sim", "cuda")
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     **tensor_kinds.FORMS,
     "expanded": lambda values: values[:1].expand(5, values.shape[1]),
-    "channels last": lambda values: values.reshape(2, 3, 1, 4).contiguous(memory_format=torch.channels_last),
     "empty": lambda values: values[:0],
-    "scalar": lambda values: values[0, 0],
-    "bfloat16": lambda values: values.bfloat16(),
-    "bool": lambda values: values > 0,
     "complex": lambda values: torch.complex(values, -values),
     "conjugate": lambda values: torch.complex(values, -values).conj(),
-    "parameter": lambda values: nn.Parameter(values.clone()),
 }
 
 

@@ -89,17 +89,6 @@ def test_what_it_does_not_support_goes_by_plain_copies(name: str, machine: Machi
 
 
 @pure
-def test_cupy_is_refused_where_its_room_says_so_of_the_calls_devices(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "why_not", lambda devices: "no peers" if machine.devices[2] in devices else None)
-    with comm.using(transport="cupy"):
-        assert isinstance(transport_for("broadcast", machine.devices[:2], LARGE), Cupy)
-        with pytest.raises(ValueError, match=r"'cupy' was asked for .*: no peers"):
-            transport_for("broadcast", machine.devices[:3], LARGE)
-
-
-@pure
 @pytest.mark.parametrize(
     ("said", "asked"),
     [({}, []), ({"route": "chain"}, []), ({"transport": "nccl"}, ["nccl"]), ({"transport": "cupy"}, ["cupy's files"])],

@@ -174,9 +174,15 @@ def test_parameters_and_buffers_in_half_precision(slots, way, dtype):
     """As torch's BatchNorm has it where everything is in half precision."""
     module = made(nn.BatchNorm2d).to(slots[0], dtype)
     alone, batch = copy.deepcopy(module).float(), batch_of(8).to(slots[0], dtype)
-    found = results(DataParallel(module, slots, sync_batch_norm=True), module, batch)
-    wanted = results(alone, alone, batch.float())
-    for one, other in zip(found, wanted, strict=True):
+    found = []
+    for model, own, x in (
+        (DataParallel(module, slots, sync_batch_norm=True), module, batch.requires_grad_()),
+        (alone, alone, batch.detach().float().requires_grad_()),
+    ):
+        output = model(x)
+        (output.sin() * output.detach()).sum().backward()
+        found.append([output, x.grad, *(parameter.grad for parameter in own.parameters()), *own.buffers()])
+    for one, other in zip(*found, strict=True):
         assert one.dtype in (dtype, torch.int64)
         torch.testing.assert_close(one.to(other.dtype), other, rtol=3e-2, atol=3e-2)
 

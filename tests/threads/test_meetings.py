@@ -80,17 +80,6 @@ def test_an_error_in_what_the_last_one_does_is_raised(way: dict[str, Any], toget
     assert call(lambda index: meet(value=index), **way) == [[0, 1, 2]] * 3
 
 
-def test_replicas_that_disagree_are_listed(way: dict[str, Any]) -> None:
-    def forward(index: int) -> None:
-        if index != 1:
-            meet(f"thing {index}")
-
-    with pytest.raises(
-        RuntimeError, match=r"(?s)0 on cpu waits for thing 0.*1 on cpu has ret.*2 on cpu waits for thing 2"
-    ):
-        call(forward, **way)
-
-
 @pytest.mark.parametrize("fault", ["disagree", "fail"])
 def test_memory_of_a_failed_call_is_free_without_the_garbage_collector(way: dict[str, Any], fault: str) -> None:
     class Activation:
