@@ -285,13 +285,3 @@ def test_packed_sequences_keep_samples_in_order(kind: str, chunk_sizes: Any, slo
     for found in (split, unpack_sequence(joined)):
         assert [len(sequence) for sequence in found] == LENGTHS[kind]
         assert all(torch.equal(a.to(root), b) for a, b in zip(found, sequences, strict=True))
-
-
-@pytest.mark.parametrize("kind", LENGTHS)
-def test_gradients_reach_every_packed_sample(kind: str, slots: list, root: torch.device) -> None:
-    whole, sequences = packed(kind, root)
-    parts = scatter(whole, slots)
-    scaled = [part._replace(data=part.data * (slot + 1)) for slot, part in enumerate(parts)]
-    gather(scaled, root).data.sum().backward()
-    for sample, sequence in enumerate(sequences):
-        assert torch.equal(sequence.grad, torch.full_like(sequence, sample // 3 + 1))

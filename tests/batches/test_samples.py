@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 
 from dataparallel import PerReplica, gather, samples, scatter, scatter_kwargs
@@ -104,6 +105,13 @@ def test_a_replica_may_change_its_samples_in_place(slots: list, root: torch.devi
         part[1].mul_(3)
         (kept.sum() + part[1].sum()).backward(retain_graph=True)
     assert weight.grad.tolist() == [15, 15]
+
+
+def test_batches_inside_a_sample_are_moved_whole(slots: list) -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    for part, slot in zip(scatter(samples([packed] * 3), slots), slots, strict=True):
+        assert type(part[0]) is PackedSequence
+        assert part[0].data.device == torch.device(slot)
 
 
 def test_samples_stay_marked_for_another_scatter(slots: list) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dataparallel.comm import peers
 from dataparallel.comm.peers import failed_pairs, passes_check
-from spare_streams import spare_stream
 
 CPU = torch.device("cpu")
 on_devices = pytest.mark.devices("sim", "cuda")
@@ -188,14 +187,3 @@ def test_random_states_and_what_is_current_stay(pair: tuple) -> None:
     assert passes_check(*pair)
     assert now() == before
     assert all(map(torch.equal, random, states()))
-
-
-@pytest.mark.devices("sim", "stand-in")
-def test_nobodys_work_is_waited_for(pair: tuple) -> None:
-    """What was launched on the current streams is no more known to be over than before."""
-    made = [torch.ones(4, device=device) for device in pair]
-    assert passes_check(*pair)
-    for device, tensor in zip(pair, made, strict=True):
-        with spare_stream(device), pytest.raises(RuntimeError, match="order"):
-            tensor.add_(1)
-    torch.accelerator.synchronize(pair[0])

@@ -82,27 +82,6 @@ class TestParity:
         same([p.grad for p in module.parameters()], [p.grad for p in alone.parameters()])
         same([*module.buffers()], [*alone.buffers()])
 
-    @pytest.mark.parametrize("form", [replicate, fully_shard])
-    def test_forms(self, slots, form):
-        class Net(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first, self.norm = nn.Linear(4, 4, dtype=torch.float64), made(nn.BatchNorm1d)
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.norm(self.first(x)).tanh()
-
-        torch.manual_seed(0)
-        module = Net().to(slots[0])
-        alone, batch = copy.deepcopy(module), batch_of(7, nn.BatchNorm1d).to(slots[0])
-        model = form(SyncBatchNorm.convert(module), devices=slots)
-        for one in (model, alone):
-            one(batch).sin().sum().backward()
-        for parameter, other in zip(model.parameters(), alone.parameters(), strict=True):
-            grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-            same([grad], [other.grad])
-        same([*model.buffers()], [*alone.buffers()])
-
     def test_layouts(self, slots, way):
         """Chunks and gradients with other strides than each other."""
         module, batch = made(nn.BatchNorm2d).to(slots[0]), batch_of(8).to(slots[0])

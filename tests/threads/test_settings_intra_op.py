@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from dataparallel import DataParallel
 from probe import Probe, intra_op_threads
@@ -69,15 +68,6 @@ def test_replicas_that_run_one_after_the_other_have_all() -> None:
 def test_on_accelerators_each_has_the_callers_number(slots: list) -> None:
     with intra_op_threads(6):
         assert seen(slots) == {6}
-
-
-def test_a_nested_call_divides_its_part() -> None:
-    inner = Probe(torch.get_num_threads)
-    model = DataParallel(nn.Sequential(DataParallel(inner, ["cpu"] * 2, workers=2)), ["cpu"] * 2, workers=2).eval()
-    with intra_op_threads(8), torch.no_grad():
-        model(torch.zeros(8, 1))
-        assert inner.seen == [2] * 4
-        assert torch.get_num_threads() == in_a_fresh_thread(torch.get_num_threads) == 8
 
 
 def test_what_a_replica_sets_is_gone_afterwards_also_if_it_fails() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_launches import Launches, assert_alike, made
-from tensor_kinds import tagged, with_attribute
+from tensor_kinds import with_attribute
 from torch import Tensor
 
 from dataparallel.comm import kernels
@@ -107,43 +107,6 @@ def test_kernels_write_into_tensors_that_all_lie_alike_and_plain_copies_into_oth
 def misaligned(numel: int = 4) -> Tensor:
     tensor = torch.frombuffer(bytearray(4 * numel + 4), dtype=torch.float32, offset=1, count=numel)
     return tensor.copy_(torch.arange(float(numel)))
-
-
-DENSE = {
-    "transposed": lambda: torch.randn(2, 3).t(),
-    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "part of a buffer": lambda: torch.randn(10)[3:7],
-    "one element of any stride": lambda: torch.randn(12).as_strided((3, 4, 1), (4, 1, 999)),
-    "empty": lambda: torch.empty(0, 3),
-}
-COPIED_ONLY = {
-    "bool": lambda: torch.tensor([True, False]),
-    "8-bit floats": lambda: torch.zeros(3, dtype=torch.float8_e5m2),
-    "misaligned": misaligned,
-}
-NOT_FLAT = {
-    "holes": lambda: torch.randn(6)[::2],
-    "repeated": lambda: torch.randn(1).expand(3),
-    "subclass": lambda: tagged(torch.randn(3)),
-    "attribute": lambda: with_attribute(torch.arange(3.0)),
-    "sparse": lambda: torch.ones(3).to_sparse(),
-    "sparse rows": lambda: torch.ones(3, 3).to_sparse_csr(),
-    "negative": lambda: torch.ones(3, dtype=torch.complex64).conj().imag.clone()._neg_view(),
-    "conjugate": lambda: torch.ones(3, dtype=torch.complex64).conj(),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-@pytest.mark.parametrize("name", [*DENSE, *COPIED_ONLY, *NOT_FLAT])
-@pytest.mark.devices("cpu")
-def test_kernels_copy_what_is_dense_and_plain_copies_the_rest(name: str, launches: Launches) -> None:
-    """The tensor stands between plain ones of its shape, within a run."""
-    odd = {**DENSE, **COPIED_ONLY, **NOT_FLAT}[name]()
-    plain = torch.arange(float(odd.numel())).reshape(odd.shape)
-    tensors = [plain, odd, plain + 1, torch.ones(2), plain + 2]
-    results = KERNELS.broadcast_coalesced(tensors, [CPU, CPU], own=True)
-    assert_alike(results[1], STAR.broadcast_coalesced(tensors, [CPU, CPU], 2**20, own=True)[1])
-    assert launches.tensors() == (4 if name in NOT_FLAT else 5)
 
 
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {

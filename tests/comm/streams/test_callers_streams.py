@@ -71,15 +71,3 @@ def test_a_checkpoint_around_the_wrapper_recomputes_on_the_callers_streams(
     checkpoint(wrapped, x, use_reentrant=use_reentrant).square().sum().backward()
     for ours, theirs in zip([x, *model.parameters()], expected, strict=True):
         torch.testing.assert_close(ours.grad, theirs, rtol=0, atol=1e-12)
-
-
-def test_sparse_gradients(slots: list, root: torch.device, side_streams: dict) -> None:
-    """Their sums are on the caller's streams."""
-    torch.manual_seed(0)
-    table = nn.Embedding(5, 3, sparse=True).double().to(root)
-    rows = torch.arange(13).remainder(5).to(root)
-    wrapped = DataParallel(table, slots)
-    (expected,) = torch.autograd.grad(table(rows).square().sum(), [table.weight])
-    for times in (1, 2, 3):
-        wrapped(rows).square().sum().backward()
-        torch.testing.assert_close(table.weight.grad.to_dense(), times * expected.to_dense(), rtol=0, atol=1e-9)

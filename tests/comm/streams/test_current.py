@@ -58,27 +58,15 @@ def test_an_event_holds_a_stream_back_until_what_was_launched_before_it(root: to
 
 
 @pytest.mark.devices("sim", "stand-in")
-class TestEventsOfTheBackend:
-    """Those that the backend's own streams record, as CUDA's do."""
-
-    @pytest.fixture(params=["a stream", "a user"])
-    def event_on(self, request: pytest.FixtureRequest) -> Callable[[torch.Stream], Event]:
-        """A function that makes an event on a stream."""
-
-        def made(stream: torch.Stream) -> Event:
-            own = as_of_backend(stream)
-            return Event(own) if request.param == "a stream" else GivenEvents([own.record_event()])
-
-        return made
-
-    def test_streams_wait_for_them(self, event_on: Callable, root: torch.device) -> None:
-        side = torch.Stream(root)
-        x = torch.ones(2, device=root)
-        event_on(torch.accelerator.current_stream(root)).make_wait(side)
-        with streams_set({root: side}):
-            x.add_(1)  # the clocks see it
-        event_on(side).synchronize()
-        assert x.tolist() == [2, 2]
+@pytest.mark.parametrize("made_by", [Event, lambda stream: GivenEvents([stream.record_event()])], ids=["us", "a user"])
+def test_streams_wait_for_events_that_the_backends_own_streams_record(made_by: Callable, root: torch.device) -> None:
+    side = torch.Stream(root)
+    x = torch.ones(2, device=root)
+    made_by(as_of_backend(torch.accelerator.current_stream(root))).make_wait(side)
+    with streams_set({root: side}):
+        x.add_(1)  # the clocks see it
+    made_by(as_of_backend(side)).synchronize()
+    assert x.tolist() == [2, 2]
 
 
 def test_waits_are_made_in_one_way() -> None:
@@ -168,3 +156,13 @@ def test_the_seconds_between_marks_of_each_device(slots: list) -> None:
     found = clock.seconds(begin, end)
     assert found.keys() == {*streams}
     assert all(0 < seconds <= whole for seconds in found.values())
+
+
+def test_a_clock_of_events_without_times_is_asked_once() -> None:
+    class Timeless:
+        def seconds_until(self, later: object) -> float:
+            raise NotImplementedError("this backend has no times")
+
+    clock, mark = DeviceClock(), {torch.device("meta"): Timeless()}
+    assert clock.seconds(mark, mark) == {}  # type: ignore[arg-type]
+    assert clock.marks({torch.device("meta"): object()}) == {}  # type: ignore[dict-item]

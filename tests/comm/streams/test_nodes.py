@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, comm, parallel_apply, replicate
+from dataparallel import DataParallel, comm
 from dataparallel.autograd import functions
 from dataparallel.comm.streams.current import current_streams, memory_of, streams_set
 from nogpu.pytest import settle
 from spare_streams import spare_stream
-from steps import build
 
 pytestmark = pytest.mark.devices("sim", "cuda")
 
@@ -115,20 +114,6 @@ def test_inputs_and_outputs_of_a_node_that_belong_to_other_streams(
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)
 
 
-@pytest.mark.slots(2)
-@pytest.mark.parametrize("recorded", [False, True])
-def test_gradients_for_a_source_beside_the_slots(
-    recorded: bool, slots: list, make_slots: Callable, side_streams: dict
-) -> None:
-    """They are summed on the caller's stream of its device too, which no slot is on."""
-    *_, home = make_slots(3)
-    if home in slots:
-        pytest.skip("no other device")
-    with streams_set({home: torch.Stream(home)}):
-        check_against_one_device(recorded, slots, home)
-        torch.accelerator.synchronize(home)
-
-
 class Around(Tensor):
     """A tensor without memory of its own, around another one."""
 
@@ -172,19 +157,3 @@ def test_memory_that_another_stream_reads_is_not_used_again_before(kind: str, ro
     del values, tensor, memory, part
     torch.ones(8, device=root)
     settle()
-
-
-def check_against_one_device(recorded: bool, slots: list, home: torch.device, unused: int = 0) -> None:
-    """``unused``: how many of the first outputs have no part in the loss."""
-    model = build(home)
-    parameters = [*model.parameters()]
-    inputs = [torch.ones(2, 6, dtype=torch.float64, device=slot) for slot in slots]
-
-    def found(outputs: list[Tensor]) -> list[Tensor]:
-        loss = sum(output.square().sum().to(home) for output in outputs[unused:])
-        grads = torch.autograd.grad(loss, parameters, create_graph=recorded)
-        return list(torch.autograd.grad(sum(g.square().sum() for g in grads), parameters) if recorded else grads)
-
-    expected = found([model(x.to(home)) for x in inputs])
-    for ours, theirs in zip(found(parallel_apply(replicate(model, slots), inputs)), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
