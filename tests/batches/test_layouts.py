@@ -70,14 +70,6 @@ def test_rows_come_back(on_host: bool, chunk_sizes: Any, slots: list, root: torc
     assert_rows(joined, rows, "coo")
 
 
-def test_chunks_without_a_value(slots: list, root: torch.device) -> None:
-    made = torch.zeros(6, 5, device=root)
-    made[5, 1] = 2
-    parts = scatter(made.to_sparse(), slots)
-    assert [part._nnz() for part in parts] == [0, 0, 1]
-    assert torch.equal(gather(parts, root).to_dense(), made)
-
-
 @every_kind
 def test_whole_and_in_samples(kind: str, slots: list, root: torch.device) -> None:
     rows = rows_for(kind, root)

@@ -49,11 +49,6 @@ def test_outputs_of_any_sizes_are_joined(slots: list, drawn: tuple[list[list[int
     assert all(torch.equal(part.grad, 2 * part.detach()) for part in parts)
 
 
-def test_it_is_differentiable_twice() -> None:
-    parts = [torch.randn(2, size, dtype=torch.float64, requires_grad=True) for size in (1, 3)]
-    assert torch.autograd.gradgradcheck(lambda *each: gather([part * 1 for part in each], "cpu", pad=1.0).sin(), parts)
-
-
 @pytest.mark.parametrize(
     ("dtype", "pad", "expected"),
     [

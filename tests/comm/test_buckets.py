@@ -215,14 +215,6 @@ def test_tensors_of_one_layout_are_neighbours_and_large_powers_of_two_come_first
     assert [(layout.shape, count) for layout, count in bucket.runs] == [((4, 4), 2), ((2,), 1), ((3,), 3)]
 
 
-def test_only_candidates_are_planned() -> None:
-    originals = [torch.zeros(1), torch.zeros(1), torch.eye(2).to_sparse(), torch.zeros(1)]
-    buckets, singles = plan_buckets(originals, candidates=[1, 2, 3])
-    assert [bucket.indices for bucket in buckets] == [[1, 3]]
-    assert singles == [2]
-    assert plan_buckets([]) == ([], [])
-
-
 # What travels flat
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from dataparallel.comm import settings
-from dataparallel.comm.settings import ROUTES, TRANSPORTS, CommSettings, current, held, using
+from dataparallel.comm.settings import ROUTES, TRANSPORTS, CommSettings, current, using
 
 pytestmark = pytest.mark.devices("cpu")  # no settings of devices: once is enough
 
@@ -63,16 +63,3 @@ def test_an_impossible_variable_is_refused_by_name(variable: str, monkeypatch: p
 def test_an_impossible_argument_is_refused(argument: str, value: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=argument), using(**{argument: value}):
         pytest.fail("the block has begun")
-
-
-def test_what_is_held_comes_before_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before = current()
-    monkeypatch.setenv("DATAPARALLEL_TRANSPORT", "nccl")
-    with held(before):
-        assert current() == before
-        with using(transport="copy"):
-            assert current().transport == "copy"
-        assert current() == before
-    assert current().transport == "nccl"

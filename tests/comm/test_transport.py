@@ -6,14 +6,14 @@ test_comm tests the checks of arguments.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensor_kinds import FORMS, Tagged, of_many_magnitudes, strides, tagged, with_attribute
+from tensor_kinds import FORMS, Tagged, of_many_magnitudes, strides, tagged
 from torch import Tensor
 
 from dataparallel.comm.routes import STAR
@@ -112,15 +112,6 @@ def test_sparse_terms_add_up_with_dense_ones(destination: torch.device, kinds: s
     assert total.device == torch.zeros(0, device=destination).device
     torch.testing.assert_close(total.to_dense().cpu(), sum(values))
     assert beside.tolist() == [len(kinds)] * 2
-
-
-@pytest.mark.parametrize("make", [tagged, with_attribute], ids=["subclass", "attribute"])
-def test_special_tensors_add_up_one_by_one(destination: torch.device, make: Callable[[Tensor], Tensor]) -> None:
-    inputs = [[torch.ones(2), make(torch.ones(3))] for _ in range(3)]
-    plain, special = STAR.reduce_add_coalesced(inputs, destination, 4096)
-    assert plain.tolist() == [3.0] * 2
-    assert special.tolist() == [3.0] * 3
-    assert isinstance(special, Tagged) == (make is tagged)
 
 
 # Broadcast

@@ -173,14 +173,13 @@ def test_tasks_that_wait_for_each_other_end(permits: int) -> None:
     assert gang.stalled
 
 
-def test_tasks_that_end_one_after_the_other_are_no_stall() -> None:
-    gang = Gang([lambda: time.sleep(0.25)] * 5, 1, stall_timeout=0.8)
-    values_of(gang)
-    assert not gang.stalled
-
-
-def test_nor_is_a_long_task_for_which_none_waits() -> None:
-    gang = Gang([lambda: time.sleep(0.5)] * 2, 2, stall_timeout=0.2)
+@pytest.mark.parametrize(
+    ("count", "permits", "seconds", "timeout"),
+    [(5, 1, 0.25, 0.8), (2, 2, 0.5, 0.2)],
+    ids=["tasks that end one after the other", "long ones for which none waits"],
+)
+def test_these_are_no_stall(count: int, permits: int, seconds: float, timeout: float) -> None:
+    gang = Gang([lambda: time.sleep(seconds)] * count, permits, stall_timeout=timeout)
     values_of(gang)
     assert not gang.stalled
 

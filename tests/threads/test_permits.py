@@ -135,8 +135,8 @@ def test_on_cpu_slots_as_many_as_there_are_cores(cores: int, number: int, monkey
         rule.end_call(call)
 
 
-@pytest.mark.usefixtures("no_lock")
-def test_without_pythons_lock_all(rule: Permits) -> None:
+def test_without_pythons_lock_all(rule: Permits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(permits, "has_lock", lambda: False)
     assert calls(rule, 20, LAUNCH_BOUND | WAITING) == [8] * 20
 
 

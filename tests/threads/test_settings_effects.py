@@ -1,7 +1,6 @@
 """The effects of the caller's settings in replicas: numbers under autocast, modes and hooks that are called."""
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -86,10 +85,8 @@ class Alone:
         self.inside = 0
         self.calls = 0
         self.crowded = False
-        self.threads: set[int] = set()
 
     def __enter__(self) -> None:
-        self.threads.add(threading.get_ident())
         self.calls += 1
         self.inside += 1
         self.crowded |= self.inside > 1

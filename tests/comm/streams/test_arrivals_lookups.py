@@ -76,7 +76,6 @@ def looked_up_in_a_thread(net: nn.Module) -> None:
 
 WAYS: dict[str, Callable[[nn.Module], object]] = {
     "an attribute": lambda net: use([net.last.weight]),
-    "twice": lambda net: use([net.last.weight, net.last.weight]),
     "an item": lambda net: use([net.last._parameters["weight"]]),
     "items": lambda net: use(value for _, value in net.last._parameters.items()),
     "values": lambda net: use(net.last._parameters.values()),
@@ -89,11 +88,8 @@ WAYS: dict[str, Callable[[nn.Module], object]] = {
     "deepcopy": lambda net: use(copy.deepcopy(net.constant._parameters).values()),
     "a pickle": lambda net: use(pickle.loads(pickle.dumps(net.last._parameters)).values()),
     "dict": lambda net: use(dict(net.last._parameters).values()),
-    "keywords": lambda net: use((lambda **named: named)(**net.last._parameters).values()),
     "a union": lambda net: use((net.last._parameters | {}).values()),
-    "a union from the right": lambda net: use(({} | net.last._parameters).values()),
     "update": lambda net: use(_updated(net.last._parameters).values()),
-    "repr": lambda net: repr(net.last._parameters),
     "equality": lambda net: net.scale._parameters == {"value": torch.ones_like(silently(net.scale, "value"))},
     "parameters": lambda net: use(net.parameters()),
     "named_parameters": lambda net: use(value for _, value in net.named_parameters()),

@@ -1,20 +1,14 @@
 """The library keeps eight streams on a device, whatever forms there are, and nothing else makes any."""
 
-import ast
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
-import dataparallel
 from clocked import check_clocks
 from dataparallel import DataParallel
 from dataparallel.comm.streams import current
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard, replicate
 from spare_streams import kept_streams
-
-PACKAGE = Path(dataparallel.__file__).parent
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -40,15 +34,3 @@ def test_there_are_eight_for_all_purposes_and_steps_make_no_others(
             check_clocks()
     for device in slots:
         assert sum(1 for where, _ in current._kept if where == device) <= 8
-
-
-def test_nobody_else_makes_streams() -> None:
-    """But who asks if a backend has streams."""
-    found = {
-        path.name
-        for path in PACKAGE.rglob("*.py")
-        if "testing" not in path.parts
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "Stream"
-    }
-    assert found == {"current.py", "ahead.py"}
