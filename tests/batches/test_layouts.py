@@ -115,8 +115,6 @@ def test_a_model_of_sparse_batches_trains_as_on_one_device(form: Form, slots: li
 
 LAYOUTS = {
     "torch.sparse_csr": lambda device: dense(device).to_sparse_csr(),
-    "torch.sparse_csc": lambda device: dense(device).to_sparse_csc(),
-    "torch.sparse_bsr": lambda device: dense(device, rows=6)[:, :4].to_sparse_bsr((2, 2)),
     "torch.sparse_bsc": lambda device: dense(device, rows=6)[:, :4].to_sparse_bsc((2, 2)),
     "torch.jagged": lambda device: jagged(ragged(LENGTHS, device)),
     "torch.strided": lambda device: nested_tensor(ragged(LENGTHS, device), layout=torch.strided),
