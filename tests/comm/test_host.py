@@ -1,4 +1,4 @@
-"""Copies through the host equal plain copies, keep the order of the streams, and never go from device to device."""
+"""Copies through the host equal plain copies, and never go from device to device. Their order: test_orders."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Several streams on each device: what overlaps, what is ordered, and what is as before afterwards."""
+"""Several streams on each device: what overlaps, and what is ordered."""
 
 import pytest
 import torch

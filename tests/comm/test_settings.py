@@ -1,4 +1,4 @@
-"""Who says how tensors travel, who wins, who sees it, and what is refused."""
+"""Who says how tensors travel, who wins, and what is refused."""
 
 from collections.abc import Iterator
 

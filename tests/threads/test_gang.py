@@ -1,4 +1,4 @@
-"""Gangs: permits, order, groups, nested and concurrent calls, failures, and tasks that wait for each other."""
+"""Gangs: permits, order, groups, nested calls, failures, and tasks that wait for each other."""
 
 import threading
 import time

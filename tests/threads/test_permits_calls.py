@@ -1,4 +1,4 @@
-"""A call runs as many replicas at once as were chosen; what it computes does not depend on how many these are."""
+"""Replicas that wait get a permit each, and no call makes the host wait to find out how many are better."""
 
 import threading
 import time

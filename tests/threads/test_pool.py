@@ -1,4 +1,4 @@
-"""Kept threads: each for one device, as few as possible, holding nothing; and the case that the system has no more.
+"""Kept threads: each for one device, as few as possible; and the case that the system has no more.
 
 Libraries keep handles for each pair of thread and device until the thread ends, so these pairs are counted.
 """

@@ -1,4 +1,4 @@
-"""Each thread's current streams are its own again after every block, and replicas run on the caller's.
+"""Each thread's current streams are its own again after every block, and events order what they name.
 
 Clocks show a missing order whatever the timing; GPUs only show wrong numbers, now and then.
 """

@@ -1,4 +1,4 @@
-"""The library keeps eight streams on a device, whatever forms there are, and nothing else makes any."""
+"""The library keeps eight streams on a device, whatever forms there are."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Nodes of the graph know the caller's streams, and are ordered against other streams that make or use their tensors.
+"""Nodes of the graph are ordered against all streams that make or use their tensors.
 
 Clocks show a missing order whatever the timing; GPUs only show wrong numbers, now and then.
 """
