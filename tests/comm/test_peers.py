@@ -1,7 +1,7 @@
 """A pair of devices passes its check if random data goes from one to the other; a broken pair is noticed.
 
 A copy that brings garbage, or nothing, plays a broken pair. It replaces `peers._copy`, because machines that run
-these tests have no broken pair. The script of the forked child holds the private lock, as a thread of the parent may.
+these tests have no broken pair.
 """
 
 import itertools
