@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nested import nested_tensor
 
-from dataparallel import DataParallel, gather, samples, scatter, whole
-from dataparallel.composable import fully_shard, replicate
+import each_form
+from dataparallel import gather, samples, scatter, whole
+from each_form import Form
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 
@@ -69,32 +70,6 @@ def test_rows_come_back(on_host: bool, chunk_sizes: Any, slots: list, root: torc
     assert_rows(joined, rows, "coo")
 
 
-@pytest.mark.parametrize("rows", [1, 2, 0])
-def test_there_may_be_fewer_rows_than_slots(rows: int, slots: list, root: torch.device) -> None:
-    made = torch.ones(rows, 5, device=root)
-    parts = scatter(made.to_sparse(), slots)
-    assert len(parts) == max(rows, 1)
-    assert torch.equal(gather(parts, root).to_dense(), made)
-
-
-def test_chunks_without_a_value(slots: list, root: torch.device) -> None:
-    made = torch.zeros(6, 5, device=root)
-    made[5, 1] = 2
-    parts = scatter(made.to_sparse(), slots)
-    assert [part._nnz() for part in parts] == [0, 0, 1]
-    assert torch.equal(gather(parts, root).to_dense(), made)
-
-
-def test_gradients_reach_the_values_of_a_matrix(slots: list, root: torch.device) -> None:
-    weight = torch.randn(5, 3, dtype=torch.float64, device=root)
-    found, alone = (dense(root).to_sparse().requires_grad_() for _ in range(2))
-    outputs = [torch.sparse.mm(part, weight.to(part.device)) for part in scatter(found, slots, chunk_sizes=[1, 4, 2])]
-    (gather(outputs, root) ** 2).sum().backward()
-    (torch.sparse.mm(alone, weight) ** 2).sum().backward()
-    assert found.grad.layout is alone.grad.layout
-    torch.testing.assert_close(found.grad.to_dense(), alone.grad.to_dense(), rtol=1e-9, atol=1e-9)
-
-
 @every_kind
 def test_whole_and_in_samples(kind: str, slots: list, root: torch.device) -> None:
     rows = rows_for(kind, root)
@@ -126,33 +101,20 @@ class Embedder(nn.Module):
         return self.head(torch.sparse.mm(rows, self.weight))
 
 
-FORMS = {
-    "DataParallel": DataParallel,
-    "one slot": lambda net, slots: DataParallel(net, slots[:1]),
-    "replicate": lambda net, slots: replicate(net, devices=slots),
-    "fully_shard": lambda net, slots: fully_shard(net, devices=slots),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_model_of_sparse_batches_trains_as_on_one_device(form: str, slots: list, root: torch.device) -> None:
+@pytest.mark.slots(1, 3)
+def test_a_model_of_sparse_batches_trains_as_on_one_device(form: Form, slots: list, root: torch.device) -> None:
     torch.manual_seed(0)
     net, alone = Embedder().double().to(root), Embedder().double().to(root)
     alone.load_state_dict(net.state_dict())
-    model = FORMS[form](net, slots)  # type: ignore[operator]
     x = dense("cpu").to_sparse()
-    for run in (model, alone):
-        (run(x.to(root) if run is alone else x) ** 2).sum().backward()
+    for run, given in ((form(net, slots), x), (alone, x.to(root))):
+        (run(given) ** 2).sum().backward()
     for found, wanted in zip(net.parameters(), alone.parameters(), strict=True):
-        grad: Any = found.grad
-        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-        torch.testing.assert_close(grad, wanted.grad, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(each_form.whole(found.grad), wanted.grad, rtol=1e-9, atol=1e-9)
 
 
 LAYOUTS = {
     "torch.sparse_csr": lambda device: dense(device).to_sparse_csr(),
-    "torch.sparse_csc": lambda device: dense(device).to_sparse_csc(),
-    "torch.sparse_bsr": lambda device: dense(device, rows=6)[:, :4].to_sparse_bsr((2, 2)),
     "torch.sparse_bsc": lambda device: dense(device, rows=6)[:, :4].to_sparse_bsc((2, 2)),
     "torch.jagged": lambda device: jagged(ragged(LENGTHS, device)),
     "torch.strided": lambda device: nested_tensor(ragged(LENGTHS, device), layout=torch.strided),

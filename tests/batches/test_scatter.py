@@ -4,7 +4,6 @@ Outputs that only replicas return are in test_gather, types of containers in tes
 """
 
 import collections
-import inspect
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import dataparallel
 from dataparallel import gather, scatter, scatter_kwargs, whole
-from dataparallel.batches.structures import leaves, tensors_in
 
 DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 
@@ -113,7 +110,9 @@ def test_whole_tensors_go_to_every_slot(slots: list, root: torch.device) -> None
     assert len(parts) == 2
     assert all(torch.equal(part[1].to(root), table) for part in parts)
     assert marked.data_ptr() == table.data_ptr(), "another tensor on the same memory"
-    assert marked is not table
+    assert [part.shape[0] for part in scatter(table, slots)] == [2, 2, 1], "the argument has no mark"
+    assert [part.shape[0] for part in scatter(marked * 1, slots)] == [2, 2, 1], "nor have results"
+    assert [again[1].shape[0] for again in scatter(parts[0], slots[:2])] == [5, 5], "it stays for another scatter"
     with pytest.raises(ValueError, match="batch sizes disagree"):
         scatter((numbers(4, 2), numbers(5, 5)), slots)
 
@@ -128,11 +127,6 @@ def test_samples_along_another_dimension_are_found(slots: list) -> None:
     with pytest.raises(ValueError, match=r"as dataparallel\.samples\(list\)$"):
         scatter((x, numbers(2)), slots)
     assert len(scatter((x, state.transpose(0, 1)), slots)) == len(slots)
-
-
-def test_a_whole_tensor_stays_whole_when_it_is_scattered_again(slots: list, root: torch.device) -> None:
-    parts = scatter((numbers(6).to(root), whole(numbers(3).to(root))), slots)
-    assert [again[1].shape[0] for again in scatter(parts[0], slots[:2])] == [3, 3]
 
 
 def test_gradients_of_a_whole_tensor_are_summed(slots: list, root: torch.device) -> None:
@@ -175,13 +169,6 @@ def test_a_structure_without_a_tensor_to_split_is_repeated(slots: list) -> None:
     assert len({id(part) for part in parts}) == 3
 
 
-def test_gradients_flow_back_through_the_chunks(slots: list, root: torch.device) -> None:
-    x = torch.ones(6, 2, device=root, requires_grad=True)
-    parts = scatter([x], slots)
-    (parts[1][0] * 3).sum().backward()
-    assert x.grad[:, 0].tolist() == [0, 0, 3, 3, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
@@ -203,20 +190,6 @@ def test_a_tensor_without_the_dimension_is_named(slots: list) -> None:
         scatter(torch.zeros(4), slots, dim=-2)
 
 
-@pytest.mark.parametrize(
-    ("chunk_sizes", "message"),
-    [
-        ([3, 3], r"\[3, 3\] has 2 entries for 3 slots"),
-        ([2, 2, 1], r"\[2, 2, 1\] add up to 5, but the batch has 6 samples"),
-        ([3, 0, 3], r"\[3, 0, 3\]: every slot needs at least one sample"),
-        ([7, -2, 1], r"\[7, -2, 1\]: sizes cannot be negative"),
-    ],
-)
-def test_chunk_sizes_that_do_not_fit(chunk_sizes: list, message: str, slots: list) -> None:
-    with pytest.raises(ValueError, match=f"chunk_sizes={message}"):
-        scatter(torch.zeros(6), slots, chunk_sizes=chunk_sizes)
-
-
 def test_a_structure_that_contains_itself_is_refused(slots: list) -> None:
     cyclic: dict = {"x": torch.zeros(6)}
     cyclic["inner"] = [cyclic]
@@ -234,34 +207,6 @@ def test_keyword_arguments_alone_and_positional_ones_alone(slots: list, root: to
     assert kwargs == ({}, {})
     assert scatter_kwargs((), {}, slots) == ((), ())
     assert scatter_kwargs((), None, slots) == ((), ())
-
-
-@pytest.mark.parametrize("name", ["scatter", "scatter_kwargs", "gather"])
-def test_signatures_are_torchs_and_ours_is_keyword_only(name: str) -> None:
-    theirs = list(inspect.signature(getattr(torch.nn.parallel.scatter_gather, name)).parameters.values())
-    ours = list(inspect.signature(getattr(dataparallel, name)).parameters.values())
-    added = ours[len(theirs) :]
-    assert [(p.name, p.default, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.default, p.kind) for p in theirs]
-    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in added)
-
-
-def test_leaves_have_paths_in_order() -> None:
-    tree = {"a": [1, (2, None)], "b": {"c": "text"}}
-    found = [*leaves(tree, "x")]
-    paths = ['x["a"][0]', 'x["a"][1][0]', 'x["a"][1][1]', 'x["b"]["c"]']
-    assert found == [*zip(paths, [1, 2, None, "text"], strict=True)]
-
-
-def test_tensors_are_found_at_any_depth(root: torch.device) -> None:
-    a, b = torch.ones(2, device=root), torch.ones((), device=root)
-    assert [*map(id, tensors_in([{"a": a}, 3, (b, [a])]))] == [id(a), id(b), id(a)]
-
-
-def test_whole_leaves_its_argument_unmarked(slots: list, root: torch.device) -> None:
-    for table in (torch.ones(3, 2, device=root), torch.ones(3, 2, device=root, requires_grad=True)):
-        whole(table)
-        assert [part.shape[0] for part in scatter(table, slots)] == [1, 1, 1]
-        assert [part.shape[0] for part in scatter(whole(table) * 1, slots)] == [1, 1, 1], "results carry no mark"
 
 
 @pytest.mark.parametrize("value", [3, [torch.zeros(2)], None])

@@ -21,10 +21,6 @@ def x(root: torch.device) -> Tensor:
     return torch.arange(6.0, device=root)
 
 
-async def later() -> None:
-    pass
-
-
 class Slotted:
     __slots__ = ("targets",)
 
@@ -62,12 +58,6 @@ class TestIterators:
         with pytest.raises(ValueError, match="for 3 replicas"):
             scatter_kwargs((made,), {}, slots)
         assert next(made) in (0, 1), "nothing was taken from it"
-
-    def test_a_coroutine_is_refused(self, x: Tensor, slots: list) -> None:
-        made = later()
-        with pytest.raises(ValueError, match=r"args\[1\] is one coroutine for 3 replicas"):
-            scatter_kwargs((x, made), {}, slots)
-        made.close()
 
     def test_one_replica_may_have_one(self, x: Tensor, slots: list) -> None:
         made = iter([1, 2])
@@ -121,15 +111,12 @@ class TestObjectsThatHoldTensors:
         for obj in holding(tensor):
             assert [part[1] for part in scatter([x, obj], slots)] == [obj] * 3
 
-    def test_with_an_entry_for_each_replica_nothing_is_guessed(self, slots: list) -> None:
-        for obj in holding(torch.randn(4, 2)):
-            assert [part[0] for part in scatter([obj, PerReplica("abc")], slots)] == [obj] * 3
-            assert [part[0] for part in scatter([PerReplica([obj] * 3)], slots)] == [obj] * 3
-
-    def test_a_single_replica_gets_the_object(self, x: Tensor, slots: list) -> None:
+    def test_one_replica_and_those_with_an_entry_each_get_it(self, x: Tensor, slots: list) -> None:
         for obj in holding(torch.randn(1, 2)):
             assert scatter([x[:1], obj], slots)[0][1] is obj
             assert scatter([obj], slots[:1])[0][0] is obj
+            assert [part[0] for part in scatter([obj, PerReplica("abc")], slots)] == [obj] * 3
+            assert [part[0] for part in scatter([PerReplica([obj] * 3)], slots)] == [obj] * 3
 
     def test_objects_may_lead_to_each_other_and_to_much_else(self, x: Tensor, slots: list) -> None:
         first, second = types.SimpleNamespace(), types.SimpleNamespace()
@@ -147,16 +134,7 @@ class TestLists:
         return [str(each.message) for each in caught if each.category is PerformanceWarning]
 
     @pytest.mark.parametrize(
-        "sequence",
-        [
-            np.zeros((6, 2)),
-            list("abcdef"),
-            tuple("abcdef"),
-            [3, 1, 2, 2, 1, 3],
-            [{"id": i} for i in range(6)],
-            [np.zeros(3)] * 6,
-        ],
-        ids=["array", "list", "tuple", "numbers", "dicts", "arrays"],
+        "sequence", [np.zeros((6, 2)), tuple("abcdef"), [{"id": i} for i in range(6)]], ids=["array", "tuple", "dicts"]
     )
     def test_one_as_long_as_the_batch_is_said_once(self, sequence: Any, x: Tensor, slots: list) -> None:
         (message,) = self.said({"x": x, "more": sequence}, slots=slots)
@@ -165,7 +143,7 @@ class TestLists:
         assert "torch.from_numpy(array)" in message
         assert self.said({"x": x, "more": sequence}, slots=slots) == []
 
-    @pytest.mark.parametrize("sequence", [np.zeros((4, 2)), ["a", "b"], ("a", "b"), [np.zeros(2)] * 2], ids=str)
+    @pytest.mark.parametrize("sequence", [np.zeros((4, 2)), ["a", "b"]], ids=["array", "list"])
     def test_so_is_one_where_nothing_is_split(self, sequence: Any, slots: list) -> None:
         (message,) = self.said(sequence, slots=slots)
         assert "nothing in the call is split: all 3 replicas get the whole of it" in message
@@ -182,7 +160,3 @@ class TestLists:
         assert said([x, x, x, x, x, x], samples(list("abcdef")), torch.from_numpy(np.zeros(6)), slots=slots) == []
         assert said(x[:1], ["a"], slots=slots) == [], "one replica computes all of it"
         assert said(PerReplica("abc"), ["a", "b"], slots=slots) == []
-
-    def test_the_variable_switches_it_off(self, x: Tensor, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("DATAPARALLEL_PERFORMANCE_WARNINGS", "0")
-        assert self.said(x, list("abcdef"), slots=slots) == []

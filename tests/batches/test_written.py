@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +38,6 @@ def adds(layer: Any, batch: Any) -> None:
     batch["hidden"] = layer(batch["x"])
 
 
-def replaces(layer: Any, batch: Any) -> None:
-    batch["x"] = batch["hidden"] = layer(batch["x"])
-
-
 def removes(layer: Any, batch: Any) -> None:
     batch["hidden"] = layer(batch.pop("x"))
 
@@ -70,8 +66,6 @@ def sets_a_field(layer: Any, batch: Any) -> None:
 
 WAYS: dict[str, tuple[Any, Any, Any]] = {
     "an entry": (adds, lambda x: {"x": x}, lambda batch: [batch["hidden"]]),
-    "an entry of a UserDict": (adds, lambda x: UserDict(x=x), lambda batch: [batch["hidden"]]),
-    "another value": (replaces, lambda x: {"x": x}, lambda batch: [batch["x"], batch["hidden"]]),
     "one less": (removes, lambda x: {"x": x, "y": x}, lambda batch: [batch["hidden"], "x" in batch]),
     "in a dict in a list": (
         deeper,

@@ -30,9 +30,6 @@ class Launches:
         self.noted.append((kernel.name, [[*row] for row in pointers], [*counts]))
         self._launch(kernel, pointers, counts, device, others)
 
-    def why_not(self) -> str | None:
-        return None
-
     def kinds(self) -> Counter:
         return Counter("sum" if name.startswith("sum") else name for name, *_ in self.noted)
 

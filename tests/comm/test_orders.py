@@ -108,9 +108,7 @@ FORMS: dict[str, Callable[[Net, list], nn.Module]] = {
     "replicate": lambda net, slots: replicate(net, devices=slots, bucket_cap_mb=0.01, first_bucket_mb=0.01),
     "fully_shard": sharded,
     "fully_shard, cast": lambda net, slots: sharded(net, slots, mp_policy=HALF),
-    "fully_shard, in groups": lambda net, slots: sharded(
-        net, slots, reshard_after_forward=2 if len(slots) > 3 else False
-    ),
+    "fully_shard, kept": lambda net, slots: sharded(net, slots, reshard_after_forward=False),
 }
 
 

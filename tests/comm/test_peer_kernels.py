@@ -36,10 +36,6 @@ def test_the_check_passes_where_kernels_are_right(peer_devices: list) -> None:
 Launch = Callable[[DeviceTable, Sequence[Tensor], Any], None]
 
 
-def is_of(table: DeviceTable, device: torch.device) -> bool:
-    return table.device == device
-
-
 class Faults:
     """Planted faults of a kernel. Each is one of ``DeviceTable.launch``."""
 
@@ -50,7 +46,7 @@ class Faults:
     def reads_stale_values(self, table: DeviceTable, tensors: Sequence[Tensor], shifts: Any = None) -> None:
         """The device reads a peer's memory as it was at first."""
         *terms, target = tensors
-        if is_of(table, self._bad):
+        if table.device == self._bad:
             terms = self._first.setdefault(id(table), [term.clone() for term in terms])
             for term in terms:
                 torch.accelerator.synchronize(term.device)
@@ -61,17 +57,17 @@ class Faults:
         is_sum = len(terms) > len({term.device for term in terms})
         slots = len({term.device for term in terms})
         parts = len(terms) // slots
-        if is_sum and is_of(table, self._bad):
+        if is_sum and table.device == self._bad:
             terms = [terms[slot * parts + at] for slot in reversed(range(slots)) for at in range(parts)]
         self._right(table, [*terms, target], shifts)
 
     def writes_nothing(self, table: DeviceTable, tensors: Sequence[Tensor], shifts: Any = None) -> None:
-        if not is_of(table, self._bad):
+        if table.device != self._bad:
             self._right(table, tensors, shifts)
 
     def loses_a_part(self, table: DeviceTable, tensors: Sequence[Tensor], shifts: Any = None) -> None:
         self._right(table, tensors, shifts)
-        if is_of(table, self._bad):
+        if table.device == self._bad:
             tensors[-1][-7:].zero_()
 
 
@@ -145,41 +141,25 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml | None, str], list[t
     return make
 
 
-@pytest.mark.devices("cpu")
-class TestByDefault:
-    def test_they_serve_where_nvlink_joins_all_pairs(self, cuda: Any) -> None:
-        nvml = Nvml(lambda one, other: True)
-        assert why_not_by_default(cuda(nvml)) is None
-        assert not nvml.is_on
-
-    def test_one_pair_without_nvlink_is_a_reason(self, cuda: Any) -> None:
-        nvml = Nvml(lambda one, other: (one, other) != ("GPU-of-1", "GPU-of-3"))
-        assert why_not_by_default(cuda(nvml)) == "no NVLink joins cuda:1 and cuda:3"
-
-    def test_without_nvml_nobody_knows(self, cuda: Any) -> None:
-        assert "nvidia-ml-py is not installed" in str(why_not_by_default(cuda(None)))
-
-    def test_an_error_of_nvml_is_a_reason(self, cuda: Any) -> None:
-        def fails(one: str, other: str) -> bool:
-            raise RuntimeError("not supported")
-
-        nvml = Nvml(fails)
-        assert "NVML does not say whether NVLink joins the devices: not supported" in str(
-            why_not_by_default(cuda(nvml))
-        )
-        assert not nvml.is_on
-
-    def test_the_asynchronous_allocator_is_a_reason(self, cuda: Any) -> None:
-        assert "cudaMallocAsync" in str(why_not_by_default(cuda(Nvml(lambda *pair: True), "cudaMallocAsync")))
-
-
-@pytest.mark.devices("sim", "cuda")
-@pytest.mark.parametrize("transport", ["copy", "host"])
-def test_the_user_may_ask_for_copies(transport: str, peer_devices: list) -> None:
-    with comm.using(transport=transport):
-        assert why_no_tables(peer_devices) == f"{transport!r} was asked for"
+def no_answer(one: str, other: str) -> bool:
+    raise RuntimeError("not supported")
 
 
 @pytest.mark.devices("cpu")
-def test_on_cpu_slots_there_are_none(slots: list) -> None:
-    assert "not two accelerators" in str(why_no_tables([*map(torch.device, slots)]))
+@pytest.mark.parametrize(
+    ("nvml", "allocator", "reason"),
+    [
+        (Nvml(lambda one, other: True), "native", None),
+        (Nvml(lambda *pair: pair != ("GPU-of-1", "GPU-of-3")), "native", "no NVLink joins cuda:1 and cuda:3"),
+        (Nvml(no_answer), "native", "NVML does not say whether NVLink joins the devices: not supported"),
+        (None, "native", "nvidia-ml-py is not installed"),
+        (Nvml(lambda one, other: True), "cudaMallocAsync", "cudaMallocAsync"),
+    ],
+    ids=["NVLink", "one pair without", "an error of NVML", "no NVML", "the asynchronous allocator"],
+)
+def test_by_default_they_serve_where_nvlink_joins_all_pairs(
+    nvml: Nvml | None, allocator: str, reason: str | None, cuda: Any
+) -> None:
+    found = why_not_by_default(cuda(nvml, allocator))
+    assert found is None if reason is None else reason in found
+    assert nvml is None or not nvml.is_on

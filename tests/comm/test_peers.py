@@ -1,11 +1,10 @@
 """A pair of devices passes its check if random data goes from one to the other; a broken pair is noticed.
 
 A copy that brings garbage, or nothing, plays a broken pair. It replaces `peers._copy`, because machines that run
-these tests have no broken pair. The script of the forked child holds the private lock, as a thread of the parent may.
+these tests have no broken pair.
 """
 
 import itertools
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from dataparallel.comm import peers
 from dataparallel.comm.peers import failed_pairs, passes_check
-from processes import run_script
-from spare_streams import spare_stream
 
 CPU = torch.device("cpu")
 on_devices = pytest.mark.devices("sim", "cuda")
@@ -89,11 +86,6 @@ def test_every_ordered_pair_is_checked_once(slots: list, copies: list) -> None:
     assert copies == expected
 
 
-def test_a_device_is_not_checked_with_itself_nor_with_the_host(root: torch.device, copies: list) -> None:
-    assert failed_pairs([root, CPU, root]) == []
-    assert copies == []
-
-
 @on_devices
 @pytest.mark.parametrize("copy", [nothing, zeros, one_bit_wrong, all_but_one_number, shifted])
 def test_a_broken_pair_is_noticed_in_the_direction_that_is_broken(
@@ -105,38 +97,15 @@ def test_a_broken_pair_is_noticed_in_the_direction_that_is_broken(
 
 
 @on_devices
-def test_what_has_not_arrived_cannot_look_as_if_it_had(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    differing = []
-
-    def noted(source: Tensor, target: Tensor) -> None:
-        wanted, found = (tensor.cpu().view(torch.uint8) for tensor in (source, target))
-        differing.append(bool((wanted != found).all()))
-        target.copy_(source)
-
-    monkeypatch.setattr(peers, "_copy", noted)
-    assert passes_check(*pair)
-    assert differing == [True]
-
-
-@on_devices
 def test_it_warns_once_and_keeps_the_answer(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_copy", broken_at(pair))
-    with pytest.warns(RuntimeWarning, match="DATAPARALLEL_PEER_CHECK=0"):
-        assert not passes_check(*pair)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not passes_check(*pair)
-        assert failed_pairs(pair) == [pair]
-
-
-@on_devices
-def test_a_warning_that_is_an_error_leaves_the_answer(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the warning is an error."""
     monkeypatch.setattr(peers, "_copy", broken_at(pair))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning, match="did not arrive"):
+        with pytest.raises(RuntimeWarning, match=r"did not arrive(?s:.*)DATAPARALLEL_PEER_CHECK=0"):
             passes_check(*pair)
         assert not passes_check(*pair)
+        assert failed_pairs(pair) == [pair]
 
 
 @on_devices
@@ -218,56 +187,3 @@ def test_random_states_and_what_is_current_stay(pair: tuple) -> None:
     assert passes_check(*pair)
     assert now() == before
     assert all(map(torch.equal, random, states()))
-
-
-@pytest.mark.devices("sim", "stand-in")
-def test_nobodys_work_is_waited_for(pair: tuple) -> None:
-    """What was launched on the current streams is no more known to be over than before."""
-    made = [torch.ones(4, device=device) for device in pair]
-    assert passes_check(*pair)
-    for device, tensor in zip(pair, made, strict=True):
-        with spare_stream(device), pytest.raises(RuntimeError, match="order"):
-            tensor.add_(1)
-    torch.accelerator.synchronize(pair[0])
-
-
-@on_devices
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_in_any_mode(pair: tuple, mode: Callable) -> None:
-    with mode():
-        assert passes_check(*pair)
-
-
-@pytest.mark.long
-@pytest.mark.devices("cpu")  # its processes are its own: once is enough
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_a_forked_child_knows_nothing_and_waits_for_nobody() -> None:
-    run_script("""
-import os, threading, warnings
-import torch
-from dataparallel.comm import peers
-warnings.simplefilter("ignore")
-pair = torch.device("xpu", 0), torch.device("xpu", 1)
-peers._results[pair] = False
-checking, forked = threading.Event(), threading.Event()
-
-
-def check():
-    with peers._lock:
-        checking.set()
-        forked.wait(20)
-
-
-thread = threading.Thread(target=check)
-thread.start()
-checking.wait()
-peers._arrives_unchanged = lambda source, target: True
-child = os.fork()
-if child == 0:
-    assert not peers._lock.locked()
-    os._exit(0 if peers.passes_check(*pair) else 1)
-assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 0
-forked.set()
-thread.join()
-assert not peers.passes_check(*pair)
-""")

@@ -1,8 +1,6 @@
 """Every route gives the same bits. Routes differ in the senders, the bytes they send, and the number of launches."""
 
-import operator
 from collections.abc import Callable
-from functools import reduce
 
 import pytest
 import torch
@@ -63,37 +61,6 @@ def test_every_route_has_the_bits_of_a_star(
         buffers = [torch.empty_like(data, device=slot) for slot in slots]
         transport.broadcast_flat(data.to(target, copy=True), buffers)
         assert all(torch.equal(buffer.cpu(), data) for buffer in buffers)
-
-
-@pytest.mark.slots(8)
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("own", [False, True])
-def test_coalesced_broadcasts_along_every_route(own: bool, route: str, slots: list, root: torch.device) -> None:
-    everyone = [*devices_of(slots), root, torch.device(slots[-1])]
-    tensors = [torch.randn(3, 5), torch.arange(7), torch.randn(4, 3).t(), torch.randn(400), torch.eye(3).to_sparse()]
-    tensors = [tensor.to(root) for tensor in tensors]
-    results = TorchCopies(route).broadcast_coalesced(tensors, everyone, 2**20, own=own)
-    for device, on_slot in zip(everyone, results, strict=True):
-        for copy, tensor in zip(on_slot, tensors, strict=True):
-            assert copy.device == device
-            assert copy.stride() == tensor.stride() if not tensor.is_sparse else copy.is_sparse
-            assert torch.equal(copy.to_dense().to(root), tensor.to_dense())
-    if own:
-        addresses = [on_slot[0].untyped_storage().data_ptr() for on_slot in results]
-        assert len({*addresses}) == len(everyone)
-
-
-@pytest.mark.slots(8)
-@pytest.mark.parametrize("route", ROUTES)
-def test_coalesced_sums_along_every_route(route: str, slots: list, root: torch.device) -> None:
-    shapes = [(3, 5), (1,), (0,), (300,), (4, 4)]
-    inputs = [[of_many_magnitudes(*shape).to(slot) for shape in shapes] for slot in slots]
-    before = [[tensor.clone() for tensor in on_slot] for on_slot in inputs]
-    totals = TorchCopies(route).reduce_add_coalesced(inputs, root, 2**20)
-    for total, *terms in zip(totals, *inputs, strict=True):
-        assert torch.equal(total.cpu(), reduce(operator.add, [term.cpu() for term in terms]))
-    for on_slot, old in zip(inputs, before, strict=True):
-        assert all(map(torch.equal, on_slot, old)), "a sum changed its terms"
 
 
 # Traffic

@@ -1,44 +1,205 @@
-"""The transport of a call, and the source of its settings."""
+"""A transport that was asked for serves what it supports, and plain copies the rest; untrusted copies go by the host.
+
+The choice is tried on CUDA devices of which only the names exist. For whole steps simulated devices are taken for
+CUDA's, plain copies play NCCL, and the kernels are compiled for the CPU.
+"""
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from tensor_kinds import devices_of
+from kernel_launches import Launches, assert_alike
+from nccl_stand_in import Library
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
-from dataparallel.comm import peers, transport_choice
+from dataparallel.comm import kernels, nccl, peers, transport_choice
 from dataparallel.comm.host import ThroughHost
+from dataparallel.comm.kernels import Cupy
 from dataparallel.comm.routes import STAR, TorchCopies
-from dataparallel.comm.settings import ROUTE_VARIABLE
-from dataparallel.comm.transport_choice import transport_for
+from dataparallel.comm.settings import TRANSPORT_VARIABLE
+from dataparallel.comm.transport_choice import Choice, Collective, choose, transport_for
+
+LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
+CPU = torch.device("cpu")
+NAMES = {"nccl": nccl.Nccl, "cupy": Cupy}
+
+
+def pure(test: object) -> object:
+    """For tests without slots: one run is enough."""
+    return pytest.mark.devices("cpu")(test)
+
 
 pytestmark = pytest.mark.usefixtures("forgetful")
-LARGE, SMALL = [torch.empty(2**27, device="meta")], [torch.empty(10)]
-BUCKET = [torch.empty(10 * 2**18)]
 
 
-def test_within_one_device_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport_choice, "settings", None)
-    assert transport_for("broadcast", [torch.device("cpu")] * 3, LARGE) is STAR
+class Machine:
+    """Eight CUDA devices, where NCCL and CuPy are installed. Only their names exist."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.devices = [torch.device("cuda", index) for index in range(8)]
+        self.asked: list[str] = []
+        monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", "0")
+        monkeypatch.setattr(nccl, "why_not", lambda: self.asked.append("nccl"))
+        monkeypatch.setattr(kernels, "why_not", lambda devices: self.asked.append("cupy"))
+        monkeypatch.setattr(kernels, "why_not_installed", lambda: self.asked.append("cupy's files"))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+@pure
+def test_the_librarys_choice(machine: Machine) -> None:
+    devices = machine.devices
+    assert transport_for("broadcast", devices, LARGE) == transport_for("reduce_add", devices, LARGE)
+    assert transport_for("broadcast", devices, LARGE).route == "chain"
+    assert transport_for("broadcast", devices, SMALL) == transport_for("reduce_add", devices, SMALL) == STAR
+    assert transport_for("broadcast", devices, [*SMALL, *SMALL], cap_bytes=20) == STAR
+    assert transport_for("gather", devices, LARGE) == transport_for("scatter", devices, LARGE) == TorchCopies("star")
+    assert transport_for("broadcast", devices[:2], LARGE) == TorchCopies("star")
+
+
+@pure
+@pytest.mark.parametrize("name", NAMES)
+def test_a_transport_that_is_asked_for_serves_what_it_supports(name: str, machine: Machine) -> None:
+    with comm.using(transport=name, deterministic=False):
+        for tensors in (LARGE, SMALL):
+            assert isinstance(transport_for("broadcast", machine.devices, tensors), NAMES[name])
+            assert isinstance(transport_for("reduce_add", machine.devices, tensors), NAMES[name])
+    assert machine.asked == [name]
+
+
+@pure
+@pytest.mark.parametrize("name", NAMES)
+def test_what_it_does_not_support_goes_by_plain_copies(name: str, machine: Machine) -> None:
+    with_cpu = [CPU, *machine.devices]
+    with comm.using(transport=name):
+        assert transport_for("gather", machine.devices, LARGE) == STAR
+        assert transport_for("gather", with_cpu, LARGE) == STAR
+        assert transport_for("scatter", with_cpu, LARGE) == STAR
+        assert transport_for("reduce_add", with_cpu, LARGE) == STAR
+        assert transport_for("broadcast", with_cpu, LARGE) == STAR
+        assert transport_for("broadcast", with_cpu[:2], LARGE) == STAR
+
+
+@pure
+@pytest.mark.parametrize(
+    ("said", "asked"),
+    [({}, []), ({"route": "chain"}, []), ({"transport": "nccl"}, ["nccl"]), ({"transport": "cupy"}, ["cupy's files"])],
+)
+def test_the_report_asks_for_files_only_and_of_what_was_asked_for(said: dict, asked: list, machine: Machine) -> None:
+    with comm.using(**said):
+        assert comm.choose_transport(machine.devices).transport == said.get("transport", "copy")
+        assert comm.choose_transport(machine.devices, work="gather").transport == "copy"
+    assert machine.asked == asked
+
+
+@pytest.fixture
+def taken_for_cuda(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """Simulated devices are CUDA's for the choice, and NCCL and CuPy are installed."""
+
+    def choose_for_cuda(work: Collective, devices: Sequence[torch.device], *known: Any) -> Choice:
+        named = [torch.device("cuda", device.index) if device.type != "cpu" else device for device in devices]
+        return choose(work, named, *known)
+
+    library = Library()
+    monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", "0")
+    monkeypatch.setattr(transport_choice, "choose", choose_for_cuda)
+    monkeypatch.setattr(nccl, "why_not", lambda: None)
+    monkeypatch.setattr(nccl, "nccl", library)
+    monkeypatch.setattr(kernels, "why_not", lambda devices: None)
+    return library
+
+
+def step(model: nn.Module, net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    net.zero_grad()
+    y = model(x)
+    y.abs().square().sum().backward()
+    return [y.detach().cpu(), *(parameter.grad.cpu() for parameter in net.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules")
+@pytest.mark.devices("sim")
+@pytest.mark.slots(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_environment_alone_trains(
+    name: str,
+    deterministic: bool,
+    dtype: torch.dtype,
+    slots: list,
+    taken_for_cuda: Library,
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From a batch on the CPU to outputs gathered there."""
+    if len({*slots}) < len(slots):
+        pytest.skip("slots share devices")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(slots[0], dtype)
+    net.register_buffer("counts", torch.arange(5, dtype=torch.int16, device=slots[0]))
+    x = torch.randn(6, 4, dtype=dtype)
+    model = DataParallel(net, slots, output_device=-1)
+    expected = step(model, net, x)
+    monkeypatch.setenv(TRANSPORT_VARIABLE, name)
+    with comm.using(deterministic=deterministic):
+        found = step(model, net, x)
+    assert all(map(torch.equal, found, expected))
+    kinds = {kind for kind, *_ in taken_for_cuda.calls} | {*launches.kinds()}
+    sums = {"reduce"} if not deterministic and dtype is torch.float32 else set()
+    assert kinds == ({"copy_many", "sum"} if name == "cupy" else {"broadcast", *sums})
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.slots(8)
-def test_the_librarys_choice(slots: list) -> None:
-    devices = devices_of(slots)
-    if len({*devices}) < len(devices):
-        pytest.skip("slots share devices")
-    assert transport_for("broadcast", devices, LARGE).route == "chain"
-    assert transport_for("broadcast", devices, SMALL) == STAR
-    assert transport_for("reduce_add", devices, BUCKET).route == "chain"
-    assert transport_for("reduce_add", devices, SMALL) == STAR
-    assert transport_for("gather", devices, LARGE) == transport_for("scatter", devices, LARGE) == TorchCopies("star")
-    assert transport_for("broadcast", devices[:2], LARGE) == TorchCopies("star")
+@pytest.mark.parametrize("name", NAMES)
+def test_slots_on_one_device_train_too(name: str, slots: list, taken_for_cuda: Library, launches: Launches) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Linear(4, 3).to(slots[0]), torch.randn(6, 4)
+    places = [slots[0], slots[0], slots[-1]]
+    with comm.using(transport=name, deterministic=False):
+        found = step(DataParallel(net, places), net, x)
+    if slots[0] != slots[-1]:
+        assert taken_for_cuda.calls or launches.kinds()
+    assert all(map(torch.equal, found, step(DataParallel(net, places), net, x)))
+
+
+# Each call of `comm` with the tensors of every slot, and the launches of kernels that serve it.
+CALLS: dict[str, tuple[Callable[[list[list[Tensor]]], Iterable[Tensor]], dict[str, int]]] = {
+    "broadcast": (lambda x: chain(*(comm.broadcast(t, [y[0].device for y in x]) for t in x[0])), {"copy_many": 4}),
+    "broadcast into": (
+        lambda x: chain(*(comm.broadcast(t, out=list(map(torch.zeros_like, out))) for t, *out in zip(*x, strict=True))),
+        {"copy_many": 4},
+    ),
+    "broadcast_coalesced": (
+        lambda x: chain(*comm.broadcast_coalesced(x[0], [y[0].device for y in x])),
+        {"copy_many": 1},
+    ),
+    "reduce_add": (lambda x: map(comm.reduce_add, zip(*x, strict=True)), {"sum": 4}),
+    "reduce_add_coalesced": (comm.reduce_add_coalesced, {"sum": 1}),
+    "add_flat": (lambda x: [comm.add_flat([y[1].clone() for y in x], x[0][0].device)], {"sum": 1}),
+}
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_serve_every_call_that_they_support(
+    name: str, slots: list, taken_for_cuda: Library, launches: Launches
+) -> None:
+    call, expected = CALLS[name]
+    matrix = torch.randn(4, 3)
+    tensors = [matrix, torch.randn(7), matrix.t().contiguous().t(), torch.tensor(3.0)]
+    x = [[tensor.to(slot) for tensor in tensors] for slot in slots]
+    with comm.using(transport="cupy"):
+        found = [*call(x)]
+    assert launches.kinds() == expected
+    assert_alike(found, [*call(x)])
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -53,7 +214,7 @@ def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypa
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            transport = transport_for("broadcast", devices_of(slots), LARGE)
+            transport = transport_for("broadcast", slots, LARGE)
         assert isinstance(transport, ThroughHost)
         assert len(caught) == 6
         tensors = [torch.randn(3, 4, device=slots[0]), torch.arange(5, device=slots[0])]
@@ -69,8 +230,7 @@ def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypa
 
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(3)
-@pytest.mark.parametrize("by", ["context", "environment"])
-def test_a_whole_step_takes_the_route_of_its_forward(by: str, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_step_takes_the_route_of_its_forward(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums run in threads of the engine, which do not have the caller's context."""
     taken: list[tuple[str, bool]] = []
 
@@ -82,36 +242,8 @@ def test_a_whole_step_takes_the_route_of_its_forward(by: str, slots: list, monke
     monkeypatch.setattr(TorchCopies, "add_up", note)
     model = DataParallel(nn.Linear(4, 3).to(slots[0]), slots)
     x = torch.randn(6, 4, device=slots[0])
-    if by == "context":
-        with comm.using(route="chain"):
-            loss = model(x).square().sum()
-    else:
-        monkeypatch.setenv(ROUTE_VARIABLE, "chain")
+    with comm.using(route="chain"):
         loss = model(x).square().sum()
     loss.backward()
     assert taken
     assert {*taken} == {("chain", False)}
-
-
-def test_a_device_is_listed_as_often_as_it_is_a_slot(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise transports that take each device once would refuse every call that begins or ends on a slot."""
-    asked: list[list[torch.device]] = []
-
-    def ask(work: str, devices: Sequence[torch.device], tensors: Sequence[Tensor], cap_bytes: int = 0) -> TorchCopies:
-        asked.append([*devices])
-        return TorchCopies("star")
-
-    monkeypatch.setattr(comm, "transport_for", ask)
-    root = slots[0]
-    tensor, on_slots = torch.ones(6, device=root), [torch.ones(6, device=slot) for slot in slots]
-    comm.broadcast(tensor, slots)
-    comm.broadcast_coalesced([tensor, tensor], slots)
-    comm.reduce_add(on_slots, root)
-    comm.reduce_add_coalesced([[each] for each in on_slots], root)
-    comm.scatter(tensor, slots)
-    comm.gather(on_slots, 0, root)
-    comm.gather(on_slots, 0, out=torch.empty(6 * len(slots), device=root))
-    assert asked == [[torch.device(slot) for slot in slots]] * len(asked)
-    comm.gather(on_slots, 0, "cpu")
-    devices = [torch.device(slot) for slot in slots]
-    assert asked[-1] == (devices if root == "cpu" else [torch.device("cpu"), *devices])

@@ -6,17 +6,16 @@ test_comm tests the checks of arguments.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensor_kinds import FORMS, Tagged, of_many_magnitudes, strides, tagged, with_attribute
+from tensor_kinds import FORMS, Tagged, of_many_magnitudes, strides, tagged
 from torch import Tensor
 
-from dataparallel import comm
 from dataparallel.comm.routes import STAR
 
 CPU = torch.device("cpu")
@@ -101,10 +100,9 @@ def test_sums_keep_the_strides_of_the_first_slot(destination: torch.device) -> N
     assert [total.stride() for total in totals] == [images.stride(), matrix.stride()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
-@pytest.mark.parametrize("kinds", ["ss", "sss", "sd", "ds", "ssd", "sds", "dss"])
-def test_sparse_terms_add_up_with_dense_ones(destination: torch.device, kinds: str, dtype: torch.dtype) -> None:
-    values = [torch.randn(4, 3).to(dtype) * (torch.rand(4, 1) > 0.5) for _ in kinds]
+@pytest.mark.parametrize("kinds", ["sss", "ds", "ssd", "sds"])
+def test_sparse_terms_add_up_with_dense_ones(destination: torch.device, kinds: str) -> None:
+    values = [torch.randn(4, 3, dtype=torch.complex64) * (torch.rand(4, 1) > 0.5) for _ in kinds]
     terms = [value.to_sparse(1) if kind == "s" else value for kind, value in zip(kinds, values, strict=True)]
     dense = [torch.ones(2) for _ in kinds]
     total, beside = STAR.reduce_add_coalesced(
@@ -114,23 +112,6 @@ def test_sparse_terms_add_up_with_dense_ones(destination: torch.device, kinds: s
     assert total.device == torch.zeros(0, device=destination).device
     torch.testing.assert_close(total.to_dense().cpu(), sum(values))
     assert beside.tolist() == [len(kinds)] * 2
-
-
-@pytest.mark.parametrize("make", [tagged, with_attribute], ids=["subclass", "attribute"])
-def test_special_tensors_add_up_one_by_one(destination: torch.device, make: Callable[[Tensor], Tensor]) -> None:
-    inputs = [[torch.ones(2), make(torch.ones(3))] for _ in range(3)]
-    plain, special = STAR.reduce_add_coalesced(inputs, destination, 4096)
-    assert plain.tolist() == [3.0] * 2
-    assert special.tolist() == [3.0] * 3
-    assert isinstance(special, Tagged) == (make is tagged)
-
-
-def test_parts_of_one_sum_are_independent_for_autograd(destination: torch.device) -> None:
-    totals = STAR.reduce_add_coalesced([[torch.ones(2), torch.ones(3)] for _ in range(2)], destination, 4096)
-    version = totals[1]._version
-    totals[0].zero_()
-    assert totals[1]._version == version
-    assert totals[1].tolist() == [2.0] * 3
 
 
 # Broadcast
@@ -158,65 +139,12 @@ def test_broadcasts_keep_what_tensors_are(elsewhere: torch.device, data: st.Data
             assert torch.equal(result.to_dense().cpu(), tensor.to_dense())
             if not tensor.is_sparse:
                 assert strides(result) == strides(tensor.clone())
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_only_own_storage_is_copied_again_for_a_device_that_has_it(elsewhere: torch.device, own: bool) -> None:
-    tensors = [torch.ones(3), torch.ones(2, dtype=torch.int64), tagged(torch.ones(2)), torch.eye(3).to_sparse()]
-    devices = [elsewhere, CPU, elsewhere, CPU, elsewhere]
-    results = STAR.broadcast_coalesced(tensors, devices, 4096, own=own)
-    for position in range(len(tensors)):
-        used = [storage(on_slot[position]) for on_slot in results] + [storage(tensors[position])]
-        assert len(set(used)) == (len(used) if own else 2)
-    if own:
-        results[2][0].zero_()
-        assert all(results[slot][0].sum() == 3 for slot in (0, 1, 3, 4))
-
-
-def test_expanded_tensors_arrive_expanded(elsewhere: torch.device) -> None:
-    expanded = torch.randn(1, 3, 1).expand(4, 3, 5)
-    ((arrived,),) = STAR.broadcast_coalesced([expanded], [elsewhere], 4096, own=False)
-    assert arrived.stride() == expanded.stride()
-    assert arrived.untyped_storage().nbytes() == 3 * expanded.element_size()
-    assert torch.equal(arrived.cpu(), expanded)
-
-
-def test_one_tensor_broadcast_alone_keeps_strides_too(elsewhere: torch.device) -> None:
-    for tensor in (torch.randn(3, 4).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)):
-        for copy in STAR.broadcast(tensor, [CPU, elsewhere, CPU]):
-            assert copy.stride() == tensor.stride()
-            assert torch.equal(copy.cpu(), tensor)
-
-
-def test_own_storage_through_the_public_function(slots: list, root: torch.device) -> None:
-    tensors = [torch.randn(3, device=root), torch.eye(3, device=root).to_sparse()]
-    tensors.append(with_attribute(torch.randn(2, device=root)))
-    results = comm.broadcast_coalesced(tensors, slots, own_storage=True)
-    assert all(mine is tensor for mine, tensor in zip(results[0], tensors, strict=True))
-    used = {storage(tensor) for tensor in tensors}
-    for on_slot in results[1:]:
-        theirs = {storage(result) for result in on_slot}
-        assert theirs.isdisjoint(used)
-        used |= theirs
-        assert on_slot[2].tag == "mine"
+    for copies in zip(*results, strict=True):
+        if (copies[0]._values() if copies[0].is_sparse else copies[0]).numel():
+            assert len({*map(storage, copies)}) == len(slots if own else {*slots})
 
 
 # Scatter and gather
-
-
-@given(st.data())
-def test_chunks_that_move_come_together_again(elsewhere: torch.device, data: st.DataObject) -> None:
-    sizes = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
-    dim = data.draw(st.integers(0, 1))
-    values = made((sum(sizes), 3) if dim == 0 else (3, sum(sizes)), data.draw(st.sampled_from(DTYPES)))
-    tensor = FORMS[data.draw(st.sampled_from(DENSE_FORMS))](values)
-    devices = data.draw(st.lists(st.sampled_from([CPU, elsewhere]), min_size=len(sizes), max_size=len(sizes)))
-    chunks = STAR.scatter(tensor, devices, sizes, dim)
-    for device, chunk, expected in zip(devices, chunks, torch.split(values, sizes, dim), strict=True):
-        assert torch.equal(chunk.cpu(), expected)
-        assert device != CPU or storage(chunk) == storage(tensor)
-    assert torch.equal(STAR.gather(chunks, dim, elsewhere).cpu(), values)
-    assert torch.equal(STAR.gather(chunks, dim, CPU), values)
 
 
 def test_gather_keeps_the_order_of_dimensions(destination: torch.device) -> None:

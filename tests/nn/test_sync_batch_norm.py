@@ -1,8 +1,9 @@
-"""`SyncBatchNorm` in replicas equals BatchNorm over the whole batch on one device."""
+"""`SyncBatchNorm` in replicas equals BatchNorm over the whole batch on one device, in pieces and by CUDA's kernels."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -10,13 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.autograd import gradcheck, gradgradcheck
 
-from batch_norms import SHAPES, batch_of, made, same
+from batch_norms import SHAPES, Kernels, batch_of, made, same
 from clocked import counted
 from dataparallel import DataParallel, peers
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.nn import BatchNorm, SyncBatchNorm
+from dataparallel.nn import BatchNorm, SyncBatchNorm, sync_batch_norm
 from sharded_models import ResNet
 
 OPTIONS = [{}, {"momentum": None}, {"momentum": 0.3, "eps": 1e-2}, {"affine": False}, {"track_running_stats": False}]
@@ -34,13 +34,26 @@ def results(model: nn.Module, module: nn.Module, batch: Tensor, steps: int = 3) 
     return [*found, *(buffer.clone() for buffer in module.buffers())]
 
 
+@pytest.fixture(params=["in pieces", "by kernels"])
+def way(request, monkeypatch):
+    """Both ways on small chunks. The kernels exist on CUDA only, so here are others. Each pass is made by them."""
+    if request.param == "by kernels":
+        kernels = Kernels().use(monkeypatch)
+        yield
+        assert all(kernels.calls.values())
+    else:
+        monkeypatch.setattr(sync_batch_norm, "VALUES", 1)
+        yield
+
+
 class TestParity:
     @pytest.mark.slots(2, 3, 8)
     @pytest.mark.parametrize("kind", SHAPES)
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
-    def test_training(self, slots, kind, options):
+    def test_training(self, slots, way, kind, options):
         module = made(kind, **options).to(slots[0])
         alone, batch = copy.deepcopy(module), batch_of(2 * len(slots) + 1, kind).to(slots[0])
+        batch[:, 2] = 5  # a channel without variance
         wrapped = DataParallel(module, slots, sync_batch_norm=True)
         same(results(wrapped, module, batch), results(alone, alone, batch))
         same([wrapped.eval()(batch)], [alone.eval()(batch)])
@@ -69,37 +82,46 @@ class TestParity:
         same([p.grad for p in module.parameters()], [p.grad for p in alone.parameters()])
         same([*module.buffers()], [*alone.buffers()])
 
-    @pytest.mark.parametrize("form", [replicate, fully_shard])
-    def test_forms(self, slots, form):
+    def test_layouts(self, slots, way):
+        """Chunks and gradients with other strides than each other."""
+        module, batch = made(nn.BatchNorm2d).to(slots[0]), batch_of(8).to(slots[0])
+        wanted = results(module, module, batch)
+        for change in (
+            lambda tensor: tensor.to(memory_format=torch.channels_last),
+            lambda tensor: tensor.transpose(2, 3).contiguous().transpose(2, 3),
+        ):
+            for forward in (lambda x: wrapped(change(x)), lambda x: change(wrapped(x))):  # noqa: B023
+                own = made(nn.BatchNorm2d).to(slots[0])
+                wrapped = DataParallel(own, slots, sync_batch_norm=True)
+                same(results(forward, own, batch), wanted)
+
+    def test_a_gradient_without_memory_of_its_own(self, slots, way):
+        """The gradient of a sum is one value, seen in all places."""
+        found = []
+        for sync in (False, True):
+            module, batch = made(nn.BatchNorm1d).to(slots[0]), batch_of(8, nn.BatchNorm1d).to(slots[0]).requires_grad_()
+            model = DataParallel(module, slots, sync_batch_norm=True) if sync else module
+            model(batch).sum().backward()
+            found.append([batch.grad, *(parameter.grad for parameter in module.parameters())])
+        same(*found)
+
+    def test_replicas_whose_output_leads_to_no_loss(self, slots, way):
+        """Their chunks have a gradient all the same: the statistics are theirs too."""
+
         class Net(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.first, self.norm = nn.Linear(4, 4, dtype=torch.float64), made(nn.BatchNorm1d)
+                self.norm = SyncBatchNorm.convert(made(nn.BatchNorm2d))
 
             def forward(self, x: Tensor) -> Tensor:
-                return self.norm(self.first(x)).tanh()
+                output = self.norm(x)
+                return output.sin() if peers.index() == 0 else output.detach()
 
-        torch.manual_seed(0)
-        module = Net().to(slots[0])
-        alone, batch = copy.deepcopy(module), batch_of(7, nn.BatchNorm1d).to(slots[0])
-        model = form(SyncBatchNorm.convert(module), devices=slots)
-        for one in (model, alone):
-            one(batch).sin().sum().backward()
-        for parameter, other in zip(model.parameters(), alone.parameters(), strict=True):
-            grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-            same([grad], [other.grad])
-        same([*model.buffers()], [*alone.buffers()])
-
-    def test_numerically_once_and_twice(self, slots):
-        wrapped = DataParallel(made(nn.BatchNorm1d).to(slots[0]), slots, sync_batch_norm=True)
-        batch = batch_of(5, nn.BatchNorm1d).to(slots[0]).requires_grad_()
-        weight, bias = wrapped.module.weight, wrapped.module.bias
-
-        def outputs(x: Tensor, *_: Tensor) -> Tensor:
-            return wrapped(x)
-
-        assert gradcheck(outputs, (batch, weight, bias))
-        assert gradgradcheck(outputs, (batch, weight, bias), nondet_tol=1e-9)
+        module, batch = Net().to(slots[0]), batch_of(len(slots)).to(slots[0]).requires_grad_()
+        DataParallel(module, slots)(batch).sum().backward()
+        alone, other = made(nn.BatchNorm2d).to(slots[0]), batch.detach().clone().requires_grad_()
+        alone(other)[:1].sin().sum().backward()
+        same([batch.grad], [other.grad])
 
     def test_large_means_cost_no_digits(self, slots):
         module = made(nn.BatchNorm1d, affine=False).float().to(slots[0])
@@ -109,45 +131,77 @@ class TestParity:
         torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=1e-2)
 
 
-class TestPrecisionAndLayout:
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_half_precision_has_statistics_in_float32(self, slots, dtype):
-        module = made(nn.BatchNorm2d).float().to(slots[0])
-        alone, batch = copy.deepcopy(module), batch_of(7).to(slots[0], dtype)
-        wrapped = DataParallel(module, slots, sync_batch_norm=True)
-        own = batch.clone().requires_grad_()
-        output = wrapped(own)
-        output.float().sin().sum().backward()
-        assert output.dtype == own.grad.dtype == dtype
-        assert module.running_mean.dtype == torch.float32
-        wanted = alone(batch.float())
-        torch.testing.assert_close(output.float(), wanted, rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(module.running_mean, alone.running_mean)
+@pytest.mark.parametrize("steps", ["together", "one after the other"])
+def test_a_penalty_on_gradients(slots, way, steps):
+    """Gradients of the loss and of its gradients in one pass of backward, and in two."""
+    found = []
+    for sync in (False, True):
+        module, batch = made(nn.BatchNorm2d).to(slots[0]), batch_of(7).to(slots[0]).requires_grad_()
+        model = DataParallel(module, slots, sync_batch_norm=True) if sync else module
+        loss = model(batch).sin().sum()
+        (grad,) = torch.autograd.grad(loss, batch, create_graph=True)
+        penalty = (grad - 1).square().sum()
+        losses = [loss + penalty] if steps == "together" else [penalty, loss]
+        for each in losses:
+            each.backward(retain_graph=True)
+        found.append([batch.grad, *(parameter.grad for parameter in module.parameters())])
+    same(*found)
 
-    def test_under_autocast(self, slots):
-        module = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).to(slots[0])
-        wrapped, batch = DataParallel(module, slots, sync_batch_norm=True), batch_of(6).float().to(slots[0])
-        with torch.autocast(torch.device(slots[0]).type, torch.bfloat16):
-            output = wrapped(batch)
-        output.float().sum().backward()
-        assert all(parameter.grad.dtype == torch.float32 for parameter in module.parameters())
 
-    def test_channels_last_is_kept(self, slots):
-        seen = []
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_and_buffers_in_half_precision(slots, way, dtype):
+    """As torch's BatchNorm has it where everything is in half precision."""
+    module = made(nn.BatchNorm2d).to(slots[0], dtype)
+    alone, batch = copy.deepcopy(module).float(), batch_of(8).to(slots[0], dtype)
+    found = []
+    for model, own, x in (
+        (DataParallel(module, slots, sync_batch_norm=True), module, batch.requires_grad_()),
+        (alone, alone, batch.detach().float().requires_grad_()),
+    ):
+        output = model(x)
+        (output.sin() * output.detach()).sum().backward()
+        found.append([output, x.grad, *(parameter.grad for parameter in own.parameters()), *own.buffers()])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype in (dtype, torch.int64)
+        torch.testing.assert_close(one.to(other.dtype), other, rtol=3e-2, atol=3e-2)
 
-        class Seen(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.norm = made(nn.BatchNorm2d)
 
-            def forward(self, x: Tensor) -> Tensor:
-                result = self.norm(x)
-                seen.append(result.is_contiguous(memory_format=torch.channels_last))
-                return result
+def test_the_stand_in_takes_what_the_kernels_take():
+    kernels = Kernels()
+    for name in ("stats", "elemt", "backward_reduce", "backward_elemt"):
+        schema = getattr(torch.ops.aten, f"batch_norm_{name}").default._schema
+        taken = inspect.signature(getattr(kernels, "reduce" if name == "backward_reduce" else name)).parameters
+        assert [*taken] == [argument.name for argument in schema.arguments]
 
-        wrapped = DataParallel(Seen().to(slots[0]), slots, sync_batch_norm=True)
-        wrapped(batch_of(6).to(slots[0]).to(memory_format=torch.channels_last))
-        assert seen == [True] * 3
+
+@pytest.mark.devices("sim")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(8, 16, 64, 64), (2, 16, 128, 128), (4096, 128)], ids=str)
+def test_memory_is_that_of_batch_norm(slots, dtype, shape):
+    """Half a chunk more is allowed, for pieces; a tensor of the chunk's size is not."""
+    rows = shape[0] * len(slots)
+    batch = torch.randn(rows, *shape[1:], dtype=dtype).to(slots[0])
+
+    def peaks(sync: bool) -> list[float]:
+        module = nn.BatchNorm1d(shape[1]) if len(shape) == 2 else nn.BatchNorm2d(shape[1])
+        model = nn.Sequential(nn.Identity(), module).to(slots[0])
+        model = replicate(model, devices=slots, sync_batch_norm=sync)
+        own, found = batch.clone().requires_grad_(), []
+        for _ in range(2):
+            found = []
+            before = torch.sim.memory_allocated(slots[1])
+            torch.sim.reset_peak_memory_stats(slots[1])
+            output = model(own)
+            found.append(torch.sim.max_memory_allocated(slots[1]) - before)
+            torch.sim.reset_peak_memory_stats(slots[1])
+            output.backward(batch)
+            found.append(torch.sim.max_memory_allocated(slots[1]) - before)
+            del output
+            own.grad = None
+        return [each / (batch.nbytes / len(slots)) for each in found]
+
+    for found, limit in zip(peaks(True), peaks(False), strict=True):
+        assert found <= limit + 0.51
 
 
 class TestWhereItIsPlain:

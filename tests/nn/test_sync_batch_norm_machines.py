@@ -94,13 +94,3 @@ class TestArgument:
             with pytest.raises(ValueError, match="there is one machine only; pass a process_group or a mesh"):
                 wrap(module, slots, sync_batch_norm="across_machines")
             assert type(module[1]) is nn.BatchNorm2d
-
-    def test_convert_and_revert(self):
-        model = nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3))
-        SyncBatchNorm.convert(model, across_machines=True)
-        assert [module.across_machines for module in model] == [True, True]
-        assert not SyncBatchNorm(3).across_machines
-        assert copy.deepcopy(model)[0].across_machines
-        SyncBatchNorm.revert(model)
-        assert type(model[0]) is nn.BatchNorm1d
-        assert "across_machines" not in vars(model[0])

@@ -12,9 +12,3 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cores, and a Python with a lock, whichever Python runs the test."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     monkeypatch.setattr(permits, "has_lock", lambda: True)
-
-
-@pytest.fixture
-def no_lock(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cores, and a Python without a lock, whichever Python runs the test."""
-    monkeypatch.setattr(permits, "has_lock", lambda: False)

@@ -1,4 +1,4 @@
-"""Gangs: permits, order, groups, nested and concurrent calls, failures, and tasks that wait for each other."""
+"""Gangs: permits, order, groups, nested calls, failures, and tasks that wait for each other."""
 
 import threading
 import time
@@ -7,34 +7,13 @@ from typing import Any
 
 import pytest
 
-from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.pool import Skipped
-from gangs import forget_idle_threads, values, values_of, worker_threads
+from gangs import values, values_of, worker_threads
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
 TIMEOUT = 20.0  # of every wait that a correct gang ends at once
-
-
-def in_user_threads(count: int, job: Callable[[], Any]) -> None:
-    """Runs ``job`` in several user threads at the same time, and raises the first error."""
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT)
-        assert not thread.is_alive(), "a user's thread hangs in a gang"
-    if errors:
-        raise errors[0]
 
 
 class Overlap:
@@ -54,18 +33,6 @@ class Overlap:
         time.sleep(seconds)
         with self.lock:
             self.inside.remove(key)
-
-
-def test_results_are_in_slot_order_whatever_ends_first() -> None:
-    def task(slot: int) -> int:
-        time.sleep(0.01 * (4 - slot))
-        return slot
-
-    assert values([lambda slot=slot: task(slot) for slot in range(4)], 4) == [0, 1, 2, 3]
-
-
-def test_a_gang_without_tasks_ends_at_once() -> None:
-    assert Gang([], 1).run_tasks() == []
 
 
 def test_without_a_permit_nothing_can_run() -> None:
@@ -102,12 +69,6 @@ def test_tasks_of_one_group_never_run_at_the_same_time() -> None:
     assert overlap.most_of_one_key == 1
 
 
-def test_tasks_of_one_group_run_in_slot_order() -> None:
-    started: list[int] = []
-    values([lambda slot=slot: started.append(slot) for slot in range(8)], 8, ["a"] * 8)
-    assert started == list(range(8))
-
-
 @pytest.mark.parametrize("groups", [["a", "b"], [None, None], ["a", None]])
 def test_tasks_of_other_groups_or_none_run_at_the_same_time(groups: list) -> None:
     together = threading.Barrier(2)
@@ -126,19 +87,6 @@ def tree(depth: int, width: int, permits: int) -> int:
 def test_nested_gangs_do_not_wait_for_each_other(depth: int, width: int, permits: int) -> None:
     for _ in range(100):
         assert tree(depth, width, permits) == width**depth
-
-
-def test_concurrent_gangs_have_permits_of_their_own() -> None:
-    together = threading.Barrier(6)
-    in_user_threads(6, lambda: values([lambda: together.wait(TIMEOUT)], 1))
-
-
-def test_nested_and_concurrent_gangs_together() -> None:
-    def job() -> None:
-        for _ in range(100):
-            assert tree(2, 3, 1) == 9
-
-    in_user_threads(6, job)
 
 
 def test_a_task_that_waits_for_a_nested_gang_gives_its_permit_back() -> None:
@@ -214,13 +162,6 @@ def test_any_exception_is_an_outcome(error: BaseException) -> None:
     assert worker_threads() == before
 
 
-def test_the_traceback_of_an_outcome_begins_in_the_task() -> None:
-    error = Gang([fail], 1).run_tasks()[0].error
-    assert error is not None
-    assert error.__traceback__ is not None
-    assert error.__traceback__.tb_frame.f_code is fail.__code__
-
-
 # ---- tasks that wait for each other by their own means: after `stall_timeout` all of them run ------------------------
 
 
@@ -232,29 +173,13 @@ def test_tasks_that_wait_for_each_other_end(permits: int) -> None:
     assert gang.stalled
 
 
-def test_without_a_timeout_the_limit_stays() -> None:
-    barrier = threading.Barrier(2)
-
-    def wait() -> bool:
-        try:
-            barrier.wait(0.5)
-        except threading.BrokenBarrierError:
-            return False
-        return True
-
-    gang = Gang([wait] * 2, 1)
-    assert values_of(gang) == [False, False]
-    assert not gang.stalled
-
-
-def test_tasks_that_end_one_after_the_other_are_no_stall() -> None:
-    gang = Gang([lambda: time.sleep(0.25)] * 5, 1, stall_timeout=0.8)
-    values_of(gang)
-    assert not gang.stalled
-
-
-def test_nor_is_a_long_task_for_which_none_waits() -> None:
-    gang = Gang([lambda: time.sleep(0.5)] * 2, 2, stall_timeout=0.2)
+@pytest.mark.parametrize(
+    ("count", "permits", "seconds", "timeout"),
+    [(5, 1, 0.25, 0.8), (2, 2, 0.5, 0.2)],
+    ids=["tasks that end one after the other", "long ones for which none waits"],
+)
+def test_these_are_no_stall(count: int, permits: int, seconds: float, timeout: float) -> None:
+    gang = Gang([lambda: time.sleep(seconds)] * count, permits, stall_timeout=timeout)
     values_of(gang)
     assert not gang.stalled
 
@@ -283,30 +208,6 @@ def test_a_nested_gang_may_wait_for_another_tasks_one() -> None:
 
     found = values_of(Gang([nested] * 2, 1, stall_timeout=0.2))
     assert sorted([*found[0], *found[1]]) == [0, 1, 2, 3]
-
-
-def test_workers_that_come_after_the_end_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    gang = Gang([int], 1, stall_timeout=0.2)
-    values_of(gang)
-    forget_idle_threads(monkeypatch)
-    for number in range(2):
-        gang._run_in_worker(None, pool.Worker(number, None))  # like a worker that a stall has started, too late
-
-
-def test_a_task_that_fails_after_a_stall_is_reported() -> None:
-    entered = threading.Event()
-
-    def waits() -> None:
-        assert entered.wait(TIMEOUT)
-
-    def fails() -> None:
-        entered.set()
-        raise ValueError("as asked")
-
-    gang = Gang([waits, fails], 1, stall_timeout=0.2)
-    first, second = gang.run_tasks()
-    assert first.error is None
-    assert isinstance(second.error, ValueError)
 
 
 def test_gangs_whose_timeout_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,8 @@ pytestmark = [
 ]
 
 PRELUDE = """
-import contextlib, gc, os, signal, threading, time, weakref
-from dataparallel.threads import pool
-from dataparallel.threads.gang import SerialTasks
-from dataparallel.threads.gang import Gang
+import contextlib, os, signal, threading, time
+from dataparallel.threads.gang import Gang, SerialTasks
 from dataparallel.threads.pool import Skipped
 
 TIMEOUT = 20
@@ -109,77 +107,31 @@ while not {task.thread.ident for task in running} <= idents(len(threads())):
 assert all(task.has_ended for task in running)
 assert not any(task.began.is_set() for task in waiting)
 """,
-    "it is raised where a task fails too": """
-def fails():
-    task()
-    raise ValueError("as asked")
-
-
-task = Task()
-afterwards(task.began.wait, ctrl_c, task.may_end.set)
-with interrupted():
-    Gang([fails, int], 1).run_tasks()
-assert task.has_ended
-""",
-    "nested gangs start none either": """
-inner = [[Task() for _ in range(3)] for _ in range(2)]
-outcomes = []
-first = [tasks[0] for tasks in inner]
-afterwards(*[task.began.wait for task in first], ctrl_c, *[task.may_end.set for task in first])
-with interrupted():
-    Gang([lambda tasks=tasks: outcomes.append(Gang(tasks, 1).run_tasks()) for tasks in inner], 2).run_tasks()
-assert [task.has_ended for tasks in inner for task in tasks] == [True, False, False] * 2
-assert [[type(outcome.error) for outcome in found] for found in outcomes] == [[type(None), Skipped, Skipped]] * 2
-gangs_work()
-""",
-    "nor do nested calls that begin after it": """
+    "nested calls that begin after it start none either": """
 def nests(make):
     task()
     return [type(outcome.error) for outcome in make([Task(), Task()]).run_tasks()]
 
 
-for make in (lambda tasks: Gang(tasks, 2), SerialTasks, lambda tasks: SerialTasks(tasks, tasks, stall_timeout=0.2)):
+for make in (lambda tasks: Gang(tasks, 2), SerialTasks, lambda tasks: SerialTasks(tasks, tasks)):
     task, found = Task(), []
     afterwards(task.began.wait, ctrl_c, task.may_end.set)
     with interrupted():
         Gang([lambda: found.append(nests(make))], 1).run_tasks()
     assert found == [[Skipped, Skipped]]
 """,
-    "nor do nested calls in turn": """
-tasks, found = [Task(), Task()], []
-afterwards(tasks[0].began.wait, ctrl_c, tasks[0].may_end.set)
-with interrupted():
-    Gang([lambda: found.append([type(outcome.error) for outcome in SerialTasks(tasks).run_tasks()])], 1).run_tasks()
-assert found == [[type(None), Skipped]]
-""",
-    "a task that waits for a permit ends its work too": """
-holds, goes_on = Task(), []
+    "in the calling thread it is raised where it comes": """
+def waits():
+    started.append(True)
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(TIMEOUT)
 
 
-def waits_for_a_permit():
-    Gang([holds.began.wait], 1).run_tasks()
-    goes_on.append(True)
-
-
-afterwards(holds.began.wait, ctrl_c, holds.may_end.set)
-with interrupted():
-    Gang([waits_for_a_permit, holds], 1).run_tasks()
-assert holds.has_ended and goes_on
-gangs_work()
-""",
-    "before and after a stall": """
-tasks = [Task() for _ in range(3)]
-afterwards(*[task.began.wait for task in tasks], ctrl_c, *[task.may_end.set for task in tasks])
-with interrupted():
-    Gang(tasks, 1, stall_timeout=0.2).run_tasks()
-assert all(task.has_ended for task in tasks)
-
-tasks = [Task() for _ in range(3)]
-afterwards(tasks[0].began.wait, ctrl_c, lambda: time.sleep(1), tasks[0].may_end.set)
-with interrupted():
-    Gang(tasks, 1, stall_timeout=0.8).run_tasks()
-assert [task.has_ended for task in tasks] == [True, False, False]
-gangs_work()
+started, tasks = [], [waits] * 3
+first, *others = SerialTasks(tasks, tasks).run_tasks()
+assert isinstance(first.error, KeyboardInterrupt)
+assert [type(outcome.error) for outcome in others] == [Skipped, Skipped]
+assert started == [True]
 """,
     "gangs of other threads are left alone": """
 others, task, outcomes = Task(), Task(), []
@@ -191,72 +143,6 @@ with interrupted():
 others.may_end.set()
 user.join(TIMEOUT)
 assert [outcome.error for outcome in outcomes] == [None, None]
-""",
-    "memory of the call is free afterwards": """
-class Activation:
-    pass
-
-
-def fails():
-    activation = Activation()
-    held.append(weakref.ref(activation))
-    task()
-    raise ValueError("as asked")
-
-
-task, held = Task(), []
-gc.collect()
-gc.disable()
-afterwards(task.began.wait, ctrl_c, task.may_end.set)
-with interrupted():
-    Gang([fails] * 2, 1).run_tasks()
-assert [reference() for reference in held] == [None]
-""",
-    "while the first thread is being started": """
-begin = pool.Worker.start
-
-
-def press(worker):
-    signal.raise_signal(signal.SIGINT)
-    time.sleep(TIMEOUT)
-
-
-def press_before(worker):
-    press(worker)
-
-
-def press_after(worker):
-    begin(worker)
-    press(worker)
-
-
-for patch in (press_before, press_after):
-    pool._idle = {}  # as gangs.forget_idle_threads
-    pool.Worker.start = patch
-    with interrupted():
-        Gang([int] * 3, 3).run_tasks()
-    pool.Worker.start = begin
-    gangs_work()
-""",
-    "while a task starts a nested gang": """
-begin = pool.Worker.start
-
-
-def waits(worker):
-    if threading.current_thread() is not threading.main_thread():
-        starting.set()
-        assert may_start.wait(TIMEOUT)
-    begin(worker)
-
-
-starting, may_start, found = threading.Event(), threading.Event(), []
-pool.Worker.start = waits
-afterwards(starting.wait, ctrl_c, may_start.set)
-with interrupted():
-    Gang([lambda: found.append([type(outcome.error) for outcome in Gang([int] * 2, 2).run_tasks()])], 1).run_tasks()
-assert found == [[Skipped, Skipped]]
-pool.Worker.start = begin
-gangs_work()
 """,
 }
 

@@ -5,7 +5,7 @@ import random
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from dataparallel import parallel_apply
 from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang, SerialTasks
 from dataparallel.threads.meetings import Meeting, WokenUp, here
-from dataparallel.threads.pool import Skipped, Turn
+from dataparallel.threads.pool import Skipped
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -52,10 +52,6 @@ def test_each_gets_the_values_in_slot_order(way: dict[str, Any]) -> None:
     assert call(lambda index: [meet("first", index), meet("second", -index)], **way) == [[[0, 1, 2], [0, -1, -2]]] * 3
 
 
-def test_a_module_alone_has_no_place() -> None:
-    assert call(lambda index: here(), count=1) == [None]
-
-
 def test_after_forward_a_place_refuses(way: dict[str, Any]) -> None:
     place = call(lambda index: (meet(), here())[1], **way)[1]
     with pytest.raises(
@@ -82,17 +78,6 @@ def test_an_error_in_what_the_last_one_does_is_raised(way: dict[str, Any], toget
     with pytest.raises((ZeroDivisionError, RuntimeError), match=r"division by zero|there are 2 results"):
         call(lambda index: here().meet("all", 0, together), **way)
     assert call(lambda index: meet(value=index), **way) == [[0, 1, 2]] * 3
-
-
-def test_replicas_that_disagree_are_listed(way: dict[str, Any]) -> None:
-    def forward(index: int) -> None:
-        if index != 1:
-            meet(f"thing {index}")
-
-    with pytest.raises(
-        RuntimeError, match=r"(?s)0 on cpu waits for thing 0.*1 on cpu has ret.*2 on cpu waits for thing 2"
-    ):
-        call(forward, **way)
 
 
 @pytest.mark.parametrize("fault", ["disagree", "fail"])
@@ -141,47 +126,6 @@ def test_a_replica_for_which_there_is_no_thread_wakes_the_others(
             call(lambda index: meet(value=index), **way)
     assert time.monotonic() - before < 60  # the time limit is 600
     assert call(lambda index: meet(value=index), **way) == [[0, 1, 2]] * 3
-
-
-def test_in_turn_a_nested_call_between_two_meetings_keeps_the_order() -> None:
-    order: list[tuple[str, int]] = []
-
-    def forward(index: int) -> None:
-        meet()
-        order.append(("begins", index))
-        call(lambda inner: time.sleep(0.02), count=2, workers=2)
-        order.append(("ends", index))
-        meet()
-
-    call(forward, serial=True)
-    assert order == [(what, index) for index in range(3) for what in ("begins", "ends")]
-
-
-def test_the_next_wait_is_not_ended_by_the_last_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    park, seen = Gang.park, []
-
-    def slowly(gang: Gang, slot: int, unpark: Sequence[int] = ()) -> Turn:
-        if len(seen) < 2:
-            seen.append(slot)
-            # Slot 0 is about to wait when slot 1 comes. Then slot 1 needs longer to let it go on than slot 0 to come
-            # to the next meeting.
-            time.sleep(0.5 if unpark else 0.2)
-        return park(gang, slot, unpark)
-
-    def replica() -> list[int]:
-        place = here()
-        assert place is not None
-        time.sleep(0.1 * place.index)
-        first = place.meet("first", place.index, lambda values: values[::-1])
-        time.sleep(0.3 * place.index)
-        return [first, place.meet("second", place.index, lambda values: values[::-1])]
-
-    monkeypatch.setattr(Gang, "park", slowly)
-    meeting = Meeting([torch.device("cpu")] * 2)
-    gang = Gang([lambda slot=slot: meeting.run_replica(slot, replica) for slot in range(2)], permits=2)
-    meeting.scheduler = gang
-    assert [(outcome.value, outcome.error) for outcome in gang.run_tasks()] == [([1, 1], None), ([0, 0], None)]
-    assert seen == [0, 1]
 
 
 class Injected(Exception):

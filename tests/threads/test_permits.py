@@ -1,20 +1,13 @@
 """How many replicas run Python at a time: the cores on CPU slots, and on accelerators two or all, as devices tell."""
 
-import copy
-import pickle
-import sys
-import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from dataparallel import DataParallel
 from dataparallel.comm.streams.current import DeviceClock
 from dataparallel.threads import permits
-from dataparallel.threads.permits import STALL_CALLS, STALL_TIMEOUT, WARM_UP, CallPermits, Permits, has_lock
+from dataparallel.threads.permits import STALL_CALLS, STALL_TIMEOUT, WARM_UP, CallPermits, Permits
 
 pytestmark = [pytest.mark.devices("cpu"), pytest.mark.usefixtures("two_cores")]
 
@@ -101,21 +94,6 @@ def test_both_numbers_are_tried_three_times_and_the_better_one_stays(
     assert calls(rule, 60, cost) == TRIED + [better] * (60 - len(TRIED))
 
 
-def test_a_disturbed_call_in_three_changes_nothing(rule: Permits) -> None:
-    costs = [dict.fromkeys((2, 8), 9.0)] * WARM_UP + [{2: 25.0 * slow, 8: 35.0} for slow in (1, 1, 5, 1, 1, 1)]
-    assert [calls(rule, 1, cost)[0] for cost in costs] == TRIED
-    assert calls(rule, 1, LAUNCH_BOUND) == [2]
-
-
-def test_the_slowest_device_counts(rule: Permits, devices: Devices) -> None:
-    def seconds(begin: Any, end: Any) -> dict[Any, float]:
-        took = end["device 0"] - begin["device 0"]
-        return {"device 0": 1.0, "device 1": took}
-
-    devices.seconds = seconds  # type: ignore[method-assign]
-    assert calls(rule, 20, LAUNCH_BOUND)[-1] == 2
-
-
 def test_no_call_waits_for_devices_that_are_behind(rule: Permits, devices: Devices) -> None:
     """Until they have passed a measured call, the next ones run with all."""
     calls(rule, WARM_UP, WAITING)
@@ -127,54 +105,24 @@ def test_no_call_waits_for_devices_that_are_behind(rule: Permits, devices: Devic
     assert calls(rule, 1, LAUNCH_BOUND) == [2]
 
 
-def test_a_mode_that_changes_makes_all_be_tried_again(rule: Permits) -> None:
+def test_a_kind_says_nothing_about_another_and_a_mode_that_changes_makes_all_be_tried_again(rule: Permits) -> None:
     assert calls(rule, 20, LAUNCH_BOUND)[-1] == 2
-    assert calls(rule, 20, WAITING, training=False) == TRIED + [8] * 12
-    assert calls(rule, 20, LAUNCH_BOUND) == TRIED + [2] * 12
-
-
-def test_a_kind_says_nothing_about_another(rule: Permits) -> None:
-    calls(rule, 20, LAUNCH_BOUND)
     assert calls(rule, 20, WAITING, kind="generate") == TRIED + [8] * 12
     assert calls(rule, 1, LAUNCH_BOUND) == [2]
-
-
-def test_what_is_remembered_is_bounded(rule: Permits) -> None:
-    for number in range(10 * permits.KINDS):
-        calls(rule, 1, LAUNCH_BOUND, kind=str(number))
-        assert len(rule._kinds) <= permits.KINDS + 1
+    assert calls(rule, 20, WAITING, training=False) == TRIED + [8] * 12
+    assert calls(rule, 20, LAUNCH_BOUND) == TRIED + [2] * 12
 
 
 class TestWithoutTimes:
     """Events of the accelerator carry no times: the host's time of calls decides, and in doubt it is the cores."""
 
-    @pytest.fixture(params=["zero", "none"])
-    def devices(self, request: pytest.FixtureRequest) -> Devices:
-        made = Devices(has_times=False)
-        if request.param == "none":
-            made.seconds = lambda begin, end: {}  # type: ignore[method-assign]
-        return made
+    @pytest.fixture
+    def devices(self) -> Devices:
+        return Devices(has_times=False)
 
     @pytest.mark.parametrize(("cost", "better"), EITHER)
     def test_the_host_decides(self, rule: Permits, host: Host, cost: dict[int, float], better: int) -> None:
         assert calls(rule, 20, cost, host) == TRIED + [better] * 12
-
-    @pytest.mark.parametrize(("cores", "number"), [(2, 2), (6, 6), (64, 8)])
-    def test_in_doubt_as_many_as_cores(
-        self, rule: Permits, host: Host, cores: int, number: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(permits, "cores", lambda: cores)
-        assert calls(rule, 20, {2: 1.02, 6: 1.0, 8: 1.0}, host)[-1] == number
-
-
-def test_a_clock_of_events_that_raise_has_no_times() -> None:
-    class Timeless:
-        def seconds_until(self, later: Any) -> float:
-            raise NotImplementedError("this backend has no times")
-
-    clock, mark = DeviceClock(), {0: Timeless()}
-    assert clock.seconds(mark, mark) == {}  # type: ignore[arg-type]
-    assert clock.marks({0: None}) == {}, "it is not asked again"  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(("cores", "number"), [(1, 1), (2, 2), (6, 6), (64, 8)])
@@ -187,16 +135,9 @@ def test_on_cpu_slots_as_many_as_there_are_cores(cores: int, number: int, monkey
         rule.end_call(call)
 
 
-@pytest.mark.usefixtures("no_lock")
-def test_without_pythons_lock_all(rule: Permits) -> None:
+def test_without_pythons_lock_all(rule: Permits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(permits, "has_lock", lambda: False)
     assert calls(rule, 20, LAUNCH_BOUND | WAITING) == [8] * 20
-
-
-def test_two_slots_have_nothing_to_try(rule: Permits) -> None:
-    for _ in range(20):
-        call = rule.begin_call("forward", True, 2, STREAMS)
-        assert (call.number, call.stall_timeout, call.before) == (2, None, None)
-        rule.end_call(call)
 
 
 def test_of_compiled_code_the_first_call_of_a_kind_has_one_permit(rule: Permits) -> None:
@@ -224,52 +165,3 @@ class TestStalls:
         host.now += 2.6
         rule.end_call(call, stalled=True)
         assert calls(rule, 20, WAITING) == [8] * 20
-
-    def test_a_slow_first_call_teaches_nothing(self, host: Host) -> None:
-        rule = Permits()
-        for stalled, patience in ((True, STALL_TIMEOUT), (False, 59.0 * STALL_CALLS)):
-            call = rule.begin_call("forward", True, 8, {})
-            assert (call.number, call.stall_timeout) == (2, patience)
-            host.now += 60.0
-            rule.end_call(call, stalled)
-
-    def test_replicas_on_cpu_slots_that_wait_for_each_other_stall_twice(self, host: Host) -> None:
-        rule = Permits()
-        for _ in range(2):
-            call = rule.begin_call("forward", True, 8, {})
-            assert (call.number, call.stall_timeout) == (2, STALL_TIMEOUT)
-            host.now += 1.1
-            rule.end_call(call, stalled=True)
-        assert rule.begin_call("forward", True, 8, {}).number == 8
-
-
-def test_calls_that_overlap_are_not_measured(rule: Permits) -> None:
-    for _ in range(30):
-        one, other = begin(rule), begin(rule)
-        assert other.before is None
-        rule.end_call(one)
-        rule.end_call(other)
-    assert {len(times) for times in rule._kinds["forward", 8].times.values()} == {0}
-
-
-def test_a_call_that_failed_is_not_counted_and_stops_nothing(rule: Permits) -> None:
-    begin(rule)
-    assert calls(rule, 30, LAUNCH_BOUND)[-1] == 2
-
-
-def test_the_lock_is_that_of_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert has_lock() is (sys._is_gil_enabled() if sysconfig.get_config_var("Py_GIL_DISABLED") else True)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
-)
-def test_a_copy_starts_afresh(copied: Callable[[Any], Any], slots: list, root: torch.device, rule: Permits) -> None:
-    model, x = DataParallel(nn.Linear(2, 2).to(root), slots), torch.zeros(6, 2, device=root)
-    model(x)
-    other = copied(model)
-    assert list(other.state_dict()) == ["module.weight", "module.bias"]
-    assert torch.equal(other(x), model(x))
-    calls(rule, 20, LAUNCH_BOUND)
-    assert copied(rule)._kinds == {}

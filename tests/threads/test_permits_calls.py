@@ -1,4 +1,4 @@
-"""A call runs as many replicas at once as were chosen; what it computes does not depend on how many these are."""
+"""Replicas that wait get a permit each, and no call makes the host wait to find out how many are better."""
 
 import threading
 import time
@@ -9,122 +9,45 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from at_once import in_threads
 from clocked import timeline
-from dataparallel import DataParallel, parallel_apply
-from dataparallel.comm.streams.current import DeviceClock, Event
+from dataparallel import DataParallel
+from dataparallel.comm.streams.current import Event
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.threads import permits
-from dataparallel.threads.permits import Permits
 
 pytestmark = pytest.mark.usefixtures("two_cores")
 
 TIMEOUT = 20.0
 
 
-class Counting(nn.Module):
-    """Notes how many replicas are inside at the same time; each sleeps."""
+class Sleeps(nn.Module):
+    """Notes how many replicas are inside at the same time."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.seconds, self.lock = seconds, threading.Lock()
         self.inside: list[int] = []
-        self.most: list[int] = [0]
+        self.most: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        with self.lock:
-            self.inside.append(0)
-            self.most[0] = max(self.most[0], len(self.inside))
-        time.sleep(self.seconds)
-        with self.lock:
-            self.inside.pop()
+        self.inside.append(0)
+        self.most.append(len(self.inside))
+        time.sleep(0.02)
+        self.inside.pop()
         return x + 1
-
-
-def most_at_once(model: DataParallel[Counting], x: Tensor) -> int:
-    model.module.most[0] = 0
-    with torch.no_grad():
-        assert torch.equal(model.eval()(x), x + 1)
-    return model.module.most[0]
-
-
-def wrapper(slots: list, seconds: float = 0.0, **options: Any) -> DataParallel[Counting]:
-    return DataParallel(Counting(seconds), slots, **options)
 
 
 @pytest.mark.slots(8)
 @pytest.mark.devices("sim", "stand-in")
 def test_a_model_that_sleeps_gets_a_permit_for_each_slot(slots: list, root: torch.device) -> None:
-    model, x = wrapper(slots, 0.02), torch.zeros(16, 2, device=root)
-    numbers = [most_at_once(model, x) for _ in range(20)]
+    module, x, numbers = Sleeps().eval(), torch.zeros(16, 2, device=root), []
+    model = DataParallel(module, slots)
+    for _ in range(20):
+        with torch.no_grad():
+            assert torch.equal(model(x), x + 1)
+        numbers.append(max(module.most))
+        module.most.clear()
     assert numbers[0] == numbers[-1] == 8
     assert min(numbers) == 2, "the other number was tried"
-
-
-@pytest.mark.slots(8)
-@pytest.mark.devices("cpu")
-def test_cpu_slots_run_as_many_as_there_are_cores(slots: list) -> None:
-    model, x = wrapper(slots, 0.01), torch.zeros(16, 2)
-    assert [most_at_once(model, x) for _ in range(5)] == [2] * 5
-
-
-@pytest.mark.slots(8)
-def test_it_runs_as_many_as_were_chosen(slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = wrapper(slots, 0.01), torch.zeros(16, 2, device=root)
-    begin_call = Permits.begin_call
-    for number in (1, 3):
-        monkeypatch.setattr(
-            Permits, "begin_call", lambda *args, number=number: begin_call(*args)._replace(number=number)
-        )
-        assert most_at_once(model, x) == number
-
-
-@pytest.mark.parametrize("options", [{"workers": 2}, {"serial": True}], ids=["workers", "serial"])
-def test_nothing_is_measured_where_the_caller_has_chosen(
-    options: dict, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(Permits, "begin_call")
-    most_at_once(wrapper(slots, **options), torch.zeros(6, 2, device=root))
-
-
-def test_nothing_is_measured_where_one_replica_runs_at_a_time(
-    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(Permits, "begin_call")
-    same = [slots[0]] * 3
-    wrapper(same)(torch.zeros(6, 2, device=root, requires_grad=True))
-
-
-def test_a_call_without_a_wrapper_runs_all_replicas_at_once(slots: list) -> None:
-    barrier = threading.Barrier(3)
-    modules = [Waiting(barrier).eval() for _ in range(3)]
-    with torch.no_grad():
-        parallel_apply(modules, [(torch.zeros(1),)] * 3, devices=slots)
-
-
-@pytest.mark.devices("sim", "cuda")
-def test_streams_are_marked_while_measuring_only(
-    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    marked: list[Any] = []
-
-    class Noting(DeviceClock):
-        def marks(self, streams: Any) -> Any:
-            marked.append([*streams.values()])
-            return super().marks(streams)
-
-    monkeypatch.setattr(permits, "DeviceClock", Noting)
-    model, x = wrapper(slots), torch.zeros(6, 2, device=root)
-    for _ in range(2):
-        most_at_once(model, x)
-    assert marked == []
-    most_at_once(model, x)
-    assert marked == [[torch.accelerator.current_stream(slot) for slot in dict.fromkeys(slots)]] * 2
-    for _ in range(10):
-        most_at_once(model, x)
-    count = len(marked)
-    most_at_once(model, x)
-    assert len(marked) == count
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -198,30 +121,3 @@ def test_replicas_that_wait_for_each_other_do_not_hang_and_run_together_from_the
                 model(torch.zeros(size, 2, device=root))
                 stalls.append(time.monotonic() - start > 0.9 * permits.STALL_TIMEOUT)
     assert sum(stalls) == (2 if root.type == "cpu" else 1), "on the CPU a first call may just be slow"
-
-
-@pytest.mark.slots(8)
-def test_gradients_and_outputs_do_not_depend_on_the_number(slots: list, root: torch.device) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)).to(root)
-    x = torch.randn(16, 4).to(root)
-    model, found = DataParallel(module, slots), []
-    for _ in range(40):
-        module.zero_grad()
-        output = model(x)
-        output.square().sum().backward()
-        found.append([output.detach().clone(), *(p.grad.clone() for p in module.parameters())])
-    for step in found[1:]:
-        assert all(map(torch.equal, step, found[0]))
-
-
-def test_calls_from_several_threads(slots: list, root: torch.device) -> None:
-    x = torch.zeros(6, 2, device=root)
-
-    def several(*_: object) -> None:
-        with torch.no_grad():
-            for _ in range(30):
-                assert torch.equal(model(x), x + 1)
-
-    model = wrapper(slots, 0.001).eval()
-    in_threads(4, several)

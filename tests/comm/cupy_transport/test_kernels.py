@@ -1,18 +1,13 @@
 """The CUDA kernels copy and sum as torch does, to the bit, and write nowhere else; run on the CPU, thread by thread."""
 
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_runner import SOURCE, Kernels, copying, summing
+from kernel_runner import Kernels, copying, summing
 from torch import Tensor
 
-from dataparallel.comm import kernels as launching
-from dataparallel.comm.kernels import SUM_KERNELS
+from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, pack
 from selection import others_long
 
 # They know no slots: once is enough.
@@ -167,18 +162,6 @@ def test_sums_have_the_bits_of_torch_and_nothing_else_is_written(
     assert all(map(torch.equal, unchanged, [arena.bytes for arena in slots if arena is not out]))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_every_half_is_widened_and_rounded_as_torch_does(kernels: Kernels, dtype: torch.dtype) -> None:
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
-    info = torch.finfo(dtype)
-    small = info.smallest_normal * info.eps
-    for number in (None, 0.0, small, -3 * small, info.smallest_normal, 1.0, 1 / 3, 1 + info.eps, info.max, -info.max):
-        terms = [every] if number is None else [every, torch.full_like(every, number)]
-        out = torch.empty_like(every)
-        kernels.run(summing([[term] for term in terms], [out], max_blocks=4))
-        assert_same_bits_but_for_nans(out, sum_by_torch(terms))
-
-
 @pytest.mark.parametrize(("dtype", "dropped"), [(torch.float16, 13), (torch.bfloat16, 16)])
 def test_floats_of_every_kind_are_rounded_as_torch_does(kernels: Kernels, dtype: torch.dtype, dropped: int) -> None:
     """All that is kept with what decides how the rest rounds, NaNs of any bits among them."""
@@ -186,29 +169,17 @@ def test_floats_of_every_kind_are_rounded_as_torch_does(kernels: Kernels, dtype:
     half = 1 << (dropped - 1)
     rest = torch.tensor([0, 1, half - 1, half, half + 1, 2 * half - 1])
     sums = (kept[:, None] + rest).to(torch.int32).view(torch.float32).flatten()
-    assert_same_bits_but_for_nans(kernels.narrow(sums, dtype), sums.to(dtype))
-
-
-def assert_same_bits_but_for_nans(actual: Tensor, expected: Tensor) -> None:
+    actual, expected = kernels.narrow(sums, dtype), sums.to(dtype)
     assert torch.equal(actual.isnan(), expected.isnan())
     numbers = ~expected.isnan()
     assert torch.equal(actual.view(torch.int16)[numbers], expected.view(torch.int16)[numbers])
 
 
-def test_a_copy_needs_no_alignment_at_all(kernels: Kernels) -> None:
-    sources = [torch.frombuffer(bytearray(range(100)), dtype=torch.float32, offset=k, count=20) for k in range(4)]
-    targets = [torch.frombuffer(bytearray(100), dtype=torch.float32, offset=k, count=20) for k in (1, 1, 0, 2)]
-    kernels.run(copying(sources, [targets], max_blocks=8))
-    assert [t.numpy().tobytes() for t in targets] == [t.numpy().tobytes() for t in sources]
+def test_a_megabyte_is_shared_by_all_blocks() -> None:
+    assert pack(COPY_KERNEL, [[0], [0]], [2**20], max_blocks=200).blocks == 128
+    assert pack(COPY_KERNEL, [[0], [0]], [2**20], max_blocks=2_000).blocks == 256  # a vector for each thread
 
 
-@pytest.mark.long
-def test_nvcc_compiles_the_kernels(tmp_path: Path) -> None:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("needs nvcc")
-    flags = [*launching.OPTIONS, "--cubin", "--Werror=all-warnings"]
-    done = subprocess.run(
-        [nvcc, *flags, str(SOURCE), "-o", str(tmp_path / "kernels.cubin")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_what_makes_no_table_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one pointer for each of 2 tensors; got rows of \[2, 1\]"):
+        pack(COPY_KERNEL, [[0, 0], [0]], [1, 1], max_blocks=1)

@@ -13,8 +13,7 @@ from torch.autograd import forward_ad
 
 from clocked import check_clocks
 from dataparallel import DataParallel, prefetch, scatter, whole
-from dataparallel.comm.buckets import is_dense
-from dataparallel.comm.streams.ahead import HostReads, SentTensor, can_be_sent
+from dataparallel.comm.streams.ahead import can_be_sent
 from echo import left_behind
 
 pytestmark = pytest.mark.devices("sim", "cuda")
@@ -86,33 +85,10 @@ def test_a_call_on_other_streams_than_the_loops(slots: list, elsewhere: dict) ->
         before[slot].wait_stream(stream)
 
 
-def test_a_loop_on_the_callers_streams(slots: list, elsewhere: dict) -> None:
-    before = {slot: torch.accelerator.current_stream(slot) for slot in slots}
-    for slot, stream in elsewhere.items():
-        stream.wait_stream(before[slot])
-        torch.accelerator.set_stream(stream)
-    try:
-        model = DataParallel(Doubles(), slots)
-        for x in prefetch(pinned(), model):
-            assert torch.equal(model(x).cpu(), x * 2)
-    finally:
-        for slot, stream in before.items():
-            stream.wait_stream(elsewhere[slot])
-            torch.accelerator.set_stream(stream)
-    settled(slots)
-
-
 @pytest.mark.devices("sim", "stand-in")
 def test_chunks_that_nobody_takes_are_freed_behind_their_copies(slots: list) -> None:
     for _ in prefetch(pinned(), DataParallel(Doubles(), slots)):
         settled(slots)
-
-
-def test_a_loop_that_stops_early_waits_for_the_copies(slots: list) -> None:
-    for _ in prefetch(pinned(), DataParallel(Doubles(), slots), depth=2):
-        break
-    check_clocks()
-    assert left_behind() == 0
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -133,55 +109,6 @@ def test_a_batch_is_the_loaders_again_when_the_next_is_asked_for(slots: list) ->
         assert torch.equal(x, torch.full((8, 3), float(k)))
 
 
-def test_what_was_copied_before_a_failure_is_waited_for(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = SentTensor.copy_to
-
-    def copy_to(self: SentTensor, device: torch.device) -> None:
-        if device == slots[-1]:
-            raise torch.OutOfMemoryError("made up")
-        real(self, device)
-
-    monkeypatch.setattr(SentTensor, "copy_to", copy_to)
-    with pytest.raises(torch.OutOfMemoryError, match="made up"):
-        for _ in prefetch(pinned(), DataParallel(Doubles(), slots)):
-            pass
-    settled(slots)
-    assert left_behind() == 0
-
-
-def test_pinned_memory_is_sent_from_where_it_is(slots: list) -> None:
-    (x,) = pinned(1)
-    whole = SentTensor(x, slots, None, 0)
-    assert whole.pinned[0].data_ptr() == x.data_ptr()
-    chunks = SentTensor(x, slots, [3, 3, 2], 0)
-    assert chunks.pinned[1].data_ptr() == x[3:].data_ptr()
-
-
-def test_other_memory_is_made_one_pinned_run_first(slots: list) -> None:
-    """Otherwise the host or the device would have to rearrange it during the copy."""
-    (x,) = pinned(1)
-    conjugated = torch.complex(x, x).pin_memory().conj()
-    for other in (x.clone(), x.t(), x[:, ::2], x[:1].expand(8, 3), conjugated, conjugated.imag):
-        for chunk in SentTensor(other, slots, [1, 1, other.shape[0] - 2], 0).pinned:
-            assert chunk.is_pinned()
-            assert is_dense(chunk.shape, chunk.stride())
-            assert not chunk.is_conj()
-            assert not chunk.is_neg()
-
-
-def test_what_a_plain_copy_carries(slots: list) -> None:
-    x = torch.ones(4, 4)
-    assert can_be_sent(x)
-    others = [
-        x.to(slots[0]),
-        x.to_sparse(),
-        x.clone().requires_grad_(),
-        x.as_subclass(type("Named", (Tensor,), {})),
-        torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
-    ]
-    assert not any(map(can_be_sent, others))
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward_ad
 def test_a_tangent_is_not_lost_on_the_way(make_slots: Callable[[int], list]) -> None:
     """Copies in no graph would drop it. A scatter cannot carry it either, and says so."""
@@ -191,11 +118,6 @@ def test_a_tangent_is_not_lost_on_the_way(make_slots: Callable[[int], list]) -> 
             assert not can_be_sent(x)
             with pytest.raises(NotImplementedError, match="jvp"):
                 DataParallel(Doubles(), make_slots(count))(x)
-
-
-def test_nothing_is_sent_inside_a_transform(slots: list) -> None:
-    torch.func.vmap(lambda x: pytest.fail("sent") if can_be_sent(x) else x)(torch.ones(4, 3))
-    assert can_be_sent(torch.ones(4, 3))
 
 
 def test_a_call_sends_its_batch_to_all_slots_at_once(slots: list, copy_streams: list[torch.Stream]) -> None:
@@ -220,33 +142,3 @@ def test_a_call_that_cannot_be_scattered_leaves_nothing_on_its_way(slots: list) 
     with pytest.raises(ValueError, match="batch sizes"):
         scatter([x, y], slots)
     assert left_behind() == 0
-
-
-def test_a_batch_that_was_sent_ahead_is_not_sent_again(slots: list, copy_streams: list[torch.Stream]) -> None:
-    model = DataParallel(Doubles(), slots)
-    for x in prefetch(pinned(), model):
-        assert torch.equal(model(x).cpu(), x * 2)
-    settled(slots)
-    assert len(copy_streams) == 4 * len({*slots})
-
-
-class Waited:
-    """In place of an event."""
-
-    def __init__(self, fails: bool) -> None:
-        self.fails, self.is_waited = fails, False
-
-    def synchronize(self) -> None:
-        self.is_waited = True
-        if self.fails:
-            raise RuntimeError("the device is gone")
-
-
-def test_a_failed_wait_for_one_copy_leaves_no_other_copy_out() -> None:
-    events = [Waited(False), Waited(True), Waited(False), Waited(True)]
-    reads = HostReads()
-    reads.note([torch.ones(1)], events[:2])
-    reads.note([torch.ones(1)], events[2:])
-    with pytest.raises(RuntimeError, match="gone"):
-        reads.wait_for_copies()
-    assert all(event.is_waited for event in events)

@@ -179,23 +179,6 @@ def test_a_pinned_batch_is_the_callers_when_the_call_returns(
         x.copy_(batch(False))
 
 
-@both_forms
-@arrangements
-def test_a_pinned_batch_is_the_callers_when_the_call_has_failed(
-    form: str, slots: list, root: torch.device, camera: Callable
-) -> None:
-    source, x = Looks().to(root), batch(True)
-    model = in_form(form, source, slots)
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    source.look = fail
-    with pytest.raises(ZeroDivisionError):
-        model(x)
-    camera(x)
-
-
 def test_a_scatter_outside_of_a_call_waits_for_its_copies(slots: list, root: torch.device, camera: Callable) -> None:
     model = DataParallel(Looks().to(root), slots)
     scatters = [
@@ -208,44 +191,6 @@ def test_a_scatter_outside_of_a_call_waits_for_its_copies(slots: list, root: tor
         chunks = each(x)
         camera(x)
         assert len(chunks) == len(slots)
-
-
-def test_a_public_scatter_in_a_stage_waits_for_its_copies(slots: list, root: torch.device, camera: Callable) -> None:
-    """A subclass may rely on what the function promises. The wrapper's own stage leaves the wait to the call."""
-
-    class Fills(DataParallel):
-        def scatter(self, inputs: tuple, kwargs: dict, device_ids: list) -> tuple:
-            (x,) = inputs
-            chunks = scatter_kwargs(inputs, kwargs, device_ids)
-            camera(x)
-            return chunks
-
-    class Calls(DataParallel):
-        def scatter(self, inputs: tuple, kwargs: dict, device_ids: list) -> tuple:
-            return super().scatter((inputs[0],), kwargs, device_ids)
-
-    source = Looks().to(root)
-    Fills(source, slots)(batch(True))
-    x = batch(True)
-    Calls(source, slots)(x)
-    camera(x)
-
-
-def test_a_wrapper_that_is_called_in_another_ones_scatter_waits_for_its_own_copies(
-    slots: list, root: torch.device, camera: Callable
-) -> None:
-    inner = DataParallel(Looks().to(root), slots)
-
-    class Outer(DataParallel):
-        def scatter(self, inputs: tuple, kwargs: dict, device_ids: list) -> tuple:
-            y = batch(True)
-            inner(y)
-            camera(y)
-            return super().scatter(inputs, kwargs, device_ids)
-
-    x = batch(True)
-    Outer(Looks().to(root), slots)(x)
-    camera(x)
 
 
 def test_what_a_failed_send_has_started_is_waited_for(

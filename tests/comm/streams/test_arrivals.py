@@ -8,12 +8,23 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from dataparallel import DataParallel, comm
-from dataparallel.comm.streams.arrivals import parameter_stream
+from at_once import in_threads
+from dataparallel.comm.streams.arrivals import Arrivals, parameter_stream
 from dataparallel.comm.streams.current import streams_set
-from dataparallel.composable import replicate
-from late_parameters import ARRANGEMENTS, Net, arranged, other_stream, samples, silently, steps
+from late_parameters import (
+    ARRANGEMENTS,
+    WIDTH,
+    Net,
+    arranged,
+    copy_of,
+    other_stream,
+    samples,
+    silently,
+    steps,
+    trained,
+)
 
 pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("no_compiler")]
 
@@ -94,32 +105,46 @@ def test_the_sources_parameters_are_read_before_slot_0_writes_to_them(
             call(x)
 
 
-@pytest.mark.parametrize("route", ["star", "chain"])
-@pytest.mark.parametrize("bucket_mb", [1e-9, 25])
-def test_values_and_gradients_are_those_of_one_device(
-    bucket_mb: float, route: str, slots: list, root: torch.device, x: Tensor
-) -> None:
-    """A bucket that is large enough goes along a chain in pieces."""
-    model, twin = Net().double().to(root), Net().double().to(root)
-    other = Net().double().to(root)
-    with comm.using(route=route):
-        steps(other, replicate(other, devices=slots, bucket_cap_mb=bucket_mb, first_bucket_mb=bucket_mb), x, 4)
-        steps(model, DataParallel(model, slots, bucket_cap_mb=bucket_mb), x, 4)
-    steps(twin, twin, x, 4)
-    for one, two, theirs in zip(model.parameters(), other.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one, theirs, rtol=0, atol=1e-12)
-        torch.testing.assert_close(two, theirs, rtol=0, atol=1e-12)
-
-
-def test_inference_between_steps_has_the_values_of_one_device(
-    slots: list, root: torch.device, x: Tensor, form: Callable, without_graph: Callable
-) -> None:
-    model, twin = Net().double().to(root), Net().double().to(root)
+def test_several_threads_call_one_wrapper(slots: list, root: torch.device, x: Tensor, form: Callable) -> None:
+    model = Net().double().to(root)
     call = form(model, slots)
-    for _ in range(4):
-        steps(model, call, x, 1)
-        steps(twin, twin, x, 1)
-        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-        with without_graph():
-            torch.testing.assert_close(call(x), twin(x), rtol=0, atol=1e-12)
+    steps(model, call, x)
+
+    def run(*_: object) -> None:
+        for _ in range(3):
+            call(x).sum().backward()
+
+    in_threads(3, run)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_inside_recomputes_with_lookups(
+    use_reentrant: bool, slots: list, root: torch.device, form: Callable
+) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=use_reentrant)
+
+    model = Checkpointed().double().to(root)
+    twin = copy_of(model)
+    call = form(model, slots)
+    x = torch.randn(8, WIDTH, dtype=torch.float64).to(root).requires_grad_()
+    for _ in range(3):
+        model.zero_grad()
+        call(x).square().sum().backward()
+    twin(x.detach()).square().sum().backward()
+    for ours, theirs in zip(trained(model), trained(twin), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_a_failure_while_copies_are_sent_leaves_no_race(
+    slots: list, root: torch.device, x: Tensor, form: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net().double().to(root)
+    call = form(model, slots)
+    steps(model, call, x)
+    with monkeypatch.context() as patch:
+        patch.setattr(Arrivals, "expect", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            call(x)
+    steps(model, call, x)

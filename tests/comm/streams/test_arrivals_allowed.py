@@ -12,14 +12,10 @@ from torch import Tensor, nn
 
 import dataparallel as dp
 from dataparallel import DataParallel
-from dataparallel.call.engine import Call
 from dataparallel.comm import broadcast_into
 from dataparallel.comm.buckets import plan_buckets
-from dataparallel.comm.streams import arrivals as room
-from dataparallel.comm.streams.arrivals import Arrivals, arrivals_for
-from dataparallel.composable import replicate
+from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.replicas.build import ParameterRegistry
-from dataparallel.replicas.kept_replicas import KeptReplicas
 from nogpu.pytest import settle
 
 pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("no_compiler")]
@@ -110,39 +106,6 @@ def test_a_stage_of_a_subclass_may_write_to_the_source(grad: bool, cls: type[Dat
             call(x)
 
 
-@pytest.mark.parametrize("name", ["replicate", "parallel_apply", "gather"])
-def test_a_stage_of_one_wrapper_may_write_to_the_source(name: str, x: Tensor) -> None:
-    model = Half().to(slots()[0])
-    call = in_single_buckets(model)
-    own = getattr(call, name)
-
-    def halving(*arguments: Any) -> Any:
-        result = own(*arguments)
-        halve(model)
-        return result
-
-    setattr(call, name, halving)
-    for _ in range(3):
-        with torch.no_grad():
-            call(x)
-
-
-def test_the_stage_of_a_module_changed_in_place_may_write_to_the_source(x: Tensor) -> None:
-    model = replicate(Half().to(slots()[0]), devices=slots(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
-    state = replicate.state(model)
-    own = state.replicate
-
-    def halving(*arguments: Any) -> Any:
-        replicas = own(*arguments)
-        halve(model)
-        return replicas
-
-    state.replicate = halving
-    for _ in range(3):
-        with torch.no_grad():
-            model(x)
-
-
 def test_a_forward_on_a_single_slot_may_replicate_and_write(x: Tensor) -> None:
     """Its replicas end with no call of the library, so their copies are ordered on the computing streams."""
 
@@ -161,54 +124,6 @@ def test_a_forward_on_a_single_slot_may_replicate_and_write(x: Tensor) -> None:
     call = DataParallel(Outer().to(slots()[0]), slots()[:1])
     for _ in range(3):
         call(x)
-
-
-def call_of(serial: bool = False, may_use_source: bool = False) -> Call:
-    return Call(slots(), KeptReplicas(), serial, may_use_source)
-
-
-def may_be_late() -> bool:
-    return arrivals_for(slots(), []) is not None
-
-
-def test_only_the_stage_replicate_begins_late_copies() -> None:
-    found = []
-    with call_of() as call:
-        found.append(may_be_late())
-        with call.replicates():
-            found.append(may_be_late())
-        found.append(may_be_late())
-    assert found == [False, True, False]
-
-
-@pytest.mark.parametrize("refused", [{"serial": True}, {"may_use_source": True}])
-def test_a_call_inside_the_stage_allows_no_more_than_its_own(refused: dict) -> None:
-    found = []
-    with call_of() as outer, outer.replicates():
-        with call_of(**refused) as inner, inner.replicates():
-            found.append(may_be_late())
-        found.append(may_be_late())
-    assert found == [False, True]
-
-
-def test_after_an_interrupt_nothing_may_be_late() -> None:
-    with pytest.raises(KeyboardInterrupt), call_of() as call, call.replicates():
-        raise KeyboardInterrupt
-    assert not may_be_late()
-
-
-def test_after_a_failed_wait_the_copies_can_be_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call counts as failed, and the memory of its copies is held as long as the call."""
-    with monkeypatch.context() as patch:
-        patch.setattr(Arrivals, "wait_for_copies", lambda self: 1 / 0)
-        with pytest.raises(ZeroDivisionError), call_of() as call:  # noqa: PT012
-            with call.replicates():
-                arrivals = arrivals_for(slots(), [])
-            call.uses([nn.Identity()])
-    ended = []
-    monkeypatch.setattr(Arrivals, "wait_for_copies", lambda self: ended.append(self))
-    call._copies.wait_for_copies()
-    assert ended == [arrivals]
 
 
 def test_a_source_may_get_other_memory_while_its_copies_travel() -> None:
@@ -278,15 +193,3 @@ def test_a_variable_turns_late_copies_off(
 
     in_single_buckets(Looked().to(slots()[0]))(x)
     assert found == {expected}
-
-
-def test_a_small_model_is_not_late(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lookups would take longer than its copies."""
-    model = Half().to(slots()[0])
-    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
-    late: list[Arrivals] = []
-    monkeypatch.setattr(room.LateCopies, "add", lambda self, arrivals: late.append(arrivals))
-    for least in (nbytes + 1, nbytes):
-        monkeypatch.setattr(room, "LATE_FROM_BYTES", least)
-        DataParallel(model, slots())(x)
-        assert len(late) == (1 if least == nbytes else 0)

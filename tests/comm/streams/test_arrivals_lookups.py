@@ -14,10 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dataparallel as dp
 from dataparallel import DataParallel
 from dataparallel.comm.streams.current import streams_set
-from dataparallel.replicas.build import ParameterRegistry
 from late_parameters import ARRANGEMENTS, WIDTH, Net, arranged, other_stream, samples, silently, steps
 
 pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("no_compiler")]
@@ -78,7 +76,6 @@ def looked_up_in_a_thread(net: nn.Module) -> None:
 
 WAYS: dict[str, Callable[[nn.Module], object]] = {
     "an attribute": lambda net: use([net.last.weight]),
-    "twice": lambda net: use([net.last.weight, net.last.weight]),
     "an item": lambda net: use([net.last._parameters["weight"]]),
     "items": lambda net: use(value for _, value in net.last._parameters.items()),
     "values": lambda net: use(net.last._parameters.values()),
@@ -91,11 +88,8 @@ WAYS: dict[str, Callable[[nn.Module], object]] = {
     "deepcopy": lambda net: use(copy.deepcopy(net.constant._parameters).values()),
     "a pickle": lambda net: use(pickle.loads(pickle.dumps(net.last._parameters)).values()),
     "dict": lambda net: use(dict(net.last._parameters).values()),
-    "keywords": lambda net: use((lambda **named: named)(**net.last._parameters).values()),
     "a union": lambda net: use((net.last._parameters | {}).values()),
-    "a union from the right": lambda net: use(({} | net.last._parameters).values()),
     "update": lambda net: use(_updated(net.last._parameters).values()),
-    "repr": lambda net: repr(net.last._parameters),
     "equality": lambda net: net.scale._parameters == {"value": torch.ones_like(silently(net.scale, "value"))},
     "parameters": lambda net: use(net.parameters()),
     "named_parameters": lambda net: use(value for _, value in net.named_parameters()),
@@ -130,50 +124,6 @@ def test_every_way_to_a_parameter_waits_for_it(
             call(x)
     with refused:
         call(x).sum().backward()
-
-
-def test_registries_copy_to_plain_dicts(root: torch.device) -> None:
-    found: list = []
-
-    def note(net: nn.Module) -> None:
-        registry = net.last._parameters
-        assert isinstance(registry, ParameterRegistry)
-        assert list(registry) == list(registry.keys()) == ["weight", "bias"]
-        assert len(registry) == 2
-        assert "weight" in registry
-        assert "x" not in registry
-        with pytest.raises(KeyError):
-            registry["x"]
-        assert registry.get("x", 3) == 3
-        copies = [registry.copy(), copy.copy(registry), dict(registry), registry | {}, {} | registry, {**registry}]
-        copies += [copy.deepcopy(registry), pickle.loads(pickle.dumps(registry))]
-        found.extend(map(type, copies))
-
-    slots = [torch.device(index) for index in (0, 1)]
-    model = Net(note).double().to(slots[0])
-    with torch.no_grad():
-        DataParallel(model, slots)(torch.ones(4, WIDTH, dtype=torch.float64, device=slots[0]))
-    assert found == [dict] * 16
-
-
-@pytest.mark.parametrize("why", ["one slot's device", "serial", "the stage alone", "frozen", "the compiler"])
-def test_where_nothing_is_late_registries_are_plain_dicts(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: set[type] = set()
-    root = torch.device(0)
-    slots = [root, torch.device(0 if why == "one slot's device" else 1)]
-    model = Net(lambda net: found.add(type(net.last._parameters))).double().to(root)
-    x = torch.ones(4, WIDTH, dtype=torch.float64, device=root)
-    if why == "the compiler":
-        monkeypatch.setattr("dataparallel._torch.note_whether_compiler_is_in_use", lambda: True)
-    if why == "the stage alone":
-        dp.parallel_apply(dp.replicate(model, slots), [x, x.to(slots[1])], devices=slots)
-    elif why == "frozen":
-        wrapped = DataParallel(model, slots)
-        with torch.no_grad(), wrapped.options.frozen():
-            wrapped(x)
-    else:
-        DataParallel(model, slots, serial=why == "serial")(x)
-    assert found == {dict}
 
 
 class Odd(nn.Module):

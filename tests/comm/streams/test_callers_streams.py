@@ -6,23 +6,12 @@ Clocks show a missing order whatever the timing; GPUs only show wrong numbers, n
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, comm
 from dataparallel.composable import replicate
-from steps import Cubes, build, gradients, numbers
+from steps import Cubes, build, numbers
 
 pytestmark = pytest.mark.devices("sim", "cuda")
-
-
-@pytest.mark.slots(2, 3, 8)
-def test_a_step_on_the_callers_streams(slots: list, root: torch.device, side_streams: dict) -> None:
-    model, x = build(root), numbers(root)
-    expected = gradients(model(x).square().sum(), model, x)
-    for _ in range(3):
-        found = gradients(DataParallel(model, slots)(x).square().sum(), model, x)
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.slots(1, 2, 3, 8)
@@ -69,27 +58,3 @@ def test_a_gradient_penalty_on_the_callers_streams(
         found = penalty_of_gradients(DataParallel(model, slots), x, to)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_around_the_wrapper_recomputes_on_the_callers_streams(
-    use_reentrant: bool, slots: list, root: torch.device, side_streams: dict
-) -> None:
-    model, x = build(root), numbers(root)
-    expected = gradients(model(x).square().sum(), model, x)
-    wrapped = DataParallel(model, slots)
-    checkpoint(wrapped, x, use_reentrant=use_reentrant).square().sum().backward()
-    for ours, theirs in zip([x, *model.parameters()], expected, strict=True):
-        torch.testing.assert_close(ours.grad, theirs, rtol=0, atol=1e-12)
-
-
-def test_sparse_gradients(slots: list, root: torch.device, side_streams: dict) -> None:
-    """Their sums are on the caller's streams."""
-    torch.manual_seed(0)
-    table = nn.Embedding(5, 3, sparse=True).double().to(root)
-    rows = torch.arange(13).remainder(5).to(root)
-    wrapped = DataParallel(table, slots)
-    (expected,) = torch.autograd.grad(table(rows).square().sum(), [table.weight])
-    for times in (1, 2, 3):
-        wrapped(rows).square().sum().backward()
-        torch.testing.assert_close(table.weight.grad.to_dense(), times * expected.to_dense(), rtol=0, atol=1e-9)

@@ -1,10 +1,11 @@
-"""Each thread's current streams are its own again after every block, and replicas run on the caller's.
+"""Each thread's current streams are its own again after every block, and events order what they name.
 
 Clocks show a missing order whatever the timing; GPUs only show wrong numbers, now and then.
 """
 
 import ast
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel
-from backends_events import BackendsEvent, BackendsStream, as_of_backend
+from backends_events import as_of_backend
 from dataparallel import DataParallel
-from dataparallel.comm.streams.current import Event, GivenEvents, current_streams, kept_stream, streams_set
-from dataparallel.threads.settings import TRANSLATED
+from dataparallel.comm.streams.current import DeviceClock, Event, GivenEvents, current_streams, kept_stream, streams_set
 from steps import build, gradients, numbers
 
 pytestmark = pytest.mark.devices("sim", "cuda")
@@ -43,12 +43,6 @@ def test_streams_are_current_inside_and_the_device_stays(slots: list) -> None:
     assert torch.accelerator.current_device_index() == here
 
 
-def test_on_the_cpu_there_are_no_streams_to_set(slots: list) -> None:
-    before = streams_of(slots)
-    with streams_set({}):
-        assert streams_of(slots) == before
-
-
 @pytest.mark.devices("sim", "stand-in")
 def test_an_event_holds_a_stream_back_until_what_was_launched_before_it(root: torch.device) -> None:
     side = torch.Stream(root)
@@ -64,38 +58,15 @@ def test_an_event_holds_a_stream_back_until_what_was_launched_before_it(root: to
 
 
 @pytest.mark.devices("sim", "stand-in")
-class TestEventsOfTheBackend:
-    """Those that the backend's own streams record, as CUDA's do."""
-
-    @pytest.fixture(params=["a stream", "a user"])
-    def event_on(self, request: pytest.FixtureRequest) -> Callable[[torch.Stream], Event]:
-        """A function that makes an event on a stream."""
-
-        def made(stream: torch.Stream) -> Event:
-            own = as_of_backend(stream)
-            return Event(own) if request.param == "a stream" else GivenEvents([own.record_event()])
-
-        return made
-
-    def test_streams_wait_for_them(self, event_on: Callable, root: torch.device) -> None:
-        side = torch.Stream(root)
-        x = torch.ones(2, device=root)
-        event_on(torch.accelerator.current_stream(root)).make_wait(side)
-        with streams_set({root: side}):
-            x.add_(1)  # the clocks see it
-        event_on(side).synchronize()
-        assert x.tolist() == [2, 2]
-
-    def test_they_see_only_the_backends_streams(
-        self, event_on: Callable, root: torch.device, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(torch.get_device_module(root), "Stream", BackendsStream)
-        seen: list[torch.Stream] = []
-        monkeypatch.setattr(BackendsEvent, "wait", lambda self, stream: seen.append(stream))
-        side = torch.Stream(root)
-        event_on(torch.accelerator.current_stream(root)).make_wait(side)
-        assert [*map(type, seen)] == [BackendsStream]
-        assert seen == [side]
+@pytest.mark.parametrize("made_by", [Event, lambda stream: GivenEvents([stream.record_event()])], ids=["us", "a user"])
+def test_streams_wait_for_events_that_the_backends_own_streams_record(made_by: Callable, root: torch.device) -> None:
+    side = torch.Stream(root)
+    x = torch.ones(2, device=root)
+    made_by(as_of_backend(torch.accelerator.current_stream(root))).make_wait(side)
+    with streams_set({root: side}):
+        x.add_(1)  # the clocks see it
+    made_by(as_of_backend(side)).synchronize()
+    assert x.tolist() == [2, 2]
 
 
 def test_waits_are_made_in_one_way() -> None:
@@ -110,34 +81,6 @@ def test_waits_are_made_in_one_way() -> None:
         if isinstance(node, ast.Attribute) and node.attr == "wait_event"
     ]
     assert found == []
-
-
-def test_a_replica_runs_on_the_callers_stream_of_its_device(
-    slots: list, root: torch.device, side_streams: dict
-) -> None:
-    seen = {}
-
-    class Looks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen[x.device] = (torch.accelerator.current_stream(x.device), torch.accelerator.current_device_index())
-            return x * 1
-
-    DataParallel(Looks(), slots)(torch.ones(len(slots), 2, device=root))
-    assert seen == {device: (stream, device.index) for device, stream in side_streams.items()}
-    for device, stream in side_streams.items():
-        assert torch.accelerator.current_stream(device) == stream
-
-
-def test_a_worker_is_left_on_the_stream_that_it_was_on(slots: list, side_streams: dict) -> None:
-    (row,) = (setting for setting in TRANSLATED if setting.name == "current stream")
-    devices = [torch.device(slot) for slot in slots]
-    value = row.read(devices)
-    elsewhere = torch.Stream(devices[1])
-    torch.accelerator.set_stream(elsewhere)
-    end = row.hold(value, devices, devices[1])
-    assert torch.accelerator.current_stream(devices[1]) == side_streams[devices[1]]
-    end()
-    assert torch.accelerator.current_stream(devices[1]) == elsewhere
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -169,60 +112,12 @@ def test_what_the_caller_has_waited_for_the_replicas_know_on_any_stream(slots: l
         assert tensor.tolist() == [7, 7]
 
 
-# Several threads, each with a current stream of its own
-
-
-class OneInsideTheOther:
-    """The second thread comes into a block while the first is in there, and leaves it after the first."""
-
-    def __init__(self) -> None:
-        self.first_is_in, self.second_is_in, self.first_is_out = (threading.Event() for _ in range(3))
-
-    def inside(self) -> None:
-        """Called in the block, by the first thread and then by the second one."""
-        if not self.first_is_in.is_set():
-            self.first_is_in.set()
-            assert self.second_is_in.wait(20)
-        else:
-            self.second_is_in.set()
-            assert self.first_is_out.wait(20)
-
-    def run(self, root: torch.device, enter: Callable[[], object]) -> list[bool]:
-        """For each thread, if it is on its own stream after ``enter``."""
-
-        def first() -> bool:
-            mine = on_a_stream_of_its_own(root)
-            enter()
-            self.first_is_out.set()
-            return torch.accelerator.current_stream(root) == mine
-
-        def second() -> bool:
-            mine = on_a_stream_of_its_own(root)
-            assert self.first_is_in.wait(20)
-            enter()
-            return torch.accelerator.current_stream(root) == mine
-
-        with ThreadPoolExecutor(2) as threads:
-            return [done.result(30) for done in [threads.submit(first), threads.submit(second)]]
-
-
 def on_a_stream_of_its_own(root: torch.device) -> torch.Stream:
     """Makes a new stream current in this thread."""
     mine = torch.Stream(root)
     mine.wait_stream(torch.accelerator.current_stream(root))
     torch.accelerator.set_stream(mine)
     return mine
-
-
-def test_each_thread_goes_back_to_its_own_stream(root: torch.device) -> None:
-    order, shared = OneInsideTheOther(), torch.Stream(root)
-
-    def enter() -> None:
-        with streams_set({root: shared}):
-            order.inside()
-            assert torch.accelerator.current_stream(root) == shared
-
-    assert order.run(root, enter) == [True, True]
 
 
 @pytest.mark.slots(2)
@@ -247,3 +142,27 @@ def test_two_threads_with_wrappers_and_streams_of_their_own(slots: list, root: t
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(steps) for _ in range(2)]:
             assert done.result(60) == {True}
+
+
+def test_the_seconds_between_marks_of_each_device(slots: list) -> None:
+    clock, streams = DeviceClock(), current_streams(slots)
+    before, begin = time.perf_counter(), clock.marks(streams)
+    for device in streams:
+        torch.ones(300, 300, device=device).mm(torch.ones(300, 300, device=device))
+    end = clock.marks(streams)
+    for device in streams:
+        torch.accelerator.synchronize(device)
+    whole = time.perf_counter() - before
+    found = clock.seconds(begin, end)
+    assert found.keys() == {*streams}
+    assert all(0 < seconds <= whole for seconds in found.values())
+
+
+def test_a_clock_of_events_without_times_is_asked_once() -> None:
+    class Timeless:
+        def seconds_until(self, later: object) -> float:
+            raise NotImplementedError("this backend has no times")
+
+    clock, mark = DeviceClock(), {torch.device("meta"): Timeless()}
+    assert clock.seconds(mark, mark) == {}  # type: ignore[arg-type]
+    assert clock.marks({torch.device("meta"): object()}) == {}  # type: ignore[dict-item]

@@ -1,4 +1,4 @@
-"""Nodes of the graph know the caller's streams, and are ordered against other streams that make or use their tensors.
+"""Nodes of the graph are ordered against all streams that make or use their tensors.
 
 Clocks show a missing order whatever the timing; GPUs only show wrong numbers, now and then.
 """
@@ -10,27 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, comm, parallel_apply, replicate
+from dataparallel import DataParallel, comm
 from dataparallel.autograd import functions
 from dataparallel.comm.streams.current import current_streams, memory_of, streams_set
-from graphs import nodes_of
 from nogpu.pytest import settle
 from spare_streams import spare_stream
-from steps import Cubes, build, numbers
 
 pytestmark = pytest.mark.devices("sim", "cuda")
-
-
-def test_nodes_that_a_recorded_backward_makes_know_the_callers_streams(
-    slots: list, root: torch.device, side_streams: dict
-) -> None:
-    x = numbers(root)
-    (gradient,) = torch.autograd.grad(DataParallel(Cubes().to(root), slots)(x).square().sum(), x, create_graph=True)
-    nodes = nodes_of(gradient)
-    noted = [node.streams for node in nodes if hasattr(node, "streams")]
-    names = {type(node).__name__ for node in nodes}
-    assert {"ScatterBackward", "GatherBackward"} <= names
-    assert all(streams.items() <= side_streams.items() for streams in noted)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -128,28 +114,6 @@ def test_inputs_and_outputs_of_a_node_that_belong_to_other_streams(
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)
 
 
-@pytest.mark.slots(2)
-@pytest.mark.parametrize("recorded", [False, True])
-def test_gradients_for_a_source_beside_the_slots(
-    recorded: bool, slots: list, make_slots: Callable, side_streams: dict
-) -> None:
-    """They are summed on the caller's stream of its device too, which no slot is on."""
-    *_, home = make_slots(3)
-    if home in slots:
-        pytest.skip("no other device")
-    with streams_set({home: torch.Stream(home)}):
-        check_against_one_device(recorded, slots, home)
-        torch.accelerator.synchronize(home)
-
-
-def test_gradients_of_slots_on_one_device_for_a_source_beside_them(make_slots: Callable) -> None:
-    """They are read after they are made, where no slot comes before whose stream the engine orders."""
-    first, shared, home = make_slots(3)
-    if home in (first, shared):
-        pytest.skip("no other device")
-    check_against_one_device(False, [first, shared, shared], home, unused=1)
-
-
 class Around(Tensor):
     """A tensor without memory of its own, around another one."""
 
@@ -193,19 +157,3 @@ def test_memory_that_another_stream_reads_is_not_used_again_before(kind: str, ro
     del values, tensor, memory, part
     torch.ones(8, device=root)
     settle()
-
-
-def check_against_one_device(recorded: bool, slots: list, home: torch.device, unused: int = 0) -> None:
-    """``unused``: how many of the first outputs have no part in the loss."""
-    model = build(home)
-    parameters = [*model.parameters()]
-    inputs = [torch.ones(2, 6, dtype=torch.float64, device=slot) for slot in slots]
-
-    def found(outputs: list[Tensor]) -> list[Tensor]:
-        loss = sum(output.square().sum().to(home) for output in outputs[unused:])
-        grads = torch.autograd.grad(loss, parameters, create_graph=recorded)
-        return list(torch.autograd.grad(sum(g.square().sum() for g in grads), parameters) if recorded else grads)
-
-    expected = found([model(x.to(home)) for x in inputs])
-    for ours, theirs in zip(found(parallel_apply(replicate(model, slots), inputs)), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
