@@ -145,24 +145,6 @@ def test_full_states_are_loaded(form: str, slots: list, one: Trained) -> None:
     assert_equal(other.state(), one.state(), "state", atol=1e-9)
 
 
-@pytest.mark.parametrize("form", OF_ONE_KIND)
-def test_states_of_the_model_and_of_the_optimizer_are_got_and_set_one_by_one(
-    form: str, slots: list, one: Trained
-) -> None:
-    several, other = Trained(FORMS[form](slots), 2), Trained(module(slots[0]))
-    for source, target in ((several, other), (one, several)):
-        source_model, target_model = source.model, target.model
-        of_model = copy.deepcopy(of_torch.get_model_state_dict(source_model, options=FULL))
-        of_optimizer = copy.deepcopy(of_torch.get_optimizer_state_dict(source_model, source.optimizer, options=FULL))
-        assert {value.device.type for value in of_model.values()} == {"cpu"}
-        options = StateDictOptions(full_state_dict=True)
-        of_torch.set_model_state_dict(target_model, of_model, options=options)
-        of_torch.set_optimizer_state_dict(target_model, target.optimizer, of_optimizer, options=options)
-        assert_equal(target.state(), source.state(), "state", atol=0)
-        for each in (several, other, one):
-            each.step(7)
-
-
 def test_no_device_gets_a_whole_tensor_of_a_full_state(
     slots: list, one: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,18 +203,6 @@ def test_files_of_eight_slots_are_loaded_and_saved_again(
     assert_equal(back.state(), one.state(), "back", atol=1e-9)
 
 
-@INTO
-def test_files_in_half_precision_have_the_same_bits(
-    form: str, make_slots: Callable[[int], list], tmp_path: Path
-) -> None:
-    several = Trained(sharded(make_slots(8)).bfloat16(), 2)
-    checkpoint.save(several.to_save(), checkpoint_id=tmp_path)
-    other = Trained(FORMS[form](make_slots(3)).bfloat16())
-    other.load(tmp_path)
-    assert {value.dtype for value in other.state()[0].values()} == {torch.bfloat16}
-    assert_equal(other.state(), several.state(), "state", atol=0)
-
-
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 @pytest.mark.parametrize("shape", [(7, 3), (2, 5), (0, 3), (3, 1)], ids=str)
 def test_each_part_is_saved_once_and_loaded_everywhere(
@@ -268,16 +238,3 @@ def test_training_goes_on_while_a_checkpoint_is_saved(staging: str, slots: list,
     for each in (one, other):
         each.step(7)
     assert_equal(other.state(), one.state(), "state", atol=1e-9)
-
-
-def test_the_address_of_a_sharded_tensor_is_refused_elsewhere(slots: list) -> None:
-    """Tensors without memory have the address 0 for torch's stager only: others would take all of them for one."""
-    with pytest.raises(TypeError, match="data_ptr does not work on sharded tensors"):
-        distribute_tensor(torch.ones(3), slots).data_ptr()
-
-
-def test_who_asks_for_memory_is_told_how_to_save(slots: list) -> None:
-    sharded_tensor = distribute_tensor(torch.ones(3), slots)
-    with pytest.raises(TypeError, match=r"To save a model, save fully_shard.full_state_dict\(model\)") as caught:
-        sharded_tensor.untyped_storage()
-    assert caught.type.__name__ == "NoStorage"

@@ -89,27 +89,6 @@ def test_an_optimizer_in_backward(slots, root, form):
     assert_same_loop(loop, slots, net, form=form)
 
 
-@pytest.mark.parametrize("norm", [2.0, float("inf")])
-@pytest.mark.parametrize("foreach", [True, False])
-def test_clip_grad_norm_(slots, root, form, norm, foreach):
-    if foreach and root.type not in ("cpu", "cuda"):
-        foreach = None  # torch knows such kernels for its own devices only
-
-    def loop(net):
-        optimizer = adamw(net)
-        norms = []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            with waits(net):
-                mean_square(net(numbers(root, 2 * len(slots) + 1, seed=100 + step))).backward()
-            mean_square(net(numbers(root, 2 * len(slots) + 1, seed=step))).backward()
-            norms.append(nn.utils.clip_grad_norm_(net.parameters(), 1e-2, norm_type=norm, foreach=foreach))
-            optimizer.step()
-        return norms
-
-    assert_same_loop(loop, slots, net, form=form)
-
-
 @pytest.mark.parametrize("where", ["in the summed pass", "in the pass before"])
 def test_a_step_that_grad_scaler_skips_leaks_nothing(slots, root, form, where):
     """The scale is halved, the weights stay, and the step after it is that of one device."""
@@ -134,24 +113,6 @@ def test_a_step_that_grad_scaler_skips_leaks_nothing(slots, root, form, where):
         return scales
 
     assert_same_loop(loop, slots, net, form=form)
-
-
-def test_a_module_made_on_meta_is_filled_before_its_first_forward(slots, root, form):
-    values = {name: value.to(root) for name, value in net().state_dict().items()}
-    with torch.device("meta"):
-        late = Branched().double()
-    assert FORMS[form](late, slots) is late
-    late.to_empty(device=root)
-    late.load_state_dict(values)
-    early = net().to(root)
-    for module in (late, early):
-        optimizer = adamw(module)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            mean_square(module(numbers(root, 2 * len(slots) + 1, seed=step))).backward()
-            optimizer.step()
-    values = {name: whole(value) for name, value in late.state_dict().items()}
-    torch.testing.assert_close(values, dict(early.state_dict()), rtol=0, atol=1e-9)
 
 
 class Scored(Branched):
@@ -288,20 +249,3 @@ def test_two_modules_in_two_losses(slots, root, form, first):
         return seeded(nn.Linear, 2, 2)()
 
     assert_same_loop(loop, slots, net, other, form=form)
-
-
-@quietly_or_not
-def test_a_graph_may_be_used_twice_if_it_is_retained(slots, root, form, quietly):
-    def loop(net):
-        for retain in (True, False, True):
-            with waits(net) if quietly else torch.enable_grad():
-                value = mean_square(net(numbers(root, 2 * len(slots) + 1)))
-                value.backward(retain_graph=retain)
-                if retain:
-                    value.backward()
-                else:
-                    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-                        value.backward()
-        mean_square(net(numbers(root, 2 * len(slots)))).backward()
-
-    assert_same_loop(loop, slots, net, form=form)

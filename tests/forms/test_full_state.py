@@ -130,17 +130,6 @@ class TestTrainingGoesOn:
             moving.move_to(where, **chosen)
             assert_same(moving.train(2), still.train(2))
 
-    def test_moving_changes_no_bit(self, make_slots: Callable[[int], list]) -> None:
-        slots = make_slots(EIGHT)
-        run = Run(slots, adamw)
-        run.move_to(slots)
-        run.train(2)
-        before = fully_shard.full_state_dict(run.model, run.optimizer)
-        for where in (slots[:2], None, slots[:3], slots):
-            run.move_to(where)
-            found = fully_shard.full_state_dict(run.model, run.optimizer)
-            assert_equal([dict(part) for part in found], [dict(part) for part in before], "state", atol=0)
-
     def test_one_saved_state_is_for_many(self, slots: list, root: torch.device) -> None:
         """Training changes neither what was saved nor another model that was given the same."""
         run = Run(slots, adamw)
@@ -156,17 +145,6 @@ class TestTrainingGoesOn:
             fully_shard.load_full_state_dict(model, saved, optimizer)
             train(model, batches_of(MODEL, slots), optimizer, 1)
         assert_equal([dict(part) for part in saved], [dict(part) for part in before], "saved", atol=0)
-
-    def test_the_state_of_an_optimizer_may_be_loaded_by_the_optimizer(self, slots: list, root: torch.device) -> None:
-        """As on one device; the state is divided at the first step."""
-        several, one = (on_device(MODEL.build, root) for _ in range(2))
-        of_one = adamw(one.parameters())
-        train(one, batches_of(MODEL, slots), of_one, 2)
-        sharded(several, slots)
-        several.load_state_dict(one.state_dict())
-        optimizer = adamw(several.parameters())
-        optimizer.load_state_dict(copy.deepcopy(of_one.state_dict()))
-        assert_same(*(train(m, batches_of(MODEL, slots), o, 2) for m, o in ((several, optimizer), (one, of_one))))
 
 
 WITH_OTHER_SHAPES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -235,17 +213,6 @@ class TestStateOfOtherShapes:
                 fully_shard.load_full_state_dict(other_values(several[0]), saved, several[1])
             self.steps(*several, root, range(2 + at, 3 + at))
         assert_equal(state(several[0]), state(one[0]), "state", atol=1e-7)
-
-    @pytest.mark.filterwarnings("ignore:.*needs several parts")
-    def test_a_history_lies_on_all_owners(self, slots: list, root: torch.device) -> None:
-        model, optimizer = self.made("LBFGS", slots, root)
-        self.steps(model, optimizer, root, range(2))
-        saved = fully_shard.full_state_dict(model, optimizer)
-        model, optimizer = self.made("LBFGS", slots, root)
-        fully_shard.load_full_state_dict(model, saved, optimizer)
-        history = optimizer.state[model.scale]["old_dirs"]
-        assert history
-        assert all(isinstance(direction, ShardedTensor) for direction in history)
 
 
 class TestWhatIsSaved:
@@ -320,20 +287,6 @@ class TestWhatIsSaved:
             output.backward()
         assert_equal(whole(dict(found)), expected, "state", atol=0)
         assert_equal(gradients(several), gradients(one), "gradients", atol=1e-9)
-
-    def test_a_model_without_devices_is_copied(self, root: torch.device) -> None:
-        one = kept(root)
-        optimizer = adamw(one.parameters())
-        step(one, optimizer, root)
-        of_model, of_optimizer = fully_shard.full_state_dict(one, optimizer)
-        expected = whole(optimizer.state_dict())
-        step(one, optimizer, root)
-        assert_equal(of_optimizer["state"], expected["state"], "state", atol=0)
-        again = kept(root)
-        other = adamw(again.parameters())
-        fully_shard.load_full_state_dict(again, (of_model, of_optimizer), other)
-        step(again, other, root)
-        assert_equal(state(again), state(one), "after the next step", atol=0)
 
     def test_a_parent_of_sharded_modules_is_saved_whole(self, slots: list, root: torch.device) -> None:
         parent = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double().to(root)
@@ -436,11 +389,6 @@ class TestMeta:
         assert type(several.bias) is nn.Parameter
         assert several.bias.device == torch.device(slots[0])
         assert_equal(state(several), state(one), "state", atol=0)
-
-    def test_without_devices_they_get_memory_on_the_cpu(self) -> None:
-        several, one = on_meta(lambda: nn.Linear(6, 6)), nn.Linear(6, 6).double()
-        fully_shard.load_full_state_dict(several, one.state_dict())
-        assert_equal(dict(several.state_dict()), dict(one.state_dict()), "state", atol=0)
 
     def test_a_buffer_that_is_not_saved_needs_a_value_before(self, slots: list, root: torch.device) -> None:
         several = sharded(on_meta(Kept), slots)

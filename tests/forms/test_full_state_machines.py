@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from dataparallel.composable import CPUOffloadPolicy, fully_shard
+from dataparallel.composable import fully_shard
 from dataparallel.testing.cases import adamw
 from dataparallel.testing.steps import assert_equal
 from machine_ranks import on_machines
@@ -100,29 +100,6 @@ def test_training_moves_between_machines_and_devices(
             assert_same(found, expected, losses=False)
         for mine, theirs in zip(load(files[number]), load(still), strict=True):
             assert_equal(dict(mine), dict(theirs), "state", atol=1e-9)
-
-
-def goes_on(rank: int, devices: list, way: str, options: dict[str, Any]) -> None:
-    """A training that is saved and loaded has the bits of one that is not."""
-    ranks = distributed.get_world_size()
-    found = []
-    for is_moved in (False, True):
-        model, saved = None, None
-        for begin in (0, STEPS):
-            if model is None or is_moved:
-                model = sharded(on_device(MODELS[MODEL].build, devices[0]), devices, **spread(way), **options)
-                optimizer = resumed(model, saved)
-            of_rank = islice(batches_of_rank(MODEL, rank, ranks, devices[0]), begin, None)
-            trained = train(model, of_rank, optimizer, STEPS, loss=sum_of_squares)
-            saved = fully_shard.full_state_dict(model, optimizer)
-        found.append(trained)
-    assert_same(*found, losses=False, atol=0)
-
-
-@pytest.mark.parametrize("options", [{}, {"offload_policy": CPUOffloadPolicy()}], ids=["", "offloaded"])
-@pytest.mark.parametrize("way", ["1-D", "hybrid"])
-def test_training_goes_on_to_the_bit(way: str, options: dict[str, Any]) -> None:
-    on_machines(goes_on, way, options)
 
 
 # ---- what is saved and loaded ----------------------------------------------------------------------------------------

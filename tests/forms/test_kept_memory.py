@@ -5,12 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kept import Branched, numbers, settled, tensors_of, with_kept_replicas
+from kept import with_kept_replicas
 from loops import adamw, assert_same_loop, mean_square, waits
 from torch import Tensor, nn
 
-from clocked import counted
-from dataparallel import comm
 from dataparallel.testing.cases import seeded
 
 
@@ -41,9 +39,7 @@ MOVES: dict[str, Callable[[Tensor], None]] = {
     ".data =": data(Tensor.clone),
     ".data = a neighbour": data(lambda old: old.new_zeros(3, *old.shape)[1]),
     ".data = transposed": data(Tensor.t),
-    ".data = a part": data(lambda old: old[:1]),
     ".data = another dtype": data(Tensor.float),
-    ".data = the same bytes as another dtype": data(lambda old: old.view(torch.complex64)),
     ".data = nothing": data(lambda old: old.new_empty(0)),
 }
 TENSORS = ["linear.weight", "tied.weight", "frozen", "single", "unused", "shift"]
@@ -120,58 +116,6 @@ def test_every_replica_has_the_sources_values_at_each_call(
             output.sum().backward()
 
 
-def test_tensors_and_nodes_stay_when_their_memory_does_not(moved: Moved, slots: list, root: torch.device) -> None:
-    wrapped = with_kept_replicas(moved, slots)
-    x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
-    for _ in range(2):
-        wrapped(x).sum().backward()
-    made = tensors_of(wrapped).copies
-    moved.name, moved.move = "linear.weight", MOVES[".data ="]
-    for _ in range(3):
-        wrapped(x).sum().backward()
-        assert tensors_of(wrapped).copies is made
-
-
-def test_a_buffer_that_moves_on_slot_0_moves_in_the_module(moved: Moved, slots: list, root: torch.device) -> None:
-    """As on one device; the other replicas get its values at the next call."""
-    moved.name, moved.move = "shift", data(lambda old: old + 1)
-    wrapped = with_kept_replicas(moved, slots)
-    x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
-    for _ in range(3):
-        before = moved.shift.clone()
-        wrapped(x)
-        assert torch.equal(moved.shift, before + 1)
-        moved.name = ""
-        moved.seen.clear()
-        wrapped(x)
-        assert_replicas_saw(moved, len(slots))
-        moved.name = "shift"
-
-
-def test_memory_that_is_gone_is_made_anew(moved: Moved, slots: list, root: torch.device) -> None:
-    moved.name, moved.move = "shift", not_of(moved.shift, lambda tensor: tensor.untyped_storage().resize_(0))
-    wrapped = with_kept_replicas(moved, slots)
-    x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
-    for _ in range(4):
-        wrapped(x)
-        assert_replicas_saw(moved, len(slots))
-
-
-def test_buffers_of_their_own_keep_what_forward_gave_to_them(moved: Moved, slots: list, root: torch.device) -> None:
-    """Buffers that are not sent at each call keep their values, whether they get other memory or change in place."""
-    source = moved.shift
-    moved.name, moved.move = "shift", not_of(source, data(lambda old: old + 1))
-    wrapped = with_kept_replicas(moved, slots, broadcast_buffers=False)
-    x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
-    for _ in range(2):
-        wrapped(x).sum().backward()
-    for calls in range(1, 4):
-        moved.seen.clear()
-        wrapped(x)
-        added = sorted(float((seen["shift"] - source.cpu()).mean()) for seen in moved.seen)
-        assert added == pytest.approx([0.0] + [float(calls)] * (len(slots) - 1))
-
-
 class Flattened(nn.Module):
     """An LSTM that lays its weights one after the other at each forward, as ``flatten_parameters`` does on CUDA."""
 
@@ -208,41 +152,3 @@ def test_an_lstm_that_flattens_its_parameters_trains_as_on_one_device(slots, roo
         return outputs
 
     assert_same_loop(loop, slots, seeded(Flattened))
-
-
-def test_copies_that_are_in_several_pieces_are_filled_one_by_one(
-    net: Branched, twin: Branched, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another transport may put them elsewhere."""
-
-    def in_pieces(tensors: list[Tensor], devices: list, *args: object, **kwargs: object) -> list[list[Tensor]]:
-        pieces = {device: [tensor.to(device) for tensor in tensors] for device in devices}
-        return [list(pieces[device]) for device in devices]
-
-    monkeypatch.setattr(comm, "broadcast_coalesced", in_pieces)
-    x = numbers(root, 2 * len(slots) + 1)
-    wrapped = settled(net, slots, x)
-    monkeypatch.undo()
-    for module in (net, twin):
-        with torch.no_grad():
-            module.second.weight.mul_(2)
-    torch.testing.assert_close(wrapped(x), twin(x), rtol=0, atol=1e-9)
-
-
-@pytest.mark.devices("sim", "stand-in")
-@pytest.mark.slots(8)
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_forward_sends_the_values_in_a_few_launches(trained: bool, slots: list, root: torch.device) -> None:
-    """At most three for each slot and bucket, whatever the number of tensors, also where nothing was ever trained."""
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100))).to(root)
-    wrapped = with_kept_replicas(model, slots)
-    tensors_of(wrapped)._first_bytes = tensors_of(wrapped)._cap_bytes = 2**20
-    x = torch.ones(len(slots), 2, device=root)
-    for _ in range(2):
-        if trained:
-            wrapped(x).sum().backward()
-    with torch.set_grad_enabled(trained):
-        wrapped(x)
-    with torch.set_grad_enabled(trained), counted() as counts:
-        wrapped.options.kept.replicas(model, [torch.device(slot) for slot in slots], 2**20)
-    assert sum(counts.launches) <= 3 * len(slots)

@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 from torch.futures import Future
 
 from machine_ranks import on_machines
-from machine_steps import FORMS, assert_equal_values, happens, train
+from machine_steps import assert_equal_values, happens, train
 
 SHORT, LONG = 20, 200
 
@@ -83,10 +83,6 @@ def check(form: str, hooks: str, steps: int, ranks: int) -> None:
 
 
 CASES = [("replicate", "parameters"), ("replicate", "sums"), ("hybrid", "parts"), ("1-D", "parts")]
-
-
-def test_the_cases_are_all_forms() -> None:
-    assert {form for form, _ in CASES} == {*FORMS}
 
 
 @pytest.mark.parametrize(("form", "hooks"), CASES)

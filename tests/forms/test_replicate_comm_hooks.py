@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -198,28 +196,6 @@ def test_a_wrong_one_changes_nothing_and_the_next_step_works(wrong, net, twin, s
     assert all(each is None for each in gradients(model))
     for _ in range(2):
         assert_same(step(model, x), step(twin, x))
-
-
-@EACH
-def test_nothing_of_a_step_is_held(net, slots, root):
-    """Neither by a circle of references."""
-    buffers: list[weakref.ref] = []
-
-    def noted(state: Any, bucket: GradBucket) -> Future:
-        buffers.extend([weakref.ref(bucket), weakref.ref(bucket.buffer())])
-        return done(bucket.buffer() + 1)
-
-    model = replicated(net, slots, noted)
-    for _ in range(2):
-        step(model, numbers(root, 5))
-    gc.disable()
-    try:
-        buffers.clear()
-        step(model, numbers(root, 5))
-        assert buffers
-        assert [each for each in buffers if each() is not None] == []
-    finally:
-        gc.enable()
 
 
 class TestRegistering:

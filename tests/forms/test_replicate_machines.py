@@ -24,7 +24,6 @@ from over_machines import (
     weights,
 )
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel.composable import replicate
@@ -86,18 +85,6 @@ def throw_away(here: Here) -> list[Any]:
         found.append([grad for grad in gradients(here.model) if grad is not None and grad.any()])
         here.model.zero_grad()
     return found
-
-
-def change_copies(here: Here) -> list[Any]:
-    """Between a backward that keeps and one that sums, the copies are made anew."""
-    with waits(here.model):
-        here.loss(0).backward()
-    here.model.unused.weight.requires_grad_(False)
-    here.loss(0).backward()  # learns the order: the next forward has other buckets
-    with waits(here.model):
-        here.loss(0).backward()
-    here.loss(0).backward()
-    return gradients(here.model)
 
 
 def older_copies(here: Here) -> list[Any]:
@@ -213,17 +200,6 @@ def test_loops_are_those_of_one_device(name: str, average: bool) -> None:
         assert_equal(found, expected, name, atol=1e-5 if make is Tied else 1e-9)  # it has a float32 parameter
 
 
-def train_with_ddp(rank: int, devices: list[torch.device]) -> Any:
-    torch.set_num_threads(1)
-    return train(Here(DistributedDataParallel(build(CPU, seed=rank), find_unused_parameters=True), CPU, [rank]))[1]
-
-
-def test_training_is_that_of_torchs_wrapper() -> None:
-    _, expected = train(Here(build(CPU), CPU, range(2)))
-    for found in on_machines(train_with_ddp, slots=1, kind="cpu"):
-        assert_close(found, expected)
-
-
 def keep(rank: int, devices: list[torch.device]) -> list[Any]:
     model = over_machines(build(devices[0], seed=rank), devices)
     x = batch_of(rank, 0).to(devices[0])
@@ -310,26 +286,6 @@ def test_statistics_are_those_of_rank_0_as_under_torchs_wrapper() -> None:
     assert_close(first, expected)
     parameters = len([*Norm(torch.device("cpu")).parameters()])
     assert_close(second[:parameters], first[:parameters])
-
-
-def buffers_begin(rank: int, devices: list[torch.device]) -> list[Any]:
-    """Before a forward that is recorded rank 1 gets the buffers of rank 0; before another one it does not."""
-    model = over_machines(Norm(devices[0]), devices).eval()
-    x = batch_of(0, 0).to(devices[0])
-    model.norm.running_mean.fill_(rank + 1)
-    with torch.no_grad():
-        model(x)
-    without = model.norm.running_mean.cpu().clone()
-    older = model(x)
-    mean = model.norm.running_mean.cpu().clone()
-    loss_of(older + model(x)).backward()
-    return [without, mean]
-
-
-def test_buffers_of_rank_0() -> None:
-    for rank, (without, mean) in enumerate(on_machines(buffers_begin)):
-        assert without.tolist() == [rank + 1.0] * 3
-        assert mean.tolist() == [1.0] * 3
 
 
 def ignore(rank: int, devices: list[torch.device]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import copy
 import functools
 import inspect
-import pickle
 import types
 import typing
 
@@ -14,7 +13,6 @@ from torch import nn
 from affine import Affine, build_affine
 from dataparallel import DataParallel
 from dataparallel.composable import ReplicatedModule, register_forward_method, replicate
-from dataparallel.forms.managed import StandIns
 from each_form import by_wrapper, replicated, replicating_forms
 
 
@@ -112,11 +110,6 @@ class TestWrapper:
     def model(self, plain, slots):
         return by_wrapper(copy.deepcopy(plain), slots)
 
-    def test_on_the_class_it_is_a_function(self, model, plain, batch):
-        assert inspect.isfunction(DataParallel.forward)
-        assert list(inspect.signature(DataParallel.forward).parameters) == ["self", "inputs", "kwargs"]
-        torch.testing.assert_close(DataParallel.forward(model, batch), plain(batch))
-
     def test_subclasses_override_it_and_call_it(self, plain, slots, batch):
         class Doubled(DataParallel):
             def forward(self, x):
@@ -124,37 +117,6 @@ class TestWrapper:
 
         assert list(inspect.signature(Doubled(plain, slots).forward).parameters) == ["x"]
         torch.testing.assert_close(Doubled(plain, slots)(batch), plain(batch) * 2)
-
-    def test_a_copy_shows_the_copied_module(self, model):
-        copied = copy.deepcopy(model)
-        model.module.forward = lambda y: y
-        assert list(inspect.signature(copied.forward).parameters) == ["x", "scale", "offset"]
-        assert copied.forward.__self__ is copied
-
-    def test_one_function_for_each_while_it_is_held(self):
-        made = []
-
-        def make(function):
-            @functools.wraps(function)
-            def stand_in():
-                return function()
-
-            made.append(stand_in.__name__)
-            return stand_in
-
-        stand_ins = StandIns(make)
-        first = stand_ins.of(module_of)
-        assert stand_ins.of(module_of) is first
-        assert stand_ins.of(by_wrapper) is not first
-        del first
-        stand_ins.of(module_of)
-        assert made == ["module_of", "by_wrapper", "module_of"]  # nothing is kept that nobody holds
-
-    @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-    def test_a_traced_module_has_nothing_to_show(self, plain, slots, batch):
-        model = DataParallel(torch.jit.trace(plain, batch), slots)
-        assert list(inspect.signature(model.forward).parameters) == ["inputs", "kwargs"]
-        torch.testing.assert_close(model(batch), plain(batch))
 
 
 class TestReplicated:
@@ -183,16 +145,6 @@ class TestReplicated:
         assert type(model).twice is Affine.twice, "a static method is what it was"
         torch.testing.assert_close(model.twice(batch), batch * 2)
 
-    def test_a_forward_that_the_class_gets_later_is_seen(self, slots, batch, root):
-        class Late(Affine):
-            def forward(self, x):
-                return self.linear(x)
-
-        late = replicate(Late().double().to(root), devices=slots)
-        Late.forward = lambda self, y: self.linear(y) - 1
-        assert list(inspect.signature(type(late).forward).parameters) == ["self", "y"]
-        torch.testing.assert_close(late(batch), late.linear(batch) - 1)
-
     @pytest.mark.slots(1, 3)
     def test_unwrapped_it_is_split_as_before(self, model, plain, batch):
         bare = model.forward.__func__
@@ -201,14 +153,6 @@ class TestReplicated:
         torch.testing.assert_close(model(batch), plain(batch))
         assert sum(model.sizes) == 7
 
-    def test_a_method_of_another_object(self, model, batch):
-        class Other:
-            def run(self, x):
-                return x.exp()
-
-        model.forward = Other().run
-        torch.testing.assert_close(model(batch), batch.exp())
-
     def test_an_argument_may_have_any_name(self, slots, root, batch):
         class Odd(nn.Linear):
             def forward(self, module, cls, name):
@@ -216,10 +160,6 @@ class TestReplicated:
 
         odd = replicate(Odd(4, 3).double().to(root), devices=slots)
         torch.testing.assert_close(odd(module=batch, cls=1, name=2), nn.Linear.forward(odd, batch) + 3)
-
-    def test_a_pickled_method_is_refused_as_the_module_is(self, model):
-        with pytest.raises(TypeError, match="cannot pickle a module that is managed by `replicate`"):
-            pickle.dumps(model.forward)
 
     @pytest.mark.parametrize("parent", [False, True])
     def test_traced_symbolically_the_graph_is_that_of_one_device(self, parent, slots, root, batch):

@@ -13,7 +13,6 @@ from kept import loss
 from loops import waits
 from torch import Tensor, nn
 
-from dataparallel.composable import replicate
 from each_form import Form, composable_forms, whole
 
 
@@ -77,17 +76,5 @@ def test_gradients_that_wait_on_slots_are_kept(form: Form, slots: list, root: to
         with waits(called):
             step(called, x)
         CHANGES[name](called, root)
-        step(called, x)
-    assert_equal_gradients(net, twin)
-
-
-def test_a_module_below_is_converted_alone(slots: list, root: torch.device) -> None:
-    net, twin = build(root), build(root)
-    model = replicate(net, devices=slots)
-    x = torch.randn(2 * len(slots) + 1, 4, dtype=torch.float64, device=root)
-    for called in (model, twin):
-        for _ in range(3):
-            step(called, x)
-        called[2].bfloat16().double()
         step(called, x)
     assert_equal_gradients(net, twin)

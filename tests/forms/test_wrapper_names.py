@@ -240,17 +240,6 @@ def test_an_assigned_option_is_that_of_the_constructor(name: str, net: Net, slot
     trains_as_one_device(model, net, x)
 
 
-def test_assigned_scalars_combine_losses(slots: list, root: torch.device) -> None:
-    class Loss(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.mean()
-
-    x, model = torch.arange(7.0, device=root), DataParallel(Loss(), slots)
-    assert model(x).shape == (3,)
-    model.options.scalars = "mean"
-    torch.testing.assert_close(model(x), x.mean())
-
-
 @pytest.mark.parametrize(
     ("name", "value", "error", "says"),
     [
