@@ -109,7 +109,6 @@ def group(tmp_path: Path) -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-@pytest.mark.slots(3, long=[8])
 @INTO
 def test_full_states_are_plain_tensors_on_the_cpu(form: str, slots: list, one: Trained) -> None:
     several = Trained(FORMS[form](slots), 2)

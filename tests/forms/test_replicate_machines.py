@@ -176,7 +176,6 @@ LOOPS: dict[str, tuple[Callable[[Here], Any], Callable[..., Any]]] = {
     "train": (train, build),
     "accumulate": (accumulate, build),
     "throw away": (throw_away, build),
-    "change copies": (change_copies, build),
     "older copies": (older_copies, build),
     "evaluate alone": (evaluate_alone, build),
     "freeze": (freeze, build),
