@@ -51,7 +51,7 @@ def assert_equal_gradients(net: nn.Module, twin: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("steps", [0, 3])
 def test_training_goes_on_as_on_one_device(form: Form, slots: list, root: torch.device, name: str, steps: int) -> None:
     net, twin = build(root), build(root)
     model = form(net, slots)

@@ -21,10 +21,6 @@ def layer(request: pytest.FixtureRequest) -> Callable[[Tensor], nn.Module]:
     return LAYERS[request.param]
 
 
-def only(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("layer", names, indirect=True)
-
-
 @pytest.fixture
 def x(slots: list, root: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(1)
@@ -84,7 +80,7 @@ class TestWeights:
 
 
 @replicating_forms
-@only("state on the parameter")
+@pytest.mark.parametrize("layer", ["state on the parameter"], indirect=True)
 def test_a_replaced_state_is_seen_at_the_next_call(pair: tuple, x: Tensor) -> None:
     model, net, twin = pair
     for scale in (2.0, 3.0):
