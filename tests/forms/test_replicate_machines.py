@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel.composable import replicate
-from dataparallel.machines.errors import MachinesError
 from dataparallel.testing.steps import assert_equal
-from machine_ranks import on_machines
+from machine_ranks import on_machines, said
 
 CPU = torch.device("cpu")
 
@@ -85,17 +84,6 @@ def throw_away(here: Here) -> list[Any]:
         found.append([grad for grad in gradients(here.model) if grad is not None and grad.any()])
         here.model.zero_grad()
     return found
-
-
-def older_copies(here: Here) -> list[Any]:
-    """One backward goes over a forward from before the order was learnt, and over one from after it."""
-    older = here.loss(0)
-    here.loss(0).backward()
-    newer = here.loss(0)
-    (older + newer).backward()
-    after = gradients(here.model)
-    here.loss(0).backward()
-    return [after, gradients(here.model)]
 
 
 def evaluate_alone(here: Here) -> list[Any]:
@@ -176,7 +164,6 @@ LOOPS: dict[str, tuple[Callable[[Here], Any], Callable[..., Any]]] = {
     "train": (train, build),
     "accumulate": (accumulate, build),
     "throw away": (throw_away, build),
-    "older copies": (older_copies, build),
     "evaluate alone": (evaluate_alone, build),
     "freeze": (freeze, build),
     "tied weights and several dtypes": (three_steps, Tied),
@@ -197,32 +184,6 @@ def test_loops_are_those_of_one_device(name: str, average: bool) -> None:
     expected = loop(Here(make(CPU), CPU, range(2), average))
     for found in on_machines(run, name, average):
         assert_equal(found, expected, name, atol=1e-5 if make is Tied else 1e-9)  # it has a float32 parameter
-
-
-def keep(rank: int, devices: list[torch.device]) -> list[Any]:
-    model = over_machines(build(devices[0], seed=rank), devices)
-    x = batch_of(rank, 0).to(devices[0])
-    loss_of(model(x)).backward()
-    before = gradients(model)
-    with model.no_sync():
-        loss_of(model(x)).backward()
-        kept = gradients(model)
-    model.zero_grad()
-    with model.no_sync():
-        loss_of(model(x)).backward()
-    alone = gradients(model)
-    return [[a if b is None else a + b for a, b in zip(before, alone, strict=True) if a is not None], kept, alone]
-
-
-def test_until_they_are_summed_grad_has_what_it_had_and_those_of_slot_0() -> None:
-    for rank, (expected, kept, alone) in enumerate(on_machines(keep)):
-        assert_close([grad for grad in kept if grad is not None], expected)
-        model, x = build(torch.device("cpu")), batch_of(rank, 0)
-        first, *others = x.chunk(2)
-        loss_of(torch.cat([model(first), *(model(chunk).detach() for chunk in others)])).backward()
-        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-        shown = [torch.zeros_like(zeros) if grad is None else grad for zeros, grad in zip(found, alone, strict=True)]
-        assert_close(shown, found)
 
 
 def ask_for_gradients(rank: int, devices: list[torch.device]) -> list[Any]:
@@ -330,19 +291,6 @@ def test_two_modules_in_one_backward() -> None:
         assert_close(two, expected)
 
 
-def synchronised_norm(rank: int, devices: list[torch.device]) -> list[str]:
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(Norm(devices[0]))
-    with pytest.raises(ValueError, match="SyncBatchNorm and 2 slots") as raised:
-        over_machines(model, devices)
-    over_machines(model, devices[:1]).eval()
-    loss_of(model(batch_of(rank, 0).to(devices[0]))).backward()
-    return [str(raised.value)]
-
-
-def test_synchronised_norms_need_one_slot_for_each_process() -> None:
-    on_machines(synchronised_norm)
-
-
 def arguments(rank: int, devices: list[torch.device]) -> list[str]:
     group = torch.distributed.group.WORLD
     sentences = []
@@ -377,47 +325,32 @@ def test_wrong_arguments_are_errors_of_all_ranks() -> None:
     assert first[2] == second[2]
 
 
-# ---- refused ---------------------------------------------------------------------------------------------------------
-
-
-def refuse(rank: int, devices: list[torch.device]) -> list[str]:
+def refused(rank: int, devices: list[torch.device]) -> dict[str, str]:
+    """What is said of modules that work on one device."""
+    x, found = batch_of(rank, 0).to(devices[0]), {}
     model = over_machines(build(devices[0]), devices)
-    x = batch_of(rank, 0).to(devices[0])
-    found = []
     loss_of(model(x)).backward()
     before = gradients(model)
-    with pytest.raises(RuntimeError, match="create_graph=True") as raised:
-        loss_of(model(x)).backward(create_graph=True)
-    found.append(str(raised.value))
+    found["recorded"] = said(lambda: loss_of(model(x)).backward(create_graph=True))
     assert_close(gradients(model), before)
     model.zero_grad()
     loss_of(model(x)).backward()
     assert_close(gradients(model), before)
+    reentrant = over_machines(Checkpointed(devices[0], True), devices)
+    found["reentrant"] = said(lambda: loss_of(reentrant(x)).backward())
+    sparse = over_machines(nn.Sequential(nn.Embedding(4, 3, sparse=True)).double().to(devices[0]), devices)
+    found["sparse"] = said(lambda: sparse(torch.arange(4, device=devices[0])).sum().backward())
+    norm = nn.SyncBatchNorm.convert_sync_batchnorm(Norm(devices[0]))
+    found["norm"] = said(lambda: over_machines(norm, devices))
+    over_machines(norm, devices[:1]).eval()
+    loss_of(norm(x)).backward()
     return found
 
 
-def test_a_backward_that_is_recorded_is_refused() -> None:
-    on_machines(refuse)
-
-
-def checkpoints_reentrantly(rank: int, devices: list[torch.device]) -> str:
-    model = over_machines(Checkpointed(devices[0], True), devices)
-    with pytest.raises(RuntimeError) as raised:
-        loss_of(model(batch_of(rank, 0).to(devices[0]))).backward()
-    return str(raised.value)
-
-
-def test_reentrant_checkpoints_inside_are_refused() -> None:
-    assert any("use_reentrant=False" in sentence for sentence in on_machines(checkpoints_reentrantly))
-
-
-def sparse(rank: int, devices: list[torch.device]) -> str:
-    model = over_machines(nn.Sequential(nn.Embedding(4, 3, sparse=True)).double().to(devices[0]), devices)
-    with pytest.raises((TypeError, MachinesError)) as raised:
-        model(torch.arange(4, device=devices[0])).sum().backward()
-    return str(raised.value)
-
-
-def test_sparse_gradients_are_refused_by_name() -> None:
-    sentences = on_machines(sparse)
-    assert any("'0.weight'" in sentence and "sparse=False" in sentence for sentence in sentences), sentences
+def test_what_is_refused() -> None:
+    """A backward that is recorded, reentrant checkpoints, sparse gradients, and torch's norms on several slots."""
+    both = on_machines(refused)
+    assert all("create_graph=True" in found["recorded"] for found in both)
+    assert all("SyncBatchNorm and 2 slots" in found["norm"] for found in both)
+    assert any("use_reentrant=False" in found["reentrant"] for found in both)
+    assert any("'0.weight'" in found["sparse"] and "sparse=False" in found["sparse"] for found in both)
