@@ -16,8 +16,6 @@ from torch.futures import Future
 from machine_ranks import on_machines
 from machine_steps import assert_equal_values, happens, train
 
-SHORT, LONG = 20, 200
-
 
 class Delays:
     """Sleeps at random: often not at all, often less than a step, seldom longer than one. Any thread may call it."""
@@ -75,24 +73,13 @@ def train_twice(
     return undisturbed, found
 
 
-def check(form: str, hooks: str, steps: int, ranks: int) -> None:
+@pytest.mark.watchdog(300)
+@pytest.mark.parametrize(("steps", "ranks"), [(20, 2), (200, 3)])
+@pytest.mark.parametrize(
+    ("form", "hooks"), [("replicate", "parameters"), ("replicate", "sums"), ("hybrid", "parts"), ("1-D", "parts")]
+)
+def test_bits_are_those_without_delays(form: str, hooks: str, steps: int, ranks: int) -> None:
     found = on_machines(train_twice, form, hooks, steps, ranks=ranks, timeout=250)
     for rank, (undisturbed, delayed) in enumerate(found):
         assert_equal_values(delayed, undisturbed)
         assert_equal_values(delayed, found[0][1], buffers=rank == 0)
-
-
-CASES = [("replicate", "parameters"), ("replicate", "sums"), ("hybrid", "parts"), ("1-D", "parts")]
-
-
-@pytest.mark.parametrize(("form", "hooks"), CASES)
-def test_some_steps(form: str, hooks: str) -> None:
-    check(form, hooks, SHORT, 2)
-
-
-@pytest.mark.long
-@pytest.mark.watchdog(300)
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(("form", "hooks"), CASES)
-def test_many_steps(form: str, hooks: str, ranks: int) -> None:
-    check(form, hooks, LONG, ranks)

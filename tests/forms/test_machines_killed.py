@@ -73,8 +73,8 @@ def train_to_the_end(rank: int, devices: list[torch.device], form: str, folder: 
 
 
 @functools.cache
-def undisturbed(form: str, ranks: int, slots: int) -> list[Any]:
-    return on_machines(train_to_the_end, form, None, ranks=ranks, slots=slots)
+def undisturbed(form: str, ranks: int) -> list[Any]:
+    return on_machines(train_to_the_end, form, None, ranks=ranks, slots=2)
 
 
 def assert_others_raised(ended: list[Ended], victim: int, killed_at: float) -> None:
@@ -94,35 +94,22 @@ def assert_others_raised(ended: list[Ended], victim: int, killed_at: float) -> N
         assert "Start all processes again, from a checkpoint" in text
 
 
-def check(form: str, place: str, ranks: int, folder: Path, *, victim: int = 1, slots: int = 2) -> None:
+CASES = [*((place, ranks, 1) for place in PLACES for ranks in (2, 3)), ("in backward", 3, 0)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("place", "ranks", "victim"), CASES)
+def test_one_of_them_is_killed(form: str, place: str, ranks: int, victim: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     ended = on_mortal_machines(
-        train_mortally,
-        form,
-        str(folder),
-        victim,
-        place,
-        ranks=ranks,
-        slots=slots,
-        group_timeout=GROUP_TIMEOUT,
+        train_mortally, form, folder, victim, place, ranks=ranks, slots=2, group_timeout=GROUP_TIMEOUT
     )
-    assert_others_raised(ended, victim, float((folder / "killed").read_text()))
-    assert (folder / "state").exists() == (place != "at the start")
-    again = on_machines(train_to_the_end, form, str(folder), ranks=ranks, slots=slots)
-    for rank, (found, expected) in enumerate(zip(again, undisturbed(form, ranks, slots), strict=True)):
+    assert_others_raised(ended, victim, float((tmp_path / "killed").read_text()))
+    assert (tmp_path / "state").exists() == (place != "at the start")
+    again = on_machines(train_to_the_end, form, folder, ranks=ranks, slots=2)
+    for rank, (found, expected) in enumerate(zip(again, undisturbed(form, ranks), strict=True)):
         # The buffers of rank 0 were saved.
         assert_equal_values(found, expected, buffers=rank == 0)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("place", PLACES)
-def test_one_of_them_is_killed(form: str, place: str, ranks: int, tmp_path: Path) -> None:
-    check(form, place, ranks, tmp_path)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_first_rank_is_killed(form: str, tmp_path: Path) -> None:
-    check(form, "in backward", 3, tmp_path, victim=0)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -139,9 +126,6 @@ def test_the_rank_with_the_store_is_killed(form: str, tmp_path: Path) -> None:
         assert kind == "PeerGone", (kind, text)
         assert raised_at - killed_at < GROUP_TIMEOUT + 5
         assert re.search(f"rank {rank} has waited for .* of '", text), text
-
-
-# ---- fewer batches ---------------------------------------------------------------------------------------------------
 
 
 FEWER, MORE = 2, 4
@@ -164,7 +148,9 @@ def train_unevenly(rank: int, devices: list[torch.device], form: str, idle: floa
     return time.monotonic() - began, str(raised.value)
 
 
-def check_unevenly(form: str, idle: float, ranks: int) -> None:
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("ranks", "idle"), [(2, 0), (3, 0), (3, GROUP_TIMEOUT + 8)])
+def test_a_rank_has_fewer_batches(form: str, ranks: int, idle: float) -> None:
     ended = on_mortal_machines(train_unevenly, form, idle, ranks=ranks, slots=2, group_timeout=GROUP_TIMEOUT)
     assert ended[1].error is None
     for rank in {*range(ranks)} - {1}:
@@ -176,10 +162,3 @@ def check_unevenly(form: str, idle: float, ranks: int) -> None:
         assert re.search(r"No word from ranks? 1\.", text), text
         for other in {*range(ranks)} - {1, rank}:
             assert re.search(f"rank {other} (for|has waited for) .* of '", text), text
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("idle", [0, GROUP_TIMEOUT + 8], ids=["ends", "is idle"])
-def test_a_rank_has_fewer_batches(form: str, ranks: int, idle: float) -> None:
-    check_unevenly(form, idle, ranks)
