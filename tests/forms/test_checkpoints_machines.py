@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dataparallel.composable import CPUOffloadPolicy, fully_shard, replicate
 from dataparallel.testing.steps import assert_equal
 from machine_ranks import on_machines
-from sharded_machines import EACH_SPREAD, SPREADS, spread
+from sharded_machines import SPREADS, spread
 from sharded_steps import whole
 
 pytestmark = [
@@ -112,24 +112,12 @@ def here(folder: str) -> None:
         assert_equal(loaded.weights(), expected.weights(), "weights", atol=1e-9)
 
 
-@EACH_SPREAD
-def test_states_of_all_machines_are_saved_and_loaded(way: str, tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    on_machines(saved, way, folder, "sharded", ranks=SPREADS[way][0])
-    here(folder)
-
-
 @pytest.mark.parametrize(
-    ("form", "way"),
-    [
-        ("replicated", "hybrid"),
-        pytest.param("offloaded", "hybrid", marks=pytest.mark.long),
-        ("offloaded", "1-D"),
-    ],
+    ("form", "way"), [*(("sharded", way) for way in SPREADS), ("replicated", "hybrid"), ("offloaded", "1-D")]
 )
-def test_states_of_other_forms_are_saved_and_loaded(form: str, way: str, tmp_path: Path) -> None:
+def test_states_of_all_machines_are_saved_and_loaded(form: str, way: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
-    on_machines(saved, way, folder, form)
+    on_machines(saved, way, folder, form, ranks=SPREADS[way][0])
     here(folder)
 
 
@@ -150,14 +138,7 @@ def by_rank_0(rank: int, devices: list[Any], way: str, form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "way"),
-    [
-        ("sharded", "hybrid"),
-        ("sharded", "1-D"),
-        pytest.param("sharded", "2-D", marks=pytest.mark.long),
-        ("replicated", "hybrid"),
-        ("offloaded", "1-D"),
-    ],
+    ("form", "way"), [("sharded", "hybrid"), ("sharded", "2-D"), ("replicated", "hybrid"), ("offloaded", "1-D")]
 )
 def test_a_full_state_goes_from_rank_0_to_all(form: str, way: str) -> None:
     on_machines(by_rank_0, way, form, ranks=SPREADS[way][0], kind="cpu")  # torch asks for CUDA beside other devices
@@ -169,15 +150,7 @@ def loaded(rank: int, devices: list[Any], way: str, form: str, folder: str) -> N
 
 
 @pytest.mark.slots(8)
-@pytest.mark.parametrize(
-    ("form", "way"),
-    [
-        ("sharded", "1-D"),
-        ("replicated", "hybrid"),
-        pytest.param("sharded", "2-D", marks=pytest.mark.long),
-        pytest.param("offloaded", "1-D", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("form", "way"), [("sharded", "1-D"), ("replicated", "hybrid"), ("offloaded", "1-D")])
 def test_files_of_eight_slots_go_to_machines(form: str, way: str, slots: list, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     checkpoint.save(Trained(ours(slots, {}), slots[0], 2).to_save(), checkpoint_id=folder)
