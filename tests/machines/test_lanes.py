@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed
-from torch.futures import Future
+from torch import distributed
 
 from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
 from dataparallel.machines.group import Machines
@@ -177,30 +174,6 @@ def test_groups_of_some_ranks() -> None:
     on_machines(parts, ranks=3)
 
 
-def from_threads(rank: int, devices: list[torch.device]) -> None:
-    """Results are waited for by other threads than the one that launches, before they are launched elsewhere."""
-    lane = all_machines().lane("steps")
-    for step in range(20):
-        flats = [torch.full((5,), float(bucket + rank)) for bucket in range(4)]
-        launched = [summed(lane, flat, str(i)) for i, flat in enumerate(flats)]
-        results: list[Any] = [None] * 4
-
-        def wait(place: int, launched: list[Result] = launched, results: list[Any] = results) -> None:
-            results[place] = launched[place].wait().tolist()
-
-        threads = [threading.Thread(target=wait, args=[place]) for place in reversed(range(4))]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.001 * (rank + step % 2))
-        for thread in threads:
-            thread.join()
-        assert results == [[2.0 * bucket + 1] * 5 for bucket in range(4)]
-
-
-def test_any_thread_may_wait() -> None:
-    on_machines(from_threads)
-
-
 # ---- hooks, which send something themselves --------------------------------------------------------------------------
 
 
@@ -224,33 +197,6 @@ def in_a_pass(lane: Lane, hooks: list[Sums]) -> list[str]:
     """What the waits for the hooks of one pass raise."""
     made = [hooked(lane, f"call {i}", hook) for i, hook in enumerate(hooks)]
     return [said(call.wait) for call in made]
-
-
-def one_after_the_other(rank: int, devices: list[torch.device]) -> None:
-    """The second hook is called when the future of the first is done, which sends something in between."""
-    lane, order = all_machines().lane("steps"), []
-
-    def sends_twice(name: str) -> Callable[[], Future[Tensor]]:
-        def begin() -> Any:
-            order.append(f"{name} begins")
-
-            def more(future: Any) -> Any:
-                time.sleep(0.05 * rank)
-                distributed.all_reduce(torch.ones(2))
-                order.append(f"{name} ends")
-                return future.value()
-
-            return distributed.all_reduce(torch.ones(3), async_op=True).get_future().then(more)
-
-        return begin
-
-    for call in [hooked(lane, name, sends_twice(name)) for name in "ab"]:
-        call.wait()
-    assert order == ["a begins", "a ends", "b begins", "b ends"]
-
-
-def test_a_hook_is_called_when_the_future_of_the_one_before_is_done() -> None:
-    on_machines(one_after_the_other)
 
 
 def failing(rank: int, devices: list[torch.device]) -> None:

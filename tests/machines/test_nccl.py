@@ -17,7 +17,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
-from dataparallel.machines import start
 from dataparallel.machines.collectives import all_gather, stage
 from machine_ranks import all_machines, on_machines, said
 from nccl_on_machines import has_circle, nccl_on_machines
@@ -198,17 +197,6 @@ def test_sums_may_be_dropped_that_a_machine_had_no_gradients_for() -> None:
     on_machines(leaves_out)
 
 
-def says(rank: int, devices: list[torch.device]) -> None:
-    with nccl_on_machines() as nccl:
-        machines = all_machines()
-        assert machines.all_gather_object(f"rank {rank}") == ["rank 0", "rank 1"]
-    assert not nccl.issued
-
-
-def test_small_values_use_no_device() -> None:
-    on_machines(says)
-
-
 # ---- host values go by gloo ------------------------------------------------------------------------------------------
 
 
@@ -282,21 +270,3 @@ def test_devices_that_other_ranks_have_no_communicator_with_are_refused_on_all_m
         assert "sim 0" in crossed
         assert "sim 1" in crossed
         assert "on rank 1" in crossed
-
-
-def sends(rank: int, devices: list[torch.device]) -> list[str]:
-    with nccl_on_machines():
-        machines = all_machines()
-        machines.make_communicators(devices[:1])
-        there = torch.ones(2, device=devices[rank])
-        found = [said(start.send_values, machines.words, {"w": there}), said(machines.all_gather, there)]
-        for device in (devices[1], devices[0]):  # a communicator that is made by the way, and an old one
-            start.send_values(machines.words, {"w": torch.ones(2, device=device)})
-    return found
-
-
-def test_values_and_parts_are_sent_from_the_same_communicators() -> None:
-    for values, parts in on_machines(sends):
-        assert "device sim 0 on rank 0" in values
-        assert "device sim 1 on rank 1" in values
-        assert "all_gather: 2 x torch.float32 on sim" in parts

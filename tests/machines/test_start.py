@@ -28,55 +28,7 @@ def description_of(module, slots, **settings):
 # ---- descriptions ----------------------------------------------------------------------------------------------------
 
 
-def test_a_description_has_all_that_ranks_need_to_share(slots):
-    found = description_of(net(), [torch.device(slot) for slot in slots], bucket_cap_mb=25)
-    assert [*found] == [
-        "slots",
-        "bucket_cap_mb",
-        *(f"parameter {name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight")),
-        *(f"buffer 1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")),
-    ]
-    assert found["slots"] == {"number": 3, "type": torch.device(slots[0]).type}
-    assert found["parameter 0.weight"] == {
-        "shape": (8, 4),
-        "dtype": torch.float32,
-        "device": "cpu",
-        "requires_grad": True,
-        "strides": "row-major",
-    }
-
-
-@IN_HOST_MEMORY
-def test_strides_count_only_where_elements_lie_in_another_order():
-    image = torch.empty(2, 3, 4, 4)
-    for tensor, strides in (
-        (image, "row-major"),
-        (image.to(memory_format=torch.channels_last), (48, 1, 12, 3)),
-        (torch.empty(1, 3).t(), "row-major"),
-        (torch.empty(2, 3).t(), (1, 3)),
-    ):
-        assert describe({"w": tensor}, {}, [], {})["parameter w"]["strides"] == strides
-
-
-@IN_HOST_MEMORY
-def test_tensors_without_strides_are_described_too():
-    lazy = nn.LazyLinear(3)
-    assert describe({"w": lazy.weight}, {}, [], {})["parameter w"]["shape"] == "not initialised"
-    sparse = describe({}, {"m": torch.eye(3).to_sparse()}, [], {})["buffer m"]
-    assert (sparse["shape"], sparse["layout"]) == ((3, 3), torch.sparse_coo)
-
-
 # ---- comparison ------------------------------------------------------------------------------------------------------
-
-
-def same(rank, devices):
-    module = net()
-    return said(compare, all_machines(), "replicate", description_of(module, devices, bucket_cap_mb=25))
-
-
-@IN_HOST_MEMORY
-def test_ranks_that_agree_go_on():
-    assert on_machines(same, ranks=3) == ["nothing was raised"] * 3
 
 
 def wrong_on_a_rank(rank):
@@ -199,17 +151,6 @@ def test_rank_0_is_that_of_the_group():
     assert on_machines(received_by_a_part, ranks=3) == [[0.0] * 3, [1.0] * 3, [1.0] * 3]
 
 
-def values_on_two_devices(rank, devices):
-    tensors = {str(i): torch.full((3,), float(10 * rank + i), device=devices[i % 2]) for i in range(6)}
-    send_values(all_machines().words, tensors, 30)
-    return [tensor.tolist() for tensor in tensors.values()]
-
-
-def test_values_on_several_devices():
-    expected = [[float(i)] * 3 for i in range(6)]
-    assert on_machines(values_on_two_devices) == [expected] * 2
-
-
 def refused(rank, devices):
     machines = all_machines()
     with torch.inference_mode():
@@ -248,21 +189,6 @@ def test_what_cannot_be_sent():
         "ValueError: cannot send the values of rank 0: 'w' of shape (2,) is on"
     )
     assert (kept, changed) == ([0.0, 0.0], [1.0, 1.0])
-
-
-def graphs_recorded_before(rank, devices):
-    weight = nn.Parameter(torch.full((2,), 1.0 + rank))
-    loss = (weight * weight).sum()
-    send_values(all_machines().words, {"w": weight})
-    return said(loss.backward)
-
-
-@IN_HOST_MEMORY
-def test_a_graph_that_reads_the_former_values_raises():
-    """As after any other change in place; rank 0 has changed nothing."""
-    zero, one = on_machines(graphs_recorded_before)
-    assert zero == "nothing was raised"
-    assert "modified by an inplace operation" in one
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
