@@ -61,16 +61,6 @@ def test_the_bits_are_those_without_graphs(slots: list, root: torch.device, run:
     check(slots, root, run)
 
 
-def test_units_that_the_library_chooses_have_graphs_too(slots: list, root: torch.device, run: Any) -> None:
-    found = []
-    for graphs in (False, True):
-        options = {"units": "auto", "reshard_after_forward": False, "graphs": graphs}
-        network: Any = fully_shard(build(root), devices=slots, **options)
-        found.append((run(network, torch.optim.Adam(network.parameters())), captured(network) > 0))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=0)
-    assert [each[1] for each in found] == [False, True]
-
-
 def test_a_batch_that_is_too_small_for_all_slots(slots: list, root: torch.device) -> None:
     def steps(network: Any, optimizer: Any) -> list[Tensor]:
         found = []
@@ -78,20 +68,6 @@ def test_a_batch_that_is_too_small_for_all_slots(slots: list, root: torch.device
             found.append(step(network, inputs(root, samples)))
             optimizer.step()
             optimizer.zero_grad()
-        return found
-
-    check(slots, root, steps)
-
-
-def test_gradients_of_two_backwards_are_added(slots: list, root: torch.device) -> None:
-    def steps(network: Any, optimizer: Any) -> list[Tensor]:
-        found = []
-        for number in range(SETTLE + 4):
-            network.set_requires_gradient_sync(number % 2 == 1)
-            found.append(step(network, inputs(root)))
-            if number % 4 == 3:
-                optimizer.step()
-                optimizer.zero_grad()
         return found
 
     check(slots, root, steps)
