@@ -24,44 +24,6 @@ def form(request):
 quietly_or_not = pytest.mark.parametrize("quietly", [True, False], ids=["no_sync", "each is summed"])
 
 
-class Tied(nn.Module):
-    """One weight is used for embeddings and for scores, and one layer is in two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.layer = nn.Linear(4, 4)
-        self.again = self.layer
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.again(torch.tanh(self.layer(self.embed(tokens)))))
-
-
-@quietly_or_not
-def test_tied_weights_stay_tied_and_get_one_sum(slots, root, form, quietly):
-    def build():
-        tied = seeded(Tied)()
-        with torch.device(root):  # moving a module to a simulated device unties its weights
-            there = Tied().double()
-        there.load_state_dict(tied.state_dict())
-        return there
-
-    def loop(net):
-        optimizer = adamw(net)
-        for step in range(STEPS):
-            tokens = torch.randint(7, (2 * len(slots) + 1, 5), generator=torch.Generator().manual_seed(step)).to(root)
-            optimizer.zero_grad()
-            with waits(net) if quietly else torch.enable_grad():
-                mean_square(net(tokens)).backward()
-            mean_square(net(tokens.flip(0))).backward()
-            optimizer.step()
-        assert net.head.weight is net.embed.weight
-
-    assert_same_loop(loop, slots, build, form=form)
-
-
 @pytest.mark.slots(2, 8)
 def test_an_optimizer_in_backward(slots, root, form):
     """Each parameter's step happens once in a backward, with the complete sum, and frees its gradient."""
@@ -226,26 +188,3 @@ def test_preferences_with_checkpoints(slots, root, form, where, reentrant, quiet
         return losses
 
     assert_same_loop(loop, slots, seeded(policy), net, form=form)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_two_modules_in_two_losses(slots, root, form, first):
-    """Each loss depends on both modules; each has a backward, in either order, through a retained graph."""
-
-    def loop(one, other):
-        optimizers = [adamw(one), adamw(other)]
-        for step in range(STEPS):
-            x = numbers(root, 2 * len(slots) + 1, seed=step)
-            a, b = one(x), other(one(x))
-            losses = [mean_square(a) + mean_square(b), (a * b).mean()]
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            losses[first].backward(retain_graph=True)
-            losses[1 - first].backward()
-            for optimizer in optimizers:
-                optimizer.step()
-
-    def other() -> nn.Module:
-        return seeded(nn.Linear, 2, 2)()
-
-    assert_same_loop(loop, slots, net, other, form=form)

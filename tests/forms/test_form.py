@@ -228,26 +228,6 @@ class TestLists:
         assert managed(net) == ["1"]
 
 
-@BOTH
-def test_metaclasses_and_init_subclass_are_called_as_python_does(apply, slots, root):
-    below = []
-
-    class Meta(type):
-        pass
-
-    class Net(nn.Linear, metaclass=Meta):
-        def __init_subclass__(cls, **kwargs):
-            super().__init_subclass__(**kwargs)
-            below.append(cls.__name__)
-
-    net, x = Net(1, 1).to(root), torch.ones(1, 1, device=root)
-    expected = net(x)
-    apply(net, devices=slots)
-    assert type(type(net)) is Meta
-    assert len(below) == 1
-    torch.testing.assert_close(net(x), expected)
-
-
 class Around:
     """Stands in the place of a forward, and counts the dimensions that it keeps."""
 

@@ -182,16 +182,6 @@ def test_units_in_another_order_are_an_error_on_each_machine():
         assert clean
 
 
-def fewer_units(rank: int, devices: list[Any], way: str) -> Any:
-    net = made(devices, way)
-    Net.skipped = rank == 1
-    return type(raised(lambda: step(net, devices, 1)))
-
-
-def test_a_unit_that_one_machine_does_not_use_is_an_error_where_it_is_sharded_over_machines():
-    assert all(issubclass(kind, MachinesError) for kind in on_machines(fewer_units, "1-D", group_timeout=5))
-
-
 def another_model(rank: int, devices: list[Any], way: str) -> Any:
     net = nn.Linear(5, 4 + (rank == 0))
     error = raised(lambda: fully_shard(net, devices=devices, **spread(way)))

@@ -277,16 +277,6 @@ def test_its_length_is_the_loaders(slots: list) -> None:
     assert list(prefetch([], model)) == []
 
 
-def test_a_torch_loader_with_processes(slots: list) -> None:
-    data = torch.utils.data.TensorDataset(*(torch.cat(parts) for parts in zip(*batches(), strict=True)))
-    loader = torch.utils.data.DataLoader(data, batch_size=5, num_workers=1)
-    model = DataParallel(Echo(), slots)
-    for _ in range(2):
-        found = [model(x).cpu() for x, _ in prefetch(loader, model)]
-        assert torch.equal(torch.cat(found), data.tensors[0] * 2)
-    assert len(prefetch(loader, model)) == len(loader)
-
-
 A_MODEL = DataParallel(Echo(), ["cpu"] * 2)
 
 

@@ -70,11 +70,3 @@ class TestOrderOfBackwards:
         first, _ = exchanged(call, "first", x), exchanged(call, "second", x)
         first.sum().backward()
         assert rounds.texts[2:] == ["of first, exchange 1"]
-
-    def test_of_the_second_derivative_too(self, rounds):
-        call, x = PeerCall(rounds, 0), torch.ones(3, requires_grad=True)
-        other = exchanged(call, "first", x**2)
-        (gradient,) = torch.autograd.grad((other**2).sum(), x, create_graph=True)
-        gradient.sum().backward()
-        assert rounds.texts[1:3] == ["of first, exchange 1", "of of first, exchange 1"]
-        assert x.grad.tolist() == [12.0] * 3  # of x ** 4

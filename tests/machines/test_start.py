@@ -1,8 +1,6 @@
 """The start: what has to be the same on all ranks, and rank 0's values on all of them."""
 
 import copy
-import os
-import signal
 import time
 
 import pytest
@@ -238,29 +236,3 @@ def test_an_error_on_the_way_is_an_error_on_all():
         assert words.startswith("PeerFailed: ")
         assert "rank 0 failed: MemoryError: no room for 3" in words
         assert seconds < 15
-
-
-def killed(rank, devices, where):
-    machines = all_machines()
-    tensors = {str(i): torch.full((100,), float(rank)) for i in range(6)}
-    send_values(machines.words, tensors)
-    if rank == 1 and where == "between":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 1:
-        start._receive = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    compare(machines, "replicate", {"slots": 2})
-    send_values(machines.words, tensors, 400)
-
-
-@IN_HOST_MEMORY
-@pytest.mark.parametrize(
-    ("where", "named"), [("between", "the start of replicate"), ("on the way", "values of rank 0")]
-)
-def test_a_rank_that_is_killed_is_an_error_on_all_others(where, named):
-    zero, one, two = on_mortal_machines(killed, where, ranks=3, group_timeout=3.0)
-    assert one.code == -signal.SIGKILL
-    for ended in (zero, two):
-        kind, words = ended.error
-        assert kind == "PeerGone"
-        assert named in words
-        assert ended.seconds < 3.0 + 5
