@@ -12,10 +12,6 @@ from torch import Tensor, nn
 from dataparallel.testing.cases import seeded
 
 
-def set_(tensor: Tensor) -> None:
-    tensor.set_(tensor.detach().clone())
-
-
 def data(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
     def move(tensor: Tensor) -> None:
         tensor.data = make(tensor.data)
@@ -23,95 +19,53 @@ def data(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
     return move
 
 
-def not_of(source: Tensor, move: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
-    """``move`` for copies of ``source`` only. It is found by its number: a reference would become the replica's."""
-    number = id(source)
-
-    def move_copy(tensor: Tensor) -> None:
-        if id(tensor) != number:
-            move(tensor)
-
-    return move_copy
-
-
-MOVES: dict[str, Callable[[Tensor], None]] = {
-    "set_": set_,
+MOVES: dict[str, Callable[[Tensor], object]] = {
+    "set_": lambda tensor: tensor.set_(tensor.detach().clone()),
     ".data =": data(Tensor.clone),
     ".data = a neighbour": data(lambda old: old.new_zeros(3, *old.shape)[1]),
     ".data = transposed": data(Tensor.t),
     ".data = another dtype": data(Tensor.float),
     ".data = nothing": data(lambda old: old.new_empty(0)),
 }
-TENSORS = ["linear.weight", "tied.weight", "frozen", "single", "unused", "shift"]
 
 
 class Moved(nn.Module):
-    """Uses a tensor, then gives it other memory, and notes each replica's value before."""
+    """Uses a parameter, then gives it other memory, and notes each replica's values before."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, move: Callable[[Tensor], object]) -> None:
         super().__init__()
-        self.linear, self.tied = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.tied.weight = self.linear.weight
-        self.frozen = nn.Parameter(torch.randn(4, 4), requires_grad=False)
-        self.single, self.unused = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
-        self.register_buffer("shift", torch.randn(4, 4))
-        self.name = ""
-        self.move: Callable[[Tensor], None] = lambda tensor: None
+        self.linear, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.unused = nn.Linear(4, 4)
+        self.name, self.move = name, move
         self.seen: list[dict[str, Tensor]] = []
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}
-
     def forward(self, x: Tensor) -> Tensor:
-        tensors = self.tensors()
-        self.seen.append({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()})
-        y = self.tied(torch.tanh(self.linear(x) @ self.frozen)) @ self.single + self.shift[0]
-        if self.name:
-            with torch.no_grad():
-                self.move(tensors[self.name])
+        self.seen.append({name: tensor.detach().cpu().clone() for name, tensor in self.named_parameters()})
+        y = self.frozen(torch.tanh(self.linear(x)))
+        with torch.no_grad():
+            self.move(self.get_parameter(self.name))
         return y
 
 
-@pytest.fixture
-def moved(root: torch.device) -> Moved:
-    torch.manual_seed(0)
-    with torch.device(root):  # moving a module to a simulated device unties its weights
-        module = Moved().double()
-    module.single.mark = "travels singly"
-    return module
-
-
-def assert_replicas_saw(moved: Moved, count: int) -> None:
-    expected = {name: tensor.detach().cpu() for name, tensor in moved.tensors().items()}
-    assert len(moved.seen) == count
-    for seen in moved.seen:
-        assert seen.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert seen[name].dtype == tensor.dtype, name
-            assert seen[name].stride() == tensor.stride(), name
-            assert torch.equal(seen[name], tensor), name
-    moved.seen.clear()
-
-
-@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("name", ["linear.weight", "frozen.weight", "unused.weight"])
 @pytest.mark.parametrize("how", MOVES)
 def test_every_replica_has_the_sources_values_at_each_call(
-    moved: Moved, slots: list, root: torch.device, how: str, name: str
+    slots: list, root: torch.device, how: str, name: str
 ) -> None:
-    if name == "shift":  # slot 0's buffer is the source's: what happens to it there is no business of the replicas
-        moved.move = not_of(moved.shift, MOVES[how])
-    else:
-        moved.move = MOVES[how]
-    moved.name = name
+    moved = seeded(Moved, name, MOVES[how])().to(root)
     wrapped = with_kept_replicas(moved, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for context in (torch.enable_grad, torch.enable_grad, torch.enable_grad, torch.no_grad, torch.inference_mode) * 2:
         with torch.no_grad():
-            for tensor in moved.tensors().values():
-                tensor.add_(1)
+            for parameter in moved.parameters():
+                parameter.add_(1)
+        expected = {name: parameter.detach().cpu().clone() for name, parameter in moved.named_parameters()}
         with context():
             output = wrapped(x)
-        assert_replicas_saw(moved, len(slots))
+        assert len(moved.seen) == len(slots)
+        for seen in moved.seen:
+            torch.testing.assert_close(seen, expected, rtol=0, atol=0, check_stride=True)
+        moved.seen.clear()
         if output.requires_grad and how == ".data =":  # on one device too others break the graph
             output.sum().backward()
 
