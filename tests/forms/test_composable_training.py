@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel.composable import register_forward_method
 from dataparallel.testing.cases import seeded
-from each_form import whole
 
 STEPS = 4
 net = seeded(Branched)
@@ -47,32 +46,6 @@ def test_an_optimizer_in_backward(slots, root, form):
             # Steps happen in the order in which sums arrive, which is not that of one device.
             assert all(parameter.grad is None for parameter in net.parameters())
         return sorted(taken)
-
-    assert_same_loop(loop, slots, net, form=form)
-
-
-@pytest.mark.parametrize("where", ["in the summed pass", "in the pass before"])
-def test_a_step_that_grad_scaler_skips_leaks_nothing(slots, root, form, where):
-    """The scale is halved, the weights stay, and the step after it is that of one device."""
-
-    def loop(net):
-        optimizer = adamw(net)
-        scaler = torch.amp.GradScaler(root.type, init_scale=1024.0, growth_interval=2)
-        scales = []
-        for step in range(6):
-            optimizer.zero_grad()
-            factor = float("inf") if step in (1, 4) else 1.0
-            early, late = (1.0, factor) if where == "in the summed pass" else (factor, 1.0)
-            before = whole(net.last.weight).detach().clone()
-            with waits(net):
-                scaler.scale(mean_square(net(numbers(root, 2 * len(slots), seed=step))) * early).backward()
-            scaler.scale(mean_square(net(numbers(root, 2 * len(slots) + 1, seed=9 + step))) * late).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-            assert torch.equal(whole(net.last.weight), before) is (factor != 1.0)
-        assert min(scales) < 1024.0
-        return scales
 
     assert_same_loop(loop, slots, net, form=form)
 

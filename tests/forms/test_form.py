@@ -5,7 +5,6 @@ What a form does with its arguments is in the form's own files.
 
 import copy
 import gc
-import inspect
 import io
 import pickle
 
@@ -61,16 +60,6 @@ class TestTheModuleIsWhatItWas:
         assert [*net] == [first, middle, last]
         assert type(net[1:]) is type(type(net)()) is nn.Sequential
         assert net[1:][1] is last
-
-    def test_new_and_init_may_be_called_one_by_one(self, form, slots, root):
-        """Some libraries set attributes in between, which ``__init__`` reads."""
-        cls = type(form(nn.Linear(4, 3).to(root), slots))
-        assert inspect.signature(cls.__init__) == inspect.signature(nn.Linear.__init__)
-        made = cls.__new__(cls)
-        vars(made)["label"] = "kept"
-        made.__init__(3, 2)
-        assert type(made) is nn.Linear
-        assert (made.label, made.weight.shape) == ("kept", (2, 3))
 
     @pytest.mark.parametrize(
         ("what", "copied"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import adamw, seeded
 from dataparallel.testing.steps import assert_equal
@@ -263,16 +263,6 @@ class TestWhatIsSaved:
         optimizers[1].load_state_dict(optimizers[1].state_dict())  # which casts counters, as the other load did
         following = [train(m, batches_of(model, slots), o, 2) for m, o in ((again, optimizer), (one, optimizers[1]))]
         assert_same(*following)
-
-    def test_units_that_are_full_are_freed(self, slots: list, root: torch.device) -> None:
-        """The full parameters may be coarser than the sharded ones."""
-        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        several, one = sharded(on_device(MODEL.build, root), slots, mp_policy=half), on_device(MODEL.build, root)
-        several.unshard()
-        several.blocks[1].unshard()
-        found = fully_shard.full_state_dict(several)
-        assert_all_sharded(several)
-        assert_equal(dict(found), whole(dict(one.state_dict())), "state", atol=0)
 
     @pytest.mark.parametrize("save", [fully_shard.full_state_dict, nn.Module.state_dict])
     def test_between_forward_and_backward(self, save: Callable[[Any], Any], slots: list, root: torch.device) -> None:

@@ -132,35 +132,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, device: Any) -> Non
     optimizer.zero_grad()
 
 
-def saves(rank: int, devices: list, way: str) -> Any:
-    model = fully_shard(on_device(kept, devices[0]), devices=devices, **spread(way))
-    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
-    step(model, optimizer, devices[0])
-    saved = fully_shard.full_state_dict(model, optimizer)
-    assert saved[0]["first.weight"] is saved[0]["second.weight"]
-    before = {name: value.clone() for name, value in saved[0].items()}
-    step(model, optimizer, devices[0])
-    assert_equal(dict(saved[0]), before, "saved", atol=0)  # no memory of the model
-    return saved
-
-
-@pytest.mark.parametrize("way", ["1-D", "2-D", "hybrid"])
-def test_every_rank_has_what_one_device_saves(way: str) -> None:
-    ranks = SPREADS[way][0]
-    found = on_machines(saves, way, ranks=ranks, slots=slots_of(way))
-    one = kept()
-    optimizer = torch.optim.NAdam(one.parameters(), lr=1e-2)
-    step(one, optimizer, "cpu")
-    for of_model, of_optimizer in found:
-        assert [*of_model] == [*one.state_dict()]
-        assert of_model._metadata == one.state_dict()._metadata
-        assert_equal(dict(of_model), dict(one.state_dict()), "model", atol=1e-12)
-        assert_equal(of_optimizer["state"], optimizer.state_dict()["state"], "optimizer", atol=1e-12)
-        assert_equal(
-            [dict(of_model), of_optimizer["state"]], [dict(found[0][0]), found[0][1]["state"]], "ranks", atol=0
-        )
-
-
 def loads_on_meta(rank: int, devices: list, way: str, state: Any) -> None:
     model = on_meta(kept)
     fully_shard(model, devices=devices, **spread(way))

@@ -46,6 +46,12 @@ class TestForwardMethods:
         assert affine.generate.__doc__ == "Adds."
         assert list(inspect.signature(affine.generate).parameters) == ["x", "offset"]
 
+    def test_a_method_that_is_not_registered_runs_where_it_is(self, affine, slots, batch, root):
+        other = replicate(Affine().double().to(root), devices=slots)
+        register_forward_method(replicate(affine, devices=slots), "generate")
+        torch.testing.assert_close(other.generate(batch, 0.5), other.linear(batch) + 0.5)
+        assert sorted(other.sizes) == [1, 3, 3, 7]
+
     def test_what_cannot_be_registered(self, affine, slots):
         with pytest.raises(TypeError, match=r"this Affine is not replicated; call replicate\(module\) before"):
             register_forward_method(affine, "generate")

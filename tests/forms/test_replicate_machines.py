@@ -5,7 +5,6 @@ Loops are written once: `Here.loss` is that of a rank's own batch, or on one dev
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from over_machines import (
     build,
     gradients,
     loss_of,
-    mean_over_ranks,
     over_machines,
     weights,
 )
@@ -265,30 +263,6 @@ def test_ignored_parameters_are_not_sent() -> None:
     for name, grad in first.items():
         is_ignored = name.startswith("branch") or name == "last.bias"
         assert torch.equal(grad, second[name]) is not is_ignored, name
-
-
-def two_modules(rank: int, devices: list[torch.device]) -> list[Any]:
-    """Two towers in one backward. Where each device has a thread, another tower is ready first on each rank."""
-    nets = [build(device, seed=rank) for device in devices]
-    nets[rank].first.register_full_backward_hook(lambda *_: time.sleep(0.2))
-    one, two = (over_machines(net, [device]) for net, device in zip(nets, devices, strict=True))
-    for step in range(4):
-        for model in (one, two):
-            model.zero_grad()
-        outputs = [
-            model(batch_of(rank, step).to(at)).to(devices[0]) for model, at in zip((one, two), devices, strict=True)
-        ]
-        loss_of(outputs[0] + outputs[1]).backward()
-    return [gradients(one), gradients(two)]
-
-
-def test_two_modules_in_one_backward() -> None:
-    model = build(torch.device("cpu"))
-    mean_over_ranks(model, [loss_of(2 * model(batch_of(rank, 3))) for rank in range(2)])
-    expected = [None if grad is None else grad / 2 for grad in gradients(model)]
-    for one, two in on_machines(two_modules):
-        assert_close(one, expected)
-        assert_close(two, expected)
 
 
 def arguments(rank: int, devices: list[torch.device]) -> list[str]:

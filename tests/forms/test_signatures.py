@@ -4,7 +4,6 @@ import copy
 import functools
 import inspect
 import types
-import typing
 
 import pytest
 import torch
@@ -64,13 +63,6 @@ class TestBothForms:
         assert model.forward == model.forward
         assert hash(model.forward) == hash(model.forward)
         assert model.forward != form(plain, slots).forward
-
-    def test_annotations_are_those_that_are_shown(self, model, plain):
-        assert typing.get_type_hints(model.forward) == typing.get_type_hints(plain.forward)
-        elsewhere: dict = {"Tensor": torch.Tensor}
-        exec("from __future__ import annotations\ndef forward(x: Tensor) -> Tensor: return x", elsewhere)
-        module_of(model).forward = elsewhere["forward"]
-        assert typing.get_type_hints(model.forward) == {"x": torch.Tensor, "return": torch.Tensor}
 
     @pytest.mark.slots(1, 3)
     def test_wrapped_as_accelerate_does_it_and_unwrapped(self, model, plain, batch):
@@ -134,14 +126,6 @@ class TestReplicated:
         assert type(model).twice is Affine.twice, "a static method is what it was"
         torch.testing.assert_close(model.twice(batch), batch * 2)
 
-    @pytest.mark.slots(1, 3)
-    def test_unwrapped_it_is_split_as_before(self, model, plain, batch):
-        bare = model.forward.__func__
-        model.forward = types.MethodType(functools.wraps(bare)(lambda *args: bare(*args) + 1), model)
-        model.forward = types.MethodType(inspect.unwrap(model.forward.__func__), model)
-        torch.testing.assert_close(model(batch), plain(batch))
-        assert sum(model.sizes) == 7
-
     def test_an_argument_may_have_any_name(self, slots, root, batch):
         class Odd(nn.Linear):
             def forward(self, module, cls, name):
@@ -149,13 +133,3 @@ class TestReplicated:
 
         odd = replicate(Odd(4, 3).double().to(root), devices=slots)
         torch.testing.assert_close(odd(module=batch, cls=1, name=2), nn.Linear.forward(odd, batch) + 3)
-
-    @pytest.mark.parametrize("parent", [False, True])
-    def test_traced_symbolically_the_graph_is_that_of_one_device(self, parent, slots, root, batch):
-        layers = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double().to(root)
-        traced = nn.Sequential(layers, nn.Linear(3, 2).to(batch)) if parent else layers
-        expected, graph = traced(batch), torch.fx.symbolic_trace(traced).graph
-        replicate(layers, devices=slots)
-        found = torch.fx.symbolic_trace(traced)
-        torch.testing.assert_close(found(batch), expected)
-        assert parent or str(found.graph) == str(graph)

@@ -1,16 +1,14 @@
 """The start: what has to be the same on all ranks, and rank 0's values on all of them."""
 
 import copy
-import time
 
 import pytest
 import torch
 from torch import nn
 
-from dataparallel.machines import start
 from dataparallel.machines.group import Machines
 from dataparallel.machines.start import compare, describe, failing_together, send_values
-from machine_ranks import all_machines, on_machines, on_mortal_machines, said
+from machine_ranks import all_machines, on_machines, said
 
 IN_HOST_MEMORY = pytest.mark.devices("cpu")  # once is enough
 
@@ -209,30 +207,3 @@ def test_values_are_ordered_by_the_current_stream():
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
-
-
-def failing_on_the_way(rank, devices):
-    tensors = {str(i): torch.full((100,), float(rank)) for i in range(6)}
-    flatten = start.flatten
-
-    def fails(bucket, tensors):
-        if [*bucket.indices] == [3]:
-            raise MemoryError("no room for 3")
-        return flatten(bucket, tensors)
-
-    start.flatten = fails
-    began = time.monotonic()
-    words = said(send_values, all_machines().words, tensors, 400)
-    return words, time.monotonic() - began
-
-
-@IN_HOST_MEMORY
-def test_an_error_on_the_way_is_an_error_on_all():
-    """The other ranks wait for what rank 0 cannot send."""
-    zero, *others = on_mortal_machines(failing_on_the_way, ranks=3, group_timeout=20.0)
-    assert zero.result[0] == "MemoryError: no room for 3"
-    for ended in others:
-        words, seconds = ended.result
-        assert words.startswith("PeerFailed: ")
-        assert "rank 0 failed: MemoryError: no room for 3" in words
-        assert seconds < 15

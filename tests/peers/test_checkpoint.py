@@ -44,18 +44,6 @@ def test_gradients_are_those_without_it(slots, batch, workers, times):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_checkpoints_inside_of_each_other(slots, batch):
-    def inner(chunk: Tensor, weight: Tensor) -> Tensor:
-        return peers.checkpoint(similar, chunk.sin(), weight) * peers.all_reduce(chunk.sum())
-
-    kept = parallel(lambda c, w: similar(c.sin(), w) * peers.all_reduce(c.sum()) + similar(c, w), slots)
-    recomputed = parallel(
-        lambda c, w: peers.checkpoint(lambda x, v: inner(x, v) + peers.checkpoint(similar, x, v), c, w), slots
-    )
-    for found, wanted in zip(gradients(recomputed, batch, 2), gradients(kept, batch, 2), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
 def test_dropout_and_autocast_are_repeated(slots, batch):
     class Net(nn.Module):
         def __init__(self) -> None:

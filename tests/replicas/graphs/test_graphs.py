@@ -181,22 +181,6 @@ def test_a_state_that_comes_back_is_not_captured_again(form: Form, slots: list, 
     assert {replica.captures for replica in graphed(network)} == {2}
 
 
-@on_cuda
-def test_what_a_graph_of_autograd_retains_is_not_written_over(form: Form, slots: list, root: torch.device) -> None:
-    source = build(root)
-    network, x = form(source, slots, graphs=True), inputs(root)
-    for _ in range(SETTLE):
-        step(network, x)
-    source.zero_grad()
-    loss = network(x).square().mean()
-    loss.backward(retain_graph=True)
-    once = source.first.weight.grad.clone()
-    step(network, 2 * x)
-    source.zero_grad()
-    loss.backward()
-    torch.testing.assert_close(source.first.weight.grad, once, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.counts_memory
 @on_cuda
 def test_a_second_backward_finds_out_if_the_graph_was_launched_again(

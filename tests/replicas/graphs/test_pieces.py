@@ -112,25 +112,12 @@ class TestBackward:
         outer.model = Part()  # it has no parts, and is one itself
         assert [*parts_of(outer)] == ["model"]
 
-    def test_has_few_pieces_of_several_parts(self) -> None:
-        model = Parts(2 * pieces_of.MOST_PIECES, row)
-        assert [len(piece.leaves) for piece in check(model)] == [2, 2, 2, 2, 2, 5]
-
     def test_is_not_cut_where_a_weight_is_kept_for_later(self) -> None:
         def run(model: Parts, x: Tensor) -> Tensor:
             weight = model.parts[0].weight
             return model.parts[1](model.parts[0](x)).matmul(weight)
 
         assert len(check(Parts(2, run))) == 1
-
-    def test_a_boundary_may_be_changed_in_place(self) -> None:
-        def run(model: Parts, x: Tensor) -> Tensor:
-            y = model.parts[0](x) * 1
-            z = model.parts[1](y)
-            y.mul_(2)
-            return z + y
-
-        check(Parts(2, run))
 
     @pytest.mark.parametrize("is_late", [False, True])
     def test_is_not_cut_at_a_tensor_with_a_hook(self, is_late: bool) -> None:
@@ -168,13 +155,6 @@ class TestBackward:
 
 @pytest.mark.devices("cpu")
 class TestForward:
-    def test_each_graph_waits_for_what_it_looks_up(self) -> None:
-        model = Parts(3, row)
-        _, _, pieces = cut_up(model, torch.randn(2, WIDTH, dtype=torch.double, requires_grad=True))
-        modules = [*model.modules()]
-        first = {modules[number]: graph for number, graph in pieces.first_graph.items()}
-        assert first == {model.first: 0, model.parts[0]: 0, model.parts[1]: 1, model.parts[2]: 2}
-
     @pytest.mark.parametrize("way", ["parameters", "values", "get", "merged"])
     def test_waits_for_parameters_that_are_read_without_a_lookup(self, way: str) -> None:
         def run(model: Parts, x: Tensor) -> Tensor:

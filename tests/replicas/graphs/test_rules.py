@@ -214,20 +214,6 @@ class TestRandomNumbers:
         assert captured(network) == 0
         assert reasons(network) == {"its backward draws random numbers, as dropout in a checkpoint does"}
 
-    def test_a_checkpoint_that_draws_nothing_is_captured(self, form: Form, slots: list, root: torch.device) -> None:
-        """Attention is an operator that may draw. It does so only if it drops something out."""
-
-        def attend(self: Head, x: Tensor) -> Tensor:
-            y = self.lin(x)[:, None]
-            return nn.functional.scaled_dot_product_attention(y, y, y)[:, 0].tanh()
-
-        def run(self: Head, x: Tensor) -> Tensor:
-            return checkpoint(lambda x: attend(self, x), self.drop(x), use_reentrant=False)
-
-        network = compare(form, slots, root, lambda: Head(run), losses)
-        assert captured(network)
-        assert not reasons(network)
-
     def test_a_forward_that_sets_the_seed_is_not_captured(self, form: Form, slots: list, root: torch.device) -> None:
         def run(self: Head, x: Tensor) -> Tensor:
             torch.cuda.manual_seed(3)
@@ -434,18 +420,6 @@ class TestWhatAForwardReads:
                 torch.set_default_dtype(torch.float)
 
         assert captured(compare(form, slots, root, lambda: Head(run), steps))
-
-    def test_deterministic_algorithms_fill_new_memory_and_no_argument(
-        self, form: Form, slots: list, root: torch.device
-    ) -> None:
-        def steps(network: Any, module: Any) -> Any:
-            torch.use_deterministic_algorithms(True)
-            try:
-                return losses(network, module)
-            finally:
-                torch.use_deterministic_algorithms(False)
-
-        assert captured(compare(form, slots, root, lambda: Head(lambda self, x: self.lin(x)), steps))
 
 
 class TestMemory:

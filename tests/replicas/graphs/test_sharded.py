@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from dataparallel.comm.transport_choice import why_no_tables
 from dataparallel.composable import fully_shard
-from dataparallel.forms.fully_shard_arguments import MixedPrecisionPolicy
 from dataparallel.sharded.units.calls import UnitModule
 from each_form import sharded_children, whole
 from graphed_nets import SETTLE, Block, Net, build, captured, gradients, inputs, reasons, step
@@ -155,32 +154,6 @@ def test_units_inside_of_units_have_graphs_and_none_is_empty(
         assert (captured(network) > 0) == graphs
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
     assert not [warning for warning in recwarn if "CUDA Graph is empty" in str(warning.message)]
-
-
-def test_units_have_their_dtypes(slots: list, root: torch.device) -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x)
-            assert y.dtype == torch.bfloat16
-            z: Tensor = self.second(y)
-            assert z.dtype == torch.float32
-            return z
-
-    found = []
-    for graphs in (False, True):
-        torch.manual_seed(0)
-        network = Halves().to(root)
-        for child, output in ((network.first, None), (network.second, torch.float32)):
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output)
-            fully_shard(child, devices=slots, reshard_after_forward=False, mp_policy=policy)
-        fully_shard(network, devices=slots, reshard_after_forward=False, graphs=graphs)
-        found.append([step(network, inputs(root).float()) for _ in range(SETTLE + 1)] + gradients(network))
-        assert (captured(network) > 0) == graphs
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_a_unit_that_frees_its_parameters_after_forward_is_named(
