@@ -228,23 +228,3 @@ def another_group_below(rank: int, devices: list[Any]) -> Any:
 def test_a_tree_is_over_the_same_machines():
     for text in on_machines(another_group_below, slots=1):
         assert "'0' is spread over one machine" in text
-
-
-def behind_the_module(rank: int, devices: list[Any], way: str) -> Any:
-    """The error is in what the input was computed from, when all sums have been launched."""
-    net = made(devices, way)
-    for seed in (1, 2):
-        step(net, devices, seed)
-    before, x = gradients(net), batch(devices, 3).requires_grad_()
-    x = Failing.apply(x)
-    loss = net(x).square().sum()
-    Failing.fails = rank == 1
-    Net.fails_in = ""
-    error = raised(loss.backward)
-    assert same(gradients(net), before)
-    return type(error)
-
-
-def test_an_error_behind_the_module_is_one_of_all_ranks_on_the_cpu():
-    found = on_machines(behind_the_module, "replicate", kind="cpu")
-    assert found == [PeerFailed, Fault]

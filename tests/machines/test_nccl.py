@@ -17,8 +17,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
-from dataparallel.machines.collectives import all_gather, stage
-from machine_ranks import all_machines, on_machines, said
+from machine_ranks import on_machines, said
 from nccl_on_machines import has_circle, nccl_on_machines
 
 pytestmark = pytest.mark.devices("sim")
@@ -118,37 +117,6 @@ def test_a_group_has_one_communicator_for_each_device_and_all_ranks_one_order(
         for one, other in zip(each["parameters"], alone(ranks), strict=True):
             assert torch.allclose(one, other, rtol=0, atol=1e-12)
     assert_one_order(found)
-
-
-def takes(rank: int, devices: list[torch.device]) -> None:
-    """What one stream has computed is taken on another one, to which the memory of the result belongs."""
-
-    def refuse(tensor: Tensor, stream: Any) -> None:
-        raise AssertionError("a host that is ahead would hold this memory")
-
-    with nccl_on_machines() as nccl, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "record_stream", refuse)
-        machines = all_machines()
-        here, side = torch.accelerator.current_stream(devices[1]), torch.Stream(devices[1])
-        sums, lane = [], machines.lane("steps")
-        for step in range(3):  # in which the host waits for no device
-            with side:
-                flat = torch.ones(1000, device=devices[1]) * (rank + step)
-                staged = stage(machines, flat, 2000, {devices[1]: here})
-            del flat
-            (launched,) = lane.launch("gather", ["a gather"], [partial(all_gather, staged)], epoch=0)
-            del staged
-            found = launched.wait()
-            del launched
-            sums.append((found.view(2, -1) + 1).mean(1))
-            del found
-        torch.sim.check_clocks()
-        assert [each.tolist() for each in sums] == [[step + 1, step + 2] for step in range(3)]
-    assert [*nccl.communicators] == [((0, 1), devices[1])]
-
-
-def test_a_result_belongs_to_the_stream_that_takes_it() -> None:
-    on_machines(takes)
 
 
 def casts(rank: int, devices: list[torch.device]) -> None:

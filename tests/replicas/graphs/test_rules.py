@@ -6,7 +6,6 @@ import gc
 import random
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel import whole
 from dataparallel.replicas.graphs.calls import MOST_CAPTURES, MOST_NEW_KINDS, WARM_UP
-from dataparallel.replicas.graphs.captured import Captured
 from each_form import Form, by_wrapper, graphing_forms
 from graphed_nets import SETTLE, build, captured, gradients, graphed, inputs, reasons, step
 
@@ -435,15 +433,6 @@ class TestMemory:
         assert captured(network) > 20
         assert reserved[8:] == [reserved[8]] * 16
 
-    def test_each_capture_has_a_stream_of_its_own(self, form: Form, slots: list, root: torch.device) -> None:
-        network = form(build(root), slots, graphs=True)
-        for samples in (6, 12, 18):
-            for _ in range(SETTLE):
-                step(network, inputs(root, samples))
-        streams = [each._pool.stream for each in gc.get_objects() if type(each) is Captured]
-        assert len(streams) >= 3 * len(slots)
-        assert len({*streams}) == len(streams)
-
 
 class TestThreads:
     def test_a_capture_is_made_in_a_thread_that_has_warmed_up(
@@ -477,29 +466,6 @@ class TestThreads:
 
         monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", capture_end)
         network = compare(form, slots, root, lambda: Head(lambda self, x: self.lin(x)), losses)
-        assert captured(network)
-        assert not reasons(network)
-
-    def test_a_model_that_dies_during_a_capture_does_not_spoil_it(
-        self, form: Form, slots: list, root: torch.device
-    ) -> None:
-        held: list[Any] = []
-
-        def run(self: Head, x: Tensor) -> Tensor:
-            if torch.cuda.is_current_stream_capturing() and held:
-                with ThreadPoolExecutor(1) as pool:
-                    pool.submit(held.pop).result()
-            return self.lin(x)
-
-        def steps(network: Any, module: Any) -> Any:
-            other = form(build(root), slots, graphs=True)
-            for _ in range(SETTLE):
-                step(other, inputs(root))
-            held.append(other)
-            del other
-            return losses(network, module)
-
-        network = compare(form, slots, root, lambda: Head(run), steps)
         assert captured(network)
         assert not reasons(network)
 

@@ -60,18 +60,6 @@ def test_the_bits_are_those_without_graphs(slots: list, root: torch.device, run:
     check(slots, root, run)
 
 
-def test_a_batch_that_is_too_small_for_all_slots(slots: list, root: torch.device) -> None:
-    def steps(network: Any, optimizer: Any) -> list[Tensor]:
-        found = []
-        for samples in [12] * SETTLE + [4, 12, 4, 12]:
-            found.append(step(network, inputs(root, samples)))
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    check(slots, root, steps)
-
-
 def test_full_parameters_keep_their_memory_between_steps(slots: list, root: torch.device, run: Any) -> None:
     addresses = []
     for graphs in (False, True):
