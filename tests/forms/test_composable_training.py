@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel.composable import register_forward_method
 from dataparallel.testing.cases import seeded
 
 STEPS = 4
@@ -48,34 +47,6 @@ def test_an_optimizer_in_backward(slots, root, form):
         return sorted(taken)
 
     assert_same_loop(loop, slots, net, form=form)
-
-
-class Scored(Branched):
-    """Trains through another method, which calls ``forward``."""
-
-    def score(self, x: Tensor, *, sharp: float) -> dict[str, Tensor]:
-        output = self(x)
-        return {"output": output, "score": torch.sigmoid(sharp * output).sum(dim=1)}
-
-
-@pytest.mark.slots(2, 8)
-def test_a_registered_forward_method_trains(slots, root, form):
-    """It alternates with ``forward``, and a step has gradients of both."""
-
-    def loop(net):
-        if hasattr(net, "no_sync"):
-            register_forward_method(net, "score")
-        optimizer = adamw(net)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            x = numbers(root, 2 * len(slots) + 1, seed=step)
-            scored = net.score(x, sharp=2.0)
-            assert scored["score"].shape == (len(x),)
-            (mean_square(scored["score"]) + mean_square(scored["output"])).backward()
-            mean_square(net(x)).backward()
-            optimizer.step()
-
-    assert_same_loop(loop, slots, seeded(Scored), form=form)
 
 
 def judge() -> nn.Module:

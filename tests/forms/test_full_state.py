@@ -317,11 +317,6 @@ class TestUnitsThatAreFull:
         made.blocks[1].unshard()
         return made
 
-    def test_state_dict_has_sharded_tensors(self, several: Any, root: torch.device) -> None:
-        found = several.state_dict()
-        assert all(isinstance(value, ShardedTensor) for value in found.values())
-        assert_equal(whole(dict(found)), whole(dict(on_device(MODEL.build, root).state_dict())), "state", atol=0)
-
     @pytest.mark.parametrize("load", [fully_shard.load_full_state_dict, nn.Module.load_state_dict])
     @pytest.mark.parametrize("wrapped", [False, True])
     def test_what_is_loaded_stays(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dataparallel.machines.group import Machines
-from dataparallel.machines.start import compare, describe, failing_together, send_values
+from dataparallel.machines.start import compare, describe, send_values
 from machine_ranks import all_machines, on_machines, said
 
 IN_HOST_MEMORY = pytest.mark.devices("cpu")  # once is enough
@@ -62,29 +62,6 @@ def test_differences_are_named_on_every_rank_and_the_next_start_works():
         "not there on rank 2",
     ):
         assert part in words
-
-
-def error_before(rank, devices):
-    machines = all_machines()
-
-    def begin():
-        with failing_together(machines):
-            if rank == 1:
-                raise ValueError("bucket_cap_mb=-1: a bucket holds more than 0 MiB")
-        compare(machines, "replicate", {"slots": 2})
-
-    return said(begin), said(compare, machines, "again", {"slots": 2})
-
-
-@IN_HOST_MEMORY
-def test_an_error_on_one_rank_is_an_error_on_all():
-    (zero, again), (one, again_too), (two, _) = on_machines(error_before, ranks=3)
-    assert one == "ValueError: bucket_cap_mb=-1: a bucket holds more than 0 MiB"
-    for words in (zero, two):
-        assert words.startswith("PeerFailed: ")
-        assert "rank 1" in words
-        assert "bucket_cap_mb=-1: a bucket holds more than 0 MiB" in words
-    assert again == again_too == "nothing was raised"
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

@@ -48,23 +48,6 @@ def test_side_streams_in_replicas(name: str, on_one_device: bool, make_slots: Ca
 
 
 @pytest.mark.devices("sim", "stand-in")
-def test_an_input_may_be_changed_in_place_next(make_slots: Callable[[int], list]) -> None:
-    """Slots on one device: the streams of the others read it, and its own stream waits for them."""
-
-    def function(x: Tensor) -> Tensor:
-        mine = x * 2
-        whole = peers.all_gather(mine)
-        mine.mul_(0)
-        return whole.sum(0, keepdim=True)
-
-    slots = [make_slots(1)[0]] * 3
-    x = samples(3, 2).to(slots[0])
-    with torch.no_grad():
-        result = parallel(on_a_side_stream(function), slots)(x)
-    torch.testing.assert_close(result, (x.sum(0, keepdim=True) * 2).expand(3, 2))
-
-
-@pytest.mark.devices("sim", "stand-in")
 def test_a_result_may_be_freed_on_the_stream_of_its_replica(make_slots: Callable[[int], list]) -> None:
     """It is memory of the first replica's stream, which must not use it again before the other one has read it."""
     freed = threading.Event()
