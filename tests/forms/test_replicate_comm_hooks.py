@@ -197,10 +197,13 @@ def test_a_wrong_one_changes_nothing_and_the_next_step_works(wrong, net, twin, s
         assert_same(step(model, x), step(twin, x))
 
 
-def test_what_cannot_be_called_and_a_second_one_are_errors(net, slots):
+def test_what_cannot_be_called_and_a_second_one_are_errors(net, twin, slots, monkeypatch):
     model = replicate(net, devices=slots)
     with pytest.raises(TypeError, match=r"which cannot be called\. Pass the state first"):
         model.register_comm_hook(unchanged, None)
     model.register_comm_hook(None, unchanged)
     with pytest.raises(RuntimeError, match="has the communication hook unchanged already"):
         model.register_comm_hook(None, unchanged)
+    monkeypatch.setattr("dataparallel.devices.all_devices", list)
+    with pytest.raises(RuntimeError, match=r"devices=\['cpu'\]"):
+        replicate(twin).register_comm_hook(None, unchanged)

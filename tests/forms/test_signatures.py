@@ -133,3 +133,9 @@ class TestReplicated:
 
         odd = replicate(Odd(4, 3).double().to(root), devices=slots)
         torch.testing.assert_close(odd(module=batch, cls=1, name=2), nn.Linear.forward(odd, batch) + 3)
+
+    def test_torch_fx_traces_it_as_on_one_device(self, slots, root, batch):
+        layers = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double().to(root)
+        graph = torch.fx.symbolic_trace(layers).graph
+        replicate(layers, devices=slots)
+        assert str(torch.fx.symbolic_trace(layers).graph) == str(graph)

@@ -82,7 +82,6 @@ class TestValues:
 
 
 class TestGradients:
-
     @pytest.mark.parametrize("op", OPERATIONS)
     def test_numerically_once_and_twice(self, slots, op):
         wrapped = parallel(lambda chunk, w: (peers.all_reduce(chunk * w, op) ** 2) * peers.all_gather(chunk), slots)
