@@ -153,23 +153,6 @@ def test_what_a_forward_leaves_on_its_replica_is_dropped(net, twin, batch, leave
         net.shared.notes.clear()
 
 
-def test_a_reference_to_the_module_leads_to_the_replica(slots, root, batch):
-    owners = []
-
-    class Child(nn.Linear):
-        def forward(self, x):
-            owners.extend(self.above)
-            return super().forward(x)
-
-    module = nn.Sequential(Child(4, 3)).double().to(root)
-    module[0].above = []
-    replicate(module, devices=slots)(batch)
-    module[0].above.append(module)
-    module(batch)
-    assert len({id(owner) for owner in owners}) == 3
-    assert all(type(owner) is nn.Sequential for owner in owners)
-
-
 class TestTheyAreHandedOverAsTheyAre:
     @pytest.fixture
     def net(self, root):
