@@ -105,6 +105,3 @@ def add(rank: int, devices: list[torch.device]) -> None:
 
 def test_three_ranks_are_added_in_their_order() -> None:
     on_machines(add, ranks=RANKS)
-
-
-# ---- what tensors whose parts lie on several machines ask of the group -----------------------------------------------

@@ -1,4 +1,4 @@
-"""A rank is killed or stops: every other one raises within the group's timeout and five seconds, and says for what."""
+"""A rank is gone: every other one raises within the timeout and says for what; later waits raise at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections belong to their process, keep nothing alive, and hold up no end."""
+"""Connections belong to their process, and hold up no end."""
 
 from __future__ import annotations
 

@@ -21,9 +21,6 @@ def description_of(module, slots, **settings):
     return describe(dict(module.named_parameters()), dict(module.named_buffers()), slots, settings)
 
 
-# ---- descriptions ----------------------------------------------------------------------------------------------------
-
-
 # ---- comparison ------------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +178,3 @@ def sent_on_a_side_stream(rank, devices):
 def test_values_are_ordered_by_the_current_stream():
     """On simulated devices the clocks say so."""
     assert on_machines(sent_on_a_side_stream) == [[0.0] * 3] * 2
-
-
-# ---- failures --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Errors while replicas are captured, and while their graphs are launched: later steps are right."""
+"""Errors while replicas are captured: later steps are right."""
 
 from __future__ import annotations
 
