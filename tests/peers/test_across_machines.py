@@ -25,7 +25,7 @@ ALL = [*FUNCTIONS]
         ("replicate", [[2, 3], [1, 4]], 2),
         ("fully_shard", [[2, 3], [1, 4]], 2),
         ("replicate", [[2, 3], [1]], 2),
-        ("replicate", [[2], [3]], 1),
+        pytest.param("replicate", [[2], [3]], 1, marks=pytest.mark.smoke),
         ("replicate", [[1, 3], [2, 2], [4, 1]], 2),
         ("fully_shard", [[1, 3], [2, 2], [4, 1]], 2),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -204,6 +205,26 @@ def test_code_that_does_not_fit_in_the_capture_is_not_compiled_there(slots: list
             torch.testing.assert_close(network(x), expected)
     assert not captured(network)
     assert any("none of its compiled code fits" in reason for reason in reasons(network))
+
+
+@pytest.mark.devices("cpu")
+def test_code_without_the_compilers_graphs_is_compiled_as_the_user_says() -> None:
+    seen = []
+
+    def keep(guards: Any) -> list[bool]:
+        seen.extend(guards)
+        return [True for _ in guards]
+
+    limit = {"recompile_limit": 3} if "recompile_limit" in signature(torch.compile).parameters else {}
+    how: dict[str, Any] = {"options": {"guard_filter_fn": keep}, "fullgraph": True, **limit}
+    made = torch_compile.compiler_context(torch.compile(nn.Linear(2, 2), backend="cudagraphs", **how))
+    found = torch_compile.without_cuda_graphs(made)
+    assert found.fullgraph
+    assert [getattr(each, "_recompile_limit", None) for each in torch_compile._callbacks(found.callback)] == [
+        getattr(each, "_recompile_limit", None) for each in torch_compile._callbacks(made.callback)
+    ]
+    found(nn.Linear(2, 2))(torch.ones(1, 2))
+    assert seen
 
 
 @pytest.mark.devices("cpu")

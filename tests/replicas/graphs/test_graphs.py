@@ -273,14 +273,6 @@ class TestTogether:
 
         self.check(form, slots, root, step)
 
-    @on_cuda
-    def test_batches_from_a_prefetched_loader(self, form: Form, slots: list, root: torch.device) -> None:
-        def step(network: Any) -> None:
-            for (x,) in dataparallel.prefetch([(inputs(torch.device("cpu")),)], network):
-                network(x).square().mean().backward()
-
-        self.check(form, slots, root, step)
-
 
 class TestArguments:
     def test_graphs_is_a_bool_or_auto(self, form: Form, slots: list, root: torch.device) -> None:
