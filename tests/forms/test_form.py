@@ -207,14 +207,6 @@ class TestLists:
     def test_a_form_that_takes_none(self):
         with pytest.raises(TypeError, match=r"`replicate` takes a torch\.nn\.Module; got list"):
             replicate([nn.Linear(1, 1)])
-        assert "Sequence" in str(fully_shard.__signature__)
-        assert "Sequence" not in str(replicate.__signature__).partition(",")[0]
-
-    def test_one_refused_module_leaves_all_as_they_were(self, net, slots):
-        fully_shard(net[1], devices=slots)
-        with pytest.raises(RuntimeError, match="the Sequential is managed by `fully_shard` already"):
-            fully_shard([net[0], net[1]], devices=slots)
-        assert managed(net) == ["1"]
 
 
 class Around:

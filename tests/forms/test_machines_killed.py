@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from dataparallel.composable import fully_shard
 from dataparallel.machines.errors import PeerGone
 from dataparallel.testing.steps import assert_equal
 from machine_ranks import Ended, on_machines, on_mortal_machines
 from sharded_machines import over
-from sharded_steps import whole
+from sharded_steps import sharded, whole
 
 FORMS = ["replicate", "hybrid", "1-D"]
 GROUP_TIMEOUT = 6.0
@@ -80,7 +81,11 @@ def trained(
     """A model after a number of steps. ``folder``: where the state is saved, and looked for at the start."""
     Happens.now("start")
     torch.manual_seed(rank)  # rank 0 sends its values
-    model = over(form, Layers().double().to(devices[0]), devices)
+    model: Any = Layers().double().to(devices[0])
+    if form == "1-D":
+        sharded(model, devices, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    else:
+        over(form, model, devices)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     file = None if folder is None else Path(folder, "state")
     begin = 0
