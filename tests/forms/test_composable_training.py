@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel.composable import register_forward_method
 from dataparallel.testing.cases import seeded
-from each_form import whole
 
 STEPS = 4
 net = seeded(Branched)
@@ -22,44 +20,6 @@ def form(request):
 
 
 quietly_or_not = pytest.mark.parametrize("quietly", [True, False], ids=["no_sync", "each is summed"])
-
-
-class Tied(nn.Module):
-    """One weight is used for embeddings and for scores, and one layer is in two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.layer = nn.Linear(4, 4)
-        self.again = self.layer
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.again(torch.tanh(self.layer(self.embed(tokens)))))
-
-
-@quietly_or_not
-def test_tied_weights_stay_tied_and_get_one_sum(slots, root, form, quietly):
-    def build():
-        tied = seeded(Tied)()
-        with torch.device(root):  # moving a module to a simulated device unties its weights
-            there = Tied().double()
-        there.load_state_dict(tied.state_dict())
-        return there
-
-    def loop(net):
-        optimizer = adamw(net)
-        for step in range(STEPS):
-            tokens = torch.randint(7, (2 * len(slots) + 1, 5), generator=torch.Generator().manual_seed(step)).to(root)
-            optimizer.zero_grad()
-            with waits(net) if quietly else torch.enable_grad():
-                mean_square(net(tokens)).backward()
-            mean_square(net(tokens.flip(0))).backward()
-            optimizer.step()
-        assert net.head.weight is net.embed.weight
-
-    assert_same_loop(loop, slots, build, form=form)
 
 
 @pytest.mark.slots(2, 8)
@@ -87,99 +47,6 @@ def test_an_optimizer_in_backward(slots, root, form):
         return sorted(taken)
 
     assert_same_loop(loop, slots, net, form=form)
-
-
-@pytest.mark.parametrize("norm", [2.0, float("inf")])
-@pytest.mark.parametrize("foreach", [True, False])
-def test_clip_grad_norm_(slots, root, form, norm, foreach):
-    if foreach and root.type not in ("cpu", "cuda"):
-        foreach = None  # torch knows such kernels for its own devices only
-
-    def loop(net):
-        optimizer = adamw(net)
-        norms = []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            with waits(net):
-                mean_square(net(numbers(root, 2 * len(slots) + 1, seed=100 + step))).backward()
-            mean_square(net(numbers(root, 2 * len(slots) + 1, seed=step))).backward()
-            norms.append(nn.utils.clip_grad_norm_(net.parameters(), 1e-2, norm_type=norm, foreach=foreach))
-            optimizer.step()
-        return norms
-
-    assert_same_loop(loop, slots, net, form=form)
-
-
-@pytest.mark.parametrize("where", ["in the summed pass", "in the pass before"])
-def test_a_step_that_grad_scaler_skips_leaks_nothing(slots, root, form, where):
-    """The scale is halved, the weights stay, and the step after it is that of one device."""
-
-    def loop(net):
-        optimizer = adamw(net)
-        scaler = torch.amp.GradScaler(root.type, init_scale=1024.0, growth_interval=2)
-        scales = []
-        for step in range(6):
-            optimizer.zero_grad()
-            factor = float("inf") if step in (1, 4) else 1.0
-            early, late = (1.0, factor) if where == "in the summed pass" else (factor, 1.0)
-            before = whole(net.last.weight).detach().clone()
-            with waits(net):
-                scaler.scale(mean_square(net(numbers(root, 2 * len(slots), seed=step))) * early).backward()
-            scaler.scale(mean_square(net(numbers(root, 2 * len(slots) + 1, seed=9 + step))) * late).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-            assert torch.equal(whole(net.last.weight), before) is (factor != 1.0)
-        assert min(scales) < 1024.0
-        return scales
-
-    assert_same_loop(loop, slots, net, form=form)
-
-
-def test_a_module_made_on_meta_is_filled_before_its_first_forward(slots, root, form):
-    values = {name: value.to(root) for name, value in net().state_dict().items()}
-    with torch.device("meta"):
-        late = Branched().double()
-    assert FORMS[form](late, slots) is late
-    late.to_empty(device=root)
-    late.load_state_dict(values)
-    early = net().to(root)
-    for module in (late, early):
-        optimizer = adamw(module)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            mean_square(module(numbers(root, 2 * len(slots) + 1, seed=step))).backward()
-            optimizer.step()
-    values = {name: whole(value) for name, value in late.state_dict().items()}
-    torch.testing.assert_close(values, dict(early.state_dict()), rtol=0, atol=1e-9)
-
-
-class Scored(Branched):
-    """Trains through another method, which calls ``forward``."""
-
-    def score(self, x: Tensor, *, sharp: float) -> dict[str, Tensor]:
-        output = self(x)
-        return {"output": output, "score": torch.sigmoid(sharp * output).sum(dim=1)}
-
-
-@pytest.mark.slots(2, 8)
-def test_a_registered_forward_method_trains(slots, root, form):
-    """It alternates with ``forward``, and a step has gradients of both."""
-
-    def loop(net):
-        if hasattr(net, "no_sync"):
-            register_forward_method(net, "score")
-        optimizer = adamw(net)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            x = numbers(root, 2 * len(slots) + 1, seed=step)
-            scored = net.score(x, sharp=2.0)
-            assert scored["score"].shape == (len(x),)
-            (mean_square(scored["score"]) + mean_square(scored["output"])).backward()
-            mean_square(net(x)).backward()
-            optimizer.step()
-
-    assert_same_loop(loop, slots, seeded(Scored), form=form)
 
 
 def judge() -> nn.Module:
@@ -265,43 +132,3 @@ def test_preferences_with_checkpoints(slots, root, form, where, reentrant, quiet
         return losses
 
     assert_same_loop(loop, slots, seeded(policy), net, form=form)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_two_modules_in_two_losses(slots, root, form, first):
-    """Each loss depends on both modules; each has a backward, in either order, through a retained graph."""
-
-    def loop(one, other):
-        optimizers = [adamw(one), adamw(other)]
-        for step in range(STEPS):
-            x = numbers(root, 2 * len(slots) + 1, seed=step)
-            a, b = one(x), other(one(x))
-            losses = [mean_square(a) + mean_square(b), (a * b).mean()]
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            losses[first].backward(retain_graph=True)
-            losses[1 - first].backward()
-            for optimizer in optimizers:
-                optimizer.step()
-
-    def other() -> nn.Module:
-        return seeded(nn.Linear, 2, 2)()
-
-    assert_same_loop(loop, slots, net, other, form=form)
-
-
-@quietly_or_not
-def test_a_graph_may_be_used_twice_if_it_is_retained(slots, root, form, quietly):
-    def loop(net):
-        for retain in (True, False, True):
-            with waits(net) if quietly else torch.enable_grad():
-                value = mean_square(net(numbers(root, 2 * len(slots) + 1)))
-                value.backward(retain_graph=retain)
-                if retain:
-                    value.backward()
-                else:
-                    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-                        value.backward()
-        mean_square(net(numbers(root, 2 * len(slots)))).backward()
-
-    assert_same_loop(loop, slots, net, form=form)

@@ -1,12 +1,9 @@
 """`DataParallel` and `data_parallel` keep the promises of ``torch.nn.DataParallel``, and their own."""
 
-import _thread
 import copy
 import inspect
 import io
 import pickle
-import threading
-import time
 
 import pytest
 import torch
@@ -80,12 +77,6 @@ class TestDropIn:
         wrapped.load_state_dict(torch.load(file))
 
 
-class TestCall:
-    def test_output_device_cpu(self, affine, slots, batch):
-        for output_device in ("cpu", -1, torch.device("cpu")):
-            assert DataParallel(affine, slots, output_device=output_device)(batch).device.type == "cpu"
-
-
 class TestFunctional:
     def test_equals_the_module(self, affine, slots, batch):
         output = data_parallel(affine, batch, slots, module_kwargs={"scale": 3.0})
@@ -113,28 +104,3 @@ class TestErrors:
         with pytest.raises(AttributeError, match=rf"composable\.replicate\(model\), which has {name}"):
             getattr(wrapped, name)
         assert not hasattr(wrapped, name)
-
-    @pytest.mark.usefixtures("ctrl_c")
-    def test_ctrl_c_waits_for_the_replicas_and_the_same_wrapper_works_again(self, slots, root):
-        began, may_end = threading.Event(), threading.Event()
-
-        class Slow(nn.Module):
-            def forward(self, x):
-                began.set()
-                assert may_end.wait(20)
-                return x
-
-        def press():
-            assert began.wait(20)
-            _thread.interrupt_main()
-            time.sleep(0.3)  # longer than a waiting thread takes to notice the signal
-            may_end.set()
-
-        wrapped = DataParallel(Slow(), slots)
-        x = torch.zeros(6, 1, device=root)
-        presser = threading.Thread(target=press)
-        presser.start()
-        with pytest.raises(KeyboardInterrupt):
-            wrapped(x)
-        presser.join()
-        torch.testing.assert_close(wrapped(x), x)

@@ -11,7 +11,6 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
-import dataparallel as dp
 from each_form import by_wrapper, replicated
 
 
@@ -66,41 +65,6 @@ def test_gradcheck_and_gradgradcheck_for_inputs_and_parameters(model, form, slot
     assert gradgradcheck(call, (x, *parameters))
 
 
-def test_gradgradcheck_through_replicate_alone(model, slots, x):
-    def call(weight):
-        replicas = dp.replicate(Holder(weight), slots)
-        return sum(((k + 1) * replica.weight.sin()).sum().to(x.device) for k, replica in enumerate(replicas))
-
-    class Holder(nn.Module):
-        def __init__(self, weight):
-            super().__init__()
-            self._parameters["weight"] = weight
-
-    weight = torch.randn(3, dtype=torch.float64, device=x.device, requires_grad=True)
-    assert gradcheck(call, (weight,))
-    # Where nodes on several devices lead to one, the engine's threads add in the order of arrival.
-    assert gradgradcheck(call, (weight,), nondet_tol=0 if torch.device(slots[0]).type == "cpu" else 1e-12)
-
-
-def test_autograd_grad_for_parameters_and_inputs_writes_no_grad(model, form, slots, x):
-    wanted = [x, *list(model.parameters())[2:]]
-    expected = torch.autograd.grad(model(x).square().sum(), wanted)
-    found = torch.autograd.grad(form(model, slots)(x).square().sum(), wanted)
-    for mine, one_device in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, one_device, rtol=0, atol=1e-12)
-    assert all(tensor.grad is None for tensor in wanted)
-
-
-def test_a_gradient_penalty_needs_the_second_derivative(model, form, slots, x):
-    def penalty(call):
-        (slope,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
-        return torch.autograd.grad(slope.square().sum(), list(model.first.parameters()))
-
-    expected = penalty(model)
-    for ours, one_device in zip(penalty(form(model, slots)), expected, strict=True):
-        torch.testing.assert_close(ours, one_device, rtol=0, atol=1e-12)
-
-
 def test_hooks_on_a_parameter_that_no_replica_has_used_stay_silent(model, form, slots, x):
     """Optimizers in hooks and hooks that read ``grad`` would act on nothing. Parameters beside it have gradients."""
     called = []
@@ -112,30 +76,12 @@ def test_hooks_on_a_parameter_that_no_replica_has_used_stay_silent(model, form, 
     assert sorted(called) == sorted([*used, *used])
 
 
-def test_the_output_is_one_node_that_leads_to_every_replica(model, form, slots, x):
-    output = form(model, slots)(x)
-    assert type(output.grad_fn).__name__ == "GatherBackward"
-    assert len(output.grad_fn.next_functions) == len(slots)
-
-
 def test_changing_a_parameter_before_backward_is_noticed_as_on_one_device(model, form, slots, x):
     loss = form(model, slots)(x).sum()
     with torch.no_grad():
         model.second.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_a_graph_that_saves_nothing_can_be_walked_twice_as_on_one_device(form, slots, root):
-    class Shift(nn.Module):
-        def forward(self, x):
-            return x + 1
-
-    x = torch.ones(6, 2, device=root, requires_grad=True)
-    loss = form(Shift(), slots)(x).sum()
-    loss.backward()
-    loss.backward()
-    assert x.grad.unique().tolist() == [2]
 
 
 @pytest.mark.slots(8)
@@ -168,37 +114,6 @@ class Dropping(nn.Module):
         if self.reentrant is None:
             return self.body(x)
         return checkpoint(self.body, x, use_reentrant=self.reentrant)
-
-
-@pytest.mark.slots(8)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_dropout_is_recomputed_with_its_own_draws_in_50_of_50_steps(form, slots, root, reentrant):
-    torch.manual_seed(0)
-    plain = Dropping().double().to(root)
-    recomputed = Dropping(reentrant).double().to(root)
-    recomputed.load_state_dict(plain.state_dict())
-    parallel = [form(model, slots) for model in (plain, recomputed)]
-    for step in range(50):
-        x = torch.randn(16, 8, dtype=torch.float64, device=root, requires_grad=True)
-        gradients = []
-        for model in parallel:
-            model.zero_grad()
-            torch.manual_seed(step)
-            model(x).square().sum().backward()
-            gradients.append([parameter.grad for parameter in model.parameters()])
-        for expected, found in zip(*gradients, strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.slots(8)
-def test_seeded_forwards_repeat(form, slots, root):
-    wrapped = form(Dropping().to(root), slots)
-    x = torch.randn(16, 8, device=root)
-    outputs = []
-    for _ in range(20):
-        torch.manual_seed(3)
-        outputs.append(wrapped(x).detach())
-    assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 class Meeting(Dropping):

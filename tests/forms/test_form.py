@@ -1,11 +1,10 @@
 """A composable form is applied once, to trees that share nothing, and other code does not see it.
 
-What a form does with its arguments is in the form's own files. Two small forms stand for those that cannot be applied.
+What a form does with its arguments is in the form's own files.
 """
 
 import copy
 import gc
-import inspect
 import io
 import pickle
 
@@ -14,41 +13,11 @@ import torch
 from torch import nn
 
 from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_shard, replicate
-from dataparallel.forms.form import Form, are_in_one_tree
-from dataparallel.forms.managed import ManagedModule, Twin, original_class, own_modules, own_parameters
-from dataparallel.replicas.plan import FORM_ATTRIBUTE, TWIN_INFO, ModulePlan, TwinInfo
+from dataparallel.forms.managed import original_class
+from dataparallel.replicas.plan import FORM_ATTRIBUTE
 from each_form import composable_forms
 
 BOTH = pytest.mark.parametrize("apply", [replicate, fully_shard], ids=["replicate", "fully_shard"])
-ONE_AND_THE_OTHER = pytest.mark.parametrize(("first", "then"), [(replicate, fully_shard), (fully_shard, replicate)])
-
-
-class Renaming(ManagedModule):
-    """The class of a form under which parameters have other names."""
-
-    def named_parameters(self, *args, **kwargs):
-        return ((f"new.{name}", parameter) for name, parameter in super().named_parameters(*args, **kwargs))
-
-
-class State:
-    def manages(self, parameter):
-        return True
-
-
-def rename(module) -> State:
-    """Says what it does."""
-    return State()
-
-
-def fail_late(modules) -> State:
-    return State()
-
-
-def begin(modules, state):
-    raise MemoryError("no room")
-
-
-rename, fail_late = Form(rename, Renaming), Form(fail_late, ManagedModule, nests=True, begin=begin)
 
 
 @pytest.fixture
@@ -73,10 +42,6 @@ class TestTheModuleIsWhatItWas:
         assert (type(net).__name__, type(net).__module__) == ("Sequential", nn.Sequential.__module__)
         assert type(net).__qualname__ in ("ReplicateSequential", "FullyShardSequential")
 
-    def test_there_is_one_class_for_each_original_class(self, net, form, slots):
-        assert type(form(net, slots)) is type(form(copy.deepcopy(net.__class__(nn.Linear(1, 1))), slots))
-        assert type(form(nn.Linear(1, 1), slots)) is not type(net)
-
     def test_names_keys_and_repr_stay(self, net, form, slots):
         def seen():
             return [
@@ -96,27 +61,6 @@ class TestTheModuleIsWhatItWas:
         assert type(net[1:]) is type(type(net)()) is nn.Sequential
         assert net[1:][1] is last
 
-    def test_new_and_init_may_be_called_one_by_one(self, form, slots, root):
-        """Some libraries set attributes in between, which ``__init__`` reads."""
-        cls = type(form(nn.Linear(4, 3).to(root), slots))
-        assert inspect.signature(cls.__init__) == inspect.signature(nn.Linear.__init__)
-        made = cls.__new__(cls)
-        vars(made)["label"] = "kept"
-        made.__init__(3, 2)
-        assert type(made) is nn.Linear
-        assert (made.label, made.weight.shape) == ("kept", (2, 3))
-
-    def test_modes_and_signatures_stay(self, affine, form, slots, batch):
-        before = inspect.signature(affine.forward)
-        form(affine, slots)
-        assert inspect.signature(affine.forward) == before
-        assert not affine.eval().training
-        assert not affine.linear.training
-        affine.float().requires_grad_(False)
-        output = affine(batch.float())
-        assert output.dtype == torch.float32
-        assert not output.requires_grad
-
     @pytest.mark.parametrize(
         ("what", "copied"),
         [
@@ -132,31 +76,6 @@ class TestTheModuleIsWhatItWas:
         form(net, slots)(batch)
         with pytest.raises(TypeError, match=rf"cannot {what} .* `(replicate|fully_shard)`.*state_dict\(?"):
             copied(net)
-
-
-class TestTheState:
-    @ONE_AND_THE_OTHER
-    def test_is_found_by_the_form_that_made_it(self, net, slots, first, then):
-        assert first.state(net) is None
-        first(net, devices=slots)
-        assert first.state(net) is not None
-        assert then.state(net) is None
-        assert first.state(net[0]) is None
-
-    def test_of_children_is_their_own_in_a_form_that_nests(self, net, slots):
-        units = (net[1][0], net[1], net)
-        for module in units:
-            assert fully_shard(module, devices=slots) is module
-        assert len({id(fully_shard.state(module)) for module in units}) == 3
-        assert managed(net) == ["", "1", "1.0"]
-        assert fully_shard.state(net[1]).manages(net[1][1].weight)
-        assert not fully_shard.state(net).manages(net[1][1].weight)
-
-    def test_of_a_list_is_one(self, net, slots):
-        both = [net[0], net[2]]
-        assert fully_shard(both, devices=slots) is both
-        assert fully_shard.state(net[0]) is fully_shard.state(net[2])
-        assert [original_class(type(module)) for module in both] == [nn.Linear, nn.Linear]
 
 
 class TestRefused:
@@ -236,46 +155,6 @@ class TestRefused:
         apply(net, devices=slots)
         apply(others[1], devices=slots, ignored_params=[weight])
 
-    def test_a_form_under_which_names_change(self, net, slots):
-        assert (rename.__name__, rename.__doc__) == ("rename", "Says what it does.")
-        with pytest.raises(RuntimeError, match=r"`rename` would change parameter names.*'0\.weight'"):
-            rename(net)
-        assert type(net) is nn.Sequential
-        assert managed(net) == []
-        replicate(net, devices=slots)
-
-    @BOTH
-    def test_a_class_that_cannot_be_changed(self, net, apply, slots, root):
-        class Fixed(nn.Linear):
-            def __init_subclass__(cls):
-                raise TypeError("final")
-
-        fixed = Fixed(1, 1).to(root)
-        modules = fixed if apply is replicate else [net[0], fixed, net[2]]
-        with pytest.raises(TypeError, match="final"):
-            apply(modules, devices=slots)
-        assert FORM_ATTRIBUTE not in vars(fixed)
-        assert managed(net) == []
-        assert type(net[0]) is nn.Linear
-
-    def test_a_form_that_cannot_begin_leaves_the_modules_as_they_were(self, net, slots):
-        with pytest.raises(MemoryError, match="no room"):
-            fail_late([net[0], net[1]])
-        assert managed(net) == []
-        assert [type(module) for module in net] == [nn.Linear, nn.Sequential, nn.Linear]
-        fully_shard([net[0], net[1]], devices=slots)
-
-    @BOTH
-    @pytest.mark.parametrize(("path", "what"), [("", "the Sequential"), ("a.0", "'a.0', a Sequential")])
-    def test_replicas_of_a_tree_that_holds_it(self, net, apply, slots, path, what):
-        apply(net, devices=slots)
-        tree = nn.ModuleDict({"a": nn.ModuleList([net])}) if path else net
-        message = f"^cannot replicate {what}: it is managed by `{apply.__name__}` already"
-        with pytest.raises(RuntimeError, match=message):
-            ModulePlan.of(tree)
-        with pytest.raises(RuntimeError, match=r"^cannot replicate the Sequential"):
-            net._replicate_for_data_parallel()
-
 
 class TestTiesBetweenUnits:
     def test_within_one_unit_or_one_list(self, net, slots):
@@ -328,88 +207,6 @@ class TestLists:
     def test_a_form_that_takes_none(self):
         with pytest.raises(TypeError, match=r"`replicate` takes a torch\.nn\.Module; got list"):
             replicate([nn.Linear(1, 1)])
-        assert "Sequence" in str(fully_shard.__signature__)
-        assert "Sequence" not in str(replicate.__signature__).partition(",")[0]
-
-    def test_one_refused_module_leaves_all_as_they_were(self, net, slots):
-        fully_shard(net[1], devices=slots)
-        with pytest.raises(RuntimeError, match="the Sequential is managed by `fully_shard` already"):
-            fully_shard([net[0], net[1]], devices=slots)
-        assert managed(net) == ["1"]
-
-
-class TestTheUnit:
-    def test_has_the_modules_that_no_child_unit_has(self, net, slots):
-        fully_shard(net[1], devices=slots)
-        assert [name for name, _ in own_modules([net])] == ["", "0", "2"]
-        assert [name for name, _ in own_modules([net[1]])] == ["", "0", "1"]
-
-    def test_has_each_module_and_parameter_once_in_the_order_of_torch(self, net):
-        net[0].again = net[2]
-        net[1][0].weight = net[2].weight
-        assert [name for name, _ in own_modules([net])] == [name for name, _ in net.named_modules()]
-        assert [name for name, _ in own_parameters([net])] == [name for name, _ in net.named_parameters()]
-        assert [name for name, _ in own_modules([net[0], net[1]])] == ["0", "0.again", "1", "1.0", "1.1"]
-
-
-@BOTH
-def test_metaclasses_and_init_subclass_are_called_as_python_does(apply, slots, root):
-    below = []
-
-    class Meta(type):
-        pass
-
-    class Net(nn.Linear, metaclass=Meta):
-        def __init_subclass__(cls, **kwargs):
-            super().__init_subclass__(**kwargs)
-            below.append(cls.__name__)
-
-    net, x = Net(1, 1).to(root), torch.ones(1, 1, device=root)
-    expected = net(x)
-    apply(net, devices=slots)
-    assert type(type(net)) is Meta
-    assert len(below) == 1
-    torch.testing.assert_close(net(x), expected)
-
-
-def test_two_modules_are_in_one_tree_once_a_managed_one_holds_both(net, slots):
-    fully_shard(net[0], devices=slots)
-    fully_shard(net[2], devices=slots)
-    assert are_in_one_tree(net[0], net[0])
-    assert not are_in_one_tree(net[0], net[2])
-    fully_shard(net, devices=slots)
-    assert are_in_one_tree(net[0], net[2])
-    assert are_in_one_tree(net[0], net)
-
-
-class Slotted(nn.Linear):
-    __slots__ = ("mark", "not_set")
-
-
-def made() -> tuple[Slotted, Twin]:
-    module = Slotted(2, 3)
-    return module, Twin(Slotted, TwinInfo(id(module)))
-
-
-def test_has_current_attributes_and_tensors():
-    module, twin = made()
-    first = twin.update(module, "forward")
-    module.note, module.mark = "late", "in a slot"
-    assert twin.update(module, "forward") is first is twin.module
-    assert (first.note, first.mark) == ("late", "in a slot")
-    assert not hasattr(first, "not_set")
-    assert first.weight is module.weight
-    assert type(first) is Slotted
-    assert vars(first)[TWIN_INFO].source_id == id(module)
-    assert TWIN_INFO not in vars(module)
-
-
-def test_has_hooks_for_other_methods_than_forward():
-    module, twin = made()
-    module.register_forward_hook(lambda *_: torch.zeros(3))
-    assert not twin.update(module, "forward")._forward_hooks
-    assert twin.update(module, "encode")._forward_hooks is module._forward_hooks
-    assert len(module._forward_hooks) == 1
 
 
 class Around:

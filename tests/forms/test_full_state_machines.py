@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from dataparallel.composable import CPUOffloadPolicy, fully_shard
+from dataparallel.composable import fully_shard
 from dataparallel.testing.cases import adamw
 from dataparallel.testing.steps import assert_equal
 from machine_ranks import on_machines
@@ -102,29 +102,6 @@ def test_training_moves_between_machines_and_devices(
             assert_equal(dict(mine), dict(theirs), "state", atol=1e-9)
 
 
-def goes_on(rank: int, devices: list, way: str, options: dict[str, Any]) -> None:
-    """A training that is saved and loaded has the bits of one that is not."""
-    ranks = distributed.get_world_size()
-    found = []
-    for is_moved in (False, True):
-        model, saved = None, None
-        for begin in (0, STEPS):
-            if model is None or is_moved:
-                model = sharded(on_device(MODELS[MODEL].build, devices[0]), devices, **spread(way), **options)
-                optimizer = resumed(model, saved)
-            of_rank = islice(batches_of_rank(MODEL, rank, ranks, devices[0]), begin, None)
-            trained = train(model, of_rank, optimizer, STEPS, loss=sum_of_squares)
-            saved = fully_shard.full_state_dict(model, optimizer)
-        found.append(trained)
-    assert_same(*found, losses=False, atol=0)
-
-
-@pytest.mark.parametrize("options", [{}, {"offload_policy": CPUOffloadPolicy()}], ids=["", "offloaded"])
-@pytest.mark.parametrize("way", ["1-D", "hybrid"])
-def test_training_goes_on_to_the_bit(way: str, options: dict[str, Any]) -> None:
-    on_machines(goes_on, way, options)
-
-
 # ---- what is saved and loaded ----------------------------------------------------------------------------------------
 
 
@@ -153,35 +130,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, device: Any) -> Non
     model(torch.ones(4, 5, dtype=torch.float64, device=device)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def saves(rank: int, devices: list, way: str) -> Any:
-    model = fully_shard(on_device(kept, devices[0]), devices=devices, **spread(way))
-    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
-    step(model, optimizer, devices[0])
-    saved = fully_shard.full_state_dict(model, optimizer)
-    assert saved[0]["first.weight"] is saved[0]["second.weight"]
-    before = {name: value.clone() for name, value in saved[0].items()}
-    step(model, optimizer, devices[0])
-    assert_equal(dict(saved[0]), before, "saved", atol=0)  # no memory of the model
-    return saved
-
-
-@pytest.mark.parametrize("way", ["1-D", "2-D", "hybrid"])
-def test_every_rank_has_what_one_device_saves(way: str) -> None:
-    ranks = SPREADS[way][0]
-    found = on_machines(saves, way, ranks=ranks, slots=slots_of(way))
-    one = kept()
-    optimizer = torch.optim.NAdam(one.parameters(), lr=1e-2)
-    step(one, optimizer, "cpu")
-    for of_model, of_optimizer in found:
-        assert [*of_model] == [*one.state_dict()]
-        assert of_model._metadata == one.state_dict()._metadata
-        assert_equal(dict(of_model), dict(one.state_dict()), "model", atol=1e-12)
-        assert_equal(of_optimizer["state"], optimizer.state_dict()["state"], "optimizer", atol=1e-12)
-        assert_equal(
-            [dict(of_model), of_optimizer["state"]], [dict(found[0][0]), found[0][1]["state"]], "ranks", atol=0
-        )
 
 
 def loads_on_meta(rank: int, devices: list, way: str, state: Any) -> None:

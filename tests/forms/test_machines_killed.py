@@ -8,20 +8,104 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from dataparallel.composable import fully_shard
 from dataparallel.machines.errors import PeerGone
+from dataparallel.testing.steps import assert_equal
 from machine_ranks import Ended, on_machines, on_mortal_machines
-from machine_steps import FORMS, assert_equal_values, happens, train, trained
+from sharded_machines import over
+from sharded_steps import sharded, whole
 
+FORMS = ["replicate", "hybrid", "1-D"]
 GROUP_TIMEOUT = 6.0
-STEPS = 6
+STEPS, SAVED, WIDTH = 6, 2, 6
+"""The state is saved after so many steps, again and again."""
+
+
+class Happens:
+    """What happens at places, in this process."""
+
+    now: Callable[[str], None] = staticmethod(lambda place: None)
+
+
+class Place(torch.autograd.Function):
+    """The identity: its forward and its backward are places."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        Happens.now(f"forward {name}")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        Happens.now(f"backward {ctx.name}")
+        return grad.clone(), None
+
+
+class Layers(nn.Module):
+    """Layers with places behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def units(self) -> list[nn.Module]:
+        return [*self.layers]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = Place.apply(torch.tanh(layer(x)), str(number))
+        found: Tensor = self.last(x)
+        return found
+
+
+def trained(
+    form: str,
+    rank: int,
+    devices: list[torch.device],
+    steps: int,
+    folder: str | None = None,
+    before: Callable[[], object] = lambda: None,
+) -> Any:
+    """A model after a number of steps. ``folder``: where the state is saved, and looked for at the start."""
+    Happens.now("start")
+    torch.manual_seed(rank)  # rank 0 sends its values
+    model: Any = Layers().double().to(devices[0])
+    if form == "1-D":
+        sharded(model, devices, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    else:
+        over(form, model, devices)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    file = None if folder is None else Path(folder, "state")
+    begin = 0
+    if file is not None and file.exists():
+        begin, state = torch.load(file)
+        fully_shard.load_full_state_dict(model, state, optimizer)
+    before()
+    for step in range(begin, steps):
+        Happens.now(f"before step {step}")
+        optimizer.zero_grad()
+        x = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x.to(devices[0])).square().sum(dim=1).mean().backward()
+        optimizer.step()
+        if file is not None and (step + 1) % SAVED == 0:
+            state = fully_shard.full_state_dict(model, optimizer)
+            if rank == 0:
+                torch.save((step + 1, state), file.with_suffix(".new"))
+                os.replace(file.with_suffix(".new"), file)
+    return model
+
 
 PLACES = {
     "at the start": ("start", 1),
@@ -29,7 +113,7 @@ PLACES = {
     "in backward": ("backward 1", 3),
     "between steps": ("before step 3", 1),
 }
-"""For each place its name in `machine_steps`, and how often a slot comes there until the process is killed there."""
+"""For each place its name, and how often a slot comes there until the process is killed there."""
 
 
 def train_mortally(
@@ -47,9 +131,9 @@ def train_mortally(
                 Path(folder, "killed").write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    happens.now = die
+    Happens.now = die  # type: ignore[method-assign]
     try:
-        train(form, rank, devices, STEPS, folder)
+        trained(form, rank, devices, STEPS, folder)
     except Exception as error:
         return time.time(), type(error).__name__, str(error)
     return None
@@ -68,13 +152,13 @@ def train_with_a_server(rank: int, devices: list[torch.device], form: str, folde
     return train_mortally(rank, devices, form, folder, 0, "in backward")
 
 
-def train_to_the_end(rank: int, devices: list[torch.device], form: str, folder: str | None) -> dict[str, Tensor]:
-    return train(form, rank, devices, STEPS, folder)
+def train_to_the_end(rank: int, devices: list[torch.device], form: str, folder: str | None) -> Any:
+    return whole(trained(form, rank, devices, STEPS, folder).state_dict())
 
 
 @functools.cache
-def undisturbed(form: str, ranks: int, slots: int) -> list[Any]:
-    return on_machines(train_to_the_end, form, None, ranks=ranks, slots=slots)
+def undisturbed(form: str, ranks: int) -> list[Any]:
+    return on_machines(train_to_the_end, form, None, ranks=ranks, slots=2)
 
 
 def assert_others_raised(ended: list[Ended], victim: int, killed_at: float) -> None:
@@ -94,35 +178,20 @@ def assert_others_raised(ended: list[Ended], victim: int, killed_at: float) -> N
         assert "Start all processes again, from a checkpoint" in text
 
 
-def check(form: str, place: str, ranks: int, folder: Path, *, victim: int = 1, slots: int = 2) -> None:
+CASES = [*((place, ranks, 1) for place in PLACES for ranks in (2, 3)), ("in backward", 3, 0)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("place", "ranks", "victim"), CASES)
+def test_one_of_them_is_killed(form: str, place: str, ranks: int, victim: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     ended = on_mortal_machines(
-        train_mortally,
-        form,
-        str(folder),
-        victim,
-        place,
-        ranks=ranks,
-        slots=slots,
-        group_timeout=GROUP_TIMEOUT,
+        train_mortally, form, folder, victim, place, ranks=ranks, slots=2, group_timeout=GROUP_TIMEOUT
     )
-    assert_others_raised(ended, victim, float((folder / "killed").read_text()))
-    assert (folder / "state").exists() == (place != "at the start")
-    again = on_machines(train_to_the_end, form, str(folder), ranks=ranks, slots=slots)
-    for rank, (found, expected) in enumerate(zip(again, undisturbed(form, ranks, slots), strict=True)):
-        # The buffers of rank 0 were saved.
-        assert_equal_values(found, expected, buffers=rank == 0)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("place", PLACES)
-def test_one_of_them_is_killed(form: str, place: str, ranks: int, tmp_path: Path) -> None:
-    check(form, place, ranks, tmp_path)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_first_rank_is_killed(form: str, tmp_path: Path) -> None:
-    check(form, "in backward", 3, tmp_path, victim=0)
+    assert_others_raised(ended, victim, float((tmp_path / "killed").read_text()))
+    assert (tmp_path / "state").exists() == (place != "at the start")
+    again = on_machines(train_to_the_end, form, folder, ranks=ranks, slots=2)
+    assert_equal(again, undisturbed(form, ranks), "values", atol=0)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -141,9 +210,6 @@ def test_the_rank_with_the_store_is_killed(form: str, tmp_path: Path) -> None:
         assert re.search(f"rank {rank} has waited for .* of '", text), text
 
 
-# ---- fewer batches ---------------------------------------------------------------------------------------------------
-
-
 FEWER, MORE = 2, 4
 
 
@@ -155,7 +221,7 @@ def train_unevenly(rank: int, devices: list[torch.device], form: str, idle: floa
         return None
     began = time.monotonic()
 
-    def note(model: object) -> None:
+    def note() -> None:
         nonlocal began
         began = time.monotonic()
 
@@ -164,7 +230,9 @@ def train_unevenly(rank: int, devices: list[torch.device], form: str, idle: floa
     return time.monotonic() - began, str(raised.value)
 
 
-def check_unevenly(form: str, idle: float, ranks: int) -> None:
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("ranks", "idle"), [(2, 0), (3, 0), (3, GROUP_TIMEOUT + 8)])
+def test_a_rank_has_fewer_batches(form: str, ranks: int, idle: float) -> None:
     ended = on_mortal_machines(train_unevenly, form, idle, ranks=ranks, slots=2, group_timeout=GROUP_TIMEOUT)
     assert ended[1].error is None
     for rank in {*range(ranks)} - {1}:
@@ -176,10 +244,3 @@ def check_unevenly(form: str, idle: float, ranks: int) -> None:
         assert re.search(r"No word from ranks? 1\.", text), text
         for other in {*range(ranks)} - {1, rank}:
             assert re.search(f"rank {other} (for|has waited for) .* of '", text), text
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("idle", [0, GROUP_TIMEOUT + 8], ids=["ends", "is idle"])
-def test_a_rank_has_fewer_batches(form: str, ranks: int, idle: float) -> None:
-    check_unevenly(form, idle, ranks)

@@ -11,9 +11,8 @@ from torch import nn
 import dataparallel
 import dataparallel.composable
 from affine import Affine
-from dataparallel import DataParallel, data_parallel
+from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, register_forward_method, replicate
-from dataparallel.replicas import kept_replicas
 
 
 @pytest.fixture
@@ -23,13 +22,6 @@ def layers(root):
 
 
 class TestTheModuleIsWhatItWas:
-    def test_parameters_are_the_same_under_the_same_names(self, layers, slots):
-        before = dict(layers.named_parameters())
-        replicate(layers, devices=slots)
-        after = dict(layers.named_parameters())
-        assert list(after) == list(before)
-        assert all(after[name] is before[name] for name in before)
-
     @pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
     def test_optimizers_made_before_or_after(self, layers, slots, batch, early):
         reference = copy.deepcopy(layers)
@@ -43,20 +35,6 @@ class TestTheModuleIsWhatItWas:
                 net(batch).square().mean().backward()
                 optimizer.step()
         torch.testing.assert_close(layers.state_dict(), reference.state_dict(), atol=1e-9, rtol=0)
-
-    def test_its_class_may_be_set_methods_on(self, affine, slots, batch):
-        replicate(affine, devices=slots)
-        plain = nn.Linear.forward
-
-        def forward(self, x):
-            return plain(self.linear, x) - 1
-
-        affine.forward = types.MethodType(forward, affine)
-        torch.testing.assert_close(affine(batch), affine.linear(batch) - 1)
-        del affine.forward
-        torch.testing.assert_close(affine(batch), affine.linear(batch))
-        with pytest.raises(AttributeError):
-            del affine.forward
 
 
 class TestForwardMethods:
@@ -73,13 +51,6 @@ class TestForwardMethods:
         register_forward_method(replicate(affine, devices=slots), "generate")
         torch.testing.assert_close(other.generate(batch, 0.5), other.linear(batch) + 0.5)
         assert sorted(other.sizes) == [1, 3, 3, 7]
-
-    def test_a_method_of_the_instance(self, affine, slots, batch):
-        replicate(affine, devices=slots)
-        affine.encode = types.MethodType(lambda self, x: self.linear(x) * len(x), affine)
-        register_forward_method(affine, "encode")
-        sizes = torch.tensor([3, 3, 3, 3, 3, 3, 1], device=batch.device)[:, None]
-        torch.testing.assert_close(affine.encode(batch), affine.linear(batch) * sizes)
 
     def test_what_cannot_be_registered(self, affine, slots):
         with pytest.raises(TypeError, match=r"this Affine is not replicated; call replicate\(module\) before"):
@@ -135,23 +106,6 @@ class TestRefusedAtApplication:
         with pytest.raises(TypeError, match=r"ignored_modules\[0\] is .* no module; slots are named: devices=\[...\]"):
             replicate(layers, slots)
 
-    def test_the_module_itself_cannot_be_ignored(self, layers, slots):
-        with pytest.raises(ValueError, match=r"ignored_modules\[0\]"):
-            replicate(layers, devices=slots, ignored_modules=[layers])
-
-
-def test_the_room_exports_its_names_and_the_package_does_not():
-    policies = {"MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"}
-    forms = {"replicate", "ReplicatedModule", "fully_shard", "FullyShardedModule", "register_forward_method"}
-    assert set(dataparallel.composable.__all__) == forms | policies | {"GradBucket"}
-    assert dataparallel.replicate is not replicate
-    names = ["devices", "ignored_params", "output_device", "dim", "chunk_sizes", "bucket_cap_mb"]
-    names += ["first_bucket_mb", "broadcast_buffers", "process_group", "mesh", "device_id", "average", "compile"]
-    names += ["graphs", "scalars", "pad", "sync_batch_norm", "workers", "serial", "device_ids"]
-    signature = inspect.signature(replicate)
-    assert list(signature.parameters) == ["module", "ignored_modules", *names]
-    assert all(signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in names)
-
 
 def frozen(module, slots):
     """A wrapper that keeps replicas inside `frozen`."""
@@ -164,20 +118,10 @@ def frozen(module, slots):
     return run
 
 
-def without_graph(module, slots):
-    """A wrapper that keeps replicas between calls."""
-    wrapped = DataParallel(module, slots)
-    return torch.no_grad()(lambda x: wrapped(x))
-
-
 WAYS_TO_REPLICATE = {
-    "composable": lambda module, slots: replicate(module, devices=slots),
     "DataParallel": DataParallel,
-    "without a graph": without_graph,
     "frozen": frozen,
-    "data_parallel": lambda module, slots: lambda x: data_parallel(module, x, slots),
     "replicate": lambda module, slots: lambda x: dataparallel.replicate(module, slots),
-    "detached": lambda module, slots: lambda x: dataparallel.replicate(module, slots, detach=True),
 }
 """Each has the module replicated, and returns a function that calls it."""
 
@@ -199,31 +143,6 @@ class TestCall:
         module(batch)
         assert sorted(counts) == expected
 
-    @pytest.mark.parametrize(("first", "others", "expected"), [(1, 1, 1), (64 / 2**20, 1, 2), (1e-9, 1e-9, 4)])
-    def test_buckets_have_the_sizes_that_were_given(self, slots, root, batch, first, others, expected):
-        net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(root)
-        replicate(net, devices=slots, first_bucket_mb=first, bucket_cap_mb=others)
-        for _ in range(2):  # in the first one the order of gradients is learnt
-            net(batch).sum().backward()
-        assert len(replicate.state(net).tensors.copies.buckets) == expected
-
-    @pytest.mark.parametrize("has_hooks", [False, True])
-    def test_the_tree_is_recognised_at_the_next_call(self, affine, slots, batch, has_hooks, monkeypatch):
-        if has_hooks:  # replicas of the module itself have none, so they are kept all the same
-            affine.register_forward_hook(lambda module, args, output: output + 1)
-        replicate(affine, devices=slots)
-        affine(batch)
-        made = []
-        of = kept_replicas.ModulePlan.of
-        monkeypatch.setattr(
-            kept_replicas.ModulePlan, "of", lambda network, *call: made.append(network) or of(network, *call)
-        )
-        affine(batch)
-        assert not made
-        affine.new = 1
-        affine(batch)
-        assert len(made) == 1
-
 
 class TestHooks:
     def test_a_method_that_calls_the_module_runs_them_in_each_replica(self, affine, slots, batch):
@@ -237,12 +156,6 @@ class TestHooks:
 
 
 class TestErrors:
-    def test_a_tree_that_cannot_be_replicated(self, affine, slots, batch):
-        replicate(affine, devices=slots)
-        affine.linear.forward = torch.compile(affine.linear.forward, backend="eager")
-        with pytest.raises(RuntimeError, match=r"cannot replicate 'linear\.forward': it was compiled"):
-            affine(batch)
-
     @pytest.mark.parametrize("apply", WAYS_TO_REPLICATE.values(), ids=WAYS_TO_REPLICATE)
     @pytest.mark.parametrize("inside", [replicate, fully_shard])
     def test_a_managed_module_inside_another_tree(self, slots, root, batch, apply, inside):
@@ -259,13 +172,14 @@ class TestErrors:
         del layers[3]
         run(batch)
 
-    @pytest.mark.parametrize("apply", [*WAYS_TO_REPLICATE.values()][1:], ids=[*WAYS_TO_REPLICATE][1:])
+    @pytest.mark.parametrize("apply", WAYS_TO_REPLICATE.values(), ids=WAYS_TO_REPLICATE)
     def test_a_module_that_is_replicated_while_it_is_wrapped(self, affine, slots, batch, apply):
         run = apply(affine, slots)
         run(batch)
         replicate(affine, devices=slots)
-        with pytest.raises(RuntimeError, match=r"^cannot replicate the Affine: it is managed by `replicate` already"):
-            run(batch)
+        for call in (lambda: run(batch), affine._replicate_for_data_parallel):  # which other libraries call
+            with pytest.raises(RuntimeError, match=r"^cannot replicate the Affine: it is managed by `replicate` alrea"):
+                call()
 
     def test_a_class_that_has_changed_since(self, slots, root, batch):
         module = replicate(nn.Linear(4, 3).double().to(root), devices=slots)
@@ -288,13 +202,3 @@ class TestErrors:
                 layers(batch)
             layers[2].bias.data = there
             torch.testing.assert_close(layers(batch), expected)
-
-    def test_a_method_that_raises(self, affine, slots, batch):
-        def odd(self, x):
-            raise IndexError(len(x))
-
-        replicate(affine, devices=slots)
-        affine.odd = types.MethodType(odd, affine)
-        register_forward_method(affine, "odd")
-        with pytest.raises(IndexError, match="3"):
-            affine.odd(batch)

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.comm.streams.current import current_streams
 from dataparallel.composable import replicate
-from dataparallel.gradients.gradient_sums import GradientSums
 from freed_later import freed_later
 
 on_accelerators = pytest.mark.devices("sim", "cuda")
@@ -118,41 +116,3 @@ def test_void_gradients_do_not_come_back_by_a_pass_over_former_buckets(slots: li
         module(x).sum().backward()
         found.append([module.weight.grad, module.bias.grad])
     torch.testing.assert_close(*found)
-
-
-def test_what_waits_is_looked_at_once_when_a_pass_ends(
-    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[GradientSums] = []
-    look = GradientSums.add_kept
-    monkeypatch.setattr(GradientSums, "add_kept", lambda sums: looks.append(sums) or look(sums))
-    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)]).to(root)
-    replicate(module, devices=slots)
-    loss = module(torch.ones(8, 4, device=root)).sum()
-    looks.clear()
-    loss.backward()
-    assert len(looks) == 1
-
-
-@on_accelerators
-def test_streams_are_those_of_before_when_setting_them_is_interrupted(
-    slots: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dataparallel.comm.streams import current as streams
-
-    devices = [torch.device(slot) for slot in slots]
-    before = current_streams(devices)
-    make_current = streams.make_current
-    calls: list[int] = []
-
-    def interrupted(wanted: list[torch.Stream]) -> None:
-        make_current(wanted)
-        calls.append(len(calls))
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(streams, "make_current", interrupted)
-    with pytest.raises(KeyboardInterrupt), streams.streams_set({device: torch.Stream(device) for device in before}):
-        pass
-    assert len(calls) == 2
-    assert current_streams(devices) == before

@@ -5,7 +5,6 @@ Loops are written once: `Here.loss` is that of a rank's own batch, or on one dev
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,18 +18,15 @@ from over_machines import (
     build,
     gradients,
     loss_of,
-    mean_over_ranks,
     over_machines,
     weights,
 )
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel.composable import replicate
-from dataparallel.machines.errors import MachinesError
 from dataparallel.testing.steps import assert_equal
-from machine_ranks import on_machines
+from machine_ranks import on_machines, said
 
 CPU = torch.device("cpu")
 
@@ -86,29 +82,6 @@ def throw_away(here: Here) -> list[Any]:
         found.append([grad for grad in gradients(here.model) if grad is not None and grad.any()])
         here.model.zero_grad()
     return found
-
-
-def change_copies(here: Here) -> list[Any]:
-    """Between a backward that keeps and one that sums, the copies are made anew."""
-    with waits(here.model):
-        here.loss(0).backward()
-    here.model.unused.weight.requires_grad_(False)
-    here.loss(0).backward()  # learns the order: the next forward has other buckets
-    with waits(here.model):
-        here.loss(0).backward()
-    here.loss(0).backward()
-    return gradients(here.model)
-
-
-def older_copies(here: Here) -> list[Any]:
-    """One backward goes over a forward from before the order was learnt, and over one from after it."""
-    older = here.loss(0)
-    here.loss(0).backward()
-    newer = here.loss(0)
-    (older + newer).backward()
-    after = gradients(here.model)
-    here.loss(0).backward()
-    return [after, gradients(here.model)]
 
 
 def evaluate_alone(here: Here) -> list[Any]:
@@ -189,8 +162,6 @@ LOOPS: dict[str, tuple[Callable[[Here], Any], Callable[..., Any]]] = {
     "train": (train, build),
     "accumulate": (accumulate, build),
     "throw away": (throw_away, build),
-    "change copies": (change_copies, build),
-    "older copies": (older_copies, build),
     "evaluate alone": (evaluate_alone, build),
     "freeze": (freeze, build),
     "tied weights and several dtypes": (three_steps, Tied),
@@ -211,43 +182,6 @@ def test_loops_are_those_of_one_device(name: str, average: bool) -> None:
     expected = loop(Here(make(CPU), CPU, range(2), average))
     for found in on_machines(run, name, average):
         assert_equal(found, expected, name, atol=1e-5 if make is Tied else 1e-9)  # it has a float32 parameter
-
-
-def train_with_ddp(rank: int, devices: list[torch.device]) -> Any:
-    torch.set_num_threads(1)
-    return train(Here(DistributedDataParallel(build(CPU, seed=rank), find_unused_parameters=True), CPU, [rank]))[1]
-
-
-def test_training_is_that_of_torchs_wrapper() -> None:
-    _, expected = train(Here(build(CPU), CPU, range(2)))
-    for found in on_machines(train_with_ddp, slots=1, kind="cpu"):
-        assert_close(found, expected)
-
-
-def keep(rank: int, devices: list[torch.device]) -> list[Any]:
-    model = over_machines(build(devices[0], seed=rank), devices)
-    x = batch_of(rank, 0).to(devices[0])
-    loss_of(model(x)).backward()
-    before = gradients(model)
-    with model.no_sync():
-        loss_of(model(x)).backward()
-        kept = gradients(model)
-    model.zero_grad()
-    with model.no_sync():
-        loss_of(model(x)).backward()
-    alone = gradients(model)
-    return [[a if b is None else a + b for a, b in zip(before, alone, strict=True) if a is not None], kept, alone]
-
-
-def test_until_they_are_summed_grad_has_what_it_had_and_those_of_slot_0() -> None:
-    for rank, (expected, kept, alone) in enumerate(on_machines(keep)):
-        assert_close([grad for grad in kept if grad is not None], expected)
-        model, x = build(torch.device("cpu")), batch_of(rank, 0)
-        first, *others = x.chunk(2)
-        loss_of(torch.cat([model(first), *(model(chunk).detach() for chunk in others)])).backward()
-        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-        shown = [torch.zeros_like(zeros) if grad is None else grad for zeros, grad in zip(found, alone, strict=True)]
-        assert_close(shown, found)
 
 
 def ask_for_gradients(rank: int, devices: list[torch.device]) -> list[Any]:
@@ -312,26 +246,6 @@ def test_statistics_are_those_of_rank_0_as_under_torchs_wrapper() -> None:
     assert_close(second[:parameters], first[:parameters])
 
 
-def buffers_begin(rank: int, devices: list[torch.device]) -> list[Any]:
-    """Before a forward that is recorded rank 1 gets the buffers of rank 0; before another one it does not."""
-    model = over_machines(Norm(devices[0]), devices).eval()
-    x = batch_of(0, 0).to(devices[0])
-    model.norm.running_mean.fill_(rank + 1)
-    with torch.no_grad():
-        model(x)
-    without = model.norm.running_mean.cpu().clone()
-    older = model(x)
-    mean = model.norm.running_mean.cpu().clone()
-    loss_of(older + model(x)).backward()
-    return [without, mean]
-
-
-def test_buffers_of_rank_0() -> None:
-    for rank, (without, mean) in enumerate(on_machines(buffers_begin)):
-        assert without.tolist() == [rank + 1.0] * 3
-        assert mean.tolist() == [1.0] * 3
-
-
 def ignore(rank: int, devices: list[torch.device]) -> dict[str, Any]:
     """What is ignored belongs to each rank alone. On slots of one device, all of them may share it."""
     model = build(devices[0], seed=rank)
@@ -349,43 +263,6 @@ def test_ignored_parameters_are_not_sent() -> None:
     for name, grad in first.items():
         is_ignored = name.startswith("branch") or name == "last.bias"
         assert torch.equal(grad, second[name]) is not is_ignored, name
-
-
-def two_modules(rank: int, devices: list[torch.device]) -> list[Any]:
-    """Two towers in one backward. Where each device has a thread, another tower is ready first on each rank."""
-    nets = [build(device, seed=rank) for device in devices]
-    nets[rank].first.register_full_backward_hook(lambda *_: time.sleep(0.2))
-    one, two = (over_machines(net, [device]) for net, device in zip(nets, devices, strict=True))
-    for step in range(4):
-        for model in (one, two):
-            model.zero_grad()
-        outputs = [
-            model(batch_of(rank, step).to(at)).to(devices[0]) for model, at in zip((one, two), devices, strict=True)
-        ]
-        loss_of(outputs[0] + outputs[1]).backward()
-    return [gradients(one), gradients(two)]
-
-
-def test_two_modules_in_one_backward() -> None:
-    model = build(torch.device("cpu"))
-    mean_over_ranks(model, [loss_of(2 * model(batch_of(rank, 3))) for rank in range(2)])
-    expected = [None if grad is None else grad / 2 for grad in gradients(model)]
-    for one, two in on_machines(two_modules):
-        assert_close(one, expected)
-        assert_close(two, expected)
-
-
-def synchronised_norm(rank: int, devices: list[torch.device]) -> list[str]:
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(Norm(devices[0]))
-    with pytest.raises(ValueError, match="SyncBatchNorm and 2 slots") as raised:
-        over_machines(model, devices)
-    over_machines(model, devices[:1]).eval()
-    loss_of(model(batch_of(rank, 0).to(devices[0]))).backward()
-    return [str(raised.value)]
-
-
-def test_synchronised_norms_need_one_slot_for_each_process() -> None:
-    on_machines(synchronised_norm)
 
 
 def arguments(rank: int, devices: list[torch.device]) -> list[str]:
@@ -422,47 +299,32 @@ def test_wrong_arguments_are_errors_of_all_ranks() -> None:
     assert first[2] == second[2]
 
 
-# ---- refused ---------------------------------------------------------------------------------------------------------
-
-
-def refuse(rank: int, devices: list[torch.device]) -> list[str]:
+def refused(rank: int, devices: list[torch.device]) -> dict[str, str]:
+    """What is said of modules that work on one device."""
+    x, found = batch_of(rank, 0).to(devices[0]), {}
     model = over_machines(build(devices[0]), devices)
-    x = batch_of(rank, 0).to(devices[0])
-    found = []
     loss_of(model(x)).backward()
     before = gradients(model)
-    with pytest.raises(RuntimeError, match="create_graph=True") as raised:
-        loss_of(model(x)).backward(create_graph=True)
-    found.append(str(raised.value))
+    found["recorded"] = said(lambda: loss_of(model(x)).backward(create_graph=True))
     assert_close(gradients(model), before)
     model.zero_grad()
     loss_of(model(x)).backward()
     assert_close(gradients(model), before)
+    reentrant = over_machines(Checkpointed(devices[0], True), devices)
+    found["reentrant"] = said(lambda: loss_of(reentrant(x)).backward())
+    sparse = over_machines(nn.Sequential(nn.Embedding(4, 3, sparse=True)).double().to(devices[0]), devices)
+    found["sparse"] = said(lambda: sparse(torch.arange(4, device=devices[0])).sum().backward())
+    norm = nn.SyncBatchNorm.convert_sync_batchnorm(Norm(devices[0]))
+    found["norm"] = said(lambda: over_machines(norm, devices))
+    over_machines(norm, devices[:1]).eval()
+    loss_of(norm(x)).backward()
     return found
 
 
-def test_a_backward_that_is_recorded_is_refused() -> None:
-    on_machines(refuse)
-
-
-def checkpoints_reentrantly(rank: int, devices: list[torch.device]) -> str:
-    model = over_machines(Checkpointed(devices[0], True), devices)
-    with pytest.raises(RuntimeError) as raised:
-        loss_of(model(batch_of(rank, 0).to(devices[0]))).backward()
-    return str(raised.value)
-
-
-def test_reentrant_checkpoints_inside_are_refused() -> None:
-    assert any("use_reentrant=False" in sentence for sentence in on_machines(checkpoints_reentrantly))
-
-
-def sparse(rank: int, devices: list[torch.device]) -> str:
-    model = over_machines(nn.Sequential(nn.Embedding(4, 3, sparse=True)).double().to(devices[0]), devices)
-    with pytest.raises((TypeError, MachinesError)) as raised:
-        model(torch.arange(4, device=devices[0])).sum().backward()
-    return str(raised.value)
-
-
-def test_sparse_gradients_are_refused_by_name() -> None:
-    sentences = on_machines(sparse)
-    assert any("'0.weight'" in sentence and "sparse=False" in sentence for sentence in sentences), sentences
+def test_what_is_refused() -> None:
+    """A backward that is recorded, reentrant checkpoints, sparse gradients, and torch's norms on several slots."""
+    both = on_machines(refused)
+    assert all("create_graph=True" in found["recorded"] for found in both)
+    assert all("SyncBatchNorm and 2 slots" in found["norm"] for found in both)
+    assert any("use_reentrant=False" in found["reentrant"] for found in both)
+    assert any("'0.weight'" in found["sparse"] and "sparse=False" in found["sparse"] for found in both)

@@ -87,12 +87,6 @@ def test_a_block_that_shares_a_parameter_is_left_to_the_model() -> None:
     assert units_of(model) == [[model[1]]]
 
 
-@ONLY_CPU
-@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Sequential(nn.ReLU())], ids=["one layer", "nothing"])
-def test_a_model_without_blocks_has_no_units_of_its_own(model: nn.Module) -> None:
-    assert units_of(model) == []
-
-
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_step_equals_one_device(reshard: bool, slots: list, root: torch.device) -> None:
     torch.manual_seed(0)

@@ -1,7 +1,5 @@
 """Groups, meshes and devices: what they mean, and sentences for those that cannot be meant."""
 
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -17,11 +15,6 @@ from machine_ranks import on_machines, said
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
 
 CPU = torch.device("cpu")
-
-
-def test_nothing_given_is_no_machines():
-    assert machines_of(None, None) is None
-    assert shard_and_replicate_groups(None, None) == (None, None)
 
 
 def test_a_group_and_a_mesh():
@@ -156,10 +149,3 @@ def test_tensor_parallel_modules_are_refused_by_name():
         assert "use torch.distributed.fsdp.fully_shard on a mesh of two dimensions" in whole
         assert part.startswith("TypeError: 'weight', 'bias' of the Linear are DTensors")
         assert plain == "nothing was raised"
-
-
-def test_the_question_imports_nothing(monkeypatch):
-    """A process without DTensors need not import them."""
-    monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
-    refuse_tensor_parallel(nn.Linear(2, 2))
-    assert "torch.distributed.tensor" not in sys.modules

@@ -10,7 +10,6 @@ import torch
 
 from dataparallel.machines.collectives import all_gather, all_reduce, broadcast, reduce_scatter, stage
 from dataparallel.machines.lanes import masks_of
-from dataparallel.machines.peer_rounds import Message, PeerRounds
 from machine_ranks import all_machines, on_machines, summed
 
 
@@ -106,60 +105,3 @@ def add(rank: int, devices: list[torch.device]) -> None:
 
 def test_three_ranks_are_added_in_their_order() -> None:
     on_machines(add, ranks=RANKS)
-
-
-def add_parts(rank: int, devices: list[torch.device]) -> None:
-    lane = all_machines().lane("steps")
-    given = numbers_of(rank, 4097, torch.float32).to(devices[0])
-    whole = summed(lane, given.clone()).wait()
-    parts = [summed(lane, part.clone()).wait() for part in given.split([1, 96, 1000, 3000])]
-    assert torch.equal(torch.cat(parts), whole)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_parts_have_the_bits_of_the_whole(ranks: int) -> None:
-    """So buckets may be of any size."""
-    on_machines(add_parts, ranks=ranks)
-
-
-# ---- what tensors whose parts lie on several machines ask of the group -----------------------------------------------
-
-
-DTYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64),
-]
-
-
-def gathers(rank: int, devices: list[torch.device]) -> None:
-    over = all_machines()
-    assert (over.rank, over.size) == (rank, 2)
-    assert over == all_machines()
-    for dtype in DTYPES:
-        ours = torch.tensor([[1, 0, 3], [0, 2, rank]]).to(dtype).to(devices[0])
-        theirs = torch.tensor([[1, 0, 3], [0, 2, 1 - rank]]).to(dtype).to(devices[0])
-        kept = ours.clone()
-        rows = [ours, theirs] if rank == 0 else [theirs, ours]
-        gathered = over.all_gather(ours)
-        assert torch.equal(gathered, torch.stack(rows)), dtype
-        assert gathered.device == devices[0]
-        assert torch.equal(ours, kept)
-    assert over.all_gather(torch.ones((), device=devices[0])).tolist() == [1, 1]
-
-
-def test_every_dtype() -> None:
-    on_machines(gathers)
-
-
-def conjugates(rank: int, devices: list[torch.device]) -> None:
-    rounds = PeerRounds(all_machines())
-    numbers = given(torch.tensor([1.0, 2.0], device=devices[0]) + 10 * rank, torch.complex64)
-    assert numbers.is_conj()
-    for count in (1, 2):
-        for received in rounds.exchange("some", str(count), [Message(numbers, [1, 1], [1, 1])] * count, 0):
-            assert received.tolist() == [(1 + rank) * 1j, (11 + rank) * 1j]
-
-
-def test_numbers_that_torch_has_yet_to_conjugate() -> None:
-    """Gradients of complex numbers are often such views."""
-    on_machines(conjugates)

@@ -4,7 +4,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from dataparallel.machines.descriptions import MOST, as_text, differences, of_ranks
+from dataparallel.machines.descriptions import as_text, differences
 
 pytestmark = pytest.mark.devices("cpu")  # nothing is sent: once is enough
 
@@ -32,40 +32,7 @@ def test_shapes_and_names_that_differ():
     ]
 
 
-def test_another_order():
-    assert of({"a": 1, "b": 2}, {"b": 2, "a": 1}) == ["the order: number 0 is a: 1 on rank 0"]
-
-
-def test_many_differences_are_counted():
-    found = of({f"p{i}": i for i in range(100)}, {f"p{i}": -i - 1 for i in range(100)})
-    assert len(found) == MOST + 1
-    assert found[-1] == f"and {100 - MOST} more differences"
-
-
-def test_numbers_of_ranks():
-    assert of_ranks([3]) == "rank 3"
-    assert of_ranks([2, 0]) == "ranks 0 and 2"
-    assert of_ranks([9, 7, *range(6)]) == "ranks 0-5, 7 and 9"
-
-
 @hypothesis.given(st.lists(DESCRIPTIONS, min_size=1, max_size=4))
 def test_something_is_found_exactly_where_something_differs(descriptions):
     texts = [*map(as_text, descriptions)]  # the order of entries, and of their properties, is in it
     assert bool(of(*descriptions)) == any(text != texts[0] for text in texts)
-
-
-@hypothesis.given(st.lists(st.text("ab:\t\n ", max_size=8), min_size=1, max_size=4))
-def test_any_lines_that_differ_are_found(texts):
-    assert bool(differences(texts, range(len(texts)))) == any(text != texts[0] for text in texts)
-
-
-@hypothesis.given(DESCRIPTIONS.filter(bool), st.integers(2, 5), st.data())
-def test_one_difference_names_entry_rank_and_both_values(description, ranks, data):
-    name = data.draw(st.sampled_from([*description]))
-    rank = data.draw(st.integers(0, ranks - 1))
-    descriptions = [{**description, name: "here"} for _ in range(ranks)]
-    descriptions[rank] = {**description, name: "there"}
-    [found] = of(*descriptions)
-    assert found.startswith(f"{name}: ")
-    assert f"there on rank {rank}" in found
-    assert f"here on {of_ranks({*range(ranks)} - {rank})}" in found

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed
-from torch.futures import Future
+from torch import distributed
 
-from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
+from dataparallel.machines.errors import MachinesDiffer, PeerFailed
 from dataparallel.machines.group import Machines
 from dataparallel.machines.lanes import Lane, Result, masks_of
-from machine_ranks import all_machines, hooked, on_machines, on_mortal_machines, said, summed
+from machine_ranks import all_machines, on_machines, summed
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
 
@@ -175,114 +172,3 @@ def parts(rank: int, devices: list[torch.device]) -> None:
 
 def test_groups_of_some_ranks() -> None:
     on_machines(parts, ranks=3)
-
-
-def from_threads(rank: int, devices: list[torch.device]) -> None:
-    """Results are waited for by other threads than the one that launches, before they are launched elsewhere."""
-    lane = all_machines().lane("steps")
-    for step in range(20):
-        flats = [torch.full((5,), float(bucket + rank)) for bucket in range(4)]
-        launched = [summed(lane, flat, str(i)) for i, flat in enumerate(flats)]
-        results: list[Any] = [None] * 4
-
-        def wait(place: int, launched: list[Result] = launched, results: list[Any] = results) -> None:
-            results[place] = launched[place].wait().tolist()
-
-        threads = [threading.Thread(target=wait, args=[place]) for place in reversed(range(4))]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.001 * (rank + step % 2))
-        for thread in threads:
-            thread.join()
-        assert results == [[2.0 * bucket + 1] * 5 for bucket in range(4)]
-
-
-def test_any_thread_may_wait() -> None:
-    on_machines(from_threads)
-
-
-# ---- hooks, which send something themselves --------------------------------------------------------------------------
-
-
-class Sums:
-    """A hook that sums a number over the default group."""
-
-    def __init__(self, value: float, fails: str = "") -> None:
-        self.tensor, self.fails, self.calls = torch.tensor([value]), fails, 0
-
-    def __call__(self) -> Any:
-        self.calls += 1
-        if self.fails == "before":
-            raise ValueError("no pen")
-        future = distributed.all_reduce(self.tensor, async_op=True).get_future()
-        if self.fails == "after":
-            raise ValueError("no ink")
-        return future
-
-
-def in_a_pass(lane: Lane, hooks: list[Sums]) -> list[str]:
-    """What the waits for the hooks of one pass raise."""
-    made = [hooked(lane, f"call {i}", hook) for i, hook in enumerate(hooks)]
-    return [said(call.wait) for call in made]
-
-
-def one_after_the_other(rank: int, devices: list[torch.device]) -> None:
-    """The second hook is called when the future of the first is done, which sends something in between."""
-    lane, order = all_machines().lane("steps"), []
-
-    def sends_twice(name: str) -> Callable[[], Future[Tensor]]:
-        def begin() -> Any:
-            order.append(f"{name} begins")
-
-            def more(future: Any) -> Any:
-                time.sleep(0.05 * rank)
-                distributed.all_reduce(torch.ones(2))
-                order.append(f"{name} ends")
-                return future.value()
-
-            return distributed.all_reduce(torch.ones(3), async_op=True).get_future().then(more)
-
-        return begin
-
-    for call in [hooked(lane, name, sends_twice(name)) for name in "ab"]:
-        call.wait()
-    assert order == ["a begins", "a ends", "b begins", "b ends"]
-
-
-def test_a_hook_is_called_when_the_future_of_the_one_before_is_done() -> None:
-    on_machines(one_after_the_other)
-
-
-def failing(rank: int, devices: list[torch.device]) -> None:
-    lane = all_machines().lane("steps")
-    mine = [Sums(1.0), Sums(2.0, "after" if rank == 1 else ""), Sums(3.0)]
-    _, second, third = in_a_pass(lane, mine)
-    assert mine[0].tensor.item() == 2
-    assert mine[2].calls == 0, "a hook was called after a failure"
-    assert second.startswith("ValueError: no ink" if rank == 1 else ("PeerFailed: rank 1 failed", "nothing was raised"))
-    assert "no ink" in third
-    again = [Sums(5.0)]
-    assert in_a_pass(lane, again) == ["nothing was raised"]
-    assert again[0].tensor.item() == 10
-
-
-def test_after_a_failure_on_one_rank_all_raise_and_the_next_pass_works() -> None:
-    on_machines(failing)
-
-
-def unanswered(rank: int, devices: list[torch.device]) -> None:
-    lane, began = all_machines().lane("steps"), time.monotonic()
-    (found,) = in_a_pass(lane, [Sums(1.0, "before" if rank == 1 else "")])
-    assert time.monotonic() - began < 15, "it has waited for the group's timeout"
-    assert found.startswith("ValueError" if rank == 1 else "PeerFailed")
-    assert "no pen" in found
-    (later,) = in_a_pass(lane, [Sums(5.0)])
-    assert "Start all processes again" in later
-    with pytest.raises(MachinesError, match="Start all processes again"):
-        lane.end("backward", [], epoch=lane.machines.epoch).wait()
-
-
-def test_what_gets_no_answer_loses_the_group_instead_of_hanging() -> None:
-    """The ranks do not meet at the end: the default group is out of step."""
-    ended = on_mortal_machines(unanswered, group_timeout=20)
-    assert [each.error for each in ended] == [None, None]

@@ -1,22 +1,17 @@
-"""Connections belong to their process, keep nothing alive, and hold up no end."""
+"""Connections belong to their process, and hold up no end."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import threading
-import time
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
 
-from dataparallel.machines.collectives import stage
 from dataparallel.machines.lanes import issuer
-from machine_ranks import all_machines, on_machines, on_mortal_machines, said, summed
+from machine_ranks import all_machines, on_machines, said, summed
 from processes import environment
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
@@ -126,50 +121,3 @@ def forks(rank: int, devices: list[torch.device]) -> None:
 
 def test_a_forked_child_is_told_that_it_is_no_rank() -> None:
     on_machines(forks)
-
-
-def threads() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("machines"))
-
-
-def drops(rank: int, devices: list[torch.device]) -> None:
-    machines = all_machines()
-    assert all_machines() is machines
-    flat = torch.ones(1)
-    alive = weakref.ref(flat)
-    summed(machines.lane("steps"), flat).wait()
-    del flat
-    deadline = time.monotonic() + 5
-    while (alive() is not None or threads()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert alive() is None  # what was issued is dropped
-    assert threads() == []
-    # And another thread begins where there is something to do.
-    assert machines.all_gather_object(rank) == [0, 1]
-
-
-def test_the_thread_ends_if_it_has_nothing_to_do() -> None:
-    on_machines(drops)
-
-
-def destroys(rank: int, devices: list[torch.device]) -> None:
-    all_machines().all_gather_object(rank)
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
-def test_destroy_process_group_while_there_are_connections() -> None:
-    for ended in on_mortal_machines(destroys, group_timeout=30):
-        assert ended.error is None
-        assert ended.seconds < 5
-
-
-def not_dense(rank: int, devices: list[torch.device]) -> None:
-    machines = all_machines()
-    for tensor in (torch.ones(3, 4).t(), torch.eye(3).to_sparse()):
-        with pytest.raises(ValueError, match="flatten it first"):
-            stage(machines, tensor)
-
-
-def test_what_cannot_be_sent_is_refused() -> None:
-    on_machines(not_dense)

@@ -17,9 +17,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
-from dataparallel.machines import start
-from dataparallel.machines.collectives import all_gather, stage
-from machine_ranks import all_machines, on_machines, said
+from machine_ranks import on_machines, said
 from nccl_on_machines import has_circle, nccl_on_machines
 
 pytestmark = pytest.mark.devices("sim")
@@ -121,37 +119,6 @@ def test_a_group_has_one_communicator_for_each_device_and_all_ranks_one_order(
     assert_one_order(found)
 
 
-def takes(rank: int, devices: list[torch.device]) -> None:
-    """What one stream has computed is taken on another one, to which the memory of the result belongs."""
-
-    def refuse(tensor: Tensor, stream: Any) -> None:
-        raise AssertionError("a host that is ahead would hold this memory")
-
-    with nccl_on_machines() as nccl, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "record_stream", refuse)
-        machines = all_machines()
-        here, side = torch.accelerator.current_stream(devices[1]), torch.Stream(devices[1])
-        sums, lane = [], machines.lane("steps")
-        for step in range(3):  # in which the host waits for no device
-            with side:
-                flat = torch.ones(1000, device=devices[1]) * (rank + step)
-                staged = stage(machines, flat, 2000, {devices[1]: here})
-            del flat
-            (launched,) = lane.launch("gather", ["a gather"], [partial(all_gather, staged)], epoch=0)
-            del staged
-            found = launched.wait()
-            del launched
-            sums.append((found.view(2, -1) + 1).mean(1))
-            del found
-        torch.sim.check_clocks()
-        assert [each.tolist() for each in sums] == [[step + 1, step + 2] for step in range(3)]
-    assert [*nccl.communicators] == [((0, 1), devices[1])]
-
-
-def test_a_result_belongs_to_the_stream_that_takes_it() -> None:
-    on_machines(takes)
-
-
 def casts(rank: int, devices: list[torch.device]) -> None:
     """What is sent is a copy in another dtype, which is dropped when the result is taken."""
     torch.manual_seed(0)
@@ -196,17 +163,6 @@ def leaves_out(rank: int, devices: list[torch.device]) -> None:
 
 def test_sums_may_be_dropped_that_a_machine_had_no_gradients_for() -> None:
     on_machines(leaves_out)
-
-
-def says(rank: int, devices: list[torch.device]) -> None:
-    with nccl_on_machines() as nccl:
-        machines = all_machines()
-        assert machines.all_gather_object(f"rank {rank}") == ["rank 0", "rank 1"]
-    assert not nccl.issued
-
-
-def test_small_values_use_no_device() -> None:
-    on_machines(says)
 
 
 # ---- host values go by gloo ------------------------------------------------------------------------------------------
@@ -282,21 +238,3 @@ def test_devices_that_other_ranks_have_no_communicator_with_are_refused_on_all_m
         assert "sim 0" in crossed
         assert "sim 1" in crossed
         assert "on rank 1" in crossed
-
-
-def sends(rank: int, devices: list[torch.device]) -> list[str]:
-    with nccl_on_machines():
-        machines = all_machines()
-        machines.make_communicators(devices[:1])
-        there = torch.ones(2, device=devices[rank])
-        found = [said(start.send_values, machines.words, {"w": there}), said(machines.all_gather, there)]
-        for device in (devices[1], devices[0]):  # a communicator that is made by the way, and an old one
-            start.send_values(machines.words, {"w": torch.ones(2, device=device)})
-    return found
-
-
-def test_values_and_parts_are_sent_from_the_same_communicators() -> None:
-    for values, parts in on_machines(sends):
-        assert "device sim 0 on rank 0" in values
-        assert "device sim 1 on rank 1" in values
-        assert "all_gather: 2 x torch.float32 on sim" in parts

@@ -1,18 +1,14 @@
 """The start: what has to be the same on all ranks, and rank 0's values on all of them."""
 
 import copy
-import os
-import signal
-import time
 
 import pytest
 import torch
 from torch import nn
 
-from dataparallel.machines import start
 from dataparallel.machines.group import Machines
-from dataparallel.machines.start import compare, describe, failing_together, send_values
-from machine_ranks import all_machines, on_machines, on_mortal_machines, said
+from dataparallel.machines.start import compare, describe, send_values
+from machine_ranks import all_machines, on_machines, said
 
 IN_HOST_MEMORY = pytest.mark.devices("cpu")  # once is enough
 
@@ -25,58 +21,7 @@ def description_of(module, slots, **settings):
     return describe(dict(module.named_parameters()), dict(module.named_buffers()), slots, settings)
 
 
-# ---- descriptions ----------------------------------------------------------------------------------------------------
-
-
-def test_a_description_has_all_that_ranks_need_to_share(slots):
-    found = description_of(net(), [torch.device(slot) for slot in slots], bucket_cap_mb=25)
-    assert [*found] == [
-        "slots",
-        "bucket_cap_mb",
-        *(f"parameter {name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight")),
-        *(f"buffer 1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")),
-    ]
-    assert found["slots"] == {"number": 3, "type": torch.device(slots[0]).type}
-    assert found["parameter 0.weight"] == {
-        "shape": (8, 4),
-        "dtype": torch.float32,
-        "device": "cpu",
-        "requires_grad": True,
-        "strides": "row-major",
-    }
-
-
-@IN_HOST_MEMORY
-def test_strides_count_only_where_elements_lie_in_another_order():
-    image = torch.empty(2, 3, 4, 4)
-    for tensor, strides in (
-        (image, "row-major"),
-        (image.to(memory_format=torch.channels_last), (48, 1, 12, 3)),
-        (torch.empty(1, 3).t(), "row-major"),
-        (torch.empty(2, 3).t(), (1, 3)),
-    ):
-        assert describe({"w": tensor}, {}, [], {})["parameter w"]["strides"] == strides
-
-
-@IN_HOST_MEMORY
-def test_tensors_without_strides_are_described_too():
-    lazy = nn.LazyLinear(3)
-    assert describe({"w": lazy.weight}, {}, [], {})["parameter w"]["shape"] == "not initialised"
-    sparse = describe({}, {"m": torch.eye(3).to_sparse()}, [], {})["buffer m"]
-    assert (sparse["shape"], sparse["layout"]) == ((3, 3), torch.sparse_coo)
-
-
 # ---- comparison ------------------------------------------------------------------------------------------------------
-
-
-def same(rank, devices):
-    module = net()
-    return said(compare, all_machines(), "replicate", description_of(module, devices, bucket_cap_mb=25))
-
-
-@IN_HOST_MEMORY
-def test_ranks_that_agree_go_on():
-    assert on_machines(same, ranks=3) == ["nothing was raised"] * 3
 
 
 def wrong_on_a_rank(rank):
@@ -114,29 +59,6 @@ def test_differences_are_named_on_every_rank_and_the_next_start_works():
         "not there on rank 2",
     ):
         assert part in words
-
-
-def error_before(rank, devices):
-    machines = all_machines()
-
-    def begin():
-        with failing_together(machines):
-            if rank == 1:
-                raise ValueError("bucket_cap_mb=-1: a bucket holds more than 0 MiB")
-        compare(machines, "replicate", {"slots": 2})
-
-    return said(begin), said(compare, machines, "again", {"slots": 2})
-
-
-@IN_HOST_MEMORY
-def test_an_error_on_one_rank_is_an_error_on_all():
-    (zero, again), (one, again_too), (two, _) = on_machines(error_before, ranks=3)
-    assert one == "ValueError: bucket_cap_mb=-1: a bucket holds more than 0 MiB"
-    for words in (zero, two):
-        assert words.startswith("PeerFailed: ")
-        assert "rank 1" in words
-        assert "bucket_cap_mb=-1: a bucket holds more than 0 MiB" in words
-    assert again == again_too == "nothing was raised"
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -199,17 +121,6 @@ def test_rank_0_is_that_of_the_group():
     assert on_machines(received_by_a_part, ranks=3) == [[0.0] * 3, [1.0] * 3, [1.0] * 3]
 
 
-def values_on_two_devices(rank, devices):
-    tensors = {str(i): torch.full((3,), float(10 * rank + i), device=devices[i % 2]) for i in range(6)}
-    send_values(all_machines().words, tensors, 30)
-    return [tensor.tolist() for tensor in tensors.values()]
-
-
-def test_values_on_several_devices():
-    expected = [[float(i)] * 3 for i in range(6)]
-    assert on_machines(values_on_two_devices) == [expected] * 2
-
-
 def refused(rank, devices):
     machines = all_machines()
     with torch.inference_mode():
@@ -250,21 +161,6 @@ def test_what_cannot_be_sent():
     assert (kept, changed) == ([0.0, 0.0], [1.0, 1.0])
 
 
-def graphs_recorded_before(rank, devices):
-    weight = nn.Parameter(torch.full((2,), 1.0 + rank))
-    loss = (weight * weight).sum()
-    send_values(all_machines().words, {"w": weight})
-    return said(loss.backward)
-
-
-@IN_HOST_MEMORY
-def test_a_graph_that_reads_the_former_values_raises():
-    """As after any other change in place; rank 0 has changed nothing."""
-    zero, one = on_machines(graphs_recorded_before)
-    assert zero == "nothing was raised"
-    assert "modified by an inplace operation" in one
-
-
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
 
@@ -282,59 +178,3 @@ def sent_on_a_side_stream(rank, devices):
 def test_values_are_ordered_by_the_current_stream():
     """On simulated devices the clocks say so."""
     assert on_machines(sent_on_a_side_stream) == [[0.0] * 3] * 2
-
-
-# ---- failures --------------------------------------------------------------------------------------------------------
-
-
-def failing_on_the_way(rank, devices):
-    tensors = {str(i): torch.full((100,), float(rank)) for i in range(6)}
-    flatten = start.flatten
-
-    def fails(bucket, tensors):
-        if [*bucket.indices] == [3]:
-            raise MemoryError("no room for 3")
-        return flatten(bucket, tensors)
-
-    start.flatten = fails
-    began = time.monotonic()
-    words = said(send_values, all_machines().words, tensors, 400)
-    return words, time.monotonic() - began
-
-
-@IN_HOST_MEMORY
-def test_an_error_on_the_way_is_an_error_on_all():
-    """The other ranks wait for what rank 0 cannot send."""
-    zero, *others = on_mortal_machines(failing_on_the_way, ranks=3, group_timeout=20.0)
-    assert zero.result[0] == "MemoryError: no room for 3"
-    for ended in others:
-        words, seconds = ended.result
-        assert words.startswith("PeerFailed: ")
-        assert "rank 0 failed: MemoryError: no room for 3" in words
-        assert seconds < 15
-
-
-def killed(rank, devices, where):
-    machines = all_machines()
-    tensors = {str(i): torch.full((100,), float(rank)) for i in range(6)}
-    send_values(machines.words, tensors)
-    if rank == 1 and where == "between":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 1:
-        start._receive = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    compare(machines, "replicate", {"slots": 2})
-    send_values(machines.words, tensors, 400)
-
-
-@IN_HOST_MEMORY
-@pytest.mark.parametrize(
-    ("where", "named"), [("between", "the start of replicate"), ("on the way", "values of rank 0")]
-)
-def test_a_rank_that_is_killed_is_an_error_on_all_others(where, named):
-    zero, one, two = on_mortal_machines(killed, where, ranks=3, group_timeout=3.0)
-    assert one.code == -signal.SIGKILL
-    for ended in (zero, two):
-        kind, words = ended.error
-        assert kind == "PeerGone"
-        assert named in words
-        assert ended.seconds < 3.0 + 5

@@ -120,23 +120,6 @@ def test_forwards_without_gradients_fail_together_too():
     ]
 
 
-def only_without_collectives(rank: int, devices: list[torch.device]) -> int:
-    """Rank 0 alone fails in a forward that has no collectives, and nobody hears of it."""
-    model = spanning(Awkward(), devices).eval()
-    with torch.no_grad():
-        model(samples(4).to(devices[0]), "", False)
-        if rank == 0:
-            with pytest.raises(Fails):
-                model(samples(4).to(devices[0]), "forward 1", False)
-    for step in range(3):
-        model.train()(samples(4, seed=step).to(devices[0])).sum().backward()
-    return 3
-
-
-def test_a_failure_without_collectives_stays_on_its_machine():
-    assert on_machines(only_without_collectives) == [3, 3]
-
-
 class Differs(nn.Module):
     """A rank calls something else in one step."""
 

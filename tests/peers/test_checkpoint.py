@@ -44,34 +44,6 @@ def test_gradients_are_those_without_it(slots, batch, workers, times):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_the_recomputation_knows_its_replica_and_meets_nobody(slots, batch):
-    seen: list[tuple[int, int]] = []
-
-    def noted(chunk: Tensor, weight: Tensor) -> Tensor:
-        seen.append((peers.index(), peers.count()))
-        peers.barrier()
-        return similar(chunk, weight).exp()
-
-    wrapped = parallel(lambda chunk, weight: peers.checkpoint(noted, chunk, weight), slots)
-    output = wrapped(batch)
-    assert sorted(seen) == [(0, 3), (1, 3), (2, 3)]
-    seen.clear()
-    output.sum().backward()
-    assert sorted(seen) == [(0, 3), (1, 3), (2, 3)]
-
-
-def test_checkpoints_inside_of_each_other(slots, batch):
-    def inner(chunk: Tensor, weight: Tensor) -> Tensor:
-        return peers.checkpoint(similar, chunk.sin(), weight) * peers.all_reduce(chunk.sum())
-
-    kept = parallel(lambda c, w: similar(c.sin(), w) * peers.all_reduce(c.sum()) + similar(c, w), slots)
-    recomputed = parallel(
-        lambda c, w: peers.checkpoint(lambda x, v: inner(x, v) + peers.checkpoint(similar, x, v), c, w), slots
-    )
-    for found, wanted in zip(gradients(recomputed, batch, 2), gradients(kept, batch, 2), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
 def test_dropout_and_autocast_are_repeated(slots, batch):
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -138,15 +110,6 @@ def test_torchs_checkpoint_inside_says_what_to_use(slots, batch, reentrant):
 
     with pytest.raises(RuntimeError, match=r"dataparallel\.peers\.checkpoint"):
         parallel(inside, slots)(batch)
-
-
-def test_collectives_where_the_user_has_switched_gradients_off(slots, batch):
-    def partly(chunk: Tensor, weight: Tensor) -> Tensor:
-        with torch.no_grad():
-            mean = peers.all_reduce(chunk.mean(0), "mean")
-        return (chunk - mean) * weight
-
-    parallel(partly, slots)(batch).sum().backward()
 
 
 def test_a_recomputation_that_does_something_else_is_an_error(slots, batch):

@@ -28,27 +28,10 @@ class TestValues:
         wanted = combined(op, batch)
         torch.testing.assert_close(found, wanted.expand(len(slots), -1), rtol=1e-12, atol=1e-12)
 
-    @pytest.mark.slots(2, 3, 8)
-    def test_all_gather_of_uneven_chunks(self, slots):
-        batch = samples(2 * len(slots) + 1).to(slots[0])
-        found = parallel(lambda chunk, _: peers.all_gather(chunk)[None], slots)(batch)
-        assert all(torch.equal(own, batch) for own in found)
-
     def test_all_gather_along_another_dimension(self, slots):
         batch = samples(3).to(slots[0])
         found = parallel(lambda chunk, _: peers.all_gather(chunk, dim=-1)[None], slots)(batch)
         assert all(torch.equal(own[0], batch.flatten()) for own in found)
-
-    def test_a_replica_may_bring_nothing_to_all_gather(self, slots):
-        batch = samples(3).to(slots[0])
-        found = parallel(lambda chunk, _: peers.all_gather(chunk[: peers.index()])[None], slots)(batch)
-        assert all(torch.equal(own, batch[1:]) for own in found)
-
-    @pytest.mark.parametrize("source", [0, 2])
-    def test_broadcast(self, slots, source):
-        batch = samples(3).to(slots[0])
-        found = parallel(lambda chunk, _: peers.broadcast(chunk, source), slots)(batch)
-        assert torch.equal(found, batch[[source] * 3])
 
     @pytest.mark.parametrize("sizes", [None, [3, 0, 2]])
     def test_reduce_scatter(self, slots, sizes):
@@ -80,11 +63,6 @@ class TestValues:
         wanted = torch.cat([batch.sum(0), batch.sum()[None]])
         torch.testing.assert_close(parallel(nested, slots)(batch), wanted.expand(3, -1))
 
-    def test_bool_and_0_dim_tensors(self, slots):
-        batch = torch.tensor([True, False, False], device=slots[0])
-        found = parallel(lambda chunk, _: peers.all_reduce(chunk[0], "max")[None], slots)(batch)
-        assert found.tolist() == [True] * 3
-
     def test_no_two_replicas_share_the_memory_of_a_result(self, slots):
         def changed(chunk: Tensor, _: Tensor) -> Tensor:
             results = [
@@ -104,40 +82,6 @@ class TestValues:
 
 
 class TestGradients:
-    @pytest.mark.slots(2, 3, long=[8])
-    @pytest.mark.parametrize("op", OPERATIONS)
-    def test_of_all_reduce(self, slots, op):
-        batch = samples(len(slots)).to(slots[0])
-        wrapped = parallel(lambda chunk, weight: peers.all_reduce((chunk * weight)[0].exp(), op)[None] * chunk, slots)
-        alone = Calls(lambda whole, weight: combined(op, (whole * weight).exp()) * whole).to(slots[0])
-        same_as(wrapped, alone, batch)
-
-    @pytest.mark.slots(2, 3, long=[8])
-    def test_of_all_gather(self, slots):
-        batch = samples(2 * len(slots) + 1).to(slots[0])
-
-        def similar(chunk: Tensor, weight: Tensor) -> Tensor:
-            own = (chunk * weight).tanh()
-            return own @ peers.all_gather(own).T
-
-        same_as(parallel(similar, slots), Calls(similar).to(slots[0]), batch)
-
-    def test_of_broadcast(self, slots):
-        batch = samples(3).to(slots[0])
-        wrapped = parallel(lambda chunk, weight: peers.broadcast(chunk * weight, 1) * chunk, slots)
-        same_as(wrapped, Calls(lambda whole, weight: (whole[1:2] * weight) * whole).to(slots[0]), batch)
-
-    def test_of_reduce_scatter(self, slots):
-        batch = samples(9).to(slots[0])
-        wrapped = parallel(lambda chunk, weight: peers.reduce_scatter((chunk * weight).exp()), slots)
-        same_as(wrapped, Calls(lambda whole, w: (whole * w).exp().view(3, 3, 3).sum(0)).to(slots[0]), batch)
-
-    def test_of_all_to_all(self, slots):
-        batch = samples(9).to(slots[0])
-        wrapped = parallel(lambda c, w: torch.stack(peers.all_to_all([*(c * w).exp()])), slots)
-        alone = Calls(lambda whole, w: (whole * w).exp().view(3, 3, 3).transpose(0, 1).reshape(9, 3)).to(slots[0])
-        same_as(wrapped, alone, batch)
-
     @pytest.mark.parametrize("op", OPERATIONS)
     def test_numerically_once_and_twice(self, slots, op):
         wrapped = parallel(lambda chunk, w: (peers.all_reduce(chunk * w, op) ** 2) * peers.all_gather(chunk), slots)
@@ -195,33 +139,6 @@ class TestModes:
             wanted = (batch[[0, 2]] * batch[[0, 2]].sum(0)).sum(0)
             torch.testing.assert_close(wrapped.module.weight.grad, wanted)
 
-    def test_tensors_of_some_replicas_need_gradients(self, slots):
-        def partly(chunk: Tensor, weight: Tensor) -> Tensor:
-            return peers.all_reduce(chunk * weight if peers.index() == 2 else chunk)
-
-        wrapped, batch = parallel(partly, slots), samples(3).to(slots[0])
-        output = wrapped(batch)
-        assert output.requires_grad
-        output.sum().backward()
-        torch.testing.assert_close(wrapped.module.weight.grad, 3 * batch[2])
-
-    def test_integers_among_what_needs_gradients(self, slots):
-        def mixed(chunk: Tensor, weight: Tensor) -> Tensor:
-            total, number = peers.all_reduce((chunk * weight, torch.tensor(len(chunk), device=chunk.device)))
-            assert not number.requires_grad
-            return total / number
-
-        batch = samples(3).to(slots[0])
-        parallel(mixed, slots)(batch).sum().backward()
-
-    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-    def test_without_gradients(self, slots, mode):
-        batch = samples(3).to(slots[0])
-        with mode():
-            found = parallel(lambda chunk, _: peers.all_reduce(chunk), slots)(batch)
-        assert not found.requires_grad
-        torch.testing.assert_close(found, batch.sum(0).expand(3, -1))
-
     def test_inference_mode_in_some_replicas_is_an_error(self, slots):
         def partly(chunk: Tensor, _: Tensor) -> Tensor:
             with torch.inference_mode(peers.index() == 1):
@@ -229,25 +146,6 @@ class TestModes:
 
         with pytest.raises(RuntimeError, match="in inference mode"):
             parallel(partly, slots)(samples(3).to(slots[0]))
-
-    def test_under_autocast(self, slots):
-        def cast(chunk: Tensor, weight: Tensor) -> Tensor:
-            product = chunk.float() @ weight.float()[:, None]
-            assert product.dtype == torch.bfloat16
-            return peers.all_reduce(product)
-
-        with torch.autocast(torch.device(slots[0]).type, torch.bfloat16):
-            found = parallel(cast, slots)(samples(3).to(slots[0]))
-        assert found.dtype == torch.bfloat16
-
-    def test_in_frozen_replicas(self, slots):
-        wrapped, batch = (
-            parallel(lambda chunk, weight: peers.all_reduce(chunk * weight), slots),
-            samples(3).to(slots[0]),
-        )
-        with torch.no_grad(), wrapped.options.frozen():
-            first, second = wrapped(batch), wrapped(batch)
-        assert torch.equal(first, second)
 
     def test_a_compiled_replica_has_a_graph_break(self, slots):
         class Net(nn.Module):

@@ -98,19 +98,12 @@ def soak(form: str, slots: list, chunks: int, steps: int) -> Soak:
 
 
 @pytest.mark.counts_memory
-@pytest.mark.slots(4)
-@pytest.mark.parametrize("form", FORMS)
-def test_sixty_steps_grow_nothing(form: str, slots: list) -> None:
-    training = soak(form, slots, chunks=3, steps=30)
-    assert not reasons(training.network)
-
-
-@pytest.mark.long
 @pytest.mark.watchdog(600)
 @pytest.mark.slots(4)
 @pytest.mark.parametrize("form", FORMS)
-def test_six_hundred_steps_grow_nothing(form: str, slots: list) -> None:
-    """There are more sizes than are captured."""
-    training = soak(form, slots, chunks=MOST_CAPTURES + 4, steps=300)
-    (reason,) = reasons(training.network)
-    assert "kinds of arguments" in reason
+@pytest.mark.parametrize(("steps", "chunks"), [(30, 3), pytest.param(300, MOST_CAPTURES + 4, marks=pytest.mark.long)])
+def test_steps_grow_nothing(steps: int, chunks: int, form: str, slots: list) -> None:
+    """Also if there are more sizes than are captured."""
+    training = soak(form, slots, chunks=chunks, steps=steps)
+    assert all("kinds of arguments" in reason for reason in reasons(training.network))
+    assert bool(reasons(training.network)) == (chunks > MOST_CAPTURES)

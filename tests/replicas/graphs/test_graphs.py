@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import peers
-from dataparallel.replicas.graphs.calls import MOST_CAPTURES, MOST_STATES, MOST_TRIES, WARM_UP
+from dataparallel.replicas.graphs.calls import MOST_TRIES, WARM_UP
 from each_form import Form, frozen, graphing_forms, replicated, sharded_children
 from graphed_nets import SETTLE, WIDTH, Block, Net, build, captured, graphed, graphs_of, inputs, reasons, step
 from nogpu import cuda
@@ -24,113 +24,6 @@ pytestmark = graphing_forms
 
 on_cuda = pytest.mark.devices("cuda")
 """Other devices have no graphs."""
-
-
-def train(form: Form, slots: list, root: torch.device, graphs: bool, **options: Any) -> tuple[list[Tensor], Any]:
-    """Losses of a training with all that a user does meanwhile, the parameters at its end, and the model."""
-    torch.manual_seed(1)
-    source = build(root)
-    network = form(source, slots, graphs=graphs, **options)
-    optimizer = torch.optim.SGD(source.parameters(), lr=0.1, momentum=0.9)
-    saved, found = None, []
-    for number in range(24):
-        optimizer.zero_grad(set_to_none=number % 2 == 0)
-        found.append(step(network, inputs(root)))
-        if number % 5 == 4:  # gradients of two batches
-            found.append(step(network, inputs(root)))
-        optimizer.step()
-        if number % 3 == 2:
-            network.eval()
-            with torch.no_grad():
-                found.append(network(inputs(root)))
-            network.train()
-        if number == 10:
-            saved = copy.deepcopy(source.state_dict())
-            optimizer.param_groups[0]["lr"] = 0.05
-        if number == 14:
-            with torch.no_grad():
-                source.last.weight.mul_(0.9)
-        if number == 18:
-            source.load_state_dict(saved)
-    return [*found, *(value.clone() for value in source.state_dict().values())], network
-
-
-@pytest.mark.slots(1, 2, 3, long=[8])
-def test_a_training_computes_the_same(form: Form, slots: list, root: torch.device) -> None:
-    expected, _ = train(form, slots, root, graphs=False)
-    found, network = train(form, slots, root, graphs=True)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    if root.type == "cuda":
-        assert captured(network) > 20 * len(slots)
-        assert not reasons(network)
-
-
-@on_cuda
-def test_draws_differ_from_launch_to_launch_and_follow_the_seed(form: Form, slots: list, root: torch.device) -> None:
-    network = form(build(root, lambda: Net(0.5)), slots, graphs=True)
-    x = inputs(root)
-    for _ in range(SETTLE):
-        step(network, x)
-
-    def losses() -> list[Tensor]:
-        torch.cuda.manual_seed_all(3)
-        return [step(network, x) for _ in range(3)]
-
-    first, again = losses(), losses()
-    assert captured(network)
-    assert torch.equal(torch.stack(first), torch.stack(again))
-    assert len({loss.item() for loss in first}) == 3
-
-
-@on_cuda
-def test_a_launch_is_one_call_for_all_operators_of_a_piece(form: Form, slots: list, root: torch.device) -> None:
-    def launches(graphs: bool) -> int:
-        network = form(build(root, lambda: nn.Sequential(*map(deep, range(2)))), slots, graphs=graphs)
-        x = torch.randn(12, WIDTH, dtype=torch.double).to(root)
-        for _ in range(SETTLE):
-            step(network, x)
-        with cuda.counted() as counts:
-            step(network, x)
-        assert (counts.calls["cudaGraphLaunch"] > 0) == graphs
-        return counts.calls["cudaGraphLaunch"]
-
-    def deep(number: int) -> nn.Module:
-        return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)])
-
-    assert launches(graphs=False) == 0
-    assert launches(graphs=True) <= 2 * 2 * 6 * len(slots)
-
-
-@on_cuda
-def test_two_forwards_before_a_backward_compute_the_same(form: Form, slots: list, root: torch.device) -> None:
-    """What the first one has saved stays: the second one runs as it is."""
-    source = build(root)
-    network = form(source, slots, graphs=True)
-    x, y = inputs(root), inputs(root)
-    for _ in range(SETTLE):
-        step(network, x)
-    source.zero_grad()
-    (network(x).square().mean() + network(y).square().mean()).backward()
-    found = [parameter.grad.clone() for parameter in source.parameters()]
-    plain = copy.deepcopy(source) if isinstance(network, dataparallel.DataParallel) else build(root)
-    plain.load_state_dict(source.state_dict())
-    plain.zero_grad()
-    reference = form(plain, slots)
-    (reference(x).square().mean() + reference(y).square().mean()).backward()
-    torch.testing.assert_close(found, [p.grad for p in plain.parameters()], rtol=1e-9, atol=1e-9)
-
-
-@on_cuda
-def test_an_output_that_is_kept_stays_as_it_is(form: Form, slots: list, root: torch.device) -> None:
-    network = form(build(root), slots, graphs=True).eval()
-    with torch.no_grad():
-        for _ in range(WARM_UP + 1):
-            network(inputs(root))
-        kept = network(inputs(root))
-        before = kept.clone()
-        network(inputs(root))
-    assert captured(network) > 0
-    assert torch.equal(kept, before)
 
 
 @on_cuda
@@ -235,30 +128,6 @@ def test_what_cannot_be_captured_runs_as_it_is(
     assert kind is not Reads or "test_graphs.py:" in reason
 
 
-class FillsIn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, batch: dict[str, Tensor]) -> None:
-        batch["hidden"] = self.block(batch["x"])
-
-
-@on_cuda
-def test_what_writes_into_a_dict_that_it_got_runs_as_it_is(form: Form, slots: list, root: torch.device) -> None:
-    """A launch would write nothing there."""
-    net, x = build(root, FillsIn), torch.randn(12, WIDTH, dtype=torch.double, device=root)
-    expected = net.block(x)
-    network = form(net, slots, graphs=True)
-    for _ in range(SETTLE + 2):
-        batch = {"x": x}
-        network(batch)
-        torch.testing.assert_close(batch["hidden"], expected, rtol=1e-9, atol=1e-9)
-        batch["hidden"].sum().backward()
-    assert any("writes into a dict or list" in reason for reason in reasons(network)), reasons(network)
-    assert captured(network) == 0
-
-
 @on_cuda
 @pytest.mark.parametrize(
     "draw", [random.random, lambda: torch.rand(()), np.random.random], ids=["python", "torch", "numpy"]
@@ -302,50 +171,6 @@ def test_what_another_thread_draws_on_the_host_delays_a_capture(form: Form, slot
 
 
 @on_cuda
-def test_a_failed_capture_leaves_the_generator_as_it_was(form: Form, slots: list, root: torch.device) -> None:
-    class ReadsAfterADraw(Block):
-        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-            x = x + torch.rand_like(x) * 0
-            return super().forward(x, float(x.detach().sum() * 0) + scale)
-
-    def build_it() -> nn.Module:
-        net = Net(0.5)
-        net.blocks[0] = ReadsAfterADraw(0.5)
-        return net
-
-    def losses(graphs: bool) -> list[float]:
-        network = form(build(root, build_it), slots, graphs=graphs)
-        torch.manual_seed(2)
-        torch.cuda.manual_seed_all(2)
-        found = [step(network, inputs(root)).item() for _ in range(SETTLE + 3)]
-        assert not graphs or any("capturing" in reason for reason in reasons(network))
-        return found
-
-    assert losses(graphs=True) == pytest.approx(losses(graphs=False), rel=1e-9)
-
-
-@on_cuda
-def test_the_number_of_captures_is_limited(form: Form, slots: list, root: torch.device) -> None:
-    network = form(build(root), slots, graphs=True)
-    for chunk in range(2, MOST_CAPTURES + 4):
-        for _ in range(SETTLE):
-            step(network, inputs(root, chunk * len(slots)))
-    assert {replica.captures for replica in graphed(network)} == {MOST_CAPTURES}
-    assert any("kinds of arguments" in reason for reason in reasons(network))
-
-
-@on_cuda
-def test_attributes_that_change_in_each_step_pile_up_nothing(form: Form, slots: list, root: torch.device) -> None:
-    source = build(root)
-    network = form(source, slots, graphs=True)
-    for number in range(MOST_STATES + 5):
-        source.blocks[0].number = number
-        for _ in range(SETTLE):
-            step(network, inputs(root))
-    assert {replica.captures for replica in graphed(network)} == {MOST_STATES}
-
-
-@on_cuda
 def test_a_state_that_comes_back_is_not_captured_again(form: Form, slots: list, root: torch.device) -> None:
     network, x = form(build(root), slots, graphs=True), inputs(root)
     for _ in range(3):
@@ -354,24 +179,6 @@ def test_a_state_that_comes_back_is_not_captured_again(form: Form, slots: list, 
             for _ in range(SETTLE):
                 step(network, x)
     assert {replica.captures for replica in graphed(network)} == {2}
-
-
-@on_cuda
-def test_an_error_in_a_forward_leaves_graphs_good(form: Form, slots: list, root: torch.device) -> None:
-    class Fails(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            if x.shape[0] % 2:
-                raise ArithmeticError("odd")
-            return super().forward(x)
-
-    source = build(root, Fails)
-    network, x = form(source, slots, graphs=True), inputs(root, 4 * len(slots))
-    losses = [step(network, x) for _ in range(SETTLE)]
-    with pytest.raises(ArithmeticError, match="odd"):
-        network(inputs(root, 3 * len(slots)))
-    losses += [step(network, x) for _ in range(3)]
-    assert len({round(loss.item(), 12) for loss in losses}) == 1
-    assert captured(network) > len(slots)
 
 
 @on_cuda
@@ -456,11 +263,6 @@ class TestTogether:
         self.check(form, slots, root, lambda network: network(inputs(root)).backward(), kind=WithLoss, scalars="mean")
 
     @on_cuda
-    def test_a_gradient_scaler(self, form: Form, slots: list, root: torch.device) -> None:
-        scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
-        self.check(form, slots, root, lambda network: scaler.scale(network(inputs(root)).square().mean()).backward())
-
-    @on_cuda
     def test_gradients_that_wait_on_the_slots(self, form: Form, slots: list, root: torch.device) -> None:
         def step(network: Any) -> None:
             if isinstance(network, dataparallel.DataParallel):
@@ -487,14 +289,6 @@ class TestTogether:
                 network.register_comm_hook(None, hook)
                 have_hooks.append(network)
             network(inputs(root)).square().mean().backward()
-
-        self.check(form, slots, root, step)
-
-    @on_cuda
-    def test_batches_from_a_prefetched_loader(self, form: Form, slots: list, root: torch.device) -> None:
-        def step(network: Any) -> None:
-            for (x,) in dataparallel.prefetch([(inputs(torch.device("cpu")),)], network):
-                network(x).square().mean().backward()
 
         self.check(form, slots, root, step)
 

@@ -112,78 +112,12 @@ class TestBackward:
         outer.model = Part()  # it has no parts, and is one itself
         assert [*parts_of(outer)] == ["model"]
 
-    def test_has_few_pieces_of_several_parts(self) -> None:
-        model = Parts(2 * pieces_of.MOST_PIECES, row)
-        assert [len(piece.leaves) for piece in check(model)] == [2, 2, 2, 2, 2, 5]
-
-    def test_has_more_pieces_if_they_are_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pieces_of, "LARGE_PIECE", WIDTH * WIDTH * 8)
-        assert len(check(Parts(2 * pieces_of.MOST_PIECES, row))) == 2 * pieces_of.MOST_PIECES
-
-    def test_a_part_that_is_called_again_and_again_makes_no_more_pieces(self) -> None:
-        def run(model: Parts, x: Tensor) -> Tensor:
-            for _ in range(3 * pieces_of.MOST_PIECES):
-                x = model.parts[0](x)
-            return x
-
-        model = Parts(1, run)
-        assert len(check(model)) == pieces_of.MOST_PIECES
-
-    def test_is_not_cut_where_two_tensors_carry_gradients(self) -> None:
-        def run(model: Parts, x: Tensor) -> Tensor:
-            first, second, third, fourth = model.parts
-            y = second(first(x))
-            return fourth(third(y) + y)
-
-        # Before the second, the third and the fourth part: `y` is the only one but in the last case.
-        assert len(check(Parts(4, run))) == 4
-
-        def around(model: Parts, x: Tensor) -> Tensor:
-            first, second, third, fourth = model.parts
-            y = first(x)
-            return fourth(third(second(y))) + y
-
-        found = check(Parts(4, around))
-        assert len(found) == 2
-        assert found[0].below is not None
-
-    def test_is_not_cut_where_a_part_takes_two_tensors(self) -> None:
-        def run(model: Parts, x: Tensor) -> Tensor:
-            first, second, third = model.parts
-            y = first(x)
-            return third(second(y), y)
-
-        assert len(check(Parts(3, run))) == 2
-
-    def test_is_not_cut_below_an_output(self) -> None:
-        def run(model: Parts, x: Tensor) -> tuple[Tensor, Tensor]:
-            first, second, third = model.parts
-            y = first(x)
-            return third(second(y)), y
-
-        assert len(check(Parts(3, run))) == 2
-
-    def test_a_weight_of_two_pieces_has_two_gradients(self) -> None:
-        model = Parts(3, row)
-        model.parts[2].weight = model.parts[0].weight
-        found = check(model)
-        assert [len(piece.leaves) for piece in found] == [1, 1, 4]
-
     def test_is_not_cut_where_a_weight_is_kept_for_later(self) -> None:
         def run(model: Parts, x: Tensor) -> Tensor:
             weight = model.parts[0].weight
             return model.parts[1](model.parts[0](x)).matmul(weight)
 
         assert len(check(Parts(2, run))) == 1
-
-    def test_a_boundary_may_be_changed_in_place(self) -> None:
-        def run(model: Parts, x: Tensor) -> Tensor:
-            y = model.parts[0](x) * 1
-            z = model.parts[1](y)
-            y.mul_(2)
-            return z + y
-
-        check(Parts(2, run))
 
     @pytest.mark.parametrize("is_late", [False, True])
     def test_is_not_cut_at_a_tensor_with_a_hook(self, is_late: bool) -> None:
@@ -196,9 +130,6 @@ class TestBackward:
             return model.parts[1](y) if z is None else z
 
         assert len(check(Parts(2, run))) == 1
-
-    def test_parameters_that_are_not_used_have_no_gradients(self) -> None:
-        check(Parts(3, lambda model, x: model.parts[2](model.parts[0](x))))
 
     @given(
         steps=st.lists(
@@ -224,13 +155,6 @@ class TestBackward:
 
 @pytest.mark.devices("cpu")
 class TestForward:
-    def test_each_graph_waits_for_what_it_looks_up(self) -> None:
-        model = Parts(3, row)
-        _, _, pieces = cut_up(model, torch.randn(2, WIDTH, dtype=torch.double, requires_grad=True))
-        modules = [*model.modules()]
-        first = {modules[number]: graph for number, graph in pieces.first_graph.items()}
-        assert first == {model.first: 0, model.parts[0]: 0, model.parts[1]: 1, model.parts[2]: 2}
-
     @pytest.mark.parametrize("way", ["parameters", "values", "get", "merged"])
     def test_waits_for_parameters_that_are_read_without_a_lookup(self, way: str) -> None:
         def run(model: Parts, x: Tensor) -> Tensor:
@@ -247,13 +171,6 @@ class TestForward:
         _, _, pieces = cut_up(model, torch.randn(2, WIDTH, dtype=torch.double, requires_grad=True))
         assert pieces.first_graph[[*model.modules()].index(model.parts[2])] == 0
         check(model)
-
-    def test_is_one_graph_if_no_gradients_are_recorded(self) -> None:
-        model = Parts(3, row)
-        pieces = CapturedPieces(model, None)
-        with torch.no_grad(), pieces.capturing():
-            pieces.copy(torch.randn(2, WIDTH, dtype=torch.double))
-        assert {*pieces.first_graph.values()} == {0}
 
 
 @pytest.mark.devices("cuda")

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from dataparallel.comm.transport_choice import why_no_tables
 from dataparallel.composable import fully_shard
-from dataparallel.forms.fully_shard_arguments import MixedPrecisionPolicy
 from dataparallel.sharded.units.calls import UnitModule
 from each_form import sharded_children, whole
 from graphed_nets import SETTLE, Block, Net, build, captured, gradients, inputs, reasons, step
@@ -59,42 +58,6 @@ def run(root: torch.device) -> Callable[[Any, Any], list[Tensor]]:
 
 def test_the_bits_are_those_without_graphs(slots: list, root: torch.device, run: Any) -> None:
     check(slots, root, run)
-
-
-def test_units_that_the_library_chooses_have_graphs_too(slots: list, root: torch.device, run: Any) -> None:
-    found = []
-    for graphs in (False, True):
-        options = {"units": "auto", "reshard_after_forward": False, "graphs": graphs}
-        network: Any = fully_shard(build(root), devices=slots, **options)
-        found.append((run(network, torch.optim.Adam(network.parameters())), captured(network) > 0))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=0)
-    assert [each[1] for each in found] == [False, True]
-
-
-def test_a_batch_that_is_too_small_for_all_slots(slots: list, root: torch.device) -> None:
-    def steps(network: Any, optimizer: Any) -> list[Tensor]:
-        found = []
-        for samples in [12] * SETTLE + [4, 12, 4, 12]:
-            found.append(step(network, inputs(root, samples)))
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    check(slots, root, steps)
-
-
-def test_gradients_of_two_backwards_are_added(slots: list, root: torch.device) -> None:
-    def steps(network: Any, optimizer: Any) -> list[Tensor]:
-        found = []
-        for number in range(SETTLE + 4):
-            network.set_requires_gradient_sync(number % 2 == 1)
-            found.append(step(network, inputs(root)))
-            if number % 4 == 3:
-                optimizer.step()
-                optimizer.zero_grad()
-        return found
-
-    check(slots, root, steps)
 
 
 def test_full_parameters_keep_their_memory_between_steps(slots: list, root: torch.device, run: Any) -> None:
@@ -179,32 +142,6 @@ def test_units_inside_of_units_have_graphs_and_none_is_empty(
         assert (captured(network) > 0) == graphs
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
     assert not [warning for warning in recwarn if "CUDA Graph is empty" in str(warning.message)]
-
-
-def test_units_have_their_dtypes(slots: list, root: torch.device) -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x)
-            assert y.dtype == torch.bfloat16
-            z: Tensor = self.second(y)
-            assert z.dtype == torch.float32
-            return z
-
-    found = []
-    for graphs in (False, True):
-        torch.manual_seed(0)
-        network = Halves().to(root)
-        for child, output in ((network.first, None), (network.second, torch.float32)):
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output)
-            fully_shard(child, devices=slots, reshard_after_forward=False, mp_policy=policy)
-        fully_shard(network, devices=slots, reshard_after_forward=False, graphs=graphs)
-        found.append([step(network, inputs(root).float()) for _ in range(SETTLE + 1)] + gradients(network))
-        assert (captured(network) > 0) == graphs
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_a_unit_that_frees_its_parameters_after_forward_is_named(

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
-import dataparallel
 from dataparallel.replicas.graphs.calls import WARM_UP
 from dataparallel.testing.cases import numbers, seeded
 from graphed_models import FORMS, Row, SmoothLayer, made
@@ -99,23 +97,6 @@ def test_another_thread_may_use_the_devices_during_captures(form: str, slots: li
             assert_all_captured(network, kinds, slots)
             assert others.rounds > 0
             source.zero_grad()
-
-
-def test_a_loader_may_pin_memory_in_its_own_thread_during_captures(form: str, slots: list) -> None:
-    kinds = 3
-    _, network = made(MODEL, FORMS[form], slots, graphs=True)
-    _, reference = made(MODEL, FORMS[form], slots)
-    for chunk in range(1, kinds + 1):
-        (samples,), _ = MODEL.batch(chunk * len(slots) * SETTLE, chunk)
-        data = TensorDataset(samples, torch.arange(len(samples)))
-        loader = DataLoader(data, chunk * len(slots), num_workers=1, pin_memory=True)
-        with another_thread(slots):
-            for x, positions in dataparallel.prefetch(loader, network):
-                loss = network(x).square().mean()
-                loss.backward()
-                expected = reference(samples[positions].to(slots[0])).square().mean()
-                torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-    assert_all_captured(network, kinds, slots)
 
 
 def test_two_threads_call_one_model_at_once(form: str, slots: list) -> None:
