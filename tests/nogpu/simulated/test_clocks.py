@@ -31,17 +31,6 @@ def test_an_event_that_was_not_recorded_after_the_write_orders_nothing(stream, r
         written + 1
 
 
-def test_an_event_counts_from_its_last_record(stream):
-    event = torch.Event(ONE)
-    event.record(torch.sim.current_stream(ONE))
-    written = torch.ones(3, device=ONE) * 2
-    event.record(torch.sim.current_stream(ONE))
-    stream.wait_event(event)
-    with torch.sim.stream(stream):
-        written.add_(1)
-    stream.synchronize()
-
-
 def test_a_copy_from_pinned_memory_read_on_another_stream_without_waiting(stream):
     host = torch.ones(3).pin_memory()
     with torch.sim.stream(stream):
@@ -70,18 +59,7 @@ def test_a_copy_into_pinned_memory_that_is_still_being_sent(stream):
     del copied
 
 
-def test_parts_of_one_pinned_buffer_are_filled_by_several_devices_at_once():
-    host = torch.empty(4, 6).pin_memory()
-    for index in range(4):
-        side = torch.Stream(torch.device("sim", index))
-        with torch.sim.stream(side):
-            host[index].copy_(torch.full((6,), float(index), device=side.device), non_blocking=True)
-    for index in range(4):
-        torch.sim.synchronize(index)
-    assert host[:, 0].tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("rows", [5, 64, 65, 1000])
+@pytest.mark.parametrize("rows", [5, 65])
 def test_columns_of_one_tensor_are_different_memory(stream, rows):
     table = torch.zeros(rows, 4, device=ONE)
     stream.wait_stream(torch.sim.current_stream(ONE))
@@ -107,16 +85,6 @@ def test_a_write_over_a_pending_read(stream):
     assert result.tolist() == [2, 2, 2]
 
 
-def test_two_reads_need_no_order(stream):
-    source = torch.ones(3, device=ONE)
-    stream.wait_stream(torch.sim.current_stream(ONE))
-    with torch.sim.stream(stream):
-        first = source + 1
-    second = source + 2
-    stream.synchronize()
-    assert (first + second).tolist() == [5, 5, 5]
-
-
 def test_memory_belongs_to_the_stream_that_was_current_when_it_was_made(stream):
     """The stream may still be using the same memory for an earlier tensor."""
     before = torch.ones(3, device=ONE) * 2
@@ -128,13 +96,6 @@ def test_memory_belongs_to_the_stream_that_was_current_when_it_was_made(stream):
         made.zero_()
     stream.synchronize()
     del before
-
-
-def test_a_copy_between_devices_is_ordered_against_both_current_streams():
-    source = torch.ones(3, device=ONE) * 2
-    copied = source.to(TWO, non_blocking=True)
-    source.zero_()
-    assert (copied + 1).tolist() == [3, 3, 3]
 
 
 def test_a_copy_between_devices_is_not_ordered_against_other_streams(stream):
@@ -153,16 +114,6 @@ def test_reading_on_the_host_waits(stream, read):
         read(written, written) if read is torch.equal else read(written)
     written.add_(1)
     finish()
-
-
-def test_an_order_goes_through_a_third_stream(stream):
-    third = torch.Stream(TWO)
-    written = torch.ones(3, device=ONE) * 2
-    third.wait_stream(torch.sim.current_stream(ONE))
-    stream.wait_stream(third)
-    with torch.sim.stream(stream):
-        written.add_(1)
-    stream.synchronize()
 
 
 def test_the_message_shows_the_earlier_accesss_stack_on_request(stream):
@@ -255,17 +206,3 @@ def test_copies_between_devices_are_an_order_also_while_the_clocks_are_off():
         received.copy_(sent)
     received.copy_(host, non_blocking=True)
     assert received.tolist() == [1, 1, 1]
-
-
-def test_the_last_block_of_clocks_that_is_open_decides(stream):
-    first, second = torch.sim.clocks(False), torch.sim.clocks(False)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    written = torch.ones(3, device=ONE) * 2
-    with torch.sim.stream(stream):
-        written + 1
-    second.__exit__(None, None, None)
-    written = torch.ones(3, device=ONE) * 2
-    with torch.sim.stream(stream), race():
-        written + 1

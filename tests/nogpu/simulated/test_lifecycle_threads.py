@@ -96,29 +96,6 @@ over.set()
 for thread in threads:
     thread.join()
 assert ended == [0] * 100, ended
-#: a thread that could not start can be started again
-import threading
-from unittest import mock
-import pytest, torch
-from nogpu import simulate
-
-(device,) = simulate(1)
-name = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
-results = []
-x = torch.ones(3, device=device)
-side = torch.Stream(device)
-thread = threading.Thread(target=lambda: results.append((x + 1).tolist()))
-with mock.patch.object(threading, name, side_effect=RuntimeError("can't start new thread")):
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        thread.start()
-assert not thread.is_alive() and threading.enumerate() == [threading.main_thread()]
-with side:  # the second start carries what this thread has waited for since the first
-    side.wait_stream(torch.sim.default_stream(device))
-    x.add_(1)
-side.synchronize()
-thread.start()
-thread.join()
-assert results == [[3, 3, 3]]
 #: threads are freed when they have run without a collection
 import gc, threading, weakref
 import torch
@@ -150,34 +127,6 @@ for make in (lambda: threading.Thread(target=work), Worker):
     gone = weakref.ref(never_started)
     del never_started
     assert gone() is None
-#: a thread whose instance has its own run hands its knowledge on
-import threading
-import torch
-from nogpu import simulate
-
-(device,) = simulate(1)
-x = torch.zeros(3, device=device)
-main, side = torch.sim.current_stream(device), torch.Stream(device)
-
-
-class Worker(threading.Thread):
-    def run(self):
-        raise AssertionError("the instance has its own")
-
-
-def run():
-    with side:
-        x.add_(1)  # the thread that started this one has waited for the write
-    side.synchronize()
-
-
-main.synchronize()
-worker = Worker()
-worker.run = run
-worker.start()
-worker.join()
-x.add_(1)  # the worker has waited, and this thread has joined it
-assert x.tolist() == [2, 2, 2]
 """
 
 

@@ -18,13 +18,10 @@ def many(count=1_000, device=ONE):
     "operator",
     [
         torch.cat,
-        torch.stack,
         lambda tensors: torch.cat(tensors, out=torch.empty(3_000, device=ONE)),
         lambda tensors: torch._foreach_add(tensors, tensors),
-        lambda tensors: torch._foreach_add_(tensors, 1),
         lambda tensors: torch._foreach_copy_(tensors, tensors[::-1]),
         lambda tensors: torch._foreach_mul_(tensors, torch.tensor(2.0)),
-        lambda tensors: torch._foreach_zero_(tensors),
         lambda tensors: torch._foreach_norm(tensors),
     ],
 )

@@ -18,23 +18,7 @@ from like_the_cpu import DEVICE, assert_as_on_the_cpu, made, numbers
 pytestmark = pytest.mark.devices("sim")
 
 
-@pytest.mark.parametrize("is_sorted", [True, False], ids=["sorted", "unsorted"])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda kind: kind.__name__)
-def test_packed_sequences_of_lengths_on_the_cpu(kind: type[nn.Module], is_sorted: bool) -> None:
-    lengths = torch.tensor([5, 3, 1] if is_sorted else [3, 5, 1])
-
-    def padded(layer: nn.Module, x: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=is_sorted)
-        output, lengths_after = nn.utils.rnn.pad_packed_sequence(layer(packed)[0])
-        assert lengths_after.tolist() == lengths.tolist()
-        return output
-
-    assert_as_on_the_cpu(padded, made(kind, 3, 4, bidirectional=True), numbers(5, 3, 3).requires_grad_())
-
-
 CONVOLUTIONS = {
-    "1d": (1, nn.Conv1d, {}),
-    "2d-strided": (2, nn.Conv2d, {"stride": 2, "padding": 1}),
     "2d-grouped": (2, nn.Conv2d, {"groups": 2, "bias": False}),
     "3d-transposed": (3, nn.ConvTranspose3d, {"bias": False}),
 }
@@ -85,20 +69,6 @@ def test_only_the_mask_of_attention_gets_a_gradient() -> None:
     assert_as_on_the_cpu(F.scaled_dot_product_attention, q, k, v, numbers(5, 5).requires_grad_())
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("training", [False, True])
-def test_transformer_encoder_also_on_its_fast_path(training: bool, padded: bool) -> None:
-    layer = made(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True)
-    encoder = made(nn.TransformerEncoder, layer, 2).train(training)
-    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-
-    def encode(encoder: nn.Module, x: Tensor) -> Tensor:
-        with torch.set_grad_enabled(training):
-            return encoder(x, src_key_padding_mask=padding.to(x.device) if padded else None)
-
-    assert_as_on_the_cpu(encode, encoder, numbers(2, 5, 8))
-
-
 def test_nested_tensors() -> None:
     parts = [numbers(2, 3), numbers(4, 3)]
 
@@ -108,21 +78,6 @@ def test_nested_tensors() -> None:
         return torch.nested.to_padded_tensor(nested * 2, 0.0), *nested.relu().unbind()
 
     assert_as_on_the_cpu(padded, *parts)
-
-
-def test_foreach_functions() -> None:
-    xs = [numbers(3, seed=0), numbers(2, 2, seed=1), numbers(0, seed=2)]
-
-    def foreach(*xs: Tensor) -> list[Tensor]:
-        ys = [x.clone() for x in xs]
-        torch._foreach_add_(ys, xs, alpha=2)
-        torch._foreach_mul_(ys, [1.0, 2.0, 3.0])
-        torch._foreach_addcdiv_(ys, xs, [x.exp() for x in xs], value=0.5)
-        torch._foreach_lerp_(ys, xs, 0.1)
-        torch._foreach_copy_(list(xs), ys)
-        return [*xs, *torch._foreach_norm(ys), *torch._foreach_sqrt([y.abs() for y in ys]), *torch._foreach_max(ys[:2])]
-
-    assert_as_on_the_cpu(foreach, *xs)
 
 
 OPTIMIZERS = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]

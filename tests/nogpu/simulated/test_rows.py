@@ -30,14 +30,6 @@ def test_rows_are_copied_and_added(slots: list) -> None:
     assert target.tolist()[2:] == [300, 400, 500]
 
 
-def test_a_term_that_is_missing_is_left_out(slots: list) -> None:
-    term, target = torch.ones(1, device=slots[1]), torch.full((2,), 7.0, device=slots[0])
-    settle(slots)
-    table = rows((2, 0, 1, 0, 0, 1, 0), (2, 1, 1, 1, 0, 1, 0))
-    torch.sim.launch_rows("sum", table, [term, None, target])
-    assert target.tolist() == [1, 7]
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sums_of_16_bits_are_rounded_once(dtype: torch.dtype, slots: list) -> None:
     terms = [torch.tensor([1 + 2.0**-8 * at], dtype=dtype, device=slot) for at, slot in enumerate(slots)]

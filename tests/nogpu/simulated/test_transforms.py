@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from like_the_cpu import DEVICE, assert_as_on_the_cpu, made, numbers
+from like_the_cpu import DEVICE, assert_as_on_the_cpu, numbers
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -30,16 +30,6 @@ def test_autocast_chooses_the_dtype_by_operator(dtype: torch.dtype) -> None:
     assert not torch.is_autocast_enabled("sim")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_under_autocast_are_in_the_parameters_dtype(dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(DEVICE)
-    with torch.autocast("sim", dtype):
-        loss = F.cross_entropy(model(torch.rand(3, 4, device=DEVICE)), torch.tensor([0, 1, 1], device=DEVICE))
-    loss.backward()
-    assert loss.dtype == torch.float32
-    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
-
-
 def test_function_transforms() -> None:
     def transformed(weight: Tensor, xs: Tensor) -> list[Tensor]:
         def loss(weight: Tensor, x: Tensor) -> Tensor:
@@ -53,54 +43,3 @@ def test_function_transforms() -> None:
         return [per_sample, jacobian, forward, value, tangent, hessian]
 
     assert_as_on_the_cpu(transformed, numbers(2, 3), numbers(4, 3))
-
-
-def test_vmap_over_random_numbers_and_modules() -> None:
-    models = [made(nn.Linear, 3, 2).to(DEVICE) for _ in range(2)]
-    parameters, buffers = torch.func.stack_module_state(models)
-    x = numbers(4, 3).to(DEVICE)
-    outputs = torch.vmap(lambda p, b: torch.func.functional_call(models[0], (p, b), (x,)))(parameters, buffers)
-    # vmap uses other kernels, so the last bit may differ.
-    torch.testing.assert_close(outputs[1].detach(), models[1](x).detach(), rtol=0, atol=1e-12)
-    drawn = torch.vmap(lambda x: x + torch.randn(3, dtype=x.dtype, device=DEVICE), randomness="different")(x)
-    assert (drawn.device, drawn.shape) == (DEVICE, (4, 3))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_modules_with_the_backend_aot_eager() -> None:
-    torch._dynamo.reset()
-    model = made(nn.Sequential, nn.Linear(3, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
-
-    def run(model: nn.Module, x: Tensor) -> Tensor:
-        return torch.compile(model, backend="aot_eager", fullgraph=True)(x)
-
-    assert_as_on_the_cpu(run, model, numbers(4, 3).requires_grad_())
-
-
-def test_fake_tensors_have_the_device() -> None:
-    with torch._subclasses.FakeTensorMode():
-        fake = torch.empty(3, 4, device=DEVICE)
-        assert (fake @ fake.t()).device == DEVICE
-
-
-def test_gradients_are_those_of_finite_differences() -> None:
-    def function(x: Tensor, y: Tensor) -> Tensor:
-        return (x.tanh() @ y.cumsum(0)).logsumexp(1) / (1 + x.square().sum())
-
-    inputs = [numbers(3, 3, seed=seed).to(DEVICE).requires_grad_() for seed in range(2)]
-    assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(function, inputs)
-
-
-def test_saved_tensors_move_to_the_host() -> None:
-    def run(x: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu(pin_memory=True):
-            return (x.exp() * x).sin()
-
-    assert_as_on_the_cpu(run, numbers(3).requires_grad_())
-
-
-def test_a_default_device() -> None:
-    with torch.device(DEVICE):
-        assert torch.ones(2).device == nn.Linear(2, 2).weight.device == torch.arange(3).device == DEVICE
-        assert torch.tensor([1.0, 2.0]).device == torch.linspace(0, 1, 3).device == torch.eye(2).device == DEVICE

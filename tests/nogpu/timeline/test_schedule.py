@@ -33,15 +33,6 @@ class TestKernels:
         program.kernel((0, 0), 12, dtype="bfloat16")
         assert run(program, machine(1, flops={"float32": 1, "bfloat16": 4})).time == 15
 
-    def test_streams_of_one_device_overlap(self):
-        program = Program()
-        program.kernel((0, 0), 5)
-        program.kernel((0, 1), 3)
-        result = run(program)
-        assert times(result) == [(0, 5), (0, 3)]
-        assert [busy.kernels for busy in result.streams] == [5, 3]
-        assert result.devices[0].kernels == 5
-
     @pytest.mark.smoke
     def test_an_event_orders_two_streams(self):
         program = Program()
@@ -83,14 +74,6 @@ class TestHost:
         result = run(program, machine(1, host=Host(3, 4, 5).without_lock(cores)))
         assert sorted(result.start) == starts
 
-    def test_a_thread_that_is_ahead_keeps_one_core_only(self):
-        program = Program()
-        for _ in range(4):
-            program.kernel((0, 0), 1, thread=0)
-        program.kernel((0, 1), 1, thread=1)
-        result = run(program, machine(1, host=Host(3, 4, 5).without_lock(2)))
-        assert result.start == [7, 14, 21, 28, 7]
-
     def test_threads_of_a_backward_pass_hold_no_lock(self):
         program = Program()
         for _ in range(2):
@@ -112,16 +95,6 @@ class TestHost:
         assert result.issue == [0, begins, begins, locked, begins]
         assert result.start == [begins, begins + 2, begins + 4, locked + 7, begins + 7]
         assert [thread.launches for thread in result.threads] == [2, 1]
-
-    def test_the_rest_of_a_graph_waits_for_no_lock(self):
-        program = Program()
-        program.kernel((0, 0), 1, graph=0)
-        for _ in range(3):
-            program.kernel((0, 1), 1, thread=1)
-        program.kernel((0, 0), 1, graph=0)
-        result = run(program, machine(1, host=Host(3, 4, 5, graph=0)))
-        assert (result.start[0], result.start[-1]) == (3, 4)
-        assert result.recording.calls == 4
 
     def test_a_host_wait_holds_up_what_its_thread_issues(self):
         program = Program()

@@ -24,12 +24,6 @@ class TestCopies:
         program.to_host((0, 0), bytes_read=4, bytes_written=0)
         assert run(program).time == 4
 
-    def test_a_device_sends_while_it_receives(self):
-        program = Program()
-        program.copy((0, 0), 1, 2)
-        program.copy((1, 0), 0, 3)
-        assert times(run(program)) == [(0, 2), (0, 3)]
-
     def test_a_copy_does_not_occupy_the_device(self):
         program = Program()
         program.kernel((0, 0), 4)

@@ -221,12 +221,6 @@ def test_no_launch_ends_later_on_a_better_machine(data, recording, machine):
     assert all(a <= b for a, b in zip(quick.issue, slow.issue, strict=True))
 
 
-@given(recordings(peers=False), machines())
-def test_no_launch_ends_later_with_a_free_host(recording, machine):
-    quick, slow = schedule(recording, machine.with_free_host()), schedule(recording, machine)
-    assert all(a <= b for a, b in zip(quick.end, slow.end, strict=True))
-
-
 @given(recordings(), machines())
 def test_links_never_serve_more_copies_than_they_can(recording, machine):
     result = schedule(recording, machine)
