@@ -93,13 +93,6 @@ def test_it_ends_with_the_block_and_leaves_the_source_alone(wrap: Callable, slot
     torch.testing.assert_close(source.state_dict(), before, rtol=0, atol=0)
 
 
-def test_another_wrapper_is_not_perturbed(slots: list) -> None:
-    source = build().to(slots[0])
-    x = torch.ones(2 * len(slots), 6, dtype=torch.float64, device=slots[0])
-    with parity.perturbed_slots(DataParallel(source, slots), PERTURBATION):
-        torch.testing.assert_close(DataParallel(source, slots)(x), source(x))
-
-
 @pytest.mark.parametrize("parallel", [build(), lambda x: x], ids=["a plain module", "a function"])
 def test_what_makes_no_replicas_is_refused(parallel: Callable) -> None:
     with pytest.raises(TypeError, match="pass a DataParallel"), parity.perturbed_slots(parallel, PERTURBATION):

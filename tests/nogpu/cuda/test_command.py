@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 import nogpu
-from nogpu.cuda.__main__ import parser
 
 pytestmark = pytest.mark.devices("cpu")
 
@@ -45,31 +44,6 @@ def test_a_module_sees_what_python_shows_it(lines, tmp_path):
     assert lines(*COMMAND, *arguments) == [*STARTED, *lines(*arguments)]
 
 
-WORKERS = """
-import multiprocessing
-
-class Item:
-    pass
-
-def make(queue):
-    queue.put(Item())
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=make, args=(queue,))
-    process.start()
-    print(type(queue.get()) is Item)
-    process.join()
-"""
-
-
-def test_workers_return_objects_of_the_programs_classes(lines, tmp_path):
-    (tmp_path / "here" / "workers.py").write_text(WORKERS)
-    for arguments in (["workers.py"], ["-m", "workers"]):
-        assert lines(*COMMAND, *arguments) == [*STARTED, "True"]
-
-
 def test_the_devices_that_are_asked_for(lines, script):
     found = lines(*COMMAND, "--devices", "2", "--like", "h100", script)
     assert found[0] == "libraries 2 h100"
@@ -78,14 +52,6 @@ def test_the_devices_that_are_asked_for(lines, script):
 def test_the_status_is_the_programs(python, tmp_path):
     (tmp_path / "ends.py").write_text("import sys; sys.exit(7)")
     assert python(*COMMAND, str(tmp_path / "ends.py")).returncode == 7
-
-
-def test_help_says_what_it_does_and_starts_nothing(python):
-    done = python(*COMMAND, "--help")
-    assert done.returncode == 0
-    for words in ("--devices N", "--like NAME", "--hide-gpus", "(SCRIPT | -m MODULE)", "without a GPU"):
-        assert words in done.stdout
-    assert "libraries" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -113,32 +79,8 @@ def test_a_machine_that_cannot_have_it_is_told_in_a_sentence(python, site):
     assert done.stderr.count("\n") == 1
 
 
-def test_the_devices_are_there_when_the_program_imports_torch(lines, tmp_path):
-    (tmp_path / "here" / "uses.py").write_text("import torch; print('done')")
-    begun = ["libraries 3 a100", "torch", "register", "knowledge", "done"]
-    assert lines(*COMMAND, "--devices", "3", "uses.py") == ["libraries 3 a100", *begun]
-
-
-def test_pythons_own_options_hold_for_the_program(python, tmp_path):
-    (tmp_path / "here" / "warns.py").write_text("import warnings; warnings.warn('once', UserWarning)")
-    assert python("-W", "error::UserWarning", *COMMAND, "warns.py").returncode == 1
-
-
 def test_a_python_that_does_not_read_its_environment_is_refused(python):
     start = f"import runpy, sys; sys.path.insert(0, {ROOT!r}); sys.argv[1:] = ['-m', 'json.tool']"
     done = python("-E", "-c", f"{start}; runpy.run_module('nogpu.cuda', run_name='__main__')")
     assert done.returncode == 2
     assert "started with -E, -I or -S" in done.stderr
-
-
-def test_what_the_program_itself_cannot_import_is_its_own_error(python, tmp_path):
-    (tmp_path / "here").joinpath("imports.py").write_text("import nobody_has_this")
-    done = python(*COMMAND, "-m", "imports")
-    assert done.returncode == 1
-    assert "ModuleNotFoundError: No module named 'nobody_has_this'" in done.stderr
-
-
-def test_the_program_runs_with_what_follows_it():
-    found = parser().parse_args(["--devices", "3", "-m", "pytest", "-m", "slow", "--devices", "cuda", "--", "-x"])
-    assert (found.devices, found.is_module, found.program) == (3, True, "pytest")
-    assert found.arguments == ["-m", "slow", "--devices", "cuda", "--", "-x"]

@@ -219,36 +219,6 @@ def test_program(program):
     run(program)
 
 
-TRAINING = """
-from dataparallel import DataParallel
-from torch import nn
-
-def made():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 3)).to(devices[0])
-
-def step(model):
-    model(torch.ones(9, 10, device=devices[0])).square().mean().backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter -= 0.1 * parameter.grad
-            parameter.grad = None
-
-one, net = made(), made()
-model = DataParallel(net, devices)
-for _ in range(3):
-    step(one)
-    step(model)
-for expected, found in zip(one.parameters(), net.parameters()):
-    torch.testing.assert_close(found, expected)
-assert libraries.counts().calls["cuLaunchKernel"] >= 6  # a broadcast and a sum in each step
-"""
-
-
-def test_a_model_is_trained_by_it_without_a_race() -> None:
-    run(TRAINING, DATAPARALLEL_TRANSPORT="cupy")
-
-
 # The launch's two waits, each taken out.
 WITHOUT = """
 from pathlib import Path

@@ -105,22 +105,6 @@ assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2
 assert 300 < (first[0] == 0).sum() < 700
 torch.cuda.manual_seed(7)
 assert torch.equal(dropped(), first[0])  # as without a graph
-#: attention is computed and drops weights
-q = torch.randn(2, 2, 16, 8, device=a)
-def attends(rate):
-    return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=rate, is_causal=True)
-graph, result = captured(lambda: attends(0.0))
-graph.replay()
-torch.testing.assert_close(result, attends(0.0))
-graph, result = captured(lambda: attends(0.5))
-def draws():
-    torch.cuda.manual_seed(7)
-    for _ in range(2):
-        graph.replay()
-        yield result.clone()
-first, again = [*draws()], [*draws()]
-assert all(map(torch.equal, first, again)) and not torch.equal(*first)
-cuda.check_clocks()
 #: streams fork and join within a graph
 def forked():
     main = torch.cuda.current_stream(a)
@@ -178,13 +162,6 @@ with cuda.counted() as counts:
     graph.replay()
 assert counts.calls["cudaGraphLaunch"] == 1 and sum(counts.calls.values()) < 10, counts.calls
 assert counts.launches == [20, 0] and counts.in_graphs == [20, 0]
-#: a timeline has the kernels of a replay
-m = torch.ones(64, 64, device=a)
-graph, _ = captured(lambda: m @ m + m)
-with cuda.timeline() as recorded:
-    graph.replay()
-names = [launch.op for launch in recorded.recording.launches]
-assert any("mm" in name for name in names) and any("add" in name for name in names), names
 #: a timeline counts a launch as one call of the host
 m = torch.ones(64, 64, device=a)
 graph, _ = captured(lambda: [m.mm(m).add_(m) for _ in range(3)])  # before the first recording of the process
@@ -214,28 +191,6 @@ def racing():
     main.wait_stream(side)
 graph, _ = captured(racing)
 assert "race" in message(graph.replay)
-#: memory comes back with the graph
-before = torch.cuda.memory_reserved(a)
-graph, result = captured(lambda: torch.ones(64 << 20, device=a) + 1)
-graph.replay()
-assert torch.cuda.memory_reserved(a) > before
-del graph, result
-torch.cuda.synchronize(a); torch.cuda.empty_cache()
-assert torch.cuda.memory_reserved(a) <= before
-#: two graphs share a pool
-pool = torch.cuda.graph_pool_handle()
-graphs = []
-for _ in range(2):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        y.copy_(torch.ones(1 << 20, device=a)[:1000] + y)
-    graphs.append(graph)
-    if len(graphs) == 1:
-        reserved = torch.cuda.memory_reserved(a)
-assert torch.cuda.memory_reserved(a) == reserved
-for graph in graphs:
-    graph.replay()
-assert y.sum() == 2000
 """
 
 FORBIDDEN = """
@@ -280,15 +235,6 @@ with on(side):
     event.record()
 assert "dependency created on uncaptured work in another stream" in message(
     captured, lambda: torch.cuda.current_stream(a).wait_event(event))
-#: an event of a capture is asked
-event = torch.cuda.Event()
-def asks():
-    event.record()
-    x.add_(1)
-    event.query()
-assert "operation not permitted when stream is capturing" in message(captured, asks)
-words = "operation not permitted on an event last recorded in a capturing stream"
-assert words in message(captured, asks, "relaxed")
 #: another thread asks while a capture is global
 event = torch.cuda.Event()
 event.record()
@@ -346,17 +292,6 @@ captured(lambda: x.histc(10, 0, 5))
 with cuda.counted() as counts:
     x.histc(10), x.histc(10, 0, 5), weights.multinomial(1), weights.multinomial(2, replacement=True)
 assert [wait.call for wait in counts.host_waits] == ["aten::histc", "aten::multinomial"]
-#: another thread works on its own stream meanwhile
-def other_thread_works():
-    y.add_(1)
-    def works():
-        with on(side):
-            z = torch.ones(10, device=a) * 2
-            z.cpu()
-    in_thread(works)
-graph, _ = captured(other_thread_works, mode="thread_local")
-graph.replay()
-assert y.sum() == 1000
 """
 
 

@@ -58,10 +58,6 @@ def test_an_extension_module():
     run("load_extension(LATER); check_all()")
 
 
-def test_a_library_without_a_module():
-    run("torch.ops.load_library(path_of(LATER)); check_all()")
-
-
 def test_the_clocks_know_what_is_written():
     run("""
 load_extension(LATER)

@@ -97,22 +97,6 @@ def test_three_ranks(tmp_path, program):
     ranks(tmp_path, 3, program)
 
 
-def test_processes_that_stand_for_machines_may_have_the_same_device(tmp_path):
-    ranks(
-        tmp_path,
-        2,
-        """
-import os
-os.environ["NCCL_HOSTID"] = f"machine {RANK}"
-comm = join(shared_id("first"), device=0)
-x = Buffer([RANK + 1], 0)
-all_reduce(comm, x)
-assert x.get() == [3]
-""",
-        start="from nccl_calls import *\n",
-    )
-
-
 def test_a_device_may_not_be_in_two_processes(tmp_path):
     ranks(
         tmp_path,
@@ -133,20 +117,6 @@ CIRCLES = {
         """
 first, second = (comm, other) if RANK == 0 else (other, comm)
 call_out(lambda: (all_reduce(first, x), all_reduce(second, x), x.get()))
-""",
-    ),
-    "two communicators on two streams": (
-        2,
-        """
-y = Buffer([1], RANK)
-order = [(comm, x), (other, y)]
-call_out(lambda: ([all_reduce(c, b) for c, b in order[:: 1 - 2 * RANK]], x.get(), y.get()))
-""",
-    ),
-    "two sends": (
-        2,
-        """
-call_out(lambda: (send(x, 1 - RANK), receive(x, 1 - RANK), x.get()))
 """,
     ),
     "a ring of sends": (

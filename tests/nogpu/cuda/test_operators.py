@@ -5,7 +5,6 @@ has the rest of torch's operators.
 """
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -112,21 +111,6 @@ def test_packed_sequences(device, kind, bidirectional):
     check_module(Packed(kind(5, 7, 2, bidirectional=bidirectional)), [torch.randn(6, 4, 5)], device)
 
 
-def test_the_weights_of_a_recurrent_layer_are_one_piece_of_memory(device):
-    layer = nn.LSTM(5, 7, 2).to(device)
-    assert len({weight.untyped_storage().data_ptr() for weight in layer.parameters()}) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        layer(torch.randn(3, 2, 5, device=device))
-
-
-def test_weights_in_pieces_are_warned_of(device):
-    layer = nn.GRU(5, 7).to(device)
-    layer.weight_hh_l0.data = layer.weight_hh_l0.data.clone()
-    with pytest.warns(UserWarning, match="not part of single contiguous chunk"):
-        layer(torch.randn(3, 2, 5, device=device))
-
-
 def test_dropout_between_recurrent_layers_is_repeated_by_a_seed(device):
     layer = nn.LSTM(5, 32, 2, dropout=0.5).to(device)
     x = torch.randn(3, 2, 5, device=device)
@@ -175,16 +159,6 @@ def test_attention_in_full_precision(device, backend):
     check_function(attention(backend, is_causal=True, scale=0.3), qkv(torch.float32, queries=7, keys=7), device)
 
 
-def test_attention_with_a_mask(device):
-    mask = torch.randn(2, 4, 9, 9)
-    check_function(attention(SDPBackend.EFFICIENT_ATTENTION, attn_mask=mask), qkv(torch.float32), device)
-
-
-def test_attention_with_heads_that_share_keys(device):
-    options = attention(SDPBackend.FLASH_ATTENTION, is_causal=True, enable_gqa=True)
-    check_function(options, qkv(torch.bfloat16, heads=2), device, 5e-2)
-
-
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend is not SDPBackend.MATH])
 def test_backwards_drops_what_forwards_dropped(device, backend):
     query, key = (torch.randn(1, 2, 16, 16, dtype=torch.float16, device=device) for _ in range(2))
@@ -195,15 +169,6 @@ def test_backwards_drops_what_forwards_dropped(device, backend):
     weights.backward(slope)
     assert 0.2 < (weights == 0).float().mean() < 0.8
     torch.testing.assert_close(value.grad, weights.detach().transpose(-2, -1) @ slope, rtol=2e-2, atol=2e-2)
-
-
-def test_torch_chooses_as_on_a_gpu(device):
-    with torch.profiler.profile() as profile:
-        for dtype in (torch.float32, torch.float16):
-            F.scaled_dot_product_attention(*(x.to(device) for x in qkv(dtype)))
-    names = {event.key for event in profile.key_averages()}
-    assert "aten::_scaled_dot_product_efficient_attention" in names
-    assert names & {"aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -219,20 +184,6 @@ def test_attention_of_nested_tensors(device, dtype):
         return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).values()
 
     check_function(attend, rows, device, 2e-2 if dtype is torch.float16 else 1e-4)
-
-
-def test_multi_head_attention(device):
-    x = torch.randn(2, 5, 8)
-    check_module(nn.MultiheadAttention(8, 2, batch_first=True), [x, x, x], device)
-
-
-def test_a_transformer_with_padding_in_evaluation(device):
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
-    here = nn.TransformerEncoder(layer, 2).eval()
-    there = copy.deepcopy(here).to(device)
-    x, padding = torch.randn(3, 5, 8), torch.arange(5) >= torch.tensor([[4], [2], [5]])
-    with torch.inference_mode():
-        check_same(there(x.to(device), src_key_padding_mask=padding.to(device)), here(x, src_key_padding_mask=padding))
 
 
 # ---- layers of cuDNN and norms
@@ -288,14 +239,6 @@ def test_convolutions_with_channels_last(device, transposed):
     assert copy.deepcopy(layer).to(device)(x.to(device)).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_ctc_loss(device):
-    def loss(x):
-        targets = torch.tensor([1, 2, 1, 3], dtype=torch.int32)
-        return F.ctc_loss(x.log_softmax(2), targets, torch.tensor([6, 6]), torch.tensor([3, 1]))
-
-    check_function(loss, [torch.randn(6, 2, 4)], device)
-
-
 # ---- products, amp
 
 
@@ -306,14 +249,6 @@ def test_products_into_a_wider_dtype(device, name):
     found = getattr(torch, name)(left, right, out_dtype=torch.float32)
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, left.float() @ right.float())
-
-
-def test_grouped_products(device):
-    left, right = torch.randn(24, 16).bfloat16(), torch.randn(3, 16, 32).bfloat16()
-    ends = torch.tensor([8, 8, 24], dtype=torch.int32)
-    found = F.grouped_mm(left.to(device), right.to(device), offs=ends.to(device))
-    expected = torch.cat([left[0:8] @ right[0], left[8:8] @ right[1], left[8:24] @ right[2]])
-    check_same(found, expected.float(), 5e-2)
 
 
 def test_dropout_in_one_kernel(device):
@@ -355,33 +290,7 @@ def test_autocast_with_scaled_gradients(device, dtype, kind):
     torch.testing.assert_close(list(layer.parameters()), before)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
-@pytest.mark.parametrize("way", ["foreach", "fused"])
-def test_optimisers_in_one_kernel(device, name, way):
-    here = nn.Linear(4, 4)
-    there = copy.deepcopy(here).to(device)
-    for layer, options in ((here, {"foreach": False}), (there, {way: True})):
-        optimizer = getattr(torch.optim, name)(layer.parameters(), lr=0.1, **options)
-        for _ in range(3):
-            optimizer.zero_grad()
-            layer(torch.ones(2, 4, device=layer.weight.device)).square().sum().backward()
-            optimizer.step()
-    for ours, theirs in zip(there.parameters(), here.parameters(), strict=True):
-        check_same(ours, theirs)
-
-
 # ---- layouts and libraries
-
-
-def test_sparse_tensors(device):
-    dense = torch.randn(4, 5).relu()
-
-    def multiply(values, other):
-        indices = dense.nonzero().T.to(values.device)
-        return torch.sparse.mm(torch.sparse_coo_tensor(indices, values, dense.shape), other)
-
-    check_function(multiply, [dense[dense != 0], torch.randn(5, 3)], device)
-    check_same(dense.to(device).to_sparse_csr() @ torch.ones(5, device=device), dense @ torch.ones(5))
 
 
 def test_sparse_tensors_are_copied_to_another_device(device):
@@ -406,17 +315,6 @@ def test_quantised_tensors(device, by_channels):
     check_same(there.int_repr(), here.int_repr())
     check_same(there.dequantize(), here.dequantize())
     check_same(there.cpu().dequantize(), here.dequantize())
-
-
-def test_nested_tensors(device):
-    def run(*rows):
-        nested = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-        return (nested * 2).relu().values()
-
-    check_function(run, [torch.randn(3, 4), torch.randn(1, 4)], device)
-    rows = [torch.randn(3, 4), torch.randn(1, 4)]
-    padded = torch.nested.nested_tensor([row.to(device) for row in rows]).to_padded_tensor(0.0)
-    check_same(padded, torch.nested.nested_tensor(rows).to_padded_tensor(0.0))
 
 
 def test_what_is_not_computed_names_itself(device):

@@ -46,20 +46,6 @@ for change in ({"devices": 3}, {"devices": 2, "like": "h100"}):
     assert other_kind.endswith("got 2 like 'h100'")
 
 
-def test_what_cannot_be_is_refused_before_anything_is_done(lines):
-    script = """
-import sys
-from nogpu import cuda
-for arguments in ((0,), ("8",), (8, "k80")):
-    try:
-        cuda.stand_in(arguments[0], like=arguments[-1] if len(arguments) > 1 else "a100")
-    except (TypeError, ValueError) as error:
-        print(type(error).__name__)
-assert "torch" not in sys.modules and not cuda.is_stand_in()
-"""
-    assert lines("-c", script) == ["ValueError", "TypeError", "ValueError"]
-
-
 def test_what_cannot_be_compiled_is_told_at_each_call(lines):
     script = """
 from nogpu import cuda

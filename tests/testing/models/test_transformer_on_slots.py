@@ -11,8 +11,7 @@ from dataparallel import DataParallel
 from dataparallel.composable import replicate
 from dataparallel.testing import ModelArgs, Transformer, parity
 from dataparallel.testing.cases import Batch, tokens
-from dataparallel.testing.steps import run_step
-from sharded_steps import Model, assert_same_training, sharded
+from sharded_steps import Model, assert_same_training
 
 every_variant = pytest.mark.parametrize(
     ("tied", "checkpointed"),
@@ -27,10 +26,6 @@ every_variant = pytest.mark.parametrize(
 
 def in_place(module: nn.Module, devices: list, dim: int) -> nn.Module:
     return replicate(module, devices=devices, dim=dim)
-
-
-def in_shards(module: nn.Module, devices: list, dim: int) -> nn.Module:
-    return sharded(module, devices, dim=dim)
 
 
 WITHOUT_SHARDS = {"DataParallel": DataParallel, "replicate": in_place}
@@ -64,35 +59,3 @@ def test_replicas_train_as_one_device(form, tied, checkpointed, slots):
 @every_variant
 def test_shards_train_as_one_device(tied, checkpointed, slots):
     assert_same_training(Model(builder(tied, checkpointed), tokens(6, 8)), slots, steps=3)
-
-
-@pytest.mark.slots(3)
-@every_form
-@every_variant
-def test_each_replica_computes_with_its_own_weights(form, tied, checkpointed, slots):
-    parity.assert_same_step(
-        builder(tied, checkpointed),
-        tokens(6, 8)(7, 0),
-        slots,
-        perturbation=parity.Perturbation(),
-        wrap=WITHOUT_SHARDS[form],
-    )
-
-
-@pytest.mark.slots(3, long=[8])
-@pytest.mark.parametrize("form", [*WITHOUT_SHARDS.values(), in_shards], ids=[*WITHOUT_SHARDS, "fully_shard"])
-def test_checkpointing_recomputes_with_the_same_dropout(form, slots):
-    made = []
-    for checkpointed in (False, True):
-        source = builder(True, checkpointed, 0.5)().to(slots[0])
-        parallel = form(source, slots, dim=0)
-        torch.manual_seed(0)
-        step = run_step(source, tokens(6, 8)(7, 0), call=parallel)
-        gradients = {
-            name: gradient.full_tensor("cpu") if hasattr(gradient, "full_tensor") else gradient
-            for name, gradient in step.gradients.items()
-        }
-        made.append((step, gradients))
-    (kept, expected), (recomputed, found) = made
-    torch.testing.assert_close(recomputed.output, kept.output, atol=1e-9, rtol=0)
-    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)

@@ -244,11 +244,6 @@ def test_pytest_with_importlib(result):
     assert "on_processes.py" not in result.stdout.str()
 
 
-@pytest.mark.ahead("pytest", "-k", "on_processes or Processes")
-def test_pytest_with_its_default(result):
-    result.assert_outcomes(passed=2, failed=1, skipped=3, xfailed=1, deselected=7)
-
-
 @pytest.mark.ahead("unittest", "test_user", "-v")
 def test_unittest(done):
     assert done.returncode == 1, done.stderr

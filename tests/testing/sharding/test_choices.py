@@ -62,20 +62,6 @@ def test_what_cannot_be_distributed(kind: str) -> None:
     assert not can_be_distributed(value)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_quantised_tensors_cannot() -> None:
-    try:
-        quantised = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
-    except (AttributeError, RuntimeError) as error:
-        pytest.skip(f"this torch quantises no tensors: {error}")
-    assert not can_be_distributed(quantised)
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no mkldnn")
-def test_mkldnn_tensors_cannot() -> None:
-    assert not can_be_distributed(torch.ones(4).to_mkldnn())
-
-
 def test_tensors_inside_transforms_cannot() -> None:
     seen = []
 
@@ -112,10 +98,6 @@ def test_every_dimension_of_two_rows_or_more_is_cut() -> None:
     assert placed(5, 1, 2) == [(Replicate(),), (Shard(0),), (Shard(2),)]
     assert placed(0, 3) == [(Replicate(),), (Shard(1),)]
     assert placed() == placed(1) == placed(0) == placed(8, may_cut=False) == [(Replicate(),)]
-
-
-def test_even_only_cuts_where_all_parts_have_one_size() -> None:
-    assert placed(5, 8, 4, even_only=True) == [(Replicate(),), (Shard(1),), (Shard(2),)]
 
 
 def test_a_mesh_of_two_dimensions_has_a_placement_for_each() -> None:

@@ -35,12 +35,6 @@ def test_every_combination_comes_once(slots: list) -> None:
     assert (converter.hit, converter.miss, converter.successful()) == (12, 0, True)
 
 
-def test_only_even_parts_or_none_on_demand() -> None:
-    x = torch.ones(5, 8)
-    assert placements(ShardingConverter((x,), {}, ["cpu"] * 4, even_only=True)) == [(Replicate(),), (Shard(1),)]
-    assert placements(ShardingConverter((x,), {}, ["cpu"] * 4, replicate_only=True)) == [(Replicate(),)]
-
-
 def test_bools_are_cut_and_single_elements_replicated(slots: list) -> None:
     converter = ShardingConverter((torch.ones(4) > 0, torch.tensor(2.0), torch.ones(1, 1)), {}, slots)
     assert placements(converter) == [(first, Replicate(), Replicate()) for first in (Replicate(), Shard(0))]
@@ -88,14 +82,6 @@ def test_one_tensor_in_two_places_stays_one() -> None:
     assert converter.hit == 6
 
 
-def test_each_combination_has_memory_of_its_own() -> None:
-    x = torch.ones(4)
-    for (distributed,), _ in ShardingConverter((x,), {}, ["cpu", "cpu"]):
-        assert torch.equal(distributed.full_tensor(), torch.ones(4))
-        distributed.zero_()
-    assert torch.equal(x, torch.ones(4))
-
-
 def test_what_cannot_be_distributed_is_passed_as_it_is_and_counted() -> None:
     class Like:
         __torch_function__ = torch.Tensor.__torch_function__
@@ -112,14 +98,6 @@ def test_without_tensors_there_is_one_call_that_is_not_successful() -> None:
     converter = ShardingConverter((1,), {"a": "b"}, ["cpu"])
     assert [*converter] == [((1,), {"a": "b"})]
     assert not converter.successful()
-
-
-def test_what_only_says_that_it_is_a_tensor_is_an_error_that_names_its_type() -> None:
-    class Liar:
-        __class__ = Tensor  # type: ignore[assignment]
-
-    with pytest.raises(TypeError, match=r"Liar says that it is a torch\.Tensor"):
-        ShardingConverter(([Liar()],), {}, ["cpu"])
 
 
 def test_devices_are_a_list_or_a_mesh() -> None:
@@ -155,17 +133,6 @@ def test_a_mesh_gives_dtensors() -> None:
     first, second = [(Replicate(),), (Shard(0),), (Shard(1),)], [(Replicate(),), (Shard(0),)]
     for seen in on_threads(_on_mesh, ranks=2):
         assert seen == [(one, other) for one in first for other in second]
-
-
-def _on_mesh_of_two_dimensions(rank: Rank) -> int:
-    x = torch.arange(35.0).reshape(5, 7)
-    converter = ShardingConverter((x,), {}, rank.mesh((2, 2)))
-    return sum(torch.equal(one.full_tensor(), x) for (one,), _ in converter)
-
-
-@pytest.mark.devices("cpu")
-def test_a_mesh_may_have_two_dimensions() -> None:
-    assert on_threads(_on_mesh_of_two_dimensions, ranks=4) == [9] * 4
 
 
 def _without_bools(rank: Rank) -> list[Any]:

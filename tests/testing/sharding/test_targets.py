@@ -55,18 +55,6 @@ def test_refusals_of_dtensors() -> None:
     assert on_threads(_refusals, ranks=2) == [[True, True, False, False]] * 2
 
 
-def _said(rank: Rank) -> list[Any]:
-    target = target_of(rank.mesh())
-    return [target.codes_of_all([rank.number, 7]), target.texts_of_all(f"rank {rank.number} \u2013 here " * 30)]
-
-
-def test_ranks_tell_each_other_what_they_have_seen() -> None:
-    codes, texts = on_threads(_said, ranks=2)[0]
-    assert codes == [[0, 7], [1, 7]]
-    assert [text[:13] for text in texts] == ["rank 0 ? here", "rank 1 ? here"]
-    assert max(map(len, texts)) <= 300
-
-
 def test_the_same_bits() -> None:
     x = torch.tensor([[1.0, float("nan")], [2.0, 3.0]])
     assert same_bits(x, x.clone())
