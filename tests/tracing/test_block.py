@@ -215,9 +215,14 @@ def test_an_error_passes_and_what_was_seen_is_printed(
 ) -> None:
     model, x = DataParallel(Net().to(root), slots), torch.ones(6, 8, device=root)
     error, trace = ValueError("as asked"), dataparallel.trace()
-    with pytest.raises(ValueError, match="as asked") as caught, trace:
-        model(x)
-        raise error
+
+    def block() -> None:
+        with trace:
+            model(x)
+            raise error
+
+    with pytest.raises(ValueError, match="as asked") as caught:
+        block()
     assert caught.value is error
     assert "\nforward " in capsys.readouterr().out
     assert row(trace, "forward").calls == 1
