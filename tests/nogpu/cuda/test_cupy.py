@@ -23,10 +23,8 @@ START = """
 from nogpu import cuda
 devices = cuda.stand_in(3)
 import cupy, numpy, torch
-from dataparallel import comm
 from dataparallel.comm import kernels as launching
-from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, pack
-from nogpu.cuda import libraries
+from dataparallel.comm.kernels import SUM_KERNELS
 
 def module(source, *names):
     return cupy.RawModule(code=source, name_expressions=names or None)
@@ -67,25 +65,6 @@ assert (x.astype("f2") * 2).get()[3] == 6 and (x[:3] * 1j).sum().get() == 3j
 numpy.testing.assert_array_equal(x[cupy.asarray([7, 2])].get(), [7, 2])
 with cupy.cuda.Device(1):
     assert (cupy.ones(3) + 1).device.id == 1
-#: the transports kernels sum and copy as torch does
-numels = [1, 100, 12_345]
-for dtype, kernel in SUM_KERNELS.items():
-    if dtype in (torch.uint64, torch.uint32, torch.uint16):
-        continue  # torch adds or compares none of them on the CPU
-    host = [[torch.randint(0, 50, (numel,)).to(dtype) for numel in numels] for _ in devices]
-    slots = [[tensor.to(device) for tensor in tensors] for tensors, device in zip(host, devices)]
-    out = [torch.empty_like(tensor) for tensor in slots[0]]
-    copies = [[torch.empty_like(tensor) for tensor in tensors] for tensors in slots[1:]]
-    rows = lambda *lists: [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
-    counts = [numel * dtype.itemsize // kernel.itemsize for numel in numels]
-    launching.launch(kernel, rows(out, *slots), counts, devices[0], devices)
-    nbytes = [numel * dtype.itemsize for numel in numels]
-    launching.launch(COPY_KERNEL, rows(slots[0], *copies), nbytes, devices[0], devices)
-    for total, terms in zip(out, zip(*host)):
-        assert torch.equal(total.cpu(), sum(terms[1:], start=terms[0])), dtype
-    for copied in copies:
-        assert all(map(torch.equal, [tensor.cpu() for tensor in copied], host[0])), dtype
-assert libraries.counts().calls["cuLaunchKernel"] == 22
 #: accesses are known to the byte
 # Two streams write the even and the odd halves of one allocation, block by block: no race, and then one.
 source = '''extern "C" __global__ void fill(float* x, int first) { x[first + blockIdx.x * 512 + threadIdx.x] = 1; }'''

@@ -182,23 +182,9 @@ graph, _ = captured(lambda: x.add_(x).mul_(2))
 with cuda.timeline() as recorded:
     graph.replay()
 assert [(l.op, l.bytes_written) for l in recorded.recording.launches] == [("aten::add_", 4000), ("aten::mul_", 4000)]
-def racing():
-    main = torch.cuda.current_stream(a)
-    side.wait_stream(main)
-    with on(side):
-        y.add_(1)
-    y.mul_(2)
-    main.wait_stream(side)
-graph, _ = captured(racing)
-assert "race" in message(graph.replay)
 """
 
 FORBIDDEN = """
-#: the host waits for a value
-assert "operation not permitted when stream is capturing" in message(captured, lambda: (x * 2).sum().item())
-graph, result = captured(lambda: x * 2)  # the next capture is good
-graph.replay()
-assert result.sum() == 2000
 #: operators and copies after what has made a capture invalid
 said = []
 def goes_on():
@@ -235,7 +221,7 @@ with on(side):
     event.record()
 assert "dependency created on uncaptured work in another stream" in message(
     captured, lambda: torch.cuda.current_stream(a).wait_event(event))
-#: another thread asks while a capture is global
+#: another thread asks while a capture is global or of its thread
 event = torch.cuda.Event()
 event.record()
 said = []
@@ -244,15 +230,8 @@ def other_thread_asks():
     in_thread(lambda: said.append(message(event.query)))
 assert "captur" in message(captured, other_thread_asks)
 assert "operation not permitted when stream is capturing" in said[0]
-#: another thread asks while a capture is of its thread
-event = torch.cuda.Event()
-event.record()
-said = []
-def other_thread_asks():
-    y.add_(1)
-    in_thread(lambda: said.append(message(event.query)))
 graph, _ = captured(other_thread_asks, mode="thread_local")
-assert said == [None]
+assert said[1:] == [None]
 graph.replay()
 assert y.sum() == 1000
 #: another thread waits for the whole device, in every mode

@@ -152,9 +152,6 @@ refused("ncclInvalidArgument", "the stream belongs to cuda:1", all_reduce, comms
 #: a communicator that was destroyed
 nccl("ncclCommDestroy", comms[0])
 refused("ncclInvalidArgument", "was destroyed", all_reduce, comms[0], a)
-#: memory that two calls of a group write
-refused("ncclInvalidUsage", "End the group", group, *[lambda c=c, x=x: all_reduce(c, x)
-        for c, x in ((comms[0], a), (comms[1], b), (comms[0], a), (comms[1], b))])
 #: a second thread within a group
 import threading
 told = []

@@ -91,11 +91,9 @@ class Packed(nn.Module):
 
 
 LAYERS = [
-    (nn.LSTM, {}),
+    (nn.LSTM, {"bias": False}),
     (nn.LSTM, {"num_layers": 2, "bidirectional": True, "proj_size": 3}),
-    (nn.LSTM, {"batch_first": True, "bias": False}),
     (nn.GRU, {"num_layers": 2, "bidirectional": True}),
-    (nn.RNN, {"num_layers": 2}),
     (nn.RNN, {"nonlinearity": "relu", "bidirectional": True}),
 ]
 
@@ -106,9 +104,8 @@ def test_recurrent_layers(device, kind, options):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_packed_sequences(device, kind, bidirectional):
-    check_module(Packed(kind(5, 7, 2, bidirectional=bidirectional)), [torch.randn(6, 4, 5)], device)
+def test_packed_sequences(device, kind):
+    check_module(Packed(kind(5, 7, 2, bidirectional=True)), [torch.randn(6, 4, 5)], device)
 
 
 def test_dropout_between_recurrent_layers_is_repeated_by_a_seed(device):
@@ -131,18 +128,14 @@ def attention(backend, **options):
     def attend(query, key, value):
         if not query.is_cuda:
             return F.scaled_dot_product_attention(query.double(), key.double(), value.double(), **options)
-        there = {name: x.to(query.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        there = {name: x.to(query.dtype) if name == "attn_mask" else x for name, x in there.items()}
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(query, key, value, **there)
+            return F.scaled_dot_product_attention(query, key, value, **options)
 
     return attend
 
 
-def qkv(dtype: torch.dtype, queries: int = 9, keys: int = 9, heads: int = 4) -> list[torch.Tensor]:
-    return [
-        torch.randn(2, count, length, 16, dtype=dtype) for count, length in ((4, queries), (heads, keys), (heads, keys))
-    ]
+def qkv(dtype: torch.dtype, queries: int = 9, keys: int = 9) -> list[torch.Tensor]:
+    return [torch.randn(2, 4, length, 16, dtype=dtype) for length in (queries, keys, keys)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -187,13 +180,6 @@ def test_attention_of_nested_tensors(device, dtype):
 
 
 # ---- layers of cuDNN and norms
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("shape", [(8, 5), (4, 5, 3, 3)])
-def test_batch_norm(device, training, shape):
-    layer = nn.BatchNorm1d(5) if len(shape) == 2 else nn.BatchNorm2d(5)
-    check_module(layer.train(training), [torch.randn(shape)], device)
 
 
 def test_the_parts_of_synchronised_batch_norm(device):
@@ -259,37 +245,6 @@ def test_dropout_in_one_kernel(device):
     torch.testing.assert_close(torch._masked_scale(x, mask, 4.0), kept)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.Linear, nn.Conv1d])
-def test_autocast_with_scaled_gradients(device, dtype, kind):
-    """The optimiser ends where it ends in full precision, and steps with infinities are skipped."""
-    layer = kind(4, 4, 1).to(device) if kind is not nn.Linear else nn.Linear(4, 4).to(device)
-    plain = copy.deepcopy(layer)
-    x = torch.randn(3, 4, 4, device=device)
-    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-
-    with torch.autocast("cuda", dtype):
-        output = tensors(layer(x))[0]
-    assert output.dtype is dtype
-    scaler.scale(output.float().square().sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    tensors(plain(x))[0].square().sum().backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-2)
-
-    before = [parameter.detach().clone() for parameter in layer.parameters()]
-    for parameter in layer.parameters():
-        parameter.grad.fill_(float("inf"))
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 512.0
-    torch.testing.assert_close(list(layer.parameters()), before)
-
-
 # ---- layouts and libraries
 
 
@@ -297,24 +252,6 @@ def test_sparse_tensors_are_copied_to_another_device(device):
     dense = torch.randn(4, 5).relu()
     target = torch.empty(4, 5, device=device, layout=torch.sparse_coo)
     check_same(target.copy_(dense.to("cuda:0").to_sparse()).to_dense(), dense)
-
-
-@pytest.mark.parametrize("by_channels", [False, True])
-def test_quantised_tensors(device, by_channels):
-    x = torch.randn(3, 4)
-
-    def quantize(x):
-        if by_channels:
-            scales, zeros = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 2])
-            return torch.quantize_per_channel(x, scales.to(x.device), zeros.to(x.device), 0, torch.qint8)
-        return torch.quantize_per_tensor(x, 0.1, 2, torch.quint8)
-
-    here, there = quantize(x), quantize(x.to(device))
-    assert there.device == device
-    assert there.qscheme() == here.qscheme()
-    check_same(there.int_repr(), here.int_repr())
-    check_same(there.dequantize(), here.dequantize())
-    check_same(there.cpu().dequantize(), here.dequantize())
 
 
 def test_what_is_not_computed_names_itself(device):

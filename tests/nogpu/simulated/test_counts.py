@@ -1,8 +1,5 @@
 """Launches and copied bytes of simulated devices: each is counted once, on its device, from all threads."""
 
-import threading
-from typing import ClassVar
-
 import pytest
 import torch
 
@@ -113,33 +110,6 @@ def test_clocks_do_not_matter():
 # Threads
 
 
-class Doubled(torch.autograd.Function):
-    """Runs one operator in backward, and keeps the thread's number."""
-
-    threads: ClassVar[list[int]] = []
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        Doubled.threads.append(threading.get_ident())
-        return gradient * 2
-
-
-def test_launches_of_backwards_threads_count():
-    leaf = torch.ones(3, device=ONE, requires_grad=True)
-    output = Doubled.apply(Doubled.apply(leaf).to(TWO))
-    cotangent = torch.ones(3, device=TWO)
-    Doubled.threads.clear()
-    with torch.sim.counted() as counts:
-        torch.autograd.grad(output, leaf, cotangent)
-    assert len({*Doubled.threads, threading.get_ident()}) == 3, "each device has a thread of its own"
-    assert (counts.launches[1], counts.launches[2]) == (1, 2), "two products, and the copy that TWO sends"
-    assert counts.copied == {(2, 1): 12}
-
-
 def test_no_launch_is_lost_between_threads():
     def work(index, barrier):
         x = torch.empty(4, device=ONE)
@@ -152,20 +122,3 @@ def test_no_launch_is_lost_between_threads():
         in_threads(4, work)
     assert counts.launches[1] == 4 * 500 * 2
     assert counts.copied == {(1, 2): 4 * 500 * 16}
-
-
-def test_blocks_of_several_threads_count_what_all_do():
-    seen = [0, 0]
-
-    def work(index, barrier):
-        x = torch.ones(4, device=[ONE, TWO][index])
-        barrier.wait()
-        with torch.sim.counted() as counts:
-            barrier.wait()
-            for _ in range(10):
-                x.add_(1)
-            barrier.wait()
-        seen[index] = counts.launches[1:3]
-
-    in_threads(2, work)
-    assert seen == [[10, 10], [10, 10]]

@@ -129,23 +129,6 @@ def test_threads_that_make_and_drop_memory_at_once_leave_none_and_the_peak_has_s
     assert 4 * BYTES <= torch.sim.max_memory_allocated(ONE) - before <= 8 * BYTES
 
 
-def test_threads_share_a_capacity_to_the_byte(growth, capacity):
-    held, refused = [], []
-    capacity(torch.sim.memory_allocated(ONE) + 3 * BYTES, ONE)
-
-    def work(index, barrier):
-        barrier.wait()
-        try:
-            held.append(torch.empty(1024, device=ONE))
-        except torch.OutOfMemoryError:
-            refused.append(True)
-
-    in_threads(8, work)
-    assert len(held) == 3
-    assert len(refused) == 5
-    assert growth.now == 3 * BYTES
-
-
 def test_operators_called_for_the_first_time_by_two_threads_at_once_are_right():
     results = []
 

@@ -54,18 +54,6 @@ def test_deep_copies_are_on_the_same_device_and_share_nothing() -> None:
     assert torch.equal(base.cpu(), numbers(4))
 
 
-def test_storages() -> None:
-    x = numbers(4).to(DEVICE)
-    storage = x.untyped_storage()
-    assert (storage.device, storage.nbytes()) == (DEVICE, 32)
-    assert storage.cpu().tolist() == numbers(4).untyped_storage().tolist()
-    assert storage.clone().device == DEVICE
-    before = torch.sim.memory_allocated(DEVICE)
-    storage.resize_(64)
-    assert torch.sim.memory_allocated(DEVICE) == before + 32
-    assert torch.equal(x.cpu(), numbers(4)), "what was there stays there"
-
-
 def test_indices_may_be_on_the_cpu() -> None:
     x = numbers(3, 3).to(DEVICE)
     rows, mask = torch.tensor([2, 0]), numbers(3, 3) > 0
