@@ -11,10 +11,9 @@ from nogpu.cuda import libraries
 
 P = ctypes.c_void_p
 N = ctypes.c_size_t
-LEGACY, PER_THREAD = P(1), P(2)
+LEGACY = P(1)
 TO_DEVICE, TO_HOST, BETWEEN_DEVICES, ANY = 1, 2, 3, 4
 NON_BLOCKING = 1
-NO_TIMING = 2
 
 PATH = libraries.open_libraries()
 CUDA = ctypes.CDLL(str(PATH))

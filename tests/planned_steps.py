@@ -96,19 +96,6 @@ class Recurrent(nn.Module):
         return self.head(self.layers(self.embedding(tokens).transpose(0, 1))[0].transpose(0, 1))
 
 
-class Bags(nn.Module):
-    """An embedding of sums, dropout, LayerNorm and interpolation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag, self.mean, self.norm = nn.EmbeddingBag(32, 8, mode="sum"), nn.EmbeddingBag(32, 8), nn.LayerNorm(8)
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = F.dropout(self.norm(self.bag(tokens) + self.mean(tokens)), 0.2, self.training)
-        return self.head(F.interpolate(x[:, None], scale_factor=2, mode="linear")[:, 0, ::2])
-
-
 def images() -> Tensor:
     return torch.randn(7, 3, 32, 32)
 
@@ -142,7 +129,6 @@ CASES = {
     "gpt-autocast": Case(lambda: Tokens(True), tokens, torch.optim.AdamW, autocast=True),
     "bert": Case(lambda: Tokens(False), tokens, adam),
     "lstm": Case(Recurrent, tokens, sgd),
-    "bags": Case(Bags, tokens, adam),
 }
 
 

@@ -27,25 +27,6 @@ def ranks(folder: Path, count: int, script: str, *, start: str = START, **change
     return [each.stdout for each in done]
 
 
-VALUES = """
-#: values
-total = sum(range(1, WORLD + 1))
-for _ in range(3):
-    all_reduce(comm, x)
-assert x.get() == [total * WORLD**2] * 4
-big = Buffer([RANK] * 300_000, RANK)
-all_reduce(comm, big)
-assert big.get() == [total - WORLD] * 300_000
-one, all = Buffer([RANK, -RANK], RANK), Buffer([9] * (2 * WORLD), RANK)
-nccl("ncclAllGather", one.pointer, all.pointer, N(2), 7, comm, all.stream)
-assert all.get() == [v for r in range(WORLD) for v in (r, -r)]
-nccl("ncclReduceScatter", all.pointer, one.pointer, N(2), 7, 0, comm, all.stream)
-assert one.get(all.stream) == [WORLD * RANK, -WORLD * RANK]
-nccl("ncclBroadcast", one.pointer, one.pointer, N(2), 7, 1, other, all.stream)
-assert one.get(all.stream) == [WORLD, -WORLD]
-nccl("ncclCommDestroy", comm)
-nccl("ncclCommDestroy", other)
-"""
 OF_TWO = """
 #: the host goes on while a collective waits
 import os
@@ -87,12 +68,12 @@ assert x.get() == [2] * 4
 """
 
 
-@programs(VALUES + OF_TWO)
+@programs(OF_TWO)
 def test_two_ranks(tmp_path, program):
     ranks(tmp_path, 2, program)
 
 
-@programs(VALUES + OF_THREE)
+@programs(OF_THREE)
 def test_three_ranks(tmp_path, program):
     ranks(tmp_path, 3, program)
 

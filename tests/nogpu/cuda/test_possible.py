@@ -8,6 +8,7 @@ import pytest
 from nogpu.compiling import SimulationTooLate, SimulationUnavailable, ToolsMissing
 from nogpu.cuda import possible
 from nogpu.cuda.possible import check_process, gpus, why_not_here
+from processes import run_script
 
 pytestmark = pytest.mark.devices("cpu")
 
@@ -34,10 +35,18 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(possible, "gpus", lambda: [])
 
 
-@pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_another_system(monkeypatch, system):
-    monkeypatch.setattr(sys, "platform", system)
-    with pytest.raises(ToolsMissing, match=f"needs Linux; this is {system}"):
+def test_importing_it_does_not_import_torch():
+    run_script("""
+import sys
+from nogpu import cuda
+assert "torch" not in sys.modules
+assert not cuda.is_stand_in()
+""")
+
+
+def test_another_system(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ToolsMissing, match="needs Linux; this is darwin"):
         check_process()
 
 

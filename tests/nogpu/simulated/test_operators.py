@@ -18,27 +18,6 @@ from like_the_cpu import DEVICE, assert_as_on_the_cpu, made, numbers
 pytestmark = pytest.mark.devices("sim")
 
 
-CONVOLUTIONS = {
-    "2d-grouped": (2, nn.Conv2d, {"groups": 2, "bias": False}),
-    "3d-transposed": (3, nn.ConvTranspose3d, {"bias": False}),
-}
-
-
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_convolutions_have_second_derivatives(name: str) -> None:
-    dims, kind, options = CONVOLUTIONS[name]
-    layer = made(kind, 2, 2, 2, **options).to(DEVICE)
-    x = numbers(1, 2, *(3,) * dims).to(DEVICE).requires_grad_()
-    parameters = {name: value.detach() for name, value in layer.named_parameters()}
-
-    def call(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, parameters | {"weight": weight}, (x,))
-
-    weight = parameters["weight"].clone().requires_grad_()
-    assert torch.autograd.gradcheck(call, (x, weight), fast_mode=True)
-    assert torch.autograd.gradgradcheck(call, (x, weight), fast_mode=True)
-
-
 @pytest.mark.parametrize("mask", [None, "boolean", "additive", "causal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_scaled_dot_product_attention(mask: str | None, dtype: torch.dtype) -> None:

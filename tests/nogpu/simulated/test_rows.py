@@ -76,9 +76,3 @@ def test_a_read_that_nothing_orders_is_a_race(slots: list) -> None:
 def test_other_tables_are_refused(table: torch.Tensor, message: str, slots: list) -> None:
     with pytest.raises(RuntimeError, match=message):
         torch.sim.launch_rows("copy", table, [torch.ones(1, device=slots[0])])
-
-
-def test_targets_are_on_one_device(slots: list) -> None:
-    one, other = torch.ones(1, device=slots[0]), torch.ones(1, device=slots[1])
-    with pytest.raises(RuntimeError, match="all targets are on one device"):
-        torch.sim.launch_rows("copy", rows((0, 0, 1, 1, 0), (1, 0, 1, 0, 0)), [one, other])

@@ -22,7 +22,6 @@ LONG = [
     "images-autocast",
     "images-eval",
     "gpt-autocast",
-    "bags",
 ]
 cases = pytest.mark.parametrize("case", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from typing import Any
 
@@ -41,17 +40,6 @@ def test_what_was_saved_goes_back_to_its_device() -> None:
     assert not both["view"].any(), "views that were saved together share their memory"
     module = torch.load(saved(made(nn.Linear, 3, 2).to(DEVICE)), weights_only=False)
     assert module.weight.device == DEVICE
-
-
-def test_deep_copies_are_on_the_same_device_and_share_nothing() -> None:
-    module = made(nn.Linear, 3, 2).to(DEVICE)
-    base = numbers(4).to(DEVICE)
-    again, pair = copy.deepcopy(module), copy.deepcopy([base, base[1:]])
-    assert again.weight.device == pair[0].device == DEVICE
-    assert again.weight.data_ptr() != module.weight.data_ptr()
-    assert pair[0].untyped_storage().data_ptr() == pair[1].untyped_storage().data_ptr()
-    pair[0].zero_()
-    assert torch.equal(base.cpu(), numbers(4))
 
 
 def test_indices_may_be_on_the_cpu() -> None:

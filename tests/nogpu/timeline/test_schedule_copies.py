@@ -24,14 +24,6 @@ class TestCopies:
         program.to_host((0, 0), bytes_read=4, bytes_written=0)
         assert run(program).time == 4
 
-    def test_a_copy_does_not_occupy_the_device(self):
-        program = Program()
-        program.kernel((0, 0), 4)
-        program.copy((0, 1), 1, 3)
-        result = run(program)
-        assert times(result) == [(0, 4), (0, 3)]
-        assert [(device.kernels, device.copies) for device in result.devices] == [(4, 3), (0, 3)]
-
     def test_the_host_sends_to_all_devices_at_once(self):
         program = Program()
         program.from_host((0, 0), 2)
@@ -39,31 +31,6 @@ class TestCopies:
         program.to_host((0, 1), 4)
         program.to_host((0, 2), 1)
         assert times(run(program)) == [(0, 2), (0, 3), (0, 4), (4, 5)]
-
-
-def broadcast_along_a_chain(devices: int, pieces: int, has_streams: bool) -> Program:
-    """Device by device and piece by piece; with a stream for receiving and one for sending, or with one for both."""
-    program = Program()
-    arrived: dict[tuple[int, int], int] = {}
-    for step in range(devices - 2 + pieces):
-        for piece in range(pieces):
-            device = step - piece
-            if 0 <= device < devices - 1:
-                before = [arrived[device, piece]] if device else []
-                out, into = ((device, 1), (device + 1, 2)) if has_streams else ((device, 0), (device + 1, 0))
-                arrived[device + 1, piece] = program.copy(out, device + 1, 1, current=into, after=before)
-    return program
-
-
-class TestRoutes:
-    @pytest.mark.parametrize(("devices", "pieces"), [(3, 1), (3, 2), (4, 3), (8, 3)])
-    def test_a_chain_with_streams_for_sending_and_receiving(self, devices, pieces):
-        assert run(broadcast_along_a_chain(devices, pieces, has_streams=True)).time == devices - 2 + pieces
-
-    @pytest.mark.parametrize(("devices", "pieces", "seconds"), [(3, 1, 2), (3, 2, 4), (4, 3, 7), (8, 3, 11)])
-    def test_a_chain_on_one_stream_per_device_sends_or_receives(self, devices, pieces, seconds):
-        # A piece follows the one before at a distance of two copies: devices - 1 + 2 (pieces - 1).
-        assert run(broadcast_along_a_chain(devices, pieces, has_streams=False)).time == seconds
 
 
 class TestWiring:

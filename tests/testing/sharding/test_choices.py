@@ -55,18 +55,6 @@ def test_what_cannot_be_distributed(kind: str) -> None:
     assert not can_be_distributed(value)
 
 
-def test_tensors_inside_transforms_cannot() -> None:
-    seen = []
-
-    def ask(x: Tensor) -> Tensor:
-        seen.append(can_be_distributed(x))
-        return x
-
-    torch.func.vmap(ask)(torch.ones(3, 2))
-    torch.func.grad(lambda x: ask(x).sum())(torch.ones(3))
-    assert seen == [False, False]
-
-
 @pytest.mark.parametrize("value", [torch.ones(()), torch.zeros(0, 3), nn.Parameter(torch.ones(3)), torch.ones(2) > 0])
 def test_what_can_be_distributed(value: Tensor) -> None:
     assert can_be_distributed(value)

@@ -14,10 +14,6 @@ from dataparallel.testing import Rank, ShardingConverter
 from dataparallel.testing.ranks import on_threads
 
 
-def placements(converter: ShardingConverter) -> list[tuple[Any, ...]]:
-    return [tuple(each[0] for each in converter.combination.values()) for _ in converter]
-
-
 def test_every_combination_comes_once(slots: list) -> None:
     x, y = torch.randn(5, 8), torch.randn(7)
     converter = ShardingConverter((x, 2), {"other": y}, slots)
@@ -33,11 +29,6 @@ def test_every_combination_comes_once(slots: list) -> None:
     first, second = (Replicate(), Shard(0), Shard(1)), (Replicate(), Shard(0))
     assert seen == [(one, other) for one in first for other in second]
     assert (converter.hit, converter.miss, converter.successful()) == (12, 0, True)
-
-
-def test_bools_are_cut_and_single_elements_replicated(slots: list) -> None:
-    converter = ShardingConverter((torch.ones(4) > 0, torch.tensor(2.0), torch.ones(1, 1)), {}, slots)
-    assert placements(converter) == [(first, Replicate(), Replicate()) for first in (Replicate(), Shard(0))]
 
 
 @dataclass(frozen=True)
@@ -133,22 +124,3 @@ def test_a_mesh_gives_dtensors() -> None:
     first, second = [(Replicate(),), (Shard(0),), (Shard(1),)], [(Replicate(),), (Shard(0),)]
     for seen in on_threads(_on_mesh, ranks=2):
         assert seen == [(one, other) for one in first for other in second]
-
-
-def _without_bools(rank: Rank) -> list[Any]:
-    converter = ShardingConverter((torch.ones(4),), {}, rank.mesh())
-    target = converter.target
-    carries = target.whole
-
-    def whole(tensor: Tensor) -> Tensor:
-        if tensor.dtype == torch.bool:
-            raise RuntimeError("Invalid scalar type")
-        return carries(tensor)
-
-    target.whole = whole  # type: ignore[method-assign]
-    return [target.can_carry(torch.bool), target.can_carry(torch.int16), target.can_carry(torch.float32)]
-
-
-@pytest.mark.devices("cpu")
-def test_a_backend_is_asked_whether_it_carries_a_dtype() -> None:
-    assert on_threads(_without_bools, ranks=2) == [[False, True, True]] * 2

@@ -26,9 +26,6 @@ def found(got: Any, wanted: Any) -> list[str]:
         (X.to(torch.bfloat16) * 1.004, X.to(torch.bfloat16)),
         ({"a": [X, 1]}, {"a": [X.clone(), 1]}),
         (float("nan"), float("nan")),
-        (torch.Size([2]), torch.Size([2])),
-        (torch.max(X, 0), torch.max(X, 0)),
-        (X.to_sparse(), X.to_sparse()),
     ],
 )
 def test_what_is_equal(got: Any, wanted: Any) -> None:
@@ -42,22 +39,12 @@ def test_what_is_equal(got: Any, wanted: Any) -> None:
         (X.float(), X, "result has the dtype torch.float32, expected torch.float64"),
         (X[:1], X, "result has the shape (1,), expected (2,)"),
         (None, X, "result is None, expected a tensor of shape (2,)"),
-        (X, None, "result is a tensor of shape (2,), expected None"),
         ((X,), [X], "result is (tensor("),
         ({"a": X}, {"b": X}, """result has ['result["a"]'], expected ['result["b"]']"""),
         ([X, (X, X + 1)], [X, (X, X)], "result[1][1] has other values"),
-        (True, 1, "result is True, expected 1"),
         (1.0, 1.001, "result is 1.0, expected 1.001"),
     ],
 )
 def test_what_differs(got: Any, wanted: Any, sentence: str) -> None:
     (only,) = found(got, wanted)
     assert only.startswith(sentence)
-
-
-def test_every_leaf_that_differs_is_named() -> None:
-    assert [each.split()[0] for each in found([X, 1, X + 1, 3], [X, 2, X, 4])] == [
-        "result[1]",
-        "result[2]",
-        "result[3]",
-    ]
