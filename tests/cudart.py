@@ -11,7 +11,6 @@ from nogpu.cuda import libraries
 
 P = ctypes.c_void_p
 N = ctypes.c_size_t
-LEGACY = P(1)
 TO_DEVICE, TO_HOST, BETWEEN_DEVICES, ANY = 1, 2, 3, 4
 NON_BLOCKING = 1
 

@@ -1,4 +1,7 @@
-"""The stand-in for CUDA's runtime, called by ctypes in processes of their own: it answers and refuses as CUDA does."""
+"""The stand-in for CUDA's runtime, called by ctypes in processes of their own: it answers and refuses as CUDA does.
+
+And torch on it without its operators.
+"""
 
 import signal
 
@@ -114,24 +117,6 @@ assert synchronous(memory, pageable) == synchronous(pageable, memory) == synchro
 assert synchronous(memory, pinned) == 1 and synchronous(other, memory) == 0
 assert waits("cudaMemset", memory, 0, N(4)) == 0 and waits("cudaMemset", pinned, 0, N(4)) == 1
 assert waits("cudaFree", memory) == waits("cudaFreeHost", pinned) == waits("cudaDeviceSynchronize") == 1
-#: many threads
-import threading
-def work(device):
-    for _ in range(200):
-        memory, stream, event = malloc(64, device), made("cudaStreamCreate"), made("cudaEventCreate")
-        call("cudaMemsetAsync", memory, device, N(64), stream)
-        call("cudaEventRecord", event, stream)
-        call("cudaStreamWaitEvent", None, event, 0)
-        assert read(memory, 64) == bytes([device] * 64)
-        call("cudaEventDestroy", event)
-        call("cudaStreamDestroy", stream)
-        call("cudaFree", memory)
-    done.append(device)
-done = []
-threads = [threading.Thread(target=work, args=(index % 8,)) for index in range(12)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-assert len(done) == 12
 #: peers
 libraries.set_link(0, 2, "missing")
 libraries.set_link(0, 3, "broken")
@@ -260,3 +245,43 @@ print("freed", flush=True)
 ctypes.memset(memory, 1, 1)
 """)
     assert (done.stdout, done.returncode) == ("freed\n", -signal.SIGSEGV), done.stderr
+
+
+WITH_TORCH = """
+from nogpu.cuda import libraries
+libraries.open_libraries()
+import torch
+"""
+
+
+def test_a_process_with_tensors_streams_and_threads_ends_in_order():
+    run_script(f"""{WITH_TORCH}
+import threading
+kept = [torch.empty(10, device=f"cuda:{{i}}") for i in range(4)]
+pinned = torch.empty(10, pin_memory=True)
+stream, event = torch.cuda.Stream(), torch.cuda.Event()
+event.record(stream)
+thread = threading.Thread(target=lambda: kept.append(torch.empty(3, device="cuda:6")))
+thread.start(); thread.join()
+""")
+
+
+@pytest.mark.parametrize(
+    ("body", "setting", "text"),
+    [
+        ("a = torch.empty(3, device='cuda'); a + a", "", "does not compute the kernel void at::native::"),
+        ("torch.empty(3, device='cuda')", "expandable_segments:True", "operation not supported"),
+        ("torch.empty(3, device='cuda')", "backend:cudaMallocAsync", "operation not supported"),
+    ],
+    ids=["kernel", "expandable segments", "memory pools"],
+)
+def test_what_is_not_there_is_refused(body, setting, text):
+    done = run(WITH_TORCH + body, PYTORCH_CUDA_ALLOC_CONF=setting)
+    assert done.returncode == 1
+    assert text in done.stderr
+
+
+def test_too_late():
+    done = run("import torch\nfrom nogpu.cuda import libraries\nlibraries.open_libraries()")
+    assert done.returncode == 1
+    assert "SimulationTooLate: torch has opened CUDA's libraries already" in done.stderr

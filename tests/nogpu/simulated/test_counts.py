@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from at_once import in_threads
 from like_the_cpu import DEVICE as ONE
@@ -9,6 +11,8 @@ from like_the_cpu import OTHER as TWO
 from like_the_cpu import launches_of
 
 pytestmark = pytest.mark.devices("sim")
+
+HOST = torch.device("cpu")
 
 
 # Launches
@@ -71,6 +75,102 @@ def test_an_operator_that_raises_is_no_launch():
     with torch.sim.counted() as counts, pytest.raises(RuntimeError, match="cannot be multiplied"):
         torch.mm(x, x)
     assert not any(counts.launches)
+
+
+# Lists of tensors: one launch where a device has a fused kernel
+
+
+def many(count=1_000, device=ONE):
+    return [torch.ones(3, device=device) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        torch.cat,
+        lambda tensors: torch.cat(tensors, out=torch.empty(3_000, device=ONE)),
+        lambda tensors: torch._foreach_add(tensors, tensors),
+        lambda tensors: torch._foreach_copy_(tensors, tensors[::-1]),
+        lambda tensors: torch._foreach_mul_(tensors, torch.tensor(2.0)),
+        lambda tensors: torch._foreach_norm(tensors),
+    ],
+)
+def test_a_thousand_tensors_in_one_operator_are_one_launch(operator):
+    assert launches_of(operator, many()) == {1: 1}
+
+
+def test_a_thousand_parts_of_one_tensor_are_copied_in_one_launch():
+    flat, parts = torch.arange(3_000.0, device=ONE), many()
+    assert launches_of(lambda: torch.split_with_sizes_copy(flat, [3] * 1_000, out=parts)) == {1: 1}
+    assert parts[999].tolist() == [2997, 2998, 2999]
+
+
+def test_lists_that_lie_on_several_devices_are_launched_one_by_one():
+    assert launches_of(torch._foreach_add_, many(2) + many(3, TWO), 1) == {1: 2, 2: 3}
+    targets, sources = many(3, TWO), many(3)
+    with torch.sim.counted() as counts:
+        torch._foreach_copy_(targets, sources)
+    assert (counts.launches[1], counts.launches[2]) == (3, 0)
+    assert counts.copied == {(1, 2): 36}
+
+
+# Copies: each counts the bytes of its target, from one place to the other
+
+
+def test_copies_from_and_to_the_host_count_apart():
+    with torch.sim.counted() as counts:
+        x = torch.ones(6).to(ONE)
+        x.cpu()
+        x[:2].tolist()
+        x[0].item()
+        torch.empty(6).copy_(x[:1])
+    assert counts.launches[1] == 5
+    assert counts.copied == {(-1, 1): 24, (1, -1): 24 + 8 + 4 + 24}
+    assert counts.sent(ONE) == counts.received(ONE) == 0
+
+
+@pytest.mark.parametrize("target", [TWO, HOST], ids=["device", "host"])
+def test_whatever_the_layouts_a_copy_is_one_launch_and_the_bytes_of_its_target(target):
+    source = torch.ones(8, 6, device=ONE)[::2, 1:].t()
+    for to in (
+        torch.empty(5, 4, device=target),
+        torch.empty(4, 5, device=target).t(),
+        torch.empty(10, 8, device=target)[::2, ::2],
+        torch.empty(3, 5, 4, dtype=torch.float64, device=target),
+    ):
+        with torch.sim.counted() as counts:
+            to.copy_(source)
+        assert sum(counts.launches) == counts.launches[1] == 1
+        assert counts.copied == {(1, -1 if target is HOST else 2): to.numel() * to.element_size()}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([-1, 0, 1, 2]),
+            st.sampled_from([-1, 0, 1, 2]),
+            st.lists(st.integers(0, 3), max_size=3),
+            st.sampled_from([torch.float32, torch.bfloat16, torch.complex128, torch.bool]),
+        )
+    )
+)
+def test_copies_add_up(copies):
+    expected: dict[tuple[int, int], int] = {}
+    places = {index: torch.device("sim", index) if index >= 0 else HOST for index in (-1, 0, 1, 2)}
+    prepared = [
+        (torch.zeros(shape, dtype=dtype, device=places[origin]), torch.empty(shape, dtype=dtype, device=places[target]))
+        for origin, target, shape, dtype in copies
+    ]
+    with torch.sim.counted() as counts:
+        for source, to in prepared:
+            to.copy_(source)
+    for (origin, target, _, _), (source, _) in zip(copies, prepared, strict=True):
+        if origin != target and source.nbytes:
+            expected[origin, target] = expected.get((origin, target), 0) + source.nbytes
+    assert counts.copied == expected
+    for device in (0, 1, 2):
+        assert counts.sent(device) == sum(expected.get((device, other), 0) for other in (0, 1, 2))
+        assert counts.received(device) == sum(expected.get((other, device), 0) for other in (0, 1, 2))
 
 
 # Blocks
