@@ -118,16 +118,10 @@ def test_the_ini_file_says_how_many_and_on_a_machine_with_cuda_the_run_says_whos
     )
 
 
-MAKES_SIXTEEN = """
-import torch
-from nogpu import simulate
-simulate(16)
-torch.ones(1, device="sim:15", requires_grad=True).sum().backward()
-"""
-
-
 @pytest.mark.long
-@pytest.mark.ahead(COUNT.format(3), "--sim-devices=3", conftest=MAKES_SIXTEEN, ini="sim_devices = 2")
+@pytest.mark.ahead(
+    COUNT.format(3), "--sim-devices=3", conftest="import nogpu\nnogpu.simulate(16)\n", ini="sim_devices = 2"
+)
 def test_the_command_line_says_how_many_of_those_that_a_conftest_has_made(available, result):
     result.assert_outcomes(passed=1)
 

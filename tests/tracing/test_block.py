@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -258,19 +257,6 @@ def test_a_profile_of_torch_inside_of_a_trace_is_told_at_its_end() -> None:
         torch.ones(1)
     with dataparallel.trace():
         pass
-
-
-def test_events_without_times_leave_the_device_time_unknown(
-    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def has_none(*events: Any) -> float:
-        raise RuntimeError("no times")
-
-    monkeypatch.setattr("dataparallel.comm.streams.current.TimedEvent.seconds_until", has_none)
-    model, x = DataParallel(Net().to(root), slots), torch.ones(6, 8, device=root)
-    with dataparallel.trace() as trace:
-        model(x)
-    assert all(row.device is None for row in trace.rows)
 
 
 def test_a_trace_is_for_one_block() -> None:

@@ -1,5 +1,7 @@
 """The clocks of simulated devices: accesses that nothing orders raise in every run, and ordered ones do not."""
 
+import threading
+
 import pytest
 import torch
 
@@ -18,17 +20,6 @@ def test_a_read_on_a_stream_that_has_not_waited(stream):
     message = str(caught.value)
     assert "aten::add reads its argument 'self' in sim:1 on stream" in message
     assert "aten::mul, which writes bytes 0 to 12 of it on the default stream of sim:1" in message
-
-
-@pytest.mark.parametrize("recorded", ["never", "before the write"])
-def test_an_event_that_was_not_recorded_after_the_write_orders_nothing(stream, recorded):
-    source, event = torch.ones(3, device=ONE), torch.Event(ONE)
-    if recorded != "never":
-        event.record(torch.sim.current_stream(ONE))
-    written = source * 2
-    stream.wait_event(event)
-    with torch.sim.stream(stream), race():
-        written + 1
 
 
 def test_a_copy_from_pinned_memory_read_on_another_stream_without_waiting(stream):
@@ -57,19 +48,6 @@ def test_a_copy_into_pinned_memory_that_is_still_being_sent(stream):
     stream.synchronize()
     host.copy_(source, non_blocking=True)
     del copied
-
-
-@pytest.mark.parametrize("rows", [5, 65])
-def test_columns_of_one_tensor_are_different_memory(stream, rows):
-    table = torch.zeros(rows, 4, device=ONE)
-    stream.wait_stream(torch.sim.current_stream(ONE))
-    with torch.sim.stream(stream):
-        table[:, :2].add_(1)
-    table[:, 2:].add_(2)
-    with race():
-        table[:, 1:3].add_(1)
-    stream.synchronize()
-    assert table[0].tolist() == [1, 1, 2, 2]
 
 
 def test_a_write_over_a_pending_read(stream):
@@ -187,4 +165,70 @@ def test_running_statistics_are_written_in_training_only(stream):
         norm.train()(x)
     with race():
         norm.running_mean + 1
+    finish()
+
+
+# What a host thread has waited for is known to threads that it starts or that join it, and to no others.
+
+
+def test_what_a_thread_has_waited_for_is_known_to_the_threads_that_it_starts(stream):
+    with torch.sim.stream(stream):
+        written = torch.ones(3, device=ONE)
+    stream.synchronize()
+    errors = []
+
+    def read():
+        try:
+            written + 1
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    finish()
+    assert not errors
+
+
+def test_what_another_thread_has_waited_for_is_not_known(stream):
+    """The wait came first only by luck."""
+    started, done = threading.Event(), threading.Event()
+
+    def wait():
+        started.wait()
+        stream.synchronize()
+        done.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with torch.sim.stream(stream):
+        written = torch.ones(3, device=ONE)
+    started.set()
+    done.wait()
+    with race():
+        written.add_(1)
+    thread.join()
+    written.add_(1)
+    finish()
+
+
+def test_what_the_caller_of_backward_has_waited_for_is_known_to_its_threads(stream):
+    with torch.sim.stream(stream):
+        factor = torch.full((3,), 2.0, device=ONE)
+    stream.synchronize()
+    leaf = torch.ones(3, device=ONE, requires_grad=True)
+    out = leaf * 1
+    out.register_hook(lambda grad: grad * factor)
+    out.sum().backward()
+    assert leaf.grad.tolist() == [2, 2, 2]
+
+
+def test_who_sees_that_a_thread_has_ended_knows_what_it_has_waited_for(stream):
+    with torch.sim.stream(stream):
+        written = torch.ones(3, device=ONE)
+    thread = threading.Thread(target=stream.synchronize)
+    thread.start()
+    while thread.is_alive():
+        pass
+    written.add_(1)
     finish()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from like_the_cpu import DEVICE, OTHER
+from like_the_cpu import DEVICE
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -18,17 +18,6 @@ def test_a_device_is_current_inside_and_the_block_can_be_entered_again(one):
     with block:
         assert torch.sim.current_device() == torch.accelerator.current_device_index() == 1
         assert torch.empty(1, device="sim").device == DEVICE
-
-
-def test_no_device_changes_nothing():
-    for nothing in (None, -1):
-        with torch.sim.device(1), torch.sim.device(nothing):
-            assert torch.sim.current_device() == 1
-    torch.sim.set_device(-1)
-    with torch.sim.device_of(torch.ones(1)):
-        assert torch.sim.current_device() == 0
-    with torch.sim.device_of(torch.ones(1, device=OTHER)):
-        assert torch.sim.current_device() == 2
 
 
 @pytest.mark.parametrize("wrong", [8, -2, "sim:8", "cpu", torch.device("cuda", 0)])

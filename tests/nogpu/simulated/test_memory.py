@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dataparallel import DataParallel, replicate
 from like_the_cpu import DEVICE as ONE
@@ -108,35 +108,6 @@ def distinct(request):
 
 def on_distinct(*counts):
     return pytest.mark.parametrize("distinct", counts, indirect=True)
-
-
-class Widens(nn.Module):
-    """Makes an activation of 8 kB for each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1000)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).exp().sum(dim=1)
-
-
-@on_distinct(8)
-def test_a_replica_without_memory_raises_and_the_next_smaller_batch_works(distinct, capacity):
-    model = Widens().to(distinct[0])
-    parallel = DataParallel(model, distinct)
-    full = distinct[5]
-    capacity(torch.sim.memory_allocated(full) + 40_000, full)
-    with pytest.raises(torch.OutOfMemoryError, match=f"device {full.index} ") as caught:
-        parallel(torch.ones(64, 1, device=distinct[0])).sum().backward()
-    assert caught.value.__notes__ == [f"raised in replica 5 on device {full}"]
-    assert model.layer.weight.grad is None
-    del caught
-    parallel(torch.ones(16, 1, device=distinct[0])).sum().backward()
-    expected = DataParallel(Widens().to(distinct[0]), distinct)
-    expected.module.load_state_dict(model.state_dict())
-    expected(torch.ones(16, 1, device=distinct[0])).sum().backward()
-    torch.testing.assert_close(model.layer.weight.grad, expected.module.layer.weight.grad)
 
 
 @on_distinct(2, 8)

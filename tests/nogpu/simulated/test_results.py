@@ -78,19 +78,6 @@ def test_what_an_operator_keeps_of_its_result_stays_the_cpus(define, growth, kee
     assert len(kept[0].tolist()) > 0  # its memory is still there
 
 
-def test_a_result_is_a_tensor_like_any_other_of_its_device(growth):
-    made = numbers() + 1
-    assert made._version == 0
-    assert made.is_leaf
-    assert not made.is_inference()
-    made.add_(1)
-    assert made._version == 1
-    made.resize_(2048)
-    assert growth.now == 2 * BYTES
-    made.untyped_storage().resize_(0)
-    assert growth.now == 0
-
-
 def test_an_out_argument_that_is_itself_a_result_may_get_other_memory(growth):
     x = numbers()
     out = x[:1] + 1

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from like_the_cpu import DEVICE, OTHER, assert_as_on_the_cpu, numbers
 
@@ -78,19 +77,6 @@ def test_products_that_reduce_have_gradients(reduce: str) -> None:
         return torch.sparse.mm(torch.sparse_csr_tensor(rows, columns, values, (3, 3)), dense, reduce)
 
     assert_as_on_the_cpu(product, numbers(4).requires_grad_(), numbers(3, 2, seed=1).requires_grad_())
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_embeddings_and_their_gradients(sparse: bool) -> None:
-    def look_up(weight: Tensor) -> tuple[Tensor, ...]:
-        index = torch.tensor([[1, 2], [4, 1]], device=weight.device)
-        offsets = torch.tensor([0, 3], device=weight.device)
-        rows = F.embedding(index, weight, padding_idx=4, sparse=sparse)
-        bags = F.embedding_bag(index.flatten(), weight, offsets, mode="sum", sparse=sparse)
-        means = F.embedding_bag(index, weight, mode="mean", sparse=sparse)
-        return rows, bags, means
-
-    assert_as_on_the_cpu(look_up, numbers(6, 3).requires_grad_())
 
 
 def test_sparse_tensors_of_two_devices_do_not_mix() -> None:

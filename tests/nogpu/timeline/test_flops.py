@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 from like_the_cpu import DEVICE as ONE
@@ -67,24 +66,6 @@ def test_attention_on_the_cpu_counts_as_on_cuda(shape):
     found = {launch.op: launch.flops for launch in timeline.recording.launches if launch.flops}
     assert sum(found.values()) == 7 * product  # two forward, five backward: it computes the scores again
     assert len(found) == 2
-
-
-def test_a_formula_that_users_register():
-    with torch.library._scoped_library("timeline_test", "DEF") as library:
-        library.define("twice(Tensor x, *, int times) -> Tensor")
-        library.impl("twice", lambda x, times: x * times, "CPU")
-        op = torch.ops.timeline_test.twice
-
-        def formula(x, *, times, out_val):
-            assert out_val.shape == x.shape
-            return x.numel() * times
-
-        flop_counter.register_flop_formula(op, get_raw=True)(formula)
-        try:
-            assert recorded(lambda: op(torch.ones(2, 3, device=ONE), times=7)) == 42
-        finally:
-            del flop_counter.flop_registry[op]
-    assert "timeline_test::twice" not in recording.formulas()
 
 
 def test_a_formula_that_fails_says_for_which_operator():

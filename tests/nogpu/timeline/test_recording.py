@@ -147,19 +147,15 @@ def test_a_copy_that_converts_sends_what_it_writes():
 
 
 def test_there_is_one_block_at_a_time():
-    with torch.sim.timeline() as timeline:
+    def second(*_):
         with pytest.raises(RuntimeError, match="one timeline at a time"), torch.sim.timeline():
             pass
 
-        def second(*_):
-            with pytest.raises(RuntimeError, match="one timeline at a time"), torch.sim.timeline():
-                pass
-
+    with torch.sim.timeline() as timeline:
+        second()
         in_threads(1, second)
         torch.ones(3, device=ONE)
     assert len(timeline.recording.launches) == 1
-    assert len(recorded(torch.ones, 3, 3)) == 0
-    assert recorded(lambda: torch.ones(3, device=ONE)) != ()
 
 
 def test_the_recording_is_there_after_the_block():
@@ -203,15 +199,17 @@ def test_more_launches_than_the_limit_raise():
     assert len(recorded(x.add_, 1)) == 1
 
 
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_below_one_is_refused(limit):
-    with pytest.raises(ValueError, match=f"at least 1; got {limit}"), torch.sim.timeline(limit=limit):
-        pass
-
-
-@pytest.mark.parametrize("limit", [None, 1.5, True])
-def test_a_limit_that_is_no_int_is_refused(limit):
-    with pytest.raises(TypeError, match=type(limit).__name__), torch.sim.timeline(limit=limit):
+@pytest.mark.parametrize(
+    ("limit", "error", "words"),
+    [
+        (0, ValueError, "at least 1; got 0"),
+        (None, TypeError, "NoneType"),
+        (1.5, TypeError, "float"),
+        (True, TypeError, "bool"),
+    ],
+)
+def test_a_limit_is_an_int_of_at_least_one(limit, error, words):
+    with pytest.raises(error, match=words), torch.sim.timeline(limit=limit):
         pass
 
 

@@ -234,17 +234,6 @@ def test_links_never_serve_more_copies_than_they_can(recording, machine):
 
 
 @given(recordings(), machines())
-def test_no_more_python_threads_are_busy_than_there_are_cores(recording, machine):
-    result = schedule(recording, machine)
-    changes: list[tuple[float, int]] = []
-    for launch in recording.launches:
-        issue, released = result.solution.issue[launch.index], result.solution.released[launch.index]
-        if not launch.in_backward and issue < released:
-            changes += [(issue, 1), (released, -1)]  # at one time what ends goes first
-    assert max(accumulate((change for _, change in sorted(changes)), initial=0)) <= (machine.host.cores or 1)
-
-
-@given(recordings(), machines())
 def test_a_step_is_not_shorter_than_what_one_of_its_parts_is_busy(recording, machine):
     result = schedule(recording, machine)
     enough = result.time * (1 + 1e-9) + 1e-12

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from itertools import pairwise
 
 import pytest
 
@@ -102,15 +101,6 @@ class TestSave:
         result.save(tmp_path / "step.json")
         about = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["otherData"]
         assert about == {"machine": "hand-made", "times": "a prediction, not a measurement"}
-
-    def test_slices_of_a_row_do_not_overlap(self, events):
-        rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
-        for event in events:
-            if event["ph"] == "X":
-                rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-        assert len(rows) == 2 + 3
-        for spans in rows.values():
-            assert all(one[1] <= other[0] for one, other in pairwise(sorted(spans)))
 
     def test_slices_that_touch_still_touch_when_rounded_to_nanoseconds(self, tmp_path):
         program = Program()

@@ -89,15 +89,6 @@ def trains_alike(rank: Rank, sequence: bool, tied: bool, **sizes: int) -> None:
         assert_equal(whole(dict(many.named_parameters())), whole(dict(one.named_parameters())), "weights", atol=1e-9)
 
 
-def on_meta(rank: Rank, sequence: bool, tied: bool) -> None:
-    model = Transformer(ModelArgs(weight_tying=tied), dtype=torch.float64, device="meta")
-    Transformer.parallelize(model, rank.mesh(), sequence).to_empty(device=rank.device)
-    assert (model.output.weight is model.tok_embeddings.weight) == tied
-    model.reset_parameters()
-    expected = build(weight_tying=tied)
-    assert_equal(whole(dict(model.named_parameters())), whole(dict(expected.named_parameters())), "weights", atol=0.0)
-
-
 def with_dropout(rank: Rank, sequence: bool, checkpointed: bool) -> None:
     """Processes that began with the same seed stay together, and blocks are recomputed with the same masks."""
     made = []
@@ -139,7 +130,6 @@ def refused(rank: Rank) -> None:
 def in_the_other_variants(rank: Rank) -> None:
     uneven = {"vocab_size": 7, "max_seq_len": 13, "dim": 12, "n_heads": 2, "n_layers": 1}
     run_subtests(rank, {"sequence": BOTH, "tied": BOTH}, trains_alike, rank, **uneven)
-    run_subtests(rank, {"sequence": BOTH, "tied": BOTH}, on_meta, rank)
     run_subtests(rank, {"sequence": BOTH, "checkpointed": [True]}, with_dropout, rank)
     refused(rank)
 

@@ -50,6 +50,7 @@ def test_operators_that_are_right(slots: list, gradients: bool) -> None:
     assert counts(check_op(torch.sum, x, devices=slots, gradients=gradients)) == (3, 0, 0)
     assert counts(check_op(torch._foreach_mul, [x], 2.0, devices=slots, gradients=gradients)) == (3, 0, 0)
     assert counts(check_op(torch.mul, x, x, devices=slots, gradients=gradients)) == (3, 0, 0)
+    assert counts(check_op(torch.sqrt, normal(), devices=slots)) == (3, 0, 0)  # NaNs
 
 
 def test_refusals_are_counted_and_shown(slots: list) -> None:
@@ -123,6 +124,14 @@ def spoil(x: ShardedTensor, y: ShardedTensor) -> Tensor:
     ("op", "args", "message"),
     [
         (on_sharded(lambda x: x.exp().float()), 1, "result has the dtype torch.float32, expected torch.float64"),
+        (on_sharded(lambda x: x.sum(0)), 1, r"result has the shape \(4,\), expected \(5, 4\)"),
+        (on_sharded(lambda x: None), 1, r"result is None, expected a tensor of shape \(5, 4\)"),
+        (on_sharded(lambda x: {"a": x.exp()}, lambda x: {"b": x.exp()}), 1, r"""has \['result\["a"\]'\], expected"""),
+        (
+            on_sharded(lambda x: [x.exp(), (1, x * 2)], lambda x: [x.exp(), (1, x * 3)]),
+            1,
+            r"result\[1\]\[1\] has other",
+        ),
         (on_sharded(lambda x: 1.0, lambda x: 1.0 + 1e-6), 1, "result is 1.0, expected 1.000001"),
         (on_sharded(lambda x: x.clone(), lambda x: x), 1, r"result is a new tensor, expected args\[0\]"),
         (on_sharded(lambda x, y: x.exp(), lambda x, y: y.copy_(x).exp()), 2, r"args\[1\], which is written to, has"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.sharded import Replicate, Shard, ShardedTensor
+from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
 from dataparallel.testing import Rank, ShardingConverter
 from dataparallel.testing.ranks import on_threads
 
@@ -73,16 +73,56 @@ def test_one_tensor_in_two_places_stays_one() -> None:
     assert converter.hit == 6
 
 
-def test_what_cannot_be_distributed_is_passed_as_it_is_and_counted() -> None:
-    class Like:
-        __torch_function__ = torch.Tensor.__torch_function__
+class Subclass(Tensor):
+    pass
 
-    sparse, like = torch.eye(3).to_sparse(), Like()
-    converter = ShardingConverter((torch.ones(4), sparse), {"like": like, "size": 3}, ["cpu", "cpu"])
+
+class Like:
+    """What no tensor is, and torch's functions take for one."""
+
+    __torch_function__ = Tensor.__torch_function__
+
+
+OTHERS = {
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "conjugate": lambda: torch.ones(4, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.ones(4, dtype=torch.complex64).conj().imag,
+    "meta": lambda: torch.ones(4, device="meta"),
+    "subclass": lambda: torch.ones(4).as_subclass(Subclass),
+    "lazy": nn.UninitializedParameter,
+    "sharded": lambda: distribute_tensor(torch.ones(4), ["cpu", "cpu"]),
+    "like a tensor": Like,
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_cannot_be_distributed_is_passed_as_it_is_and_counted(kind: str) -> None:
+    value = OTHERS[kind]()
+    converter = ShardingConverter((torch.ones(4), value), {"size": 3}, ["cpu", "cpu"])
     for args, kwargs in converter:
-        assert args[1] is sparse
-        assert kwargs == {"like": like, "size": 3}
-    assert (converter.hit, converter.miss, converter.successful()) == (2, 4, False)
+        assert args[1] is value
+        assert kwargs == {"size": 3}
+    assert (converter.hit, converter.miss, converter.successful()) == (2, 2, False)
+
+
+def test_what_only_says_that_it_is_a_tensor_is_an_error_that_names_its_type() -> None:
+    class Liar:
+        __class__ = Tensor  # type: ignore[assignment]
+
+    with pytest.raises(TypeError, match=r"Liar says that it is a torch\.Tensor"):
+        ShardingConverter(([Liar()],), {}, ["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "even_only", "dims"),
+    [((5, 1, 2), False, [0, 2]), ((0, 3), False, [1]), ((1,), False, []), ((), False, []), ((5, 8, 4), True, [1, 2])],
+)
+def test_every_dimension_of_two_rows_or_more_is_cut(shape: tuple[int, ...], even_only: bool, dims: list[int]) -> None:
+    converter = ShardingConverter((torch.ones(shape),), {}, ["cpu"] * 4, even_only=even_only)
+    seen = [converter.combination["args[0]"] for _ in converter]
+    assert seen == [(Replicate(),), *((Shard(dim),) for dim in dims)]
 
 
 def test_without_tensors_there_is_one_call_that_is_not_successful() -> None:
@@ -124,3 +164,14 @@ def test_a_mesh_gives_dtensors() -> None:
     first, second = [(Replicate(),), (Shard(0),), (Shard(1),)], [(Replicate(),), (Shard(0),)]
     for seen in on_threads(_on_mesh, ranks=2):
         assert seen == [(one, other) for one in first for other in second]
+
+
+def _on_mesh_of_two_dimensions(rank: Rank) -> int:
+    x = torch.arange(35.0).reshape(5, 7)
+    converter = ShardingConverter((x,), {}, rank.mesh((2, 2)))
+    return sum(torch.equal(one.full_tensor(), x) for (one,), _ in converter)
+
+
+@pytest.mark.devices("cpu")
+def test_a_mesh_may_have_two_dimensions() -> None:
+    assert on_threads(_on_mesh_of_two_dimensions, ranks=4) == [9] * 4
