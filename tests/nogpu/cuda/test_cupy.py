@@ -4,13 +4,11 @@ Every test is a process of its own, because the stand-in is started before torch
 """
 
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 
 from nogpu.cuda.possible import why_not_here
-from processes import environment
+from processes import run, run_script
 from stand_in import programs
 
 WHY_NOT = why_not_here() or (None if importlib.util.find_spec("cupy") else "needs CuPy: pip install cupy-cuda13x")
@@ -40,19 +38,11 @@ def fails(call, *words):
 """
 
 
-def run(script: str, **changes: str) -> None:
-    variables = environment(**changes)
-    variables.pop("NOGPU_STAND_IN", None)
-    command = [sys.executable, "-c", START + script]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """What takes minutes is done before the first test, which the watchdog counts."""
     if WHY_NOT is None:
-        run("")
+        run_script(START, timeout=900)
 
 
 PROGRAMS = r"""
@@ -195,7 +185,7 @@ else:
 
 @programs(PROGRAMS)
 def test_program(program):
-    run(program)
+    run_script(START + program, timeout=900)
 
 
 # The launch's two waits, each taken out.
@@ -214,20 +204,25 @@ torch.cuda.synchronize()
 """
 
 
-def test_a_launch_that_does_not_wait_for_its_peers_is_a_race() -> None:
-    line = "Event(peer).make_wait(stream)"
-    run(WITHOUT.format(line=line) + "xs[1].mul_(2)\nfails(launch, 'race: sum_float32', 'reads', 'aten::mul_')")
+LEFT_OUT = {
+    "the launch waits for its peers": (
+        "Event(peer).make_wait(stream)",
+        "xs[1].mul_(2)\nfails(launch, 'race: sum_float32', 'reads', 'aten::mul_')",
+    ),
+    "the peers wait for the launch": (
+        "done.make_wait(peer)",
+        "launch()\nfails(lambda: xs[1].mul_(2), 'race: aten::mul_', 'sum_float32')",
+    ),
+}
 
 
-def test_peers_that_do_not_wait_for_the_launch_are_a_race() -> None:
-    line = "done.make_wait(peer)"
-    run(WITHOUT.format(line=line) + "launch()\nfails(lambda: xs[1].mul_(2), 'race: aten::mul_', 'sum_float32')")
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_wait_that_is_left_out_is_a_race(name: str) -> None:
+    line, program = LEFT_OUT[name]
+    run_script(START + WITHOUT.format(line=line) + program, timeout=300)
 
 
 def test_cupy_that_came_first_is_too_late() -> None:
-    script = "import cupy\nfrom nogpu import cuda\ncuda.stand_in(1)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run("import cupy\nfrom nogpu import cuda\ncuda.stand_in(1)", timeout=300)
     assert done.returncode != 0
     assert "imported already" in done.stderr or "has been imported" in done.stderr

@@ -53,28 +53,6 @@ for _ in range(2000):
     assert memory.value not in seen
     seen.add(memory.value)
     call("cudaFree", memory)
-#: whose an address is
-class Attributes(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int), ("device", ctypes.c_int), ("on_device", P), ("on_host", P), ("more", P * 8)]
-def attributes(pointer):
-    result = Attributes()
-    call("cudaPointerGetAttributes", ctypes.byref(result), pointer)
-    return result.type, result.device, result.on_device, result.on_host
-memory = malloc(100, 3)
-inner = after(memory, 50)
-assert attributes(inner) == (2, 3, inner.value, None)
-assert attributes(after(memory, 100))[0] == 0
-pinned = made("cudaHostAlloc", N(100), 0)
-assert attributes(pinned) == (1, 3, pinned.value, pinned.value)
-buffer = ctypes.create_string_buffer(100)
-own = ctypes.addressof(buffer)
-assert attributes(P(own)) == (0, -2, None, own)
-call("cudaHostRegister", buffer, N(100), 0)
-assert attributes(P(own)) == (1, 3, own, own)
-refused("cudaErrorHostMemoryAlreadyRegistered", "cudaHostRegister", P(own + 10), N(10), 0)
-call("cudaHostUnregister", buffer)
-refused("cudaErrorHostMemoryNotRegistered", "cudaHostUnregister", buffer)
-assert attributes(P(own))[0] == 0
 #: copies are checked
 here, there = malloc(64, 0), malloc(64, 1)
 buffer = ctypes.create_string_buffer(bytes(range(64)), 64)

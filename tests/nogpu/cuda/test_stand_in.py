@@ -107,14 +107,6 @@ assert child(of_child) == ["1", "False"]
     printed("-c", script, str(tmp_path))
 
 
-def test_a_script_by_the_command(printed, tmp_path):
-    (tmp_path / "sum.py").write_text(SUM)
-    assert printed("-m", "nogpu.cuda", "--devices", "3", str(tmp_path / "sum.py")).split() == [
-        "6.0",
-        "3",
-    ]
-
-
 def test_the_devices_that_are_visible(printed, tmp_path):
     (tmp_path / "sum.py").write_text(SUM)
     command = ["-m", "nogpu.cuda", str(tmp_path / "sum.py")]

@@ -198,15 +198,6 @@ def test_there_is_a_number_for_every_device():
         counts.received("cpu")
 
 
-def test_clocks_do_not_matter():
-    x = torch.ones(3, device=ONE)
-    with torch.sim.clocks(False), torch.sim.counted() as counts:
-        torch.cat([x + 1, x]).to(TWO)
-        x.t_()
-    assert counts.launches[1] == 3
-    assert counts.copied == {(1, 2): 24}
-
-
 # Threads
 
 

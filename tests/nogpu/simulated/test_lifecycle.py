@@ -88,15 +88,15 @@ def test_program(available, name, printed):
     assert printed == ""
 
 
-@pytest.mark.parametrize("number", [0, -1, 65])
-def test_numbers_out_of_range_are_refused(number):
-    with pytest.raises(ValueError, match=f"1 to 64 devices can be simulated; got {number}"):
-        simulate(number)
-
-
-@pytest.mark.parametrize("number", ["3", True, 2.0, None])
-def test_what_is_no_number_is_refused(number):
-    with pytest.raises(TypeError, match=f"a number of devices, an int; got {type(number).__name__}"):
+@pytest.mark.parametrize(
+    ("number", "error", "words"),
+    [
+        *((number, ValueError, f"1 to 64 devices can be simulated; got {number}") for number in (0, -1, 65)),
+        *((number, TypeError, "a number of devices, an int; got") for number in ("3", True, 2.0, None)),
+    ],
+)
+def test_what_is_no_number_of_devices_is_refused(number, error, words):
+    with pytest.raises(error, match=words):
         simulate(number)
 
 

@@ -96,37 +96,6 @@ over.set()
 for thread in threads:
     thread.join()
 assert ended == [0] * 100, ended
-#: threads are freed when they have run without a collection
-import gc, threading, weakref
-import torch
-from nogpu import simulate
-
-(device,) = simulate(1)
-gc.disable()
-
-
-def work():
-    torch.ones(3, device=device).add_(1)
-    torch.sim.synchronize(device)
-
-
-class Worker(threading.Thread):
-    def run(self):
-        work()
-
-
-for make in (lambda: threading.Thread(target=work), Worker):
-    thread = make()
-    thread.start()
-    thread.join()
-    assert not thread.is_alive()
-    gone = weakref.ref(thread)
-    del thread
-    assert gone() is None
-    never_started = make()
-    gone = weakref.ref(never_started)
-    del never_started
-    assert gone() is None
 """
 
 

@@ -66,15 +66,6 @@ class TestHost:
         assert result.time == 23
         assert [thread.for_others for thread in result.threads] == [2, 2, 2]
 
-    @pytest.mark.parametrize(("cores", "starts"), [(3, [7, 7, 7, 14]), (2, [7, 7, 14, 14]), (1, [7, 14, 21, 28])])
-    def test_without_a_lock_as_many_threads_issue_as_there_are_cores(self, cores, starts):
-        program = Program()
-        for thread in (0, 1, 2):
-            program.kernel((0, thread), 1, thread=thread)
-        program.kernel((0, 0), 1, thread=0)
-        result = run(program, machine(1, host=Host(3, 4, 5).without_lock(cores)))
-        assert sorted(result.start) == starts
-
     def test_threads_of_a_backward_pass_hold_no_lock(self):
         program = Program()
         for _ in range(2):
@@ -200,23 +191,25 @@ class TestErrors:
         ):
             schedule(program.recording(), machine(1))
 
-    def test_a_machine_with_too_few_devices(self):
+    @pytest.mark.parametrize(
+        ("add", "message"),
+        [
+            (lambda program: program.kernel((4, 0)), r"uses device 4, but hand-made has 2: .* 5 devices or more"),
+            (
+                lambda program: program.copy((0, 0), 2),
+                r"launch 0 \(aten::_copy_from\) copies from 0 to 2; .* devices 0 to 1",
+            ),
+            (
+                lambda program: program.kernel((0, 0), dtype="float64"),
+                r"float64, but hand-made has rates for \['float32'\] only",
+            ),
+        ],
+    )
+    def test_a_machine_without_the_device_or_the_rate(self, add, message):
         program = Program()
-        program.kernel((4, 0))
-        with pytest.raises(ValueError, match=r"uses device 4, but hand-made has 2: .* 5 devices or more"):
+        add(program)
+        with pytest.raises(ValueError, match=message):
             schedule(program.recording(), machine(2))
-
-    def test_a_copy_to_a_device_that_is_not_there(self):
-        program = Program()
-        program.copy((0, 0), 2)
-        with pytest.raises(ValueError, match=r"launch 0 \(aten::_copy_from\) copies from 0 to 2; .* devices 0 to 1"):
-            schedule(program.recording(), machine(2))
-
-    def test_a_dtype_without_a_rate(self):
-        program = Program()
-        program.kernel((0, 0), dtype="float64")
-        with pytest.raises(ValueError, match=r"float64, but hand-made has rates for \['float32'\] only"):
-            run(program)
 
     @pytest.mark.parametrize(
         ("change", "message"),

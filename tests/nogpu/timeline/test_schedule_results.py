@@ -83,16 +83,6 @@ class TestTheCriticalPath:
         ]
         assert [step.seconds for step in steps] == [0.5, 2, 3, 1, 1]
 
-    def test_it_goes_through_a_link(self):
-        program = Program()
-        program.copy((0, 0), 2, 2)
-        program.copy((1, 0), 2, 3)
-        steps = run(program, machine(3)).critical_path
-        assert [(step.launch, step.bound.kind, step.bound.link) for step in steps] == [
-            (0, "host", ""),
-            (1, "link", "2 in"),
-        ]
-
     def test_it_goes_through_a_host_wait_and_the_lock(self):
         program = Program()
         first = program.kernel((0, 0), 4)
