@@ -194,15 +194,6 @@ def test_freed_too_early_fails_a_test_that_skips_or_expects_to_fail(available, r
     result.stdout.fnmatch_lines(["E *RuntimeError: freed too early*"] * 3)
 
 
-@pytest.mark.long
-@pytest.mark.ahead(COUNT.format(8), conftest="import torch\ntorch.ones(1, requires_grad=True).sum().backward()\n")
-def test_a_backward_at_import_fails_the_tests_with_a_sentence(available, result):
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(
-        ["a backward has run in this process before simulate*nogpu.simulate at the top of conftest*"]
-    )
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 @pytest.mark.ahead("""
         def test_on_cuda(cuda_devices):

@@ -107,12 +107,6 @@ assert child(of_child) == ["1", "False"]
     printed("-c", script, str(tmp_path))
 
 
-def test_the_devices_that_are_visible(printed, tmp_path):
-    (tmp_path / "sum.py").write_text(SUM)
-    command = ["-m", "nogpu.cuda", str(tmp_path / "sum.py")]
-    assert printed(*command, CUDA_VISIBLE_DEVICES="3,5").split() == ["6.0", "2"]
-
-
 @pytest.mark.long
 def test_processes_of_torchrun(printed, tmp_path):
     (tmp_path / "rank.py").write_text(f"import os\n{SUM}\nprint('rank', os.environ['RANK'])\n")

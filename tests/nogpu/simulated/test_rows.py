@@ -64,15 +64,3 @@ def test_a_read_that_nothing_orders_is_a_race(slots: list) -> None:
         source.add_(1)
     torch.sim.synchronize(slots[0])
     check_clocks()
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        (torch.zeros(1, 5), "an? contiguous int64 matrix"),
-        (torch.zeros(1, 4, dtype=torch.int64), "with a target and at least one term"),
-    ],
-)
-def test_other_tables_are_refused(table: torch.Tensor, message: str, slots: list) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        torch.sim.launch_rows("copy", table, [torch.ones(1, device=slots[0])])

@@ -129,23 +129,16 @@ def test_complex_numbers() -> None:
     assert torch.equal(x.to(DEVICE).conj().imag.to(OTHER).cpu(), x.conj().imag)
 
 
-@pytest.mark.parametrize(
-    "mixed",
-    [
-        lambda x, i: torch.arange(5)[i],
-        lambda x, i: torch.arange(5.0).index_put_((i,), x),
-        lambda x, i: x.index_put_((i,), torch.ones(2)),
-        lambda x, i: torch.zeros(()).add_(x[0]),
-        lambda x, i: torch.sum(x, dim=0, out=torch.zeros(())),
-    ],
-    ids=[
-        "indexed on the CPU",
-        "written on the CPU",
-        "values on the CPU",
-        "number written on the CPU",
-        "out on the CPU",
-    ],
-)
-def test_what_is_written_or_indexed_is_on_the_device(mixed):
+WRITTEN_OR_INDEXED = {
+    "indexed on the CPU": lambda x, i: torch.arange(5)[i],
+    "written on the CPU": lambda x, i: torch.arange(5.0).index_put_((i,), x),
+    "values on the CPU": lambda x, i: x.index_put_((i,), torch.ones(2)),
+    "number written on the CPU": lambda x, i: torch.zeros(()).add_(x[0]),
+    "out on the CPU": lambda x, i: torch.sum(x, dim=0, out=torch.zeros(())),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_OR_INDEXED)
+def test_what_is_written_or_indexed_is_on_the_device(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"same device|indices should be"):
-        mixed(torch.ones(2, device=DEVICE), torch.tensor([0, 1], device=DEVICE))
+        WRITTEN_OR_INDEXED[name](torch.ones(2, device=DEVICE), torch.tensor([0, 1], device=DEVICE))
