@@ -102,15 +102,6 @@ def test_a_state_is_saved_and_set(of_kind: Any, device: torch.device) -> None:
     assert all(map(torch.equal, first, [each(device) for each in DRAWS.values()]))
 
 
-def test_the_states_of_all_devices(of_kind: Any, root: torch.device) -> None:
-    states = of_kind.get_rng_state_all()
-    devices = [torch.device(root.type, index) for index in range(torch.accelerator.device_count())]
-    assert len(states) == len(devices)
-    first = [draw(device) for device in devices]
-    of_kind.set_rng_state_all(states)
-    assert all(map(torch.equal, map(draw, devices), first))
-
-
 def test_a_generator_of_ones_own(of_kind: Any, device: torch.device) -> None:
     default = of_kind.get_rng_state(device)
     generator = torch.Generator(device).manual_seed(11)

@@ -227,6 +227,19 @@ def test_an_error_passes_and_what_was_seen_is_printed(
     assert row(trace, "forward").calls == 1
 
 
+def test_a_trace_that_fails_with_its_block_does_not_hide_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise MemoryError("no table")
+
+    monkeypatch.setattr("dataparallel.tracing.block.rows_of", fails)
+    with (
+        pytest.warns(UserWarning, match="its trace is lost: MemoryError: no table"),
+        pytest.raises(ValueError, match="as asked"),
+        dataparallel.trace(),
+    ):
+        raise ValueError("as asked")
+
+
 def test_two_at_a_time_are_refused_and_the_first_goes_on(slots: list, root: torch.device) -> None:
     model, x = DataParallel(Net().to(root), slots), torch.ones(6, 8, device=root)
     with dataparallel.trace() as trace:

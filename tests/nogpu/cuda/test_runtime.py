@@ -158,16 +158,6 @@ in_child(lambda: call("cudaFree", None))
 number("cudaGetDeviceCount")
 in_child(lambda: refused("cudaErrorInitializationError", "cudaSetDevice", 0))
 call("cudaSetDevice", 0)
-#: functions of the driver are found by their names
-function, found = P(), ctypes.c_int(7)
-def find(name):
-    flags = ctypes.c_ulonglong(0)
-    call("cudaGetDriverEntryPointByVersion", name, ctypes.byref(function), 12000, flags, ctypes.byref(found))
-    return found.value, function.value is not None
-assert find(b"cuMemAlloc") == (0, True) and find(b"cuGetErrorString") == (0, True)
-for absent in (b"cuGreenCtxCreate", b"cuLogsRegisterCallback", b"cuMulticastCreate", b"cudaMalloc", b"malloc"):
-    assert find(absent) == (1, False), absent
-assert CUDA.cuGetProcAddress_v2(b"cuGreenCtxCreate", ctypes.byref(function), 12080, ctypes.c_ulonglong(0), None) == 500
 #: nvml
 nvml = ctypes.CDLL("libnvidia-ml.so.1")
 handle, other, text = P(), P(), ctypes.create_string_buffer(96)

@@ -41,6 +41,11 @@ def test_a_stream_and_its_device_are_current_inside_and_the_block_can_be_entered
         assert torch.sim.current_stream(DEVICE) == torch.sim.default_stream(DEVICE)
 
 
+def test_streams_of_other_kinds_are_refused_with_a_sentence():
+    with pytest.raises(RuntimeError, match="expected a stream of a simulated device"):
+        torch.ones(2, device=DEVICE).record_stream(torch.Stream("cpu"))
+
+
 def test_questions_about_a_device():
     assert torch.sim.is_available()
     assert torch.sim.is_initialized()

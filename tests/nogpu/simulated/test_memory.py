@@ -57,14 +57,6 @@ def test_an_output_that_an_operator_resizes_counts():
     assert growth.now == 40
 
 
-def test_the_peak_is_kept_until_it_is_reset():
-    growth = Growth(ONE)
-    torch.empty(1000, device=ONE)
-    assert (growth.now, growth.peak) == (0, 4000)
-    torch.sim.reset_peak_memory_stats(ONE)
-    assert growth.peak == 0
-
-
 @pytest.mark.parametrize(
     "enlarge",
     [

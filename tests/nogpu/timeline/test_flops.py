@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from like_the_cpu import DEVICE as ONE
+from nogpu.timeline import recording
 from processes import run_script
 
 pytestmark = pytest.mark.devices("sim")
@@ -65,6 +66,14 @@ def test_attention_on_the_cpu_counts_as_on_cuda(shape):
     found = {launch.op: launch.flops for launch in timeline.recording.launches if launch.flops}
     assert sum(found.values()) == 7 * product  # two forward, five backward: it computes the scores again
     assert len(found) == 2
+
+
+def test_a_formula_that_fails_says_for_which_operator():
+    def formula(*_, **__):
+        raise KeyError("what it needs")
+
+    with pytest.raises(RuntimeError, match=r"FLOPs of aten::mm .* \[\(3, 4\), \(4, 5\)\].*what it needs"):
+        recording.operations("aten::mm", formula, ([(3, 4), (4, 5)], {}, [(3, 5)]))
 
 
 @pytest.mark.devices("cpu")

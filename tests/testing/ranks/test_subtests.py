@@ -50,3 +50,8 @@ def test_a_skip_skips_all_only_if_all_skip():
     run_subtests(None, {"a": [1, 3]}, skip)
     with pytest.raises(unittest.SkipTest, match="a=1: small; a=2: small"):
         run_subtests(None, {"a": [1, 2]}, skip)
+
+
+def test_no_combination_tests_nothing_and_is_refused():
+    with pytest.raises(ValueError, match="one value or more for each name"):
+        run_subtests(None, {"a": [1], "b": []}, print)

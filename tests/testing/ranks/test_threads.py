@@ -53,6 +53,18 @@ def test_a_thread_that_raises_releases_the_others():
     assert on_threads(lambda rank: rank.number) == [0, 1]
 
 
+def test_a_thread_that_raises_releases_those_that_make_a_group():
+    def second_raises(rank: Rank) -> None:
+        if rank.number == 1:
+            raise ValueError("on purpose")
+        torch.distributed.new_group([0, 1])
+
+    began = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"rank 1 of 2 \(threads\) raised ValueError"):
+        on_threads(second_raises)
+    assert time.monotonic() - began < 9  # torch's own wait wakes up after ten seconds
+
+
 def test_ranks_that_wait_for_each_other_are_all_named():
     def different(rank: Rank) -> None:
         if rank.number == 0:

@@ -156,6 +156,8 @@ def test_there_must_be_something_to_check() -> None:
         check_op(torch.add, torch.eye(2).to_sparse(), 1, devices=["cpu"])
     with pytest.raises(ValueError, match="no argument requires one"):
         check_op(torch.exp, normal(), devices=["cpu"], gradients=True)
+    with pytest.raises(ValueError, match="nothing that it returns requires one"):
+        check_op(torch.isnan, normal(requires_grad=True), devices=["cpu"], gradients=True)
 
 
 def test_an_operator_that_differs_from_call_to_call_is_an_error() -> None:
