@@ -1,6 +1,6 @@
 """What programs use of torch.cuda's operators, beside the CPU: forwards and backwards.
 
-On a stand-in many of these are no kernels of the CPU: attention, recurrent layers and batch norm of cuDNN. `test_op_db`
+On a stand-in many of these are no kernels of the CPU: attention, recurrent layers, parts of batch norm. `test_op_db`
 has the rest of torch's operators.
 """
 

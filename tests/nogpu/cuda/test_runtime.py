@@ -1,6 +1,6 @@
 """The stand-in for CUDA's runtime, called by ctypes in processes of their own: it answers and refuses as CUDA does.
 
-And torch on it without its operators.
+torch runs on it too, here without operators.
 """
 
 import signal

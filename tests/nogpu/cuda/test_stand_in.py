@@ -1,4 +1,4 @@
-"""torch's CUDA build itself on a stand-in: in this process's children, and in theirs."""
+"""torch on a stand-in: how a program starts it, what its devices are like, and the processes that have it too."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sparse tensors on a simulated device: COO, the compressed layouts, sparse gradients."""
+"""Sparse tensors on a simulated device: COO, the compressed layouts, products that reduce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors on a simulated device: storages, views, copies, files, indexing, and which may meet in one operator."""
+"""Tensors on a simulated device: files, indices, copies, complex numbers, and which may meet in one operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small layers for tests of sharding: what they compute, and that one seed gives the same weights everywhere."""
+"""The small layers for tests of sharding: their parts, and that one seed gives the same weights everywhere."""
 
 import threading
 
