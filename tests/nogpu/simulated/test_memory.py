@@ -1,4 +1,4 @@
-"""Memory of simulated devices: counted to the byte, limited on request, shared by results, given back after training."""
+"""Memory of simulated devices: counted to the byte, limited on request, shared by results, given back at the end."""
 
 import gc
 import time
