@@ -5,18 +5,14 @@ A script runs in a process of its own, imports what it needs from here, and call
 """
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
-from nogpu.compiling import Library, build_library
 from nogpu.cuda import libraries
 
 P = ctypes.c_void_p
 N = ctypes.c_size_t
-LEGACY, PER_THREAD = P(1), P(2)
 TO_DEVICE, TO_HOST, BETWEEN_DEVICES, ANY = 1, 2, 3, 4
 NON_BLOCKING = 1
-NO_TIMING = 2
 
 PATH = libraries.open_libraries()
 CUDA = ctypes.CDLL(str(PATH))
@@ -75,20 +71,3 @@ def read(pointer: P, size: int) -> bytes:
     buffer = ctypes.create_string_buffer(size)
     call("cudaMemcpy", buffer, pointer, N(size), TO_HOST)
     return buffer.raw
-
-
-class Log:
-    """A watcher that writes down what it is told. It stays until the process ends."""
-
-    def __init__(self) -> None:
-        folder = Path(__file__).parent / "nogpu" / "cuda" / "watcher"
-        link_flags = ("-Wl,--no-as-needed", str(PATH))
-        include_paths = (libraries.CSRC / "runtime",)
-        library = Library("liblog.so", "watchers of tests", (folder,), ("-O1",), link_flags, include_paths)
-        self.library = ctypes.CDLL(str(build_library(library)))
-        self.library.log_lines.restype = self.library.log_check_access.restype = ctypes.c_char_p
-        self.library.log_begin()
-
-    def lines(self) -> list[str]:
-        """The lines since the last call."""
-        return self.library.log_lines().decode().splitlines()

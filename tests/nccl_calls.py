@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import cudart
-from cudart import LEGACY, NON_BLOCKING, N, P, call, made
+from cudart import NON_BLOCKING, N, P, call, made
 from nogpu.cuda import libraries
 
-__all__ = ["LEGACY", "RANK", "WORLD", "Buffer", "Failed", "P", "all_reduce", "communicators", "group", "join", "nccl"]
+__all__ = ["RANK", "WORLD", "Buffer", "Failed", "P", "all_reduce", "communicators", "group", "join", "nccl"]
 __all__ += ["N", "abort", "libraries", "new_id", "refused", "said", "shared_id", "stream"]
 
 RESULTS = ["ncclSuccess", "ncclUnhandledCudaError", "ncclSystemError", "ncclInternalError", "ncclInvalidArgument"]

@@ -87,26 +87,13 @@ class Tokens(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(32, 8, padding_idx=0)
-        self.layers, self.head = kind(8, 6, num_layers=2, bidirectional=True, dropout=0.3), nn.Linear(12, 32)
+        self.layers, self.head = nn.LSTM(8, 6, num_layers=2, bidirectional=True, dropout=0.3), nn.Linear(12, 32)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.layers(self.embedding(tokens).transpose(0, 1))[0].transpose(0, 1))
-
-
-class Bags(nn.Module):
-    """An embedding of sums, dropout, LayerNorm and interpolation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag, self.mean, self.norm = nn.EmbeddingBag(32, 8, mode="sum"), nn.EmbeddingBag(32, 8), nn.LayerNorm(8)
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = F.dropout(self.norm(self.bag(tokens) + self.mean(tokens)), 0.2, self.training)
-        return self.head(F.interpolate(x[:, None], scale_factor=2, mode="linear")[:, 0, ::2])
 
 
 def images() -> Tensor:
@@ -122,7 +109,6 @@ class Case(NamedTuple):
     batch: Callable[[], Tensor]
     optimizer: Callable[..., torch.optim.Optimizer]
     autocast: bool = False
-    dtype: torch.dtype = torch.float32
     training: bool = True
 
 
@@ -138,15 +124,11 @@ CASES = {
     "images": Case(Images, images, sgd),
     "images-channels_last": Case(lambda: Images().to(memory_format=torch.channels_last), images, sgd),
     "images-autocast": Case(Images, images, adam, autocast=True),
-    "images-bfloat16": Case(Images, images, sgd, dtype=torch.bfloat16),
     "images-eval": Case(Images, images, sgd, training=False),
     "gpt": Case(lambda: Tokens(True), tokens, adam),
     "gpt-autocast": Case(lambda: Tokens(True), tokens, torch.optim.AdamW, autocast=True),
-    "gpt-bfloat16": Case(lambda: Tokens(True), tokens, adam, dtype=torch.bfloat16),
     "bert": Case(lambda: Tokens(False), tokens, adam),
-    "lstm": Case(lambda: Recurrent(nn.LSTM), tokens, sgd),
-    "gru": Case(lambda: Recurrent(nn.GRU), tokens, sgd),
-    "bags": Case(Bags, tokens, adam),
+    "lstm": Case(Recurrent, tokens, sgd),
 }
 
 
@@ -170,10 +152,9 @@ def figures(case: Case, wrap: Callable[[nn.Module], Any], devices: list[torch.de
     torch.manual_seed(0)
     gc.collect()
     start = [torch.sim.memory_allocated(device) for device in devices]
-    module = case.build().to(devices[0], case.dtype).train(case.training)
+    module = case.build().to(devices[0]).train(case.training)
     model, optimizer = wrap(module), case.optimizer(module.parameters())
     x = case.batch()
-    x = x.to(case.dtype) if x.is_floating_point() else x
     result: dict[str, Any] = {}
     for number in range(2):
         for device in devices:

@@ -102,15 +102,11 @@ def test_compiled_once_and_found_afterwards(cache, extension, compiler, capfd):
     assert capfd.readouterr() == said_by(extension, "some minutes")
     assert left_behind(cache) == {f"{extension.name}{sysconfig.get_config_var('EXT_SUFFIX')}"}
     compiling._loaded.clear()  # as in another process
-    assert load_extension(extension).ANSWER == 42
+    module = load_extension(extension)
+    assert module.ANSWER == 42
     assert capfd.readouterr() == ("", "")
-
-
-def test_loaded_once_in_a_process(cache, extension, compiler):
-    first = load_extension(extension)
-    assert load_extension(extension) is first
     shutil.rmtree(cache)
-    assert load_extension(extension) is first
+    assert load_extension(extension) is module
 
 
 def test_no_compiler(cache, extension, monkeypatch):
@@ -125,18 +121,6 @@ def test_nothing_on_path_and_no_headers_are_named_together(cache, extension, no_
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "none"))
     with pytest.raises(ToolsMissing, match=r"compiler \('c\+\+' is not.*Python\.h does not.*python3-dev.*ninja"):
-        load_extension(extension)
-    assert left_behind(cache) == set()
-
-
-def test_no_ninja(cache, extension, compiler, no_scripts, tmp_path, monkeypatch):
-    found = shutil.which(compiler)
-    assert found is not None
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "c++").symlink_to(found)
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(ToolsMissing, match=r"lacks ninja \(pip install ninja\)$"):
         load_extension(extension)
     assert left_behind(cache) == set()
 
@@ -174,13 +158,6 @@ def test_a_ninja_beside_python_needs_no_path(ninja, monkeypatch):
     assert os.environ["PATH"] == "/nowhere"
 
 
-def test_a_ninja_on_path_leaves_path_alone(ninja, monkeypatch):
-    path = str(Path(ninja).parent)
-    monkeypatch.setenv("PATH", path)
-    with compiling.path_with_ninja():
-        assert os.environ["PATH"] == path
-
-
 def test_a_compiler_that_cannot_tell_its_version(cache, extension, monkeypatch, compiler):
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(SimulationUnavailable, match=r"compiling the simulated accelerators failed: .*'false'"):
@@ -205,18 +182,11 @@ def test_a_cache_that_cannot_be_made(cache, extension):
         load_extension(extension)
 
 
-def test_a_lock_that_cannot_be_opened(cache, extension):
-    path_of(extension).with_name("lock").mkdir(parents=True)
-    with pytest.raises(SimulationUnavailable, match=UNWRITABLE):
-        load_extension(extension)
-
-
-@pytest.mark.parametrize("function", ["tempfile.mkdtemp", "fcntl.flock"])
-def test_a_cache_that_cannot_be_written(cache, extension, compiler, monkeypatch, function):
+def test_a_cache_that_cannot_be_written(cache, extension, compiler, monkeypatch):
     def refuse(*_, **__) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(function, refuse)  # permissions themselves do not stop root
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)  # permissions themselves do not stop root
     with pytest.raises(SimulationUnavailable, match=UNWRITABLE):
         load_extension(extension)
 
@@ -232,15 +202,6 @@ def test_what_cannot_be_kept_is_loaded_all_the_same_and_once(cache, extension, c
     assert left_behind(cache) == set()
     assert load_extension(extension) is module
     assert capfd.readouterr().err == ""
-
-
-def test_a_second_try_in_one_process_succeeds(cache, sources, extension, compiler):
-    right = (sources / "module.cpp").read_text()
-    (sources / "module.cpp").write_text("this_is_no_type x;")
-    with pytest.raises(SimulationUnavailable):
-        load_extension(extension)
-    (sources / "module.cpp").write_text(right)
-    assert load_extension(extension).ANSWER == 42
 
 
 def test_every_change_of_sources_torch_python_and_flags_is_another_build(cache, sources, extension, monkeypatch):

@@ -58,13 +58,6 @@ class TestSteps:
         assert one.between == [2 * PARAMETERS] * 4
         assert min(one.at_most) > 2 * PARAMETERS
 
-    def test_what_was_on_the_devices_before_does_not_count(self, slots):
-        before = predict.predict(alone, slots, RTX_3090)
-        kept = [torch.ones(1000, device=device) for device in slots]
-        after = predict.predict(alone, slots, RTX_3090)
-        assert (after.between, after.at_most) == (before.between, before.at_most)
-        del kept
-
     def test_the_table_has_a_row_for_each_and_compares_with_the_first(self, slots):
         found = {make.__name__: predict.predict(make, slots, RTX_3090) for make in (alone, averaged)}
         head, *rows = predict.table(found).splitlines()

@@ -4,13 +4,11 @@ Every test is a process of its own, because the stand-in is started before torch
 """
 
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 
 from nogpu.cuda.possible import why_not_here
-from processes import environment
+from processes import run, run_script
 from stand_in import programs
 
 WHY_NOT = why_not_here() or (None if importlib.util.find_spec("cupy") else "needs CuPy: pip install cupy-cuda13x")
@@ -23,10 +21,8 @@ START = """
 from nogpu import cuda
 devices = cuda.stand_in(3)
 import cupy, numpy, torch
-from dataparallel import comm
 from dataparallel.comm import kernels as launching
-from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, pack
-from nogpu.cuda import libraries
+from dataparallel.comm.kernels import SUM_KERNELS
 
 def module(source, *names):
     return cupy.RawModule(code=source, name_expressions=names or None)
@@ -42,19 +38,11 @@ def fails(call, *words):
 """
 
 
-def run(script: str, **changes: str) -> None:
-    variables = environment(**changes)
-    variables.pop("NOGPU_STAND_IN", None)
-    command = [sys.executable, "-c", START + script]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """What takes minutes is done before the first test, which the watchdog counts."""
     if WHY_NOT is None:
-        run("")
+        run_script(START, timeout=900)
 
 
 PROGRAMS = r"""
@@ -67,25 +55,6 @@ assert (x.astype("f2") * 2).get()[3] == 6 and (x[:3] * 1j).sum().get() == 3j
 numpy.testing.assert_array_equal(x[cupy.asarray([7, 2])].get(), [7, 2])
 with cupy.cuda.Device(1):
     assert (cupy.ones(3) + 1).device.id == 1
-#: the transports kernels sum and copy as torch does
-numels = [1, 100, 12_345]
-for dtype, kernel in SUM_KERNELS.items():
-    if dtype in (torch.uint64, torch.uint32, torch.uint16):
-        continue  # torch adds or compares none of them on the CPU
-    host = [[torch.randint(0, 50, (numel,)).to(dtype) for numel in numels] for _ in devices]
-    slots = [[tensor.to(device) for tensor in tensors] for tensors, device in zip(host, devices)]
-    out = [torch.empty_like(tensor) for tensor in slots[0]]
-    copies = [[torch.empty_like(tensor) for tensor in tensors] for tensors in slots[1:]]
-    rows = lambda *lists: [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
-    counts = [numel * dtype.itemsize // kernel.itemsize for numel in numels]
-    launching.launch(kernel, rows(out, *slots), counts, devices[0], devices)
-    nbytes = [numel * dtype.itemsize for numel in numels]
-    launching.launch(COPY_KERNEL, rows(slots[0], *copies), nbytes, devices[0], devices)
-    for total, terms in zip(out, zip(*host)):
-        assert torch.equal(total.cpu(), sum(terms[1:], start=terms[0])), dtype
-    for copied in copies:
-        assert all(map(torch.equal, [tensor.cpu() for tensor in copied], host[0])), dtype
-assert libraries.counts().calls["cuLaunchKernel"] == 22
 #: accesses are known to the byte
 # Two streams write the even and the odd halves of one allocation, block by block: no race, and then one.
 source = '''extern "C" __global__ void fill(float* x, int first) { x[first + blockIdx.x * 512 + threadIdx.x] = 1; }'''
@@ -216,37 +185,7 @@ else:
 
 @programs(PROGRAMS)
 def test_program(program):
-    run(program)
-
-
-TRAINING = """
-from dataparallel import DataParallel
-from torch import nn
-
-def made():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 3)).to(devices[0])
-
-def step(model):
-    model(torch.ones(9, 10, device=devices[0])).square().mean().backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter -= 0.1 * parameter.grad
-            parameter.grad = None
-
-one, net = made(), made()
-model = DataParallel(net, devices)
-for _ in range(3):
-    step(one)
-    step(model)
-for expected, found in zip(one.parameters(), net.parameters()):
-    torch.testing.assert_close(found, expected)
-assert libraries.counts().calls["cuLaunchKernel"] >= 6  # a broadcast and a sum in each step
-"""
-
-
-def test_a_model_is_trained_by_it_without_a_race() -> None:
-    run(TRAINING, DATAPARALLEL_TRANSPORT="cupy")
+    run_script(START + program, timeout=900)
 
 
 # The launch's two waits, each taken out.
@@ -265,20 +204,25 @@ torch.cuda.synchronize()
 """
 
 
-def test_a_launch_that_does_not_wait_for_its_peers_is_a_race() -> None:
-    line = "Event(peer).make_wait(stream)"
-    run(WITHOUT.format(line=line) + "xs[1].mul_(2)\nfails(launch, 'race: sum_float32', 'reads', 'aten::mul_')")
+LEFT_OUT = {
+    "the launch waits for its peers": (
+        "Event(peer).make_wait(stream)",
+        "xs[1].mul_(2)\nfails(launch, 'race: sum_float32', 'reads', 'aten::mul_')",
+    ),
+    "the peers wait for the launch": (
+        "done.make_wait(peer)",
+        "launch()\nfails(lambda: xs[1].mul_(2), 'race: aten::mul_', 'sum_float32')",
+    ),
+}
 
 
-def test_peers_that_do_not_wait_for_the_launch_are_a_race() -> None:
-    line = "done.make_wait(peer)"
-    run(WITHOUT.format(line=line) + "launch()\nfails(lambda: xs[1].mul_(2), 'race: aten::mul_', 'sum_float32')")
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_wait_that_is_left_out_is_a_race(name: str) -> None:
+    line, program = LEFT_OUT[name]
+    run_script(START + WITHOUT.format(line=line) + program, timeout=300)
 
 
 def test_cupy_that_came_first_is_too_late() -> None:
-    script = "import cupy\nfrom nogpu import cuda\ncuda.stand_in(1)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run("import cupy\nfrom nogpu import cuda\ncuda.stand_in(1)", timeout=300)
     assert done.returncode != 0
     assert "imported already" in done.stderr or "has been imported" in done.stderr

@@ -64,30 +64,6 @@ graph.replay()
 torch.cuda.current_stream(a).synchronize()
 assert back.sum() == 1000
 cuda.check_clocks()
-#: a training step equals that without graphs
-def build():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6), nn.ReLU(), nn.Flatten(), nn.Linear(36, 20),
-                        nn.LayerNorm(20), nn.GELU(), nn.Linear(20, 5)).double().to(a)
-    return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-batches = [torch.randn(12, 4, 8, dtype=torch.float64) for _ in range(5)]
-def train(net, optimizer):
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = net(batch.to(a)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach().cpu())
-    return torch.stack(losses)
-net, optimizer = build()
-expected = train(net, optimizer)
-net, optimizer = build()
-before = {name: value.clone() for name, value in net.state_dict().items()}
-graphed = torch.cuda.make_graphed_callables(net, (torch.randn(12, 4, 8, dtype=torch.float64, device=a),))
-net.load_state_dict(before)  # the warm-up has moved the averages
-torch.testing.assert_close(train(graphed, optimizer), expected, rtol=1e-9, atol=1e-9)
-cuda.check_clocks()
 #: draws differ between replays and follow the seed
 def dropped():
     return nn.functional.dropout(x, 0.5)
@@ -105,22 +81,6 @@ assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2
 assert 300 < (first[0] == 0).sum() < 700
 torch.cuda.manual_seed(7)
 assert torch.equal(dropped(), first[0])  # as without a graph
-#: attention is computed and drops weights
-q = torch.randn(2, 2, 16, 8, device=a)
-def attends(rate):
-    return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=rate, is_causal=True)
-graph, result = captured(lambda: attends(0.0))
-graph.replay()
-torch.testing.assert_close(result, attends(0.0))
-graph, result = captured(lambda: attends(0.5))
-def draws():
-    torch.cuda.manual_seed(7)
-    for _ in range(2):
-        graph.replay()
-        yield result.clone()
-first, again = [*draws()], [*draws()]
-assert all(map(torch.equal, first, again)) and not torch.equal(*first)
-cuda.check_clocks()
 #: streams fork and join within a graph
 def forked():
     main = torch.cuda.current_stream(a)
@@ -178,13 +138,6 @@ with cuda.counted() as counts:
     graph.replay()
 assert counts.calls["cudaGraphLaunch"] == 1 and sum(counts.calls.values()) < 10, counts.calls
 assert counts.launches == [20, 0] and counts.in_graphs == [20, 0]
-#: a timeline has the kernels of a replay
-m = torch.ones(64, 64, device=a)
-graph, _ = captured(lambda: m @ m + m)
-with cuda.timeline() as recorded:
-    graph.replay()
-names = [launch.op for launch in recorded.recording.launches]
-assert any("mm" in name for name in names) and any("add" in name for name in names), names
 #: a timeline counts a launch as one call of the host
 m = torch.ones(64, 64, device=a)
 graph, _ = captured(lambda: [m.mm(m).add_(m) for _ in range(3)])  # before the first recording of the process
@@ -205,45 +158,9 @@ graph, _ = captured(lambda: x.add_(x).mul_(2))
 with cuda.timeline() as recorded:
     graph.replay()
 assert [(l.op, l.bytes_written) for l in recorded.recording.launches] == [("aten::add_", 4000), ("aten::mul_", 4000)]
-def racing():
-    main = torch.cuda.current_stream(a)
-    side.wait_stream(main)
-    with on(side):
-        y.add_(1)
-    y.mul_(2)
-    main.wait_stream(side)
-graph, _ = captured(racing)
-assert "race" in message(graph.replay)
-#: memory comes back with the graph
-before = torch.cuda.memory_reserved(a)
-graph, result = captured(lambda: torch.ones(64 << 20, device=a) + 1)
-graph.replay()
-assert torch.cuda.memory_reserved(a) > before
-del graph, result
-torch.cuda.synchronize(a); torch.cuda.empty_cache()
-assert torch.cuda.memory_reserved(a) <= before
-#: two graphs share a pool
-pool = torch.cuda.graph_pool_handle()
-graphs = []
-for _ in range(2):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        y.copy_(torch.ones(1 << 20, device=a)[:1000] + y)
-    graphs.append(graph)
-    if len(graphs) == 1:
-        reserved = torch.cuda.memory_reserved(a)
-assert torch.cuda.memory_reserved(a) == reserved
-for graph in graphs:
-    graph.replay()
-assert y.sum() == 2000
 """
 
 FORBIDDEN = """
-#: the host waits for a value
-assert "operation not permitted when stream is capturing" in message(captured, lambda: (x * 2).sum().item())
-graph, result = captured(lambda: x * 2)  # the next capture is good
-graph.replay()
-assert result.sum() == 2000
 #: operators and copies after what has made a capture invalid
 said = []
 def goes_on():
@@ -280,16 +197,7 @@ with on(side):
     event.record()
 assert "dependency created on uncaptured work in another stream" in message(
     captured, lambda: torch.cuda.current_stream(a).wait_event(event))
-#: an event of a capture is asked
-event = torch.cuda.Event()
-def asks():
-    event.record()
-    x.add_(1)
-    event.query()
-assert "operation not permitted when stream is capturing" in message(captured, asks)
-words = "operation not permitted on an event last recorded in a capturing stream"
-assert words in message(captured, asks, "relaxed")
-#: another thread asks while a capture is global
+#: another thread asks while a capture is global or of its thread
 event = torch.cuda.Event()
 event.record()
 said = []
@@ -298,15 +206,8 @@ def other_thread_asks():
     in_thread(lambda: said.append(message(event.query)))
 assert "captur" in message(captured, other_thread_asks)
 assert "operation not permitted when stream is capturing" in said[0]
-#: another thread asks while a capture is of its thread
-event = torch.cuda.Event()
-event.record()
-said = []
-def other_thread_asks():
-    y.add_(1)
-    in_thread(lambda: said.append(message(event.query)))
 graph, _ = captured(other_thread_asks, mode="thread_local")
-assert said == [None]
+assert said[1:] == [None]
 graph.replay()
 assert y.sum() == 1000
 #: another thread waits for the whole device, in every mode
@@ -346,17 +247,6 @@ captured(lambda: x.histc(10, 0, 5))
 with cuda.counted() as counts:
     x.histc(10), x.histc(10, 0, 5), weights.multinomial(1), weights.multinomial(2, replacement=True)
 assert [wait.call for wait in counts.host_waits] == ["aten::histc", "aten::multinomial"]
-#: another thread works on its own stream meanwhile
-def other_thread_works():
-    y.add_(1)
-    def works():
-        with on(side):
-            z = torch.ones(10, device=a) * 2
-            z.cpu()
-    in_thread(works)
-graph, _ = captured(other_thread_works, mode="thread_local")
-graph.replay()
-assert y.sum() == 1000
 """
 
 

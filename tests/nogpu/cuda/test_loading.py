@@ -1,13 +1,11 @@
 """Operators of a library that is loaded after the start are computed by their kernels for the CPU."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from processes import environment
-from stand_in import IN_OWN_PROCESSES
+from processes import run_script
+from stand_in import IN_OWN_PROCESSES, programs
 
 pytestmark = [*IN_OWN_PROCESSES, pytest.mark.long, pytest.mark.watchdog(900)]  # the first one compiles
 
@@ -42,28 +40,19 @@ def check_all():
 """
 
 
-def run(script: str) -> None:
-    variables = {name: value for name, value in environment().items() if name != "NOGPU_STAND_IN"}
-    command = [sys.executable, "-c", START + script]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    run("load_extension(LATER)")
+    run_script(START + "load_extension(LATER)", timeout=800)
 
 
-def test_an_extension_module():
-    run("load_extension(LATER); check_all()")
-
-
-def test_a_library_without_a_module():
-    run("torch.ops.load_library(path_of(LATER)); check_all()")
-
-
-def test_the_clocks_know_what_is_written():
-    run("""
+PROGRAMS = """
+#: an extension module
+load_extension(LATER)
+check_all()
+#: a library without a module
+torch.ops.load_library(path_of(LATER))
+check_all()
+#: the clocks know what is written
 load_extension(LATER)
 with torch.cuda.stream(torch.cuda.Stream("cuda:1")):
     try:
@@ -72,15 +61,16 @@ with torch.cuda.stream(torch.cuda.Stream("cuda:1")):
         assert "race: later::write writes its argument 'x'" in str(error), error
     else:
         raise AssertionError("the operator writes what another stream may still write")
-""")
-
-
-def test_kernels_that_a_program_registers_in_python_stay():
-    run("""
+#: kernels that a program registers in python stay
 library = torch.library.Library("program", "DEF")
 library.define("both(Tensor x) -> Tensor")
 library.impl("both", lambda x: x + 1, "CPU")
 library.impl("both", lambda x: torch.full_like(x, -1), "CUDA")
 load_extension(LATER)
 check(torch.ops.program.both, -1, -1, -1)
-""")
+"""
+
+
+@programs(PROGRAMS)
+def test_program(program):
+    run_script(START + program, timeout=800)

@@ -20,18 +20,14 @@ def test_geforce_cards_have_no_peers():
     assert [like for like in LIKE if not machine_like(like, 1).peers] == ["rtx_3090", "titan_rtx_pcie"]
 
 
-@pytest.mark.parametrize("count", [0, -1, CEILING + 1])
-def test_a_number_of_devices_that_cannot_be(count):
-    with pytest.raises(ValueError, match=rf"1 to {CEILING} devices; got {count}$"):
-        machine_like("a100", count)
-
-
-@pytest.mark.parametrize("count", [True, 2.0, "2", None])
-def test_a_number_that_is_none(count):
-    with pytest.raises(TypeError, match="number of devices is an int; got"):
-        machine_like("a100", count)
-
-
-def test_an_unknown_kind():
-    with pytest.raises(ValueError, match=r"like one of v100, a100, .*; got 'k80'"):
-        machine_like("k80", 1)
+@pytest.mark.parametrize(
+    ("like", "count", "error", "words"),
+    [
+        *(("a100", count, ValueError, rf"1 to {CEILING} devices; got {count}$") for count in (0, -1, CEILING + 1)),
+        *(("a100", count, TypeError, "number of devices is an int; got") for count in (True, 2.0, "2", None)),
+        ("k80", 1, ValueError, r"like one of v100, a100, .*; got 'k80'"),
+    ],
+)
+def test_a_machine_that_cannot_be(like, count, error, words):
+    with pytest.raises(error, match=words):
+        machine_like(like, count)

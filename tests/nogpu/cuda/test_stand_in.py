@@ -1,12 +1,8 @@
-"""torch's CUDA build itself on a stand-in: in this process's children, and in theirs."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""torch on a stand-in: how a program starts it, what its devices are like, and the processes that have it too."""
 
 import pytest
 
-from processes import environment
+from processes import run_script
 from stand_in import IN_OWN_PROCESSES, WHY_NOT
 
 pytestmark = IN_OWN_PROCESSES
@@ -18,30 +14,19 @@ print(torch.arange(4.0, device="cuda:1").sum().item(), torch.cuda.device_count()
 """
 
 
-def printed(*arguments: str, **changes: str) -> str:
-    """What Python prints with these arguments, in a process that has no stand-in before."""
-    variables = environment(**changes)
-    variables.pop("NOGPU_STAND_IN", None)
-    done = subprocess.run(
-        [sys.executable, *arguments], env=variables, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """What takes minutes is done before the first test, which the watchdog counts."""
     if WHY_NOT is None:
-        printed("-c", "from nogpu import cuda; cuda.stand_in(1)")
+        run_script("from nogpu import cuda; cuda.stand_in(1)", timeout=900)
 
 
-def test_a_program_that_starts_it():
+def test_a_program_that_starts_it(printed):
     script = f"from nogpu import cuda\nprint(cuda.stand_in(2)[1])\n{SUM}"
     assert printed("-c", script).split() == ["cuda:1", "6.0", "2"]
 
 
-def test_a_forked_process_computes_whatever_other_threads_did_at_the_fork():
+def test_a_forked_process_computes_whatever_other_threads_did_at_the_fork(printed):
     """A worker of a `DataLoader` collates tensors, while another thread of its parent takes memory."""
     script = """
 from nogpu import cuda
@@ -69,36 +54,61 @@ print(failed)
     assert printed("-c", script).split() == ["0"]
 
 
-def test_devices_are_what_they_are_like():
-    script = """
-from nogpu import cuda
-cuda.stand_in(2, like="rtx_3090")
+def test_devices_are_what_they_are_like(printed, tmp_path):
+    (tmp_path / "tells.py").write_text("""
 import torch
 found = torch.cuda.get_device_properties(1)
 print(found.name, found.major, found.minor, found.total_memory == 24 * 2**30, found.multi_processor_count, sep=",")
 print(torch.cuda.can_device_access_peer(0, 1))
-"""
-    properties, peers = printed("-c", script).splitlines()
+""")
+    command = ["-m", "nogpu.cuda", "--devices", "2", "--like", "rtx_3090", str(tmp_path / "tells.py")]
+    properties, peers = printed(*command).splitlines()
     assert properties == "NVIDIA GeForce RTX 3090 (stand-in, no GPU),8,6,True,82"
     assert peers == "False"
 
 
-def test_a_script_by_the_command(tmp_path):
-    (tmp_path / "sum.py").write_text(SUM)
-    assert printed("-m", "nogpu.cuda", "--devices", "3", str(tmp_path / "sum.py")).split() == [
-        "6.0",
-        "3",
-    ]
+def test_a_second_call_asks_for_the_same_or_is_refused(printed):
+    script = """
+from nogpu import cuda
+assert cuda.stand_in(2) == cuda.stand_in(2)
+for change in ({"devices": 3}, {"devices": 2, "like": "h100"}):
+    try:
+        cuda.stand_in(**change)
+    except ValueError as error:
+        print(error)
+"""
+    other_number, other_kind = printed("-c", script).splitlines()
+    assert other_number.startswith("this process has 2 devices like 'a100' already, which cannot change")
+    assert other_number.endswith("got 3 like 'a100'")
+    assert other_kind.endswith("got 2 like 'h100'")
 
 
-def test_the_devices_that_are_visible(tmp_path):
-    (tmp_path / "sum.py").write_text(SUM)
-    command = ["-m", "nogpu.cuda", str(tmp_path / "sum.py")]
-    assert printed(*command, CUDA_VISIBLE_DEVICES="3,5").split() == ["6.0", "2"]
+def test_processes_that_it_starts_have_it_once_they_import_the_same_torch(printed, tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("print('another')")
+    (tmp_path / "sitecustomize.py").write_text("print('its own')")
+    script = """
+import os, subprocess, sys
+from nogpu import cuda
+cuda.stand_in(2, like="v100")
+def child(code, **changes):
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **changes}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+assert child("import torch; print(torch.cuda.device_count(), 'V100' in torch.cuda.get_device_name())") == ["2", "True"]
+assert child("import sys, json; print('torch' in sys.modules)") == ["False"]
+assert child("from nogpu import cuda; print(len(cuda.stand_in(3)))") == ["3"]
+assert child("import torch; print(torch.cuda.is_available())", NOGPU_STAND_IN="") == ["False"]
+first, *rest = os.environ["PYTHONPATH"].split(os.pathsep)
+assert child("import torch", PYTHONPATH=os.pathsep.join([first, sys.argv[1], *rest])) == ["its", "own", "another"]
+of_child = "import sys, os; print(os.environ['PYTHONPATH'].count('inherited'), any('inherited' in p for p in sys.path))"
+assert child(of_child) == ["1", "False"]
+"""
+    printed("-c", script, str(tmp_path))
 
 
 @pytest.mark.long
-def test_processes_of_torchrun(tmp_path):
+def test_processes_of_torchrun(printed, tmp_path):
     (tmp_path / "rank.py").write_text(f"import os\n{SUM}\nprint('rank', os.environ['RANK'])\n")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "rank.py")]
     lines = printed("-m", "nogpu.cuda", "--devices", "2", *launcher).splitlines()
@@ -106,7 +116,7 @@ def test_processes_of_torchrun(tmp_path):
 
 
 @pytest.mark.long
-def test_workers_of_a_loader_that_are_spawned(tmp_path):
+def test_workers_of_a_loader_that_are_spawned(printed, tmp_path):
     (tmp_path / "loads.py").write_text("""
 import torch
 
@@ -126,27 +136,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_the_report_says_that_it_is_a_stand_in():
+def test_the_report_says_that_it_is_a_stand_in(printed):
     (line,) = [
         line
         for line in printed("-m", "nogpu.cuda", "-m", "dataparallel").splitlines()
         if line.startswith("accelerator")
     ]
     assert line.startswith("accelerator   cuda, 8 devices of a stand-in:")
-
-
-@pytest.mark.long
-def test_pytest_starts_it_for_the_tests_on_cuda():
-    root = Path(__file__).parents[3]
-    command = ["-m", "pytest", "-p", "no:cacheprovider", "--devices=cuda", f"{root}/tests/batches/test_scatter.py"]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=root,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert "cuda: torch's CUDA build on a stand-in runtime, no GPU" in done.stdout, done.stdout + done.stderr
-    assert " passed" in done.stdout

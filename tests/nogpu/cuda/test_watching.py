@@ -80,15 +80,6 @@ x.add_(1)
 assert counts.launches == launches
 with cuda.counted() as counts: torch.empty(1 << 22, device=a)
 assert (counts.allocations, counts.frees, counts.new_contexts, counts.host_waits) == (1, 0, [], [])
-#: late queries
-x.add_(1)
-event = main.record_event()
-with cuda.late_queries():
-    assert not event.query() and not main.query()
-    event.synchronize()
-    assert event.query() and main.query()
-x.add_(1)
-assert main.record_event().query()
 #: a query that says yes is a wait
 h.copy_(x, non_blocking=True)
 event = main.record_event()

@@ -1,10 +1,9 @@
 """Launches and copied bytes of simulated devices: each is counted once, on its device, from all threads."""
 
-import threading
-from typing import ClassVar
-
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from at_once import in_threads
 from like_the_cpu import DEVICE as ONE
@@ -12,6 +11,8 @@ from like_the_cpu import OTHER as TWO
 from like_the_cpu import launches_of
 
 pytestmark = pytest.mark.devices("sim")
+
+HOST = torch.device("cpu")
 
 
 # Launches
@@ -22,17 +23,12 @@ pytestmark = pytest.mark.devices("sim")
     "operator",
     [
         lambda x: x + 1,
-        lambda x: x.add_(x),
-        lambda x: x.t() @ x,
-        lambda x: x.sum(),
         lambda x: x.sort(),
         lambda x: x.nonzero(),
-        lambda x: x.clone(),
         lambda x: x.t().contiguous(),
         lambda x: x.to(torch.float64),
         lambda x: x[0, 0].item(),
         lambda x: torch.equal(x, x),
-        lambda x: torch.ones_like(x),
         lambda x: torch.arange(5, device=x.device),
         lambda x: torch.arange(5, out=torch.empty(0, dtype=torch.int64, device=x.device)),
         lambda x: torch.nn.functional.conv1d(x[None], x[:, :, None]),
@@ -47,15 +43,10 @@ def test_an_operator_is_one_launch_on_its_device(operator):
     "operator",
     [
         lambda x: x.view(16)[3:].as_strided((2, 2), (2, 1)),
-        lambda x: x.t().expand(2, 4, 4).unfold(1, 2, 1).unbind(),
         lambda x: x.detach().unsqueeze_(0).transpose_(0, 1).squeeze_().t_(),
-        lambda x: x.split(1),
-        lambda x: torch.view_as_complex(x.view(4, 2, 2)).conj(),
         lambda x: (torch.empty_like(x), x.new_empty(3), torch.empty_strided((2, 2), (1, 2), device=x.device)),
         lambda x: x.detach().set_(x.untyped_storage()),
         lambda x: torch.empty(3, device=x.device).resize_(2),
-        lambda x: torch.empty(0, device=x.device).resize_(20),
-        lambda x: x.is_set_to(x),
         lambda x: torch._fused_sdp_choice(x[None, None], x[None, None], x[None, None]),
         lambda x: x.record_stream(torch.sim.current_stream(x.device)),
         lambda x: torch.sim.synchronize(x.device),
@@ -73,19 +64,6 @@ def test_without_elements_nothing_is_launched(operator):
     assert launches_of(operator, torch.empty(0, 3, device=ONE)) == {}
 
 
-def test_shapes_of_a_sparse_tensor_are_no_launch_and_its_parts_are_two_copies():
-    sparse = torch.eye(3).to_sparse().to(ONE)
-    with torch.sim.counted() as counts:
-        assert (sparse.sparse_dim(), sparse.dense_dim(), sparse._nnz()) == (2, 0, 3)
-        assert sparse.is_coalesced()
-        sparse.indices(), sparse.values(), torch.empty_like(sparse)
-    assert not any(counts.launches)
-    with torch.sim.counted() as counts:
-        sparse.to(TWO)
-    assert counts.launches[1] == 2
-    assert counts.copied == {(1, 2): sparse.indices().nbytes + sparse.values().nbytes}
-
-
 def test_moving_elements_to_more_memory_is_a_launch():
     x = torch.ones(3, device=ONE)
     assert launches_of(x.resize_, 100) == {1: 1}
@@ -97,6 +75,102 @@ def test_an_operator_that_raises_is_no_launch():
     with torch.sim.counted() as counts, pytest.raises(RuntimeError, match="cannot be multiplied"):
         torch.mm(x, x)
     assert not any(counts.launches)
+
+
+# Lists of tensors: one launch where a device has a fused kernel
+
+
+def many(count=1_000, device=ONE):
+    return [torch.ones(3, device=device) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        torch.cat,
+        lambda tensors: torch.cat(tensors, out=torch.empty(3_000, device=ONE)),
+        lambda tensors: torch._foreach_add(tensors, tensors),
+        lambda tensors: torch._foreach_copy_(tensors, tensors[::-1]),
+        lambda tensors: torch._foreach_mul_(tensors, torch.tensor(2.0)),
+        lambda tensors: torch._foreach_norm(tensors),
+    ],
+)
+def test_a_thousand_tensors_in_one_operator_are_one_launch(operator):
+    assert launches_of(operator, many()) == {1: 1}
+
+
+def test_a_thousand_parts_of_one_tensor_are_copied_in_one_launch():
+    flat, parts = torch.arange(3_000.0, device=ONE), many()
+    assert launches_of(lambda: torch.split_with_sizes_copy(flat, [3] * 1_000, out=parts)) == {1: 1}
+    assert parts[999].tolist() == [2997, 2998, 2999]
+
+
+def test_lists_that_lie_on_several_devices_are_launched_one_by_one():
+    assert launches_of(torch._foreach_add_, many(2) + many(3, TWO), 1) == {1: 2, 2: 3}
+    targets, sources = many(3, TWO), many(3)
+    with torch.sim.counted() as counts:
+        torch._foreach_copy_(targets, sources)
+    assert (counts.launches[1], counts.launches[2]) == (3, 0)
+    assert counts.copied == {(1, 2): 36}
+
+
+# Copies: each counts the bytes of its target, from one place to the other
+
+
+def test_copies_from_and_to_the_host_count_apart():
+    with torch.sim.counted() as counts:
+        x = torch.ones(6).to(ONE)
+        x.cpu()
+        x[:2].tolist()
+        x[0].item()
+        torch.empty(6).copy_(x[:1])
+    assert counts.launches[1] == 5
+    assert counts.copied == {(-1, 1): 24, (1, -1): 24 + 8 + 4 + 24}
+    assert counts.sent(ONE) == counts.received(ONE) == 0
+
+
+@pytest.mark.parametrize("target", [TWO, HOST], ids=["device", "host"])
+def test_whatever_the_layouts_a_copy_is_one_launch_and_the_bytes_of_its_target(target):
+    source = torch.ones(8, 6, device=ONE)[::2, 1:].t()
+    for to in (
+        torch.empty(5, 4, device=target),
+        torch.empty(4, 5, device=target).t(),
+        torch.empty(10, 8, device=target)[::2, ::2],
+        torch.empty(3, 5, 4, dtype=torch.float64, device=target),
+    ):
+        with torch.sim.counted() as counts:
+            to.copy_(source)
+        assert sum(counts.launches) == counts.launches[1] == 1
+        assert counts.copied == {(1, -1 if target is HOST else 2): to.numel() * to.element_size()}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([-1, 0, 1, 2]),
+            st.sampled_from([-1, 0, 1, 2]),
+            st.lists(st.integers(0, 3), max_size=3),
+            st.sampled_from([torch.float32, torch.bfloat16, torch.complex128, torch.bool]),
+        )
+    )
+)
+def test_copies_add_up(copies):
+    expected: dict[tuple[int, int], int] = {}
+    places = {index: torch.device("sim", index) if index >= 0 else HOST for index in (-1, 0, 1, 2)}
+    prepared = [
+        (torch.zeros(shape, dtype=dtype, device=places[origin]), torch.empty(shape, dtype=dtype, device=places[target]))
+        for origin, target, shape, dtype in copies
+    ]
+    with torch.sim.counted() as counts:
+        for source, to in prepared:
+            to.copy_(source)
+    for (origin, target, _, _), (source, _) in zip(copies, prepared, strict=True):
+        if origin != target and source.nbytes:
+            expected[origin, target] = expected.get((origin, target), 0) + source.nbytes
+    assert counts.copied == expected
+    for device in (0, 1, 2):
+        assert counts.sent(device) == sum(expected.get((device, other), 0) for other in (0, 1, 2))
+        assert counts.received(device) == sum(expected.get((other, device), 0) for other in (0, 1, 2))
 
 
 # Blocks
@@ -114,34 +188,6 @@ def test_blocks_nest():
     assert outer.copied == inner.copied == {(1, 2): 12}
 
 
-def test_inside_the_counts_grow_and_afterwards_they_stay():
-    x = torch.ones(3, device=ONE)
-    with torch.sim.counted() as counts:
-        assert counts.launches[1] == 0
-        x.to(TWO)
-        assert (counts.launches[1], counts.sent(ONE)) == (1, 12)
-        x.to(TWO)
-        assert (counts.launches[1], counts.sent(ONE)) == (2, 24)
-    x.to(TWO)
-    assert (counts.launches[1], counts.sent(ONE)) == (2, 24)
-
-
-def test_a_block_that_raises_has_ended():
-    x = torch.ones(3, device=ONE)
-    made = []
-
-    def fails():
-        with torch.sim.counted() as counts:
-            made.append(counts)
-            x.to(TWO)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fails()
-    x.to(TWO)
-    assert made[0].sent(ONE) == 12
-
-
 def test_there_is_a_number_for_every_device():
     with torch.sim.counted() as counts:
         pass
@@ -152,43 +198,7 @@ def test_there_is_a_number_for_every_device():
         counts.received("cpu")
 
 
-def test_clocks_do_not_matter():
-    x = torch.ones(3, device=ONE)
-    with torch.sim.clocks(False), torch.sim.counted() as counts:
-        torch.cat([x + 1, x]).to(TWO)
-        x.t_()
-    assert counts.launches[1] == 3
-    assert counts.copied == {(1, 2): 24}
-
-
 # Threads
-
-
-class Doubled(torch.autograd.Function):
-    """Runs one operator in backward, and keeps the thread's number."""
-
-    threads: ClassVar[list[int]] = []
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        Doubled.threads.append(threading.get_ident())
-        return gradient * 2
-
-
-def test_launches_of_backwards_threads_count():
-    leaf = torch.ones(3, device=ONE, requires_grad=True)
-    output = Doubled.apply(Doubled.apply(leaf).to(TWO))
-    cotangent = torch.ones(3, device=TWO)
-    Doubled.threads.clear()
-    with torch.sim.counted() as counts:
-        torch.autograd.grad(output, leaf, cotangent)
-    assert len({*Doubled.threads, threading.get_ident()}) == 3, "each device has a thread of its own"
-    assert (counts.launches[1], counts.launches[2]) == (1, 2), "two products, and the copy that TWO sends"
-    assert counts.copied == {(2, 1): 12}
 
 
 def test_no_launch_is_lost_between_threads():
@@ -203,20 +213,3 @@ def test_no_launch_is_lost_between_threads():
         in_threads(4, work)
     assert counts.launches[1] == 4 * 500 * 2
     assert counts.copied == {(1, 2): 4 * 500 * 16}
-
-
-def test_blocks_of_several_threads_count_what_all_do():
-    seen = [0, 0]
-
-    def work(index, barrier):
-        x = torch.ones(4, device=[ONE, TWO][index])
-        barrier.wait()
-        with torch.sim.counted() as counts:
-            barrier.wait()
-            for _ in range(10):
-                x.add_(1)
-            barrier.wait()
-        seen[index] = counts.launches[1:3]
-
-    in_threads(2, work)
-    assert seen == [[10, 10], [10, 10]]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from like_the_cpu import DEVICE, OTHER
+from like_the_cpu import DEVICE
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -18,17 +18,6 @@ def test_a_device_is_current_inside_and_the_block_can_be_entered_again(one):
     with block:
         assert torch.sim.current_device() == torch.accelerator.current_device_index() == 1
         assert torch.empty(1, device="sim").device == DEVICE
-
-
-def test_no_device_changes_nothing():
-    for nothing in (None, -1):
-        with torch.sim.device(1), torch.sim.device(nothing):
-            assert torch.sim.current_device() == 1
-    torch.sim.set_device(-1)
-    with torch.sim.device_of(torch.ones(1)):
-        assert torch.sim.current_device() == 0
-    with torch.sim.device_of(torch.ones(1, device=OTHER)):
-        assert torch.sim.current_device() == 2
 
 
 @pytest.mark.parametrize("wrong", [8, -2, "sim:8", "cpu", torch.device("cuda", 0)])
@@ -50,27 +39,6 @@ def test_a_stream_and_its_device_are_current_inside_and_the_block_can_be_entered
                 assert torch.sim.current_stream() == side
         assert torch.sim.current_device() == 0
         assert torch.sim.current_stream(DEVICE) == torch.sim.default_stream(DEVICE)
-
-
-def test_setting_a_stream_leaves_the_device():
-    side = torch.sim.Stream(device=DEVICE)
-    torch.sim.set_stream(side)
-    assert torch.sim.current_device() == 0
-    assert torch.sim.current_stream(DEVICE) == side
-    torch.sim.set_stream(None)
-    assert torch.sim.current_stream(DEVICE) == side
-    torch.sim.set_stream(torch.sim.default_stream(DEVICE))
-
-
-def test_events_tell_the_time_between_them():
-    start, end = (torch.sim.Event(device=DEVICE, enable_timing=True) for _ in range(2))
-    with pytest.raises(ValueError, match="must be recorded"):
-        start.elapsed_time(end)
-    start.record(torch.sim.current_stream(DEVICE))
-    end.record(torch.sim.current_stream(DEVICE))
-    end.synchronize()
-    assert start.query()
-    assert start.elapsed_time(end) >= 0
 
 
 def test_streams_of_other_kinds_are_refused_with_a_sentence():

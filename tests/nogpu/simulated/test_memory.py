@@ -1,12 +1,13 @@
-"""Memory of simulated devices: counted to the byte, limited on request, and given back after training."""
+"""Memory of simulated devices: counted to the byte, limited on request, shared by results, given back at the end."""
 
 import gc
 import time
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from at_once import in_threads
 from dataparallel import DataParallel, replicate
 from like_the_cpu import DEVICE as ONE
 from like_the_cpu import OTHER as TWO
@@ -45,28 +46,6 @@ def test_every_byte_counts_on_its_device():
     assert (one.peak, two.peak) == (120, 120)
 
 
-@pytest.mark.parametrize(
-    "operator",
-    [
-        lambda x: x + 1,
-        lambda x: x.sum(dim=0),
-        lambda x: x.median(dim=0).values,
-        lambda x: x.sort().values,
-        lambda x: torch.linalg.qr(x).Q,
-        lambda x: x.nonzero(),
-        lambda x: nn.functional.conv1d(x[None], x[:, :, None]),
-    ],
-)
-def test_outputs_of_operators_count(operator):
-    x = torch.rand(4, 4, dtype=torch.float64, device=ONE)
-    growth = Growth(ONE)
-    output = operator(x)
-    assert growth.now == output.untyped_storage().nbytes() > 0
-    assert growth.peak >= growth.now
-    del output
-    assert growth.now == 0
-
-
 def test_an_output_that_an_operator_resizes_counts():
     growth = Growth(ONE)
     out = torch.empty(0, device=ONE)
@@ -76,25 +55,6 @@ def test_an_output_that_an_operator_resizes_counts():
     assert growth.now == 800
     out.untyped_storage().resize_(40)
     assert growth.now == 40
-
-
-def test_activations_are_held_until_backward():
-    x = torch.ones(1000, device=ONE, requires_grad=True)
-    growth = Growth(ONE)
-    y = x.exp().sum()
-    assert growth.now == 4000 + 4
-    y.backward()
-    del y
-    torch.sim.synchronize(ONE)
-    assert settles_at([growth], [4000]), "the gradient"
-
-
-def test_the_peak_is_kept_until_it_is_reset():
-    growth = Growth(ONE)
-    torch.empty(1000, device=ONE)
-    assert (growth.now, growth.peak) == (0, 4000)
-    torch.sim.reset_peak_memory_stats(ONE)
-    assert growth.peak == 0
 
 
 @pytest.mark.parametrize(
@@ -143,63 +103,6 @@ def on_distinct(*counts):
     return pytest.mark.parametrize("distinct", counts, indirect=True)
 
 
-class Widens(nn.Module):
-    """Makes an activation of 8 kB for each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1000)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).exp().sum(dim=1)
-
-
-@on_distinct(8)
-def test_a_replica_without_memory_raises_and_the_next_smaller_batch_works(distinct, capacity):
-    model = Widens().to(distinct[0])
-    parallel = DataParallel(model, distinct)
-    full = distinct[5]
-    capacity(torch.sim.memory_allocated(full) + 40_000, full)
-    with pytest.raises(torch.OutOfMemoryError, match=f"device {full.index} ") as caught:
-        parallel(torch.ones(64, 1, device=distinct[0])).sum().backward()
-    assert caught.value.__notes__ == [f"raised in replica 5 on device {full}"]
-    assert model.layer.weight.grad is None
-    del caught
-    parallel(torch.ones(16, 1, device=distinct[0])).sum().backward()
-    expected = DataParallel(Widens().to(distinct[0]), distinct)
-    expected.module.load_state_dict(model.state_dict())
-    expected(torch.ones(16, 1, device=distinct[0])).sum().backward()
-    torch.testing.assert_close(model.layer.weight.grad, expected.module.layer.weight.grad)
-
-
-@pytest.mark.long
-@on_distinct(8)
-def test_a_thousand_steps_leave_no_byte_on_any_device(distinct):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2)).to(
-        distinct[0]
-    )
-    parallel = DataParallel(model, distinct)
-    optimizer = torch.optim.AdamW(parallel.parameters())
-    x, y = torch.randn(16, 4), torch.randn(16, 2, device=distinct[0])
-
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(parallel(x), y).backward()
-        optimizer.step()
-
-    step()
-    optimizer.zero_grad()
-    gc.collect()
-    growths = [Growth(slot) for slot in distinct]
-    for _ in range(1_000):
-        step()
-    optimizer.zero_grad()
-    for slot in distinct:
-        torch.sim.synchronize(slot)
-    assert settles_at(growths, [0] * len(distinct))
-
-
 @on_distinct(2, 8)
 @pytest.mark.parametrize("recorded", [True, False])
 def test_replica_0_costs_nothing_and_each_other_one_copy_of_parameters_and_buffers(distinct, recorded):
@@ -243,7 +146,102 @@ def test_a_step_costs_each_other_device_one_copy_of_parameters_and_gradients(dis
     assert peaks[0] < 3.01 * parameters
 
 
-def test_a_step_on_one_slot_costs_what_the_module_costs(root):
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.BatchNorm1d(64), nn.Linear(64, 3)).to(root)
-    x = torch.ones(8, 64, device=root)
-    assert peaks_of_a_step(DataParallel(model, [root]), model, x, [root]) == peaks_of_a_step(model, model, x, [root])
+# What operators return: it may share memory with what they keep.
+
+BYTES = 4 * 1024
+
+
+@pytest.fixture
+def define():
+    """A function that defines a CPU operator `results_test::NAME`, until the test ends."""
+    with torch.library._scoped_library("results_test", "FRAGMENT") as library:
+
+        def define(schema, kernel):
+            name = schema.partition("(")[0]
+            library.define(schema)
+            library.impl(name, kernel, "CPU")
+            return getattr(torch.ops.results_test, name)
+
+        yield define
+
+
+def numbers():
+    return torch.ones(1024, device=ONE)
+
+
+def test_results_that_share_memory_still_do_and_count_once(define):
+    growth = Growth(ONE)
+
+    def both(x):
+        made = x + 1
+        return made, made[512:]
+
+    x = numbers()
+    whole, half = define("both(Tensor x) -> (Tensor, Tensor)", both)(x)
+    assert growth.now == 2 * BYTES
+    half.zero_()
+    assert whole.sum().item() == 2 * 512
+    assert half.device == whole.device == x.device
+    del whole, x
+    assert growth.now == BYTES
+    del half
+    assert growth.now == 0
+
+
+@pytest.mark.parametrize("keep", [lambda made: made, lambda made: made.view(-1), lambda made: made.untyped_storage()])
+def test_what_an_operator_keeps_of_its_result_stays_the_cpus(define, keep):
+    growth = Growth(ONE)
+    kept = []
+
+    def keeping(x):
+        made = x + 1
+        kept.append(keep(made))
+        return made
+
+    result = define("keeping(Tensor x) -> Tensor", keeping)(numbers())
+    assert kept[0].device == torch.device("cpu")
+    assert result.device == ONE
+    assert kept[0].data_ptr() == result.data_ptr()
+    assert growth.now == BYTES
+    del result
+    assert growth.now == 0
+    assert len(kept[0].tolist()) > 0  # its memory is still there
+
+
+def test_an_out_argument_that_is_itself_a_result_may_get_other_memory():
+    growth = Growth(ONE)
+    x = numbers()
+    out = x[:1] + 1
+    assert growth.now == BYTES + 4
+    torch.add(x, 1, out=out)
+    assert growth.now == 2 * BYTES
+    assert out.sum().item() == 2 * 1024
+
+
+def test_threads_that_make_and_drop_memory_at_once_leave_none_and_the_peak_has_seen_all():
+    growth = Growth(ONE)
+    before = torch.sim.memory_allocated(ONE)
+    torch.sim.reset_peak_memory_stats(ONE)
+
+    def work(index, barrier):
+        held = numbers()
+        barrier.wait()
+        for _ in range(200):
+            held + 1
+        del held
+
+    in_threads(4, work)
+    assert growth.now == 0
+    assert 4 * BYTES <= torch.sim.max_memory_allocated(ONE) - before <= 8 * BYTES
+
+
+def test_operators_called_for_the_first_time_by_two_threads_at_once_are_right():
+    results = []
+
+    def work(index, barrier):
+        x = numbers()
+        barrier.wait()
+        results.append(torch.special.bessel_y1(x).cpu())
+
+    in_threads(2, work)
+    assert torch.equal(results[0], results[1])

@@ -1,4 +1,4 @@
-"""Attention, packed sequences and optimizers compute on a simulated device what they compute on the CPU.
+"""Attention, optimizers and function transforms compute on a simulated device what they compute on the CPU.
 
 `test_modules` has all modules of torch.
 """
@@ -16,43 +16,6 @@ from torch.nn import functional as F
 from like_the_cpu import DEVICE, assert_as_on_the_cpu, made, numbers
 
 pytestmark = pytest.mark.devices("sim")
-
-
-@pytest.mark.parametrize("is_sorted", [True, False], ids=["sorted", "unsorted"])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda kind: kind.__name__)
-def test_packed_sequences_of_lengths_on_the_cpu(kind: type[nn.Module], is_sorted: bool) -> None:
-    lengths = torch.tensor([5, 3, 1] if is_sorted else [3, 5, 1])
-
-    def padded(layer: nn.Module, x: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=is_sorted)
-        output, lengths_after = nn.utils.rnn.pad_packed_sequence(layer(packed)[0])
-        assert lengths_after.tolist() == lengths.tolist()
-        return output
-
-    assert_as_on_the_cpu(padded, made(kind, 3, 4, bidirectional=True), numbers(5, 3, 3).requires_grad_())
-
-
-CONVOLUTIONS = {
-    "1d": (1, nn.Conv1d, {}),
-    "2d-strided": (2, nn.Conv2d, {"stride": 2, "padding": 1}),
-    "2d-grouped": (2, nn.Conv2d, {"groups": 2, "bias": False}),
-    "3d-transposed": (3, nn.ConvTranspose3d, {"bias": False}),
-}
-
-
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_convolutions_have_second_derivatives(name: str) -> None:
-    dims, kind, options = CONVOLUTIONS[name]
-    layer = made(kind, 2, 2, 2, **options).to(DEVICE)
-    x = numbers(1, 2, *(3,) * dims).to(DEVICE).requires_grad_()
-    parameters = {name: value.detach() for name, value in layer.named_parameters()}
-
-    def call(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, parameters | {"weight": weight}, (x,))
-
-    weight = parameters["weight"].clone().requires_grad_()
-    assert torch.autograd.gradcheck(call, (x, weight), fast_mode=True)
-    assert torch.autograd.gradgradcheck(call, (x, weight), fast_mode=True)
 
 
 @pytest.mark.parametrize("mask", [None, "boolean", "additive", "causal"])
@@ -85,20 +48,6 @@ def test_only_the_mask_of_attention_gets_a_gradient() -> None:
     assert_as_on_the_cpu(F.scaled_dot_product_attention, q, k, v, numbers(5, 5).requires_grad_())
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("training", [False, True])
-def test_transformer_encoder_also_on_its_fast_path(training: bool, padded: bool) -> None:
-    layer = made(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True)
-    encoder = made(nn.TransformerEncoder, layer, 2).train(training)
-    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-
-    def encode(encoder: nn.Module, x: Tensor) -> Tensor:
-        with torch.set_grad_enabled(training):
-            return encoder(x, src_key_padding_mask=padding.to(x.device) if padded else None)
-
-    assert_as_on_the_cpu(encode, encoder, numbers(2, 5, 8))
-
-
 def test_nested_tensors() -> None:
     parts = [numbers(2, 3), numbers(4, 3)]
 
@@ -108,21 +57,6 @@ def test_nested_tensors() -> None:
         return torch.nested.to_padded_tensor(nested * 2, 0.0), *nested.relu().unbind()
 
     assert_as_on_the_cpu(padded, *parts)
-
-
-def test_foreach_functions() -> None:
-    xs = [numbers(3, seed=0), numbers(2, 2, seed=1), numbers(0, seed=2)]
-
-    def foreach(*xs: Tensor) -> list[Tensor]:
-        ys = [x.clone() for x in xs]
-        torch._foreach_add_(ys, xs, alpha=2)
-        torch._foreach_mul_(ys, [1.0, 2.0, 3.0])
-        torch._foreach_addcdiv_(ys, xs, [x.exp() for x in xs], value=0.5)
-        torch._foreach_lerp_(ys, xs, 0.1)
-        torch._foreach_copy_(list(xs), ys)
-        return [*xs, *torch._foreach_norm(ys), *torch._foreach_sqrt([y.abs() for y in ys]), *torch._foreach_max(ys[:2])]
-
-    assert_as_on_the_cpu(foreach, *xs)
 
 
 OPTIMIZERS = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
@@ -147,19 +81,34 @@ def test_optimizers_in_one_go(kind: type[torch.optim.Optimizer], how: str) -> No
     torch.testing.assert_close(states[0], states[1])
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradient_scaling_skips_steps_that_overflow(fused: bool) -> None:
-    def train(device: torch.device | str) -> tuple[Tensor, float]:
-        model = made(nn.Linear, 3, 2).float().to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-        scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=8.0, growth_interval=2)
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = model(numbers(4, 3, dtype=torch.float32, seed=step).to(device)).square().mean()
-            scaler.scale(loss * (float("inf") if step == 2 else 1)).backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        return model.weight.detach().cpu(), scaler.get_scale()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_chooses_the_dtype_by_operator(dtype: torch.dtype) -> None:
+    x, image = torch.rand(4, 4, device=DEVICE), torch.rand(1, 4, 4, device=DEVICE)
+    with torch.autocast("sim", dtype):
+        low = [x @ x, F.linear(x, x), image.bmm(image), F.conv1d(image, image), F.scaled_dot_product_attention(x, x, x)]
+        y = low[0]
+        full = [y.softmax(1), y.exp(), F.mse_loss(y, x), F.layer_norm(y, (4,)), y.sum(), y.norm()]
+        widest = [torch.cat([y, x]), torch.addcmul(y, x, x), torch.stack([y, x]), torch.dot(y[0], x[0])]
+        assert torch.get_autocast_dtype("sim") == dtype
+        with torch.autocast("sim", enabled=False):
+            assert (x @ x).dtype == torch.float32
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(x, x)
+    assert [value.dtype for value in low] == [dtype] * len(low)
+    assert [value.dtype for value in (*full, *widest)] == [torch.float32] * (len(full) + len(widest))
+    assert not torch.is_autocast_enabled("sim")
 
-    torch.testing.assert_close(train(DEVICE), train("cpu"))
+
+def test_function_transforms() -> None:
+    def transformed(weight: Tensor, xs: Tensor) -> list[Tensor]:
+        def loss(weight: Tensor, x: Tensor) -> Tensor:
+            return (weight @ x).tanh().square().sum()
+
+        per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(weight, xs)
+        jacobian = torch.func.jacrev(lambda w: (w @ xs[0]).sin())(weight)
+        forward = torch.func.jacfwd(lambda w: (w @ xs[0]).sin())(weight)
+        value, tangent = torch.func.jvp(lambda x: x.exp().sum(), (xs[0],), (xs[1],))
+        hessian = torch.func.hessian(lambda x: x.pow(3).sum())(xs[0])
+        return [per_sample, jacobian, forward, value, tangent, hessian]
+
+    assert_as_on_the_cpu(transformed, numbers(2, 3), numbers(4, 3))

@@ -30,14 +30,6 @@ def test_rows_are_copied_and_added(slots: list) -> None:
     assert target.tolist()[2:] == [300, 400, 500]
 
 
-def test_a_term_that_is_missing_is_left_out(slots: list) -> None:
-    term, target = torch.ones(1, device=slots[1]), torch.full((2,), 7.0, device=slots[0])
-    settle(slots)
-    table = rows((2, 0, 1, 0, 0, 1, 0), (2, 1, 1, 1, 0, 1, 0))
-    torch.sim.launch_rows("sum", table, [term, None, target])
-    assert target.tolist() == [1, 7]
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sums_of_16_bits_are_rounded_once(dtype: torch.dtype, slots: list) -> None:
     terms = [torch.tensor([1 + 2.0**-8 * at], dtype=dtype, device=slot) for at, slot in enumerate(slots)]
@@ -72,21 +64,3 @@ def test_a_read_that_nothing_orders_is_a_race(slots: list) -> None:
         source.add_(1)
     torch.sim.synchronize(slots[0])
     check_clocks()
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        (torch.zeros(1, 5), "an? contiguous int64 matrix"),
-        (torch.zeros(1, 4, dtype=torch.int64), "with a target and at least one term"),
-    ],
-)
-def test_other_tables_are_refused(table: torch.Tensor, message: str, slots: list) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        torch.sim.launch_rows("copy", table, [torch.ones(1, device=slots[0])])
-
-
-def test_targets_are_on_one_device(slots: list) -> None:
-    one, other = torch.ones(1, device=slots[0]), torch.ones(1, device=slots[1])
-    with pytest.raises(RuntimeError, match="all targets are on one device"):
-        torch.sim.launch_rows("copy", rows((0, 0, 1, 1, 0), (1, 0, 1, 0, 0)), [one, other])

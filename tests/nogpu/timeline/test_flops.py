@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 from like_the_cpu import DEVICE as ONE
@@ -37,28 +36,20 @@ def back(result):
     "function",
     [
         lambda: back(torch.mm(ones(3, 4), ones(4, 5))),
-        lambda: back(torch.addmm(ones(5), ones(3, 4), ones(4, 5), beta=2)),
         lambda: back(torch.bmm(ones(2, 3, 4), ones(2, 4, 5))),
-        lambda: back(torch.baddbmm(ones(2, 3, 5), ones(2, 3, 4), ones(2, 4, 5), alpha=3)),
         lambda: back(F.linear(ones(2, 3, 4), ones(5, 4), ones(5))),
         lambda: back(F.conv1d(ones(2, 3, 9), ones(6, 3, 3), ones(6), padding=1)),
         lambda: back(F.conv2d(ones(2, 4, 9, 8), ones(6, 2, 3, 3), ones(6), stride=2, groups=2)),
-        lambda: back(F.conv2d(ones(2, 4, 9, 8), ones(6, 4, 3, 3))),
         lambda: back(F.conv2d(ones(2, 4, 9, 8).detach(), ones(6, 4, 3, 3))),
         lambda: back(F.conv_transpose2d(ones(2, 4, 5, 5), ones(4, 3, 3, 3), stride=2)),
         lambda: back(F.conv3d(ones(1, 2, 5, 5, 5), ones(3, 2, 2, 2, 2), dilation=2)),
         lambda: torch.mm(ones(3, 4).detach(), ones(4, 5).detach(), out=torch.empty(3, 5, device=ONE)),
-        lambda: torch.empty(3, 5, device=ONE).addmm_(ones(3, 4).detach(), ones(4, 5).detach()),
         lambda: ones(3).exp().sum().backward(),
     ],
 )
 def test_products_and_convolutions(function):
     """Forward and backward."""
     assert recorded(function) == counted(function)
-
-
-def test_a_matrix_product_by_hand():
-    assert recorded(lambda: ones(3, 4).detach() @ ones(4, 5).detach()) == 2 * 3 * 4 * 5
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 6, 8), (1, 2, 16, 8)])
@@ -75,34 +66,6 @@ def test_attention_on_the_cpu_counts_as_on_cuda(shape):
     found = {launch.op: launch.flops for launch in timeline.recording.launches if launch.flops}
     assert sum(found.values()) == 7 * product  # two forward, five backward: it computes the scores again
     assert len(found) == 2
-
-
-def test_modules():
-    module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).to(ONE)
-    gru = torch.nn.GRU(4, 6, batch_first=True).to(ONE)
-
-    def run():
-        back(gru(module(torch.ones(2, 5, 8, device=ONE)))[0])
-
-    assert recorded(run) == counted(run) > 0
-
-
-def test_a_formula_that_users_register():
-    with torch.library._scoped_library("timeline_test", "DEF") as library:
-        library.define("twice(Tensor x, *, int times) -> Tensor")
-        library.impl("twice", lambda x, times: x * times, "CPU")
-        op = torch.ops.timeline_test.twice
-
-        def formula(x, *, times, out_val):
-            assert out_val.shape == x.shape
-            return x.numel() * times
-
-        flop_counter.register_flop_formula(op, get_raw=True)(formula)
-        try:
-            assert recorded(lambda: op(torch.ones(2, 3, device=ONE), times=7)) == 42
-        finally:
-            del flop_counter.flop_registry[op]
-    assert "timeline_test::twice" not in recording.formulas()
 
 
 def test_a_formula_that_fails_says_for_which_operator():

@@ -7,6 +7,7 @@ import pytest
 
 from hand_made import machine, wired
 from nogpu.timeline import HOST, Host, Machine, Path, Wiring
+from nogpu.timeline.wiring import mesh, through_host, tree
 
 pytestmark = pytest.mark.devices("cpu")  # no device takes part: once is enough
 
@@ -19,6 +20,14 @@ def paths(*, without=None, **changes) -> dict:
 
 def joined(paths: dict, **links) -> Wiring:
     return Wiring({**wired(2).links, **links}, paths)
+
+
+def meshed(*pairs: tuple[int, int]) -> Wiring:
+    return mesh(dict.fromkeys(pairs, 1), through_host(3, bandwidth=1, latency=0), latency=0, engines=1)
+
+
+def grouped(*groups: list[int]) -> Wiring:
+    return tree(groups, bandwidth=1, latency=0, uplink=1)
 
 
 REFUSED = [
@@ -40,6 +49,10 @@ REFUSED = [
     (lambda: machine(memory_bandwidth=0), r"Machine\.memory_bandwidth is more than 0; got 0"),
     (lambda: machine(kernel_latency=-1), r"Machine\.kernel_latency is 0 or more, and finite; got -1"),
     (lambda: machine().with_(memory_bandwidth=-1), r"Machine\.memory_bandwidth"),
+    *((lambda pair=pair: meshed(pair), "pairs are of devices 0 to 2; got") for pair in ((0, 3), (0, 0), (0, HOST))),
+    (lambda: meshed((0, 1), (1, 0)), "given twice"),
+    *((lambda groups=groups: grouped(*groups), "each of the devices 0, 1, 2 and so on is in one group")
+      for groups in (([0, 1], [1, 2]), ([0], [2]))),
 ]  # fmt: skip
 OF_ANOTHER_TYPE = [
     (lambda: Host(rest="3e-6"), r"Host\.rest is a number; got"),
@@ -65,13 +78,6 @@ OF_ANOTHER_TYPE = [
 def test_what_cannot_be_is_refused_with_a_sentence(error, make, message):
     with pytest.raises(error, match=message):
         make()
-
-
-def test_what_the_caller_does_to_its_dictionaries_changes_nothing():
-    links = dict(wired(2).links)
-    wiring = Wiring(links, wired(2).paths)
-    links.clear()
-    assert wiring.links == wired(2).links
 
 
 def test_a_machine_can_be_had_with_other_attributes():

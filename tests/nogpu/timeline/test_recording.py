@@ -4,7 +4,6 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 
 from at_once import in_threads
 from dataparallel import DataParallel
@@ -13,7 +12,6 @@ from like_the_cpu import DEVICE as ONE
 from like_the_cpu import OTHER as TWO
 from nets import Net
 from nogpu.timeline import HOST, Launch, StreamName
-from processes import run_script
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -44,40 +42,6 @@ def test_launches_are_in_their_order_and_have_names():
         "aten::_local_scalar_dense",
     ]
     assert [launch.index for launch in launches] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x.view(16)[3:].as_strided((2, 2), (2, 1)),
-        lambda x: x.t().expand(2, 4, 4).unfold(1, 2, 1).unbind(),
-        lambda x: (torch.empty_like(x), x.new_empty(3)),
-        lambda x: x.is_set_to(x),
-        lambda x: torch.empty(0, device=x.device) + 1,
-        lambda x: torch.empty(0, 3, device=x.device).to(TWO),
-        lambda x: torch.empty(0, device=x.device).cpu(),
-        lambda x: torch.sim.synchronize(x.device),
-    ],
-)
-def test_what_is_not_counted_is_not_recorded(function):
-    assert recorded(function, torch.ones(4, 4, device=ONE)) == ()
-
-
-@pytest.mark.parametrize("clocks", [True, False])
-def test_an_operator_that_raises_is_not_recorded(clocks):
-    x = torch.zeros(3, 2, device=ONE)
-    with torch.sim.clocks(clocks), torch.sim.timeline() as timeline:
-        with pytest.raises(RuntimeError, match="cannot be multiplied"):
-            torch.mm(x, x)
-        x.add_(1)
-    assert [launch.op for launch in timeline.recording.launches] == ["aten::add_"]
-
-
-def test_a_race_is_not_recorded(stream):
-    written = torch.ones(3, device=ONE) * 2
-    with torch.sim.timeline() as timeline, torch.sim.stream(stream), pytest.raises(RuntimeError, match="race"):
-        written + 1
-    assert timeline.recording.launches == ()
 
 
 def test_a_list_is_one_launch():
@@ -130,21 +94,6 @@ def test_bytes_are_those_of_what_is_read_and_written(function, read, written):
     assert (launch.bytes_read, launch.bytes_written) == (read, written)
 
 
-def test_moving_elements_to_more_memory_reads_and_writes_them():
-    launch = only(torch.ones(3, device=ONE).resize_, 100)
-    assert (launch.op, launch.bytes_read, launch.bytes_written) == ("resize", 12, 12)
-
-
-def test_running_averages_are_read_and_written():
-    norm = nn.BatchNorm1d(4).to(ONE)
-    x = torch.ones(3, 4, device=ONE)
-    training = next(launch for launch in recorded(norm, x) if "batch_norm" in launch.op)
-    evaluated = next(launch for launch in recorded(norm.eval(), x) if "batch_norm" in launch.op)
-    assert training.bytes_read == evaluated.bytes_read == 48 + 4 * 16
-    assert training.bytes_written == 48 + 4 * 16  # the output, both averages, and what backward needs
-    assert evaluated.bytes_written == 48
-
-
 def test_shapes_are_those_of_the_tensor_arguments():
     launch = only(torch.addmm, *(torch.ones(size, device=ONE) for size in [(5,), (3, 4), (4, 5)]))
     assert launch.shapes == ((5,), (3, 4), (4, 5))
@@ -158,13 +107,6 @@ def test_the_type_is_that_of_the_largest_tensor():
     assert only(x[:1].index_select, 0, indices[:1].expand(2)).dtype == "int64"
     assert only(x.to, torch.bfloat16).dtype == "float64"
     assert only(x.to, torch.complex128).dtype == "complex128"
-
-
-def test_parts_of_a_sparse_tensor_are_what_is_read():
-    sparse = torch.eye(3).to_sparse().to(ONE).coalesce()
-    (product, *_) = recorded(torch.mm, sparse, torch.ones(3, 2, device=ONE))
-    parts = sparse.indices().nbytes + sparse.values().nbytes
-    assert product.bytes_read == parts + 24
 
 
 # Copies
@@ -195,33 +137,21 @@ def test_a_copy_that_converts_sends_what_it_writes():
 
 
 def test_there_is_one_block_at_a_time():
-    with torch.sim.timeline() as timeline:
+    def second(*_):
         with pytest.raises(RuntimeError, match="one timeline at a time"), torch.sim.timeline():
             pass
 
-        def second(*_):
-            with pytest.raises(RuntimeError, match="one timeline at a time"), torch.sim.timeline():
-                pass
-
+    with torch.sim.timeline() as timeline:
+        second()
         in_threads(1, second)
         torch.ones(3, device=ONE)
     assert len(timeline.recording.launches) == 1
-    assert len(recorded(torch.ones, 3, 3)) == 0
-    assert recorded(lambda: torch.ones(3, device=ONE)) != ()
 
 
 def test_the_recording_is_there_after_the_block():
     with torch.sim.timeline() as timeline, pytest.raises(RuntimeError, match="leave the block"):
         _ = timeline.recording
     assert timeline.recording.launches == ()
-
-
-def test_recordings_are_independent():
-    x = torch.ones(3, device=ONE)
-    first, second = recorded(x.add_, 1), recorded(x.mul_, 1)
-    assert [launch.op for launch in first] == ["aten::add_"]
-    assert [launch.op for launch in second] == ["aten::mul_"]
-    assert (second[0].index, second[0].thread, second[0].issued_after) == (0, 0, ())
 
 
 def test_a_block_that_raises_has_ended():
@@ -237,31 +167,6 @@ def test_a_block_that_raises_has_ended():
         fails()
     assert [launch.op for launch in made[0].recording.launches] == ["aten::fill_"]
     assert recorded(torch.sim.synchronize, ONE) == ()
-
-
-def test_launches_up_to_the_limit_are_recorded():
-    x = torch.ones(3, device=ONE)
-    with torch.sim.timeline(limit=3) as timeline:
-        for _ in range(3):
-            x.add_(1)
-    assert len(timeline.recording.launches) == 3
-
-
-def test_more_launches_than_the_limit_raise_where_python_leaves_out_assertions():
-    script = """
-import torch
-from nogpu import simulate
-
-(device,) = simulate(1)
-assert False, "-O leaves this out"
-try:
-    with torch.sim.timeline(limit=1):
-        torch.ones(2, device=device)
-        torch.ones(2, device=device)
-except RuntimeError as error:
-    print(error)
-"""
-    assert "more than 1 launches" in run_script(script, PYTHONOPTIMIZE="1")
 
 
 def test_more_launches_than_the_limit_raise():
@@ -284,15 +189,17 @@ def test_more_launches_than_the_limit_raise():
     assert len(recorded(x.add_, 1)) == 1
 
 
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_below_one_is_refused(limit):
-    with pytest.raises(ValueError, match=f"at least 1; got {limit}"), torch.sim.timeline(limit=limit):
-        pass
-
-
-@pytest.mark.parametrize("limit", [None, 1.5, True])
-def test_a_limit_that_is_no_int_is_refused(limit):
-    with pytest.raises(TypeError, match=type(limit).__name__), torch.sim.timeline(limit=limit):
+@pytest.mark.parametrize(
+    ("limit", "error", "words"),
+    [
+        (0, ValueError, "at least 1; got 0"),
+        (None, TypeError, "NoneType"),
+        (1.5, TypeError, "float"),
+        (True, TypeError, "bool"),
+    ],
+)
+def test_a_limit_is_an_int_of_at_least_one(limit, error, words):
+    with pytest.raises(error, match=words), torch.sim.timeline(limit=limit):
         pass
 
 
@@ -316,19 +223,6 @@ def test_host_time_is_that_of_the_thread_between_launches():
     _, worked, at_once, slept = (launch.host_seconds for launch in timeline.recording.launches)
     assert worked > 10 * at_once > 0
     assert slept < worked
-
-
-def test_host_time_begins_with_the_block_or_with_the_thread():
-    x = torch.ones(3, device=ONE)
-
-    def works(*_):
-        sum(range(1_000_000))
-        x.add_(1)
-
-    with torch.sim.timeline() as timeline:
-        works()
-        in_threads(1, works)
-    assert all(launch.host_seconds > 1e-3 for launch in timeline.recording.launches)
 
 
 # Whole steps

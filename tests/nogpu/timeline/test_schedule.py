@@ -1,15 +1,16 @@
 """Graphs that are small enough to schedule by hand. One FLOP and one byte take one second, see `hand_made`.
 
-Here are kernels and the host that launches them, and what is refused. `test_schedule_copies` has copies, and
-`test_schedule_results` what a schedule tells.
+Here are kernels, the host that launches them, copies on machines of several wirings, and what is refused.
+`test_schedule_results` has what a schedule tells.
 """
 
 from dataclasses import replace
 
 import pytest
 
-from hand_made import Program, machine, run, times
-from nogpu.timeline import Host, schedule
+from hand_made import Program, machine, run, times, wired
+from nogpu.timeline import Host, Path, Wiring, schedule
+from nogpu.timeline.wiring import mesh, through_host, tree
 
 pytestmark = pytest.mark.devices("cpu")  # no device takes part: once is enough
 
@@ -32,15 +33,6 @@ class TestKernels:
         program.kernel((0, 0), 12)
         program.kernel((0, 0), 12, dtype="bfloat16")
         assert run(program, machine(1, flops={"float32": 1, "bfloat16": 4})).time == 15
-
-    def test_streams_of_one_device_overlap(self):
-        program = Program()
-        program.kernel((0, 0), 5)
-        program.kernel((0, 1), 3)
-        result = run(program)
-        assert times(result) == [(0, 5), (0, 3)]
-        assert [busy.kernels for busy in result.streams] == [5, 3]
-        assert result.devices[0].kernels == 5
 
     @pytest.mark.smoke
     def test_an_event_orders_two_streams(self):
@@ -74,23 +66,6 @@ class TestHost:
         assert result.time == 23
         assert [thread.for_others for thread in result.threads] == [2, 2, 2]
 
-    @pytest.mark.parametrize(("cores", "starts"), [(3, [7, 7, 7, 14]), (2, [7, 7, 14, 14]), (1, [7, 14, 21, 28])])
-    def test_without_a_lock_as_many_threads_issue_as_there_are_cores(self, cores, starts):
-        program = Program()
-        for thread in (0, 1, 2):
-            program.kernel((0, thread), 1, thread=thread)
-        program.kernel((0, 0), 1, thread=0)
-        result = run(program, machine(1, host=Host(3, 4, 5).without_lock(cores)))
-        assert sorted(result.start) == starts
-
-    def test_a_thread_that_is_ahead_keeps_one_core_only(self):
-        program = Program()
-        for _ in range(4):
-            program.kernel((0, 0), 1, thread=0)
-        program.kernel((0, 1), 1, thread=1)
-        result = run(program, machine(1, host=Host(3, 4, 5).without_lock(2)))
-        assert result.start == [7, 14, 21, 28, 7]
-
     def test_threads_of_a_backward_pass_hold_no_lock(self):
         program = Program()
         for _ in range(2):
@@ -112,16 +87,6 @@ class TestHost:
         assert result.issue == [0, begins, begins, locked, begins]
         assert result.start == [begins, begins + 2, begins + 4, locked + 7, begins + 7]
         assert [thread.launches for thread in result.threads] == [2, 1]
-
-    def test_the_rest_of_a_graph_waits_for_no_lock(self):
-        program = Program()
-        program.kernel((0, 0), 1, graph=0)
-        for _ in range(3):
-            program.kernel((0, 1), 1, thread=1)
-        program.kernel((0, 0), 1, graph=0)
-        result = run(program, machine(1, host=Host(3, 4, 5, graph=0)))
-        assert (result.start[0], result.start[-1]) == (3, 4)
-        assert result.recording.calls == 4
 
     def test_a_host_wait_holds_up_what_its_thread_issues(self):
         program = Program()
@@ -151,6 +116,69 @@ class TestHost:
         assert slow.with_free_host().host == Host.free() != slow.host
 
 
+class TestCopies:
+    def test_a_copy_takes_the_latency_and_the_time_of_its_bytes(self):
+        program = Program()
+        program.copy((0, 0), 1, 12)
+        paths = {ends: Path(4, 2, path.links) for ends, path in wired(2).paths.items()}
+        assert run(program, machine(2, Wiring(wired(2).links, paths))).time == 5
+
+    def test_an_item_sends_what_it_reads(self):
+        program = Program()
+        program.to_host((0, 0), bytes_read=4, bytes_written=0)
+        assert run(program).time == 4
+
+    def test_the_host_sends_to_all_devices_at_once(self):
+        program = Program()
+        program.from_host((0, 0), 2)
+        program.from_host((1, 0), 3)
+        program.to_host((0, 1), 4)
+        program.to_host((0, 2), 1)
+        assert times(run(program)) == [(0, 2), (0, 3), (0, 4), (4, 5)]
+
+
+class TestWiring:
+    def test_a_group_of_a_pcie_tree_sends_one_copy_to_another_at_a_time(self):
+        program = Program()
+        program.copy((0, 0), 2, 2)
+        program.copy((1, 0), 3, 3)
+        program.copy((2, 0), 3, 1)  # within a group: only the link down to 3 is occupied
+        on = machine(4, tree([[0, 1], [2, 3]], bandwidth=1, latency=0, uplink=1))
+        assert times(run(program, on)) == [(0, 2), (2, 5), (5, 6)]
+
+    def test_a_narrow_uplink_holds_up_what_crosses_it(self):
+        program = Program()
+        program.copy((0, 0), 1, 4)
+        program.copy((0, 0), 2, 4)
+        program.from_host((3, 0), 4)
+        on = machine(4, tree([[0, 1], [2, 3]], bandwidth=2, latency=0, uplink=1))
+        # The copy from the host needs the link down of the switch, which the copy to device 2 occupies.
+        assert times(run(program, on)) == [(0, 2), (2, 6), (6, 10)]
+
+    def test_a_mesh_goes_another_way_where_there_is_no_link(self):
+        program = Program()
+        program.copy((0, 0), 1, 12)
+        program.copy((0, 1), 3, 12)
+        on = machine(4, mesh({(0, 1): 4}, through_host(4, bandwidth=2, latency=1), latency=0, engines=2))
+        assert times(run(program, on)) == [(0, 3), (0, 8)]
+
+    def test_a_device_of_a_mesh_sends_as_many_copies_as_it_has_engines(self):
+        program = Program()
+        for target in (1, 2, 3):
+            program.copy((0, target), target, 1)
+        pairs = dict.fromkeys([(0, 1), (0, 2), (0, 3)], 1)
+        for engines, seconds in ((1, 3), (2, 2), (3, 1)):
+            wiring = mesh(pairs, through_host(4, bandwidth=1, latency=0), latency=0, engines=engines)
+            assert run(program, machine(4, wiring)).time == seconds
+
+    def test_copies_through_the_host_share_its_memory(self):
+        program = Program()
+        program.copy((0, 0), 1, 2)
+        program.copy((2, 0), 3, 2)
+        for copies, seconds in ((None, 2), (1, 4), (2, 2)):
+            assert run(program, machine(4, through_host(4, bandwidth=1, latency=0, copies=copies))).time == seconds
+
+
 class TestErrors:
     @pytest.mark.parametrize("fields", [{"graph": 1}, {"graph": 5}, {"graph": -1}, {"graph": 0, "thread": 1}])
     def test_a_graph_that_does_not_begin_before(self, fields):
@@ -163,23 +191,25 @@ class TestErrors:
         ):
             schedule(program.recording(), machine(1))
 
-    def test_a_machine_with_too_few_devices(self):
+    @pytest.mark.parametrize(
+        ("add", "message"),
+        [
+            (lambda program: program.kernel((4, 0)), r"uses device 4, but hand-made has 2: .* 5 devices or more"),
+            (
+                lambda program: program.copy((0, 0), 2),
+                r"launch 0 \(aten::_copy_from\) copies from 0 to 2; .* devices 0 to 1",
+            ),
+            (
+                lambda program: program.kernel((0, 0), dtype="float64"),
+                r"float64, but hand-made has rates for \['float32'\] only",
+            ),
+        ],
+    )
+    def test_a_machine_without_the_device_or_the_rate(self, add, message):
         program = Program()
-        program.kernel((4, 0))
-        with pytest.raises(ValueError, match=r"uses device 4, but hand-made has 2: .* 5 devices or more"):
+        add(program)
+        with pytest.raises(ValueError, match=message):
             schedule(program.recording(), machine(2))
-
-    def test_a_copy_to_a_device_that_is_not_there(self):
-        program = Program()
-        program.copy((0, 0), 2)
-        with pytest.raises(ValueError, match=r"launch 0 \(aten::_copy_from\) copies from 0 to 2; .* devices 0 to 1"):
-            schedule(program.recording(), machine(2))
-
-    def test_a_dtype_without_a_rate(self):
-        program = Program()
-        program.kernel((0, 0), dtype="float64")
-        with pytest.raises(ValueError, match=r"float64, but hand-made has rates for \['float32'\] only"):
-            run(program)
 
     @pytest.mark.parametrize(
         ("change", "message"),

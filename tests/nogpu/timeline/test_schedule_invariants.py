@@ -221,12 +221,6 @@ def test_no_launch_ends_later_on_a_better_machine(data, recording, machine):
     assert all(a <= b for a, b in zip(quick.issue, slow.issue, strict=True))
 
 
-@given(recordings(peers=False), machines())
-def test_no_launch_ends_later_with_a_free_host(recording, machine):
-    quick, slow = schedule(recording, machine.with_free_host()), schedule(recording, machine)
-    assert all(a <= b for a, b in zip(quick.end, slow.end, strict=True))
-
-
 @given(recordings(), machines())
 def test_links_never_serve_more_copies_than_they_can(recording, machine):
     result = schedule(recording, machine)
@@ -237,17 +231,6 @@ def test_links_never_serve_more_copies_than_they_can(recording, machine):
                 changes.setdefault(link, []).extend([(move.start, 1), (move.end, -1)])  # at one time ends go first
     for link, found in changes.items():
         assert max(accumulate(change for _, change in sorted(found))) <= machine.wiring.links[link]
-
-
-@given(recordings(), machines())
-def test_no_more_python_threads_are_busy_than_there_are_cores(recording, machine):
-    result = schedule(recording, machine)
-    changes: list[tuple[float, int]] = []
-    for launch in recording.launches:
-        issue, released = result.solution.issue[launch.index], result.solution.released[launch.index]
-        if not launch.in_backward and issue < released:
-            changes += [(issue, 1), (released, -1)]  # at one time what ends goes first
-    assert max(accumulate((change for _, change in sorted(changes)), initial=0)) <= (machine.host.cores or 1)
 
 
 @given(recordings(), machines())

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from hand_made import Program, machine, run, times, wired
-from nogpu.timeline import Host, Machine, Wiring, schedule
-from nogpu.timeline.presets import PRESETS, RTX_3090, TITAN_RTX_PCIE, V100
+from nogpu.timeline import Host, Wiring, schedule
+from nogpu.timeline.presets import PRESETS, RTX_3090
 
 pytestmark = pytest.mark.devices("cpu")  # no device takes part: once is enough
 
@@ -55,12 +55,6 @@ class TestOneKernel:
 
 
 class TestPorts:
-    def test_two_devices_read_each_other_at_once(self):
-        program = Program()
-        program.pull((0, 0), {1: 5})
-        program.pull((1, 0), {0: 4})
-        assert times(run(program)) == [(0, 5), (0, 4)]
-
     @pytest.mark.parametrize("devices", [2, 4, 8])
     def test_readers_that_begin_with_different_peers_do_not_wait(self, devices):
         program = Program()
@@ -81,18 +75,6 @@ class TestPorts:
         result = run(program)
         assert times(result) == [(0, 3), (0, 7)]
         assert result.communication == 7
-
-    def test_a_piece_waits_for_its_port_while_another_kernel_goes_on(self):
-        program = Program()
-        program.pull((0, 0), {2: 4})
-        program.pull((1, 0), {2: 1, 3: 1})
-        assert times(run(program)) == [(0, 4), (0, 6)]
-
-    def test_what_comes_after_a_kernel_waits_for_its_last_piece(self):
-        program = Program()
-        pulled = program.pull((0, 1), {1: 2, 2: 2})
-        program.kernel((0, 0), 1, after=[pulled])
-        assert times(run(program)) == [(0, 4), (4, 5)]
 
 
 class TestBeside:
@@ -115,14 +97,6 @@ class TestBeside:
         program.kernel((0, 0), 1)
         assert times(run(program, self.on)) == [(0, 1), (1, 6), (1, 4), (6, 7)]
 
-    def test_slowed_computing_delays_the_next_kernel_with_peers(self):
-        program = Program()
-        program.pull((0, 1), {1: 3})
-        computed = program.kernel((0, 0), 2)
-        program.pull((0, 1), {2: 3}, after=[computed])
-        program.kernel((0, 0), 2)
-        assert times(run(program, self.on)) == [(0, 3), (0, 3), (3, 6), (3, 6)]
-
     def test_without_communication_nothing_is_slowed(self):
         program = Program()
         program.pull((0, 1), {1: 3})
@@ -139,13 +113,11 @@ def test_what_is_shown(tmp_path):
     assert '"peers": "[[1, 0, 3]]"' in (tmp_path / "step.json").read_text()
 
 
-@pytest.mark.parametrize("on", [RTX_3090, TITAN_RTX_PCIE, V100], ids=lambda on: on.name)
-def test_a_kernel_reads_no_device_that_is_no_peer(on: Machine) -> None:
-    last = on.devices - 1
+def test_a_kernel_reads_no_device_that_is_no_peer():
     program = Program()
-    program.pull((0, 0), {last: 3})
-    with pytest.raises(ValueError, match=rf"launch 0 \(pull\) moves bytes from {last} to 0 by a kernel on device 0"):
-        run(program, on)
+    program.pull((0, 0), {3: 3})
+    with pytest.raises(ValueError, match=r"launch 0 \(pull\) moves bytes from 3 to 0 by a kernel on device 0"):
+        run(program, RTX_3090)
 
 
 def test_which_devices_of_the_presets_are_peers():

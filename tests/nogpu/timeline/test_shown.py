@@ -1,9 +1,7 @@
 """A schedule as a table, as a picture, and as a trace."""
 
 import json
-import struct
 import sys
-from itertools import pairwise
 
 import pytest
 
@@ -61,35 +59,8 @@ class TestSummary:
         rows = [" ".join(line.split()) for line in result.summary().splitlines()]
         assert row in rows
 
-    def test_columns_are_aligned(self, result):
-        for part in result.summary().split("\n\n")[2:4]:
-            head, *rows = part.splitlines()
-            assert {len(row) for row in rows} == {len(head)}
-
-    def test_it_stays_short(self):
-        program = Program()
-        for stream in range(1, 40):
-            kernel = program.kernel((0, 100 + stream), 2 * stream, op=f"aten::op{stream}")
-            program.kernel((0, 0), 1, after=[kernel], op=f"aten::after{stream}")
-        waits = schedule(program.recording(), machine(1)).summary().split("\n\n")[-2].splitlines()
-        assert "first 10 of 39" in waits[0]
-        assert len(waits) == 11
-
-    def test_an_empty_recording_has_one_too(self):
-        assert "0 launches" in schedule(Program().recording(), machine(1)).summary()
-
 
 class TestPlot:
-    def test_it_is_a_picture_with_a_row_for_each_stream(self, result, tmp_path):
-        pytest.importorskip("matplotlib")
-        result.plot(tmp_path / "step.png")
-        data = (tmp_path / "step.png").read_bytes()
-        assert data.startswith(b"\x89PNG\r\n\x1a\n")
-        width, height = struct.unpack(">II", data[16:24])
-        assert width > 1000
-        assert height > 5 * 20
-        assert 5_000 < len(data) < 500_000
-
     def test_bars_are_where_launches_run(self, result, tmp_path, monkeypatch):
         axes_module = pytest.importorskip("matplotlib.axes")
         drawn: dict[tuple[float, str], list] = {}
@@ -113,11 +84,6 @@ class TestPlot:
             (4, wait): [(3, 8998)],
         }
 
-    def test_an_empty_recording_has_one_too(self, tmp_path):
-        pytest.importorskip("matplotlib")
-        schedule(Program().recording(), machine(1)).plot(tmp_path / "empty.png")
-        assert (tmp_path / "empty.png").exists()
-
     def test_without_matplotlib_an_error_says_what_to_do(self, result, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.raises(RuntimeError, match="plot draws with matplotlib, which is not installed: pip install"):
@@ -136,20 +102,6 @@ class TestSave:
         about = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["otherData"]
         assert about == {"machine": "hand-made", "times": "a prediction, not a measurement"}
 
-    def test_each_launch_runs_once_and_is_issued_once(self, events):
-        slices = [event for event in events if event["ph"] == "X"]
-        assert sorted(event["args"]["launch"] for event in slices if event["cat"] != "issue") == [0, 1, 2, 3, 4]
-        assert sorted(event["args"]["launch"] for event in slices if event["cat"] == "issue") == [0, 1, 2, 3, 4]
-
-    def test_slices_of_a_row_do_not_overlap(self, events):
-        rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
-        for event in events:
-            if event["ph"] == "X":
-                rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-        assert len(rows) == 2 + 3
-        for spans in rows.values():
-            assert all(one[1] <= other[0] for one, other in pairwise(sorted(spans)))
-
     def test_slices_that_touch_still_touch_when_rounded_to_nanoseconds(self, tmp_path):
         program = Program()
         for _ in range(9):
@@ -164,9 +116,8 @@ class TestSave:
         assert (event["ts"], event["dur"]) == (5_001_000, 4_000_000)
 
     def test_rows_have_names(self, events):
-        names = {(event["name"], event["args"]["name"]) for event in events if event["ph"] == "M"}
-        assert {("process_name", "host"), ("process_name", "device 1"), ("thread_name", "host thread 1")} <= names
-        assert ("thread_name", "device 1 stream 5") in names
+        names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+        assert {"host", "device 1", "host thread 1", "device 1 stream 5"} <= names
 
     def test_a_slice_says_what_the_launch_is(self, events):
         (event,) = [event for event in events if event["ph"] == "X" and event["args"].get("stack")]

@@ -33,11 +33,6 @@ def test_batches_have_the_size_asked_for_and_repeat_themselves(case: Case) -> No
         assert torch.equal(one, two)
 
 
-def test_names_are_unique() -> None:
-    names = [case.name for case in CASES + DROPOUT_CASES]
-    assert len(set(names)) == len(names)
-
-
 def test_special_gradients_are_there() -> None:
     cases = {case.name: case for case in CASES}
 

@@ -1,4 +1,4 @@
-"""The small layers for tests of sharding: what they compute, and that one seed gives the same weights everywhere."""
+"""The small layers for tests of sharding: their parts, and that one seed gives the same weights everywhere."""
 
 import threading
 
@@ -24,118 +24,78 @@ def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(other.state_dict()[name], value), name
 
 
-class TestRMSNorm:
-    def test_it_is_torchs_norm(self):
-        x = torch.randn(3, 5, 8, dtype=torch.float64, generator=generator(0))
-        ours, theirs = RMSNorm(8, dtype=torch.float64), nn.RMSNorm(8, eps=1e-6, dtype=torch.float64)
-        for norm in (ours, theirs):
-            with torch.no_grad():
-                norm.weight.copy_(torch.arange(8) - 3.5)
-        torch.testing.assert_close(ours(x), theirs(x), atol=1e-12, rtol=0)
-
-    def test_eps_is_added_to_the_mean_square(self):
-        assert torch.equal(RMSNorm(4, eps=4.0)(torch.zeros(4)), torch.zeros(4))
-        # The mean square is 12: the root of 12 + 4 is 4.
-        torch.testing.assert_close(RMSNorm(3, eps=4.0)(torch.tensor([6.0, 0.0, 0.0])), torch.tensor([1.5, 0.0, 0.0]))
-
-    def test_the_weight_begins_as_ones_and_is_made_ones_again(self):
-        norm = RMSNorm(4, device="meta")
-        assert norm.weight.is_meta
-        norm.to_empty(device="cpu")
-        norm.reset_parameters()
-        assert norm.weight.tolist() == [1.0] * 4
-
-
-class TestMLP:
-    def test_the_layers_and_their_sizes(self):
-        names = {name: tuple(value.shape) for name, value in MLP("cpu").named_parameters()}
-        assert names == {"net1.weight": (16, 10), "net1.bias": (16,), "net2.weight": (10, 16), "net2.bias": (10,)}
-        assert [*dict(MLP("cpu", bias=False).named_parameters())] == ["net1.weight", "net2.weight"]
-        assert [*dict(MLP("cpu").named_children())] == ["net1", "relu", "net2"]
-
-    def test_what_it_computes(self):
-        mlp, x = MLP("cpu"), torch.randn(3, 10, generator=generator(0))
-        hidden = (x @ mlp.net1.weight.T + mlp.net1.bias).clamp(min=0)
-        torch.testing.assert_close(mlp(x), hidden @ mlp.net2.weight.T + mlp.net2.bias)
-        torch.testing.assert_close(StackedMLP("cpu", 3)(x).shape, x.shape)
-
-    def test_a_stack_runs_its_layers_in_their_order(self):
-        stack, x = StackedMLP("cpu", layers=3), torch.randn(3, 10, generator=generator(0))
-        first, second, third = stack.layers
-        assert torch.equal(stack(x), third(second(first(x))))
-        assert not torch.equal(first.net1.weight, second.net1.weight)
-
-    def test_weights_are_of_the_sizes_that_torch_draws(self):
-        drawn = MLP("cpu").net1.weight
-        assert drawn.abs().max() <= 10**-0.5
-        assert drawn.abs().max() > 0.9 * 10**-0.5
-        assert abs(drawn.mean()) < 0.05
-
-
-class TestSeeds:
-    @every_seeded
-    def test_one_seed_gives_the_same_weights_and_the_generator_stays_as_it_is(self, make):
-        torch.manual_seed(11)
-        before = torch.get_rng_state()
-        one, other, third = (make("cpu", seed=seed) for seed in (3, 3, 4))
-        assert torch.equal(torch.get_rng_state(), before)
-        assert_same_weights(one, other)
-        assert not any(map(torch.equal, one.parameters(), third.parameters()))
+def test_rms_norm_is_torchs():
+    x = torch.randn(3, 5, 8, dtype=torch.float64, generator=generator(0))
+    ours, theirs = RMSNorm(8, dtype=torch.float64), nn.RMSNorm(8, eps=1e-6, dtype=torch.float64)
+    for norm in (ours, theirs):
         with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.zero_()
-        other.reset_parameters()
-        assert_same_weights(one, other)
+            norm.weight.copy_(torch.arange(8) - 3.5)
+    torch.testing.assert_close(ours(x), theirs(x), atol=1e-12, rtol=0)
 
-    @every_seeded
-    def test_each_slot_gets_the_same_weights(self, make, slots):
-        with torch.device(slots[-1]):
-            placed = make()
-        assert {parameter.device for parameter in placed.parameters()} == {torch.device(slots[-1])}
-        assert_same_weights(make("cpu"), placed.to("cpu"))
 
-    @every_seeded
-    def test_threads_that_build_at_the_same_time_get_the_same_weights(self, make):
-        made, start = [], threading.Barrier(4)
+def test_the_layers_of_mlp_and_their_sizes():
+    names = {name: tuple(value.shape) for name, value in MLP("cpu").named_parameters()}
+    assert names == {"net1.weight": (16, 10), "net1.bias": (16,), "net2.weight": (10, 16), "net2.bias": (10,)}
+    assert [*dict(MLP("cpu", bias=False).named_parameters())] == ["net1.weight", "net2.weight"]
+    assert [*dict(MLP("cpu").named_children())] == ["net1", "relu", "net2"]
 
-        def build():
-            start.wait()
-            made.extend(make("cpu") for _ in range(20))
 
-        threads = [threading.Thread(target=build) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(made) == 80
-        for other in made:
-            assert_same_weights(made[0], other)
+@every_seeded
+def test_one_seed_gives_the_same_weights_and_the_generator_stays_as_it_is(make):
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    one, other, third = (make("cpu", seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_same_weights(one, other)
+    assert not any(map(torch.equal, one.parameters(), third.parameters()))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.reset_parameters()
+    assert_same_weights(one, other)
 
-    @every_seeded
-    def test_each_dtype_gets_the_same_weights_up_to_its_rounding(self, make):
-        single = make("cpu")
-        torch.set_default_dtype(torch.float64)
-        try:
-            double = make("cpu")
-        finally:
-            torch.set_default_dtype(torch.float32)
-        assert next(double.parameters()).dtype == torch.float64
-        assert_same_weights(single, double.float())
 
-    @every_seeded
-    def test_on_meta_nothing_is_drawn_until_there_is_memory(self, make, root):
-        model = make("meta", seed=3)
-        assert all(parameter.is_meta for parameter in model.parameters())
-        model.reset_parameters()
-        model.to_empty(device=root)
-        model.reset_parameters()
-        assert_same_weights(make("cpu", seed=3), model.to("cpu"))
+@every_seeded
+def test_each_slot_gets_the_same_weights(make, slots):
+    with torch.device(slots[-1]):
+        placed = make()
+    assert {parameter.device for parameter in placed.parameters()} == {torch.device(slots[-1])}
+    assert_same_weights(make("cpu"), placed.to("cpu"))
 
-    @every_seeded
-    def test_sharded_weights_are_those_of_one_device(self, make, slots):
-        model = fully_shard(make("meta", seed=3), devices=slots)
-        model.to_empty(device=slots[0])
-        model.reset_parameters()
-        expected = make("cpu", seed=3).state_dict()
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter.full_tensor("cpu"), expected[name]), name
+
+@every_seeded
+def test_threads_that_build_at_the_same_time_get_the_same_weights(make):
+    made, start = [], threading.Barrier(4)
+
+    def build():
+        start.wait()
+        made.extend(make("cpu") for _ in range(20))
+
+    threads = [threading.Thread(target=build) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 80
+    for other in made:
+        assert_same_weights(made[0], other)
+
+
+@every_seeded
+def test_on_meta_nothing_is_drawn_until_there_is_memory(make, root):
+    model = make("meta", seed=3)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.reset_parameters()
+    model.to_empty(device=root)
+    model.reset_parameters()
+    assert_same_weights(make("cpu", seed=3), model.to("cpu"))
+
+
+@every_seeded
+def test_sharded_weights_are_those_of_one_device(make, slots):
+    model = fully_shard(make("meta", seed=3), devices=slots)
+    model.to_empty(device=slots[0])
+    model.reset_parameters()
+    expected = make("cpu", seed=3).state_dict()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor("cpu"), expected[name]), name

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dataparallel.testing import ModelArgs, Rank, Transformer, run_subtests
 from dataparallel.testing.cases import tokens
-from dataparallel.testing.ranks import on_processes, on_threads
+from dataparallel.testing.ranks import on_processes
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 
 pytestmark = pytest.mark.devices("cpu")  # of each rank: slots play no part
@@ -64,27 +64,14 @@ def computes_the_same(rank: Rank, sequence: bool, tied: bool, checkpointed: bool
     assert_same_step(one, divided(rank, one, sequence), 8)
 
 
-def in_some_variants(rank: Rank) -> dict[str, Tensor]:
-    for both in BOTH:
-        run_subtests(rank, {"sequence": BOTH}, computes_the_same, rank, tied=both, checkpointed=both)
-    return build().state_dict()
-
-
 def in_all_variants(rank: Rank) -> dict[str, Tensor]:
     run_subtests(rank, {"sequence": BOTH, "tied": BOTH, "checkpointed": BOTH}, computes_the_same, rank)
     return build().state_dict()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("variants", [in_some_variants, pytest.param(in_all_variants, marks=pytest.mark.long)])
-def test_processes_compute_what_one_computes(variants, ranks):
-    for state in on_processes(variants, ranks=ranks):
-        assert_equal(state, build().state_dict(), "first weights", atol=0.0)
-
-
-@pytest.mark.long
-def test_threads_compute_what_one_computes():
-    for state in on_threads(in_some_variants, ranks=2):
+def test_processes_compute_what_one_computes(ranks):
+    for state in on_processes(in_all_variants, ranks=ranks):
         assert_equal(state, build().state_dict(), "first weights", atol=0.0)
 
 
@@ -100,15 +87,6 @@ def trains_alike(rank: Rank, sequence: bool, tied: bool, **sizes: int) -> None:
         ours.step()
         theirs.step()
         assert_equal(whole(dict(many.named_parameters())), whole(dict(one.named_parameters())), "weights", atol=1e-9)
-
-
-def on_meta(rank: Rank, sequence: bool, tied: bool) -> None:
-    model = Transformer(ModelArgs(weight_tying=tied), dtype=torch.float64, device="meta")
-    Transformer.parallelize(model, rank.mesh(), sequence).to_empty(device=rank.device)
-    assert (model.output.weight is model.tok_embeddings.weight) == tied
-    model.reset_parameters()
-    expected = build(weight_tying=tied)
-    assert_equal(whole(dict(model.named_parameters())), whole(dict(expected.named_parameters())), "weights", atol=0.0)
 
 
 def with_dropout(rank: Rank, sequence: bool, checkpointed: bool) -> None:
@@ -152,7 +130,6 @@ def refused(rank: Rank) -> None:
 def in_the_other_variants(rank: Rank) -> None:
     uneven = {"vocab_size": 7, "max_seq_len": 13, "dim": 12, "n_heads": 2, "n_layers": 1}
     run_subtests(rank, {"sequence": BOTH, "tied": BOTH}, trains_alike, rank, **uneven)
-    run_subtests(rank, {"sequence": BOTH, "tied": BOTH}, on_meta, rank)
     run_subtests(rank, {"sequence": BOTH, "checkpointed": [True]}, with_dropout, rank)
     refused(rank)
 

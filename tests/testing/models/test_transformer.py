@@ -24,19 +24,6 @@ def variant(**changed) -> Transformer:
 
 
 class TestNames:
-    def test_the_arguments_and_their_defaults(self):
-        assert dataclasses.asdict(ModelArgs()) == {
-            "n_layers": 2,
-            "vocab_size": 8,
-            "max_seq_len": 16,
-            "dim": 16,
-            "n_heads": 4,
-            "dropout_p": 0.1,
-            "use_attn_mask": True,
-            "weight_tying": True,
-            "checkpoint_activations": False,
-        }
-
     @pytest.mark.smoke
     def test_the_parts(self):
         model = Transformer(ModelArgs(n_layers=1))
@@ -50,14 +37,6 @@ class TestNames:
         assert (model.max_seq_len, model.checkpoint_activations) == (16, False)
         assert model.model_args == ModelArgs(n_layers=1)
 
-    def test_the_sizes(self):
-        model = Transformer(ModelArgs(n_layers=3, vocab_size=9, max_seq_len=5, dim=12, n_heads=3, weight_tying=False))
-        assert len(model.layers) == 3
-        assert model.tok_embeddings.weight.shape == model.output.weight.shape == (9, 12)
-        assert model.pos_embeddings.weight.shape == (5, 12)
-        assert model.layers[0].feed_forward.w1.weight.shape == (48, 12)
-        assert model(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 9)
-
 
 class TestTiedWeights:
     def test_tied_weights_are_one_parameter(self):
@@ -65,11 +44,6 @@ class TestTiedWeights:
         assert tied.output.weight is tied.tok_embeddings.weight
         assert apart.output.weight is not apart.tok_embeddings.weight
         assert {*dict(apart.named_parameters())} - {*dict(tied.named_parameters())} == {"output.weight"}
-
-    def test_all_other_weights_are_the_same(self):
-        tied, apart = variant().state_dict(), variant(weight_tying=False).state_dict()
-        del tied["output.weight"]
-        assert all(torch.equal(value, apart[name]) for name, value in tied.items())
 
     @pytest.mark.parametrize("weight_tying", [True, False])
     def test_they_stay_as_they_are_where_the_model_goes(self, weight_tying, slots):
@@ -80,26 +54,15 @@ class TestTiedWeights:
         for each in (moved, empty, inside, pickle.loads(pickle.dumps(model)), copy.deepcopy(model).float()):
             assert (each.output.weight is each.tok_embeddings.weight) == weight_tying
 
-    def test_weights_that_the_user_has_untied_stay_apart(self, slots):
-        model = variant()
-        model.output.weight = nn.Parameter(model.output.weight.detach().clone())
-        model.to(slots[-1])
-        assert model.output.weight is not model.tok_embeddings.weight
-
 
 class TestWhatItComputes:
-    def test_a_token_sees_itself_and_earlier_ones(self):
-        model, before = variant(), batch()
+    @pytest.mark.parametrize("use_attn_mask", [True, False])
+    def test_a_token_sees_itself_and_earlier_ones_or_all(self, use_attn_mask):
+        model, before = variant(use_attn_mask=use_attn_mask), batch()
         after = before.clone()
         after[:, 3] = (after[:, 3] + 1) % 8
         changed = (model(before) - model(after)).abs().amax(dim=(0, 2)) > 1e-9
-        assert changed.tolist() == [False] * 3 + [True] * 3
-
-    def test_without_the_mask_a_token_sees_all(self):
-        model, before = variant(use_attn_mask=False), batch()
-        after = before.clone()
-        after[:, 3] = (after[:, 3] + 1) % 8
-        assert ((model(before) - model(after)).abs().amax(dim=(0, 2)) > 1e-9).all()
+        assert changed.tolist() == [not use_attn_mask] * 3 + [True] * 3
 
     def test_attention_is_that_of_torchs_module(self):
         """With the same weights, `nn.MultiheadAttention` computes the same."""
@@ -141,10 +104,6 @@ class TestWhatItComputes:
     def test_scores_are_float32_at_least(self, dtype):
         assert Transformer(NO_DROPOUT, dtype=dtype)(batch()).dtype == torch.promote_types(dtype, torch.float32)
 
-    def test_scores_are_float32_under_autocast(self):
-        with torch.autocast("cpu", torch.bfloat16):
-            assert Transformer(NO_DROPOUT)(batch()).dtype == torch.float32
-
 
 class TestSeeds:
     def test_one_seed_gives_the_same_weights_and_the_generator_stays_as_it_is(self):
@@ -154,11 +113,6 @@ class TestSeeds:
         assert all(torch.equal(value, other[name]) for name, value in one.items())
         drawn = [name for name, value in one.items() if not torch.equal(value, third[name])]
         assert {*one} - {*drawn} == {name for name in one if "norm" in name}
-
-    def test_each_slot_and_dtype_gets_the_same_weights(self, slots):
-        expected = Transformer(NO_DROPOUT).state_dict()
-        for name, value in Transformer(NO_DROPOUT, device=slots[-1], dtype=torch.float64).state_dict().items():
-            assert torch.equal(value.float().cpu(), expected[name])
 
     @pytest.mark.parametrize("weight_tying", [True, False])
     def test_on_meta_nothing_is_drawn_until_there_is_memory(self, weight_tying, root, monkeypatch):
@@ -174,22 +128,18 @@ class TestSeeds:
 
 
 class TestRefused:
-    def test_a_width_that_heads_do_not_divide(self):
-        with pytest.raises(ValueError, match="multiple of n_heads; got dim=16, n_heads=3"):
-            Transformer(ModelArgs(n_heads=3))
-
-    def test_a_sequence_that_is_too_long(self):
-        with pytest.raises(ValueError, match=r"at most max_seq_len=16 tokens; got tokens of shape \(3, 17\)"):
-            variant()(batch(17))
-        assert variant()(batch(16)).shape == (3, 16, 8)
-
-    def test_tokens_without_samples(self):
-        with pytest.raises(ValueError, match=r"shape \(samples, length\); got \(6,\)"):
-            variant()(batch()[0])
-
-    def test_parallelize_takes_a_transformer(self):
-        with pytest.raises(TypeError, match="divides a Transformer; got Linear"):
-            Transformer.parallelize(nn.Linear(2, 2), None, False)
+    @pytest.mark.parametrize(
+        ("call", "error", "message"),
+        [
+            (lambda: Transformer(ModelArgs(n_heads=3)), ValueError, "multiple of n_heads; got dim=16, n_heads=3"),
+            (lambda: variant()(batch(17)), ValueError, r"at most max_seq_len=16 tokens; got tokens of shape \(3, 17\)"),
+            (lambda: variant()(batch()[0]), ValueError, r"shape \(samples, length\); got \(6,\)"),
+            (lambda: Transformer.parallelize(nn.Linear(2, 2), None, False), TypeError, "a Transformer; got Linear"),
+        ],
+    )
+    def test_what_it_does_not_take(self, call, error, message):
+        with pytest.raises(error, match=message):
+            call()
 
     @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
     def test_parallelize_takes_a_mesh(self):

@@ -50,13 +50,3 @@ def test_without_distributed_there_is_a_sentence(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     with pytest.raises(unittest.SkipTest, match=f"torch {torch.__version__.split('+')[0]}.* without torch.distributed"):
         function()
-
-
-@pytest.mark.devices("cpu")
-def test_without_gloo_there_is_a_sentence(monkeypatch):
-    if torch.cuda.is_available():
-        pytest.skip("for machines without CUDA")
-    function = skip_unless_distributed(lambda: 5)
-    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
-    with pytest.raises(unittest.SkipTest, match="without the backend gloo"):
-        function()

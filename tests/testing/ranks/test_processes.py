@@ -154,18 +154,6 @@ def test_a_result_that_cannot_be_sent_is_a_failure_that_says_so():
         on_processes(unsendable, comms=False)
 
 
-def chatty(rank: Rank) -> int:
-    os.write(1, b"line\n" * 2_000_000)
-    return rank.number
-
-
-def test_much_output_of_a_good_rank_is_cut(capsys):
-    assert on_processes(chatty, comms=False) == [0, 1]
-    out = capsys.readouterr().out
-    assert "[rank 1] [... of 10,000,000 bytes]" in out
-    assert len(out) < 200_000
-
-
 @with_comms(backend="gloo")
 def decorated(rank: Rank) -> int:
     x = torch.tensor(rank.number)

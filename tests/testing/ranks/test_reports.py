@@ -14,13 +14,6 @@ def failed(*ended: Ended) -> RanksFailed:
     return raised.value
 
 
-def test_results_are_in_the_order_of_ranks():
-    assert conclude("processes", [Ended(1, "returned", result="b"), Ended(0, "returned", result="a")], 1.0) == [
-        "a",
-        "b",
-    ]
-
-
 def test_the_first_failure_is_the_reason():
     late = Ended(0, "raised", "raised Late", 2.0)
     early = Ended(1, "raised", "raised Early", 1.0)

@@ -40,5 +40,16 @@ def test_devices_can_be_given():
         on_slots(print, ranks=0)
 
 
-def test_each_call_starts_with_the_same_seed():
-    assert on_slots(lambda rank: torch.rand(1).item()) == on_slots(lambda rank: torch.rand(1).item())
+def test_slots_have_no_mesh():
+    with pytest.raises(RuntimeError, match="slots are devices of one process, and a DeviceMesh is for several ranks"):
+        on_slots(lambda rank: rank.mesh())
+
+
+def test_seeded_is_torch_s_seed():
+    def draw(rank):
+        with rank.seeded(3):
+            return torch.rand(1)
+
+    (drawn,) = on_slots(draw)
+    torch.manual_seed(3)
+    assert drawn == torch.rand(1)

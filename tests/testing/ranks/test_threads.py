@@ -36,34 +36,6 @@ def test_collectives_and_results_in_order():
     ]
 
 
-def test_dtensors_on_a_mesh_of_threads():
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    def compute(rank: Rank) -> list[torch.Tensor]:
-        mesh = rank.mesh()
-        assert mesh.size() == 4
-        with rank.seeded(0):
-            x, w = torch.randn(9, 6), torch.randn(6, 5)
-        expected = (x @ w).relu().sum(0)
-        found = []
-        for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
-            a = distribute_tensor(x, mesh, placements).requires_grad_()
-            b = distribute_tensor(w, mesh, [Replicate()])
-            y = (a @ b).relu().sum(0)
-            torch.testing.assert_close(y.full_tensor(), expected)
-            y.sum().backward()
-            found.append(a.grad.full_tensor())
-        two = rank.mesh((2, 2), ("rows", "columns"))
-        z = distribute_tensor(x, two, [Shard(0), Shard(1)])
-        torch.testing.assert_close(z.full_tensor(), x)
-        return found
-
-    results = on_threads(compute, ranks=4)
-    for result in results:
-        for gradient in result:
-            torch.testing.assert_close(gradient, results[0][0])
-
-
 def test_a_thread_that_raises_releases_the_others():
     def second_raises(rank: Rank) -> None:
         if rank.number == 1:
@@ -138,11 +110,6 @@ def test_a_skip_in_a_thread_skips_the_test(skip):
         on_threads(skips)
 
 
-def test_an_exit_code_is_named():
-    with pytest.raises(RanksFailed, match=r"rank 0 of 1 .* left with exit code 3, by SystemExit"):
-        on_threads(lambda rank: sys.exit(3), ranks=1)
-
-
 def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="1 thread or more"):
         on_threads(print, ranks=0)
@@ -171,3 +138,11 @@ def test_seeded_ranks_draw_the_same():
 
     results = on_threads(draw, ranks=4, comms=False)
     assert results == [results[0]] * 4
+
+
+def test_a_mesh_has_the_shape_and_names_that_were_asked_for():
+    def build(rank):
+        mesh = rank.mesh((2, 1), ["a", "b"])
+        return tuple(mesh.shape), mesh.mesh_dim_names, mesh.device_type
+
+    assert on_threads(build) == [((2, 1), ("a", "b"), "cpu")] * 2

@@ -9,13 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.sharded import Replicate, Shard, ShardedTensor
+from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
 from dataparallel.testing import Rank, ShardingConverter
 from dataparallel.testing.ranks import on_threads
-
-
-def placements(converter: ShardingConverter) -> list[tuple[Any, ...]]:
-    return [tuple(each[0] for each in converter.combination.values()) for _ in converter]
 
 
 def test_every_combination_comes_once(slots: list) -> None:
@@ -33,17 +29,6 @@ def test_every_combination_comes_once(slots: list) -> None:
     first, second = (Replicate(), Shard(0), Shard(1)), (Replicate(), Shard(0))
     assert seen == [(one, other) for one in first for other in second]
     assert (converter.hit, converter.miss, converter.successful()) == (12, 0, True)
-
-
-def test_only_even_parts_or_none_on_demand() -> None:
-    x = torch.ones(5, 8)
-    assert placements(ShardingConverter((x,), {}, ["cpu"] * 4, even_only=True)) == [(Replicate(),), (Shard(1),)]
-    assert placements(ShardingConverter((x,), {}, ["cpu"] * 4, replicate_only=True)) == [(Replicate(),)]
-
-
-def test_bools_are_cut_and_single_elements_replicated(slots: list) -> None:
-    converter = ShardingConverter((torch.ones(4) > 0, torch.tensor(2.0), torch.ones(1, 1)), {}, slots)
-    assert placements(converter) == [(first, Replicate(), Replicate()) for first in (Replicate(), Shard(0))]
 
 
 @dataclass(frozen=True)
@@ -88,30 +73,38 @@ def test_one_tensor_in_two_places_stays_one() -> None:
     assert converter.hit == 6
 
 
-def test_each_combination_has_memory_of_its_own() -> None:
-    x = torch.ones(4)
-    for (distributed,), _ in ShardingConverter((x,), {}, ["cpu", "cpu"]):
-        assert torch.equal(distributed.full_tensor(), torch.ones(4))
-        distributed.zero_()
-    assert torch.equal(x, torch.ones(4))
+class Subclass(Tensor):
+    pass
 
 
-def test_what_cannot_be_distributed_is_passed_as_it_is_and_counted() -> None:
-    class Like:
-        __torch_function__ = torch.Tensor.__torch_function__
+class Like:
+    """What no tensor is, and torch's functions take for one."""
 
-    sparse, like = torch.eye(3).to_sparse(), Like()
-    converter = ShardingConverter((torch.ones(4), sparse), {"like": like, "size": 3}, ["cpu", "cpu"])
+    __torch_function__ = Tensor.__torch_function__
+
+
+OTHERS = {
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "conjugate": lambda: torch.ones(4, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.ones(4, dtype=torch.complex64).conj().imag,
+    "meta": lambda: torch.ones(4, device="meta"),
+    "subclass": lambda: torch.ones(4).as_subclass(Subclass),
+    "lazy": nn.UninitializedParameter,
+    "sharded": lambda: distribute_tensor(torch.ones(4), ["cpu", "cpu"]),
+    "like a tensor": Like,
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_cannot_be_distributed_is_passed_as_it_is_and_counted(kind: str) -> None:
+    value = OTHERS[kind]()
+    converter = ShardingConverter((torch.ones(4), value), {"size": 3}, ["cpu", "cpu"])
     for args, kwargs in converter:
-        assert args[1] is sparse
-        assert kwargs == {"like": like, "size": 3}
-    assert (converter.hit, converter.miss, converter.successful()) == (2, 4, False)
-
-
-def test_without_tensors_there_is_one_call_that_is_not_successful() -> None:
-    converter = ShardingConverter((1,), {"a": "b"}, ["cpu"])
-    assert [*converter] == [((1,), {"a": "b"})]
-    assert not converter.successful()
+        assert args[1] is value
+        assert kwargs == {"size": 3}
+    assert (converter.hit, converter.miss, converter.successful()) == (2, 2, False)
 
 
 def test_what_only_says_that_it_is_a_tensor_is_an_error_that_names_its_type() -> None:
@@ -120,6 +113,22 @@ def test_what_only_says_that_it_is_a_tensor_is_an_error_that_names_its_type() ->
 
     with pytest.raises(TypeError, match=r"Liar says that it is a torch\.Tensor"):
         ShardingConverter(([Liar()],), {}, ["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "even_only", "dims"),
+    [((5, 1, 2), False, [0, 2]), ((0, 3), False, [1]), ((1,), False, []), ((), False, []), ((5, 8, 4), True, [1, 2])],
+)
+def test_every_dimension_of_two_rows_or_more_is_cut(shape: tuple[int, ...], even_only: bool, dims: list[int]) -> None:
+    converter = ShardingConverter((torch.ones(shape),), {}, ["cpu"] * 4, even_only=even_only)
+    seen = [converter.combination["args[0]"] for _ in converter]
+    assert seen == [(Replicate(),), *((Shard(dim),) for dim in dims)]
+
+
+def test_without_tensors_there_is_one_call_that_is_not_successful() -> None:
+    converter = ShardingConverter((1,), {"a": "b"}, ["cpu"])
+    assert [*converter] == [((1,), {"a": "b"})]
+    assert not converter.successful()
 
 
 def test_devices_are_a_list_or_a_mesh() -> None:
@@ -166,22 +175,3 @@ def _on_mesh_of_two_dimensions(rank: Rank) -> int:
 @pytest.mark.devices("cpu")
 def test_a_mesh_may_have_two_dimensions() -> None:
     assert on_threads(_on_mesh_of_two_dimensions, ranks=4) == [9] * 4
-
-
-def _without_bools(rank: Rank) -> list[Any]:
-    converter = ShardingConverter((torch.ones(4),), {}, rank.mesh())
-    target = converter.target
-    carries = target.whole
-
-    def whole(tensor: Tensor) -> Tensor:
-        if tensor.dtype == torch.bool:
-            raise RuntimeError("Invalid scalar type")
-        return carries(tensor)
-
-    target.whole = whole  # type: ignore[method-assign]
-    return [target.can_carry(torch.bool), target.can_carry(torch.int16), target.can_carry(torch.float32)]
-
-
-@pytest.mark.devices("cpu")
-def test_a_backend_is_asked_whether_it_carries_a_dtype() -> None:
-    assert on_threads(_without_bools, ranks=2) == [[False, True, True]] * 2
