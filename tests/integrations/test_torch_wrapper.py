@@ -49,13 +49,6 @@ def test_optimizers_and_schedulers_are_wrapped_by_torchs_class(ids, root, x):
     assert not isinstance(optimizer, dataparallel.DataParallel)
 
 
-@pytest.mark.devices("cpu")
-def test_an_optimizer_is_wrapped_without_devices_too():
-    optimizer = torch.optim.SGD(linear("cpu").parameters(), lr=0.5)
-    with replace_torch():
-        assert nn.DataParallel(module=optimizer).module is optimizer
-
-
 # ---- how it is made --------------------------------------------------------------------------------------------------
 
 
@@ -66,12 +59,6 @@ def test_device_ids_are_what_python_takes_for_an_index(ids, root, x, kind):
     assert model.device_ids == ids
     assert type(model.output_device) is int
     assert model(x).device == torch.device(root.type, ids[1])
-
-
-@pytest.mark.parametrize("index", [1.0, torch.tensor(0.5), None, True])
-def test_other_numbers_are_no_devices(index):
-    with pytest.raises(TypeError, match=r"a device is an int, a string or a torch\.device"):
-        dataparallel.DataParallel(nn.Linear(2, 2), [index])
 
 
 def test_a_subclass_may_make_a_plain_module_of_itself(ids, root, x):
