@@ -37,10 +37,10 @@ def of_bert(name: str, **settings: Any) -> Callable[[], nn.Module]:
 
 
 def uneven(labels: Tensor) -> Tensor:
-    """The labels, of which each sample but the last keeps another number."""
+    """The labels, of which the samples of the first chunk keep none, and each other one but the last another number."""
     labels = labels.clone()
     for index in range(len(labels) - 1):
-        labels[index].view(-1)[index + 1 :] = IGNORED
+        labels[index].view(-1)[max(index - 2, 0) :] = IGNORED
     return labels
 
 
@@ -57,9 +57,9 @@ def labelled(make: Callable[[int], Tensor]) -> Callable[[int], dict[str, Tensor]
 
 
 def classes(samples: int) -> Tensor:
-    """Most of the first samples have none."""
+    """The samples of the first chunk have none."""
     labels = torch.arange(samples) % 3
-    labels[: samples - 2 : 2] = IGNORED
+    labels[:3] = labels[4] = IGNORED
     return labels
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import sharded_steps
-from dataparallel.composable import CPUOffloadPolicy, fully_shard
+from dataparallel.composable import fully_shard
 from dataparallel.testing.cases import Batch
 from sharded_steps import Model, assert_same, on_device, train
 
@@ -95,15 +95,6 @@ def test_training_with_checkpoints(use_reentrant, name, slots):
 
 
 @pytest.mark.slots(3)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    "options", [{"reshard_after_forward": False}, {"offload_policy": CPUOffloadPolicy()}], ids=["no reshard", "offload"]
-)
-def test_training_with_options(options, name, slots):
-    assert_same_training(name, slots, **options)
-
-
-@pytest.mark.slots(3)
 def test_save_pretrained_saves_the_full_state(slots, tmp_path):
     model, expected = on_device(gpt2, slots[0]), gpt2()
     fully_shard(model, devices=slots)
@@ -113,18 +104,3 @@ def test_save_pretrained_saves_the_full_state(slots, tmp_path):
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64)
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], value, rtol=0, atol=0)
-
-
-@pytest.mark.slots(2)
-@pytest.mark.parametrize("name", MODELS)
-def test_the_output_has_its_own_type(name, slots):
-    """A dict subclass with attributes, with the whole batch's scores."""
-    model = on_device(MODELS[name], slots[0])
-    batch = sharded_steps.moved(padded(5, 0), slots[0])[1]
-    with torch.no_grad():
-        expected = model(**batch)
-        model.units = lambda: layers(model)
-        sharded_steps.sharded(model, slots)
-        found = model(**batch)
-    assert type(found) is type(expected)
-    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-9)

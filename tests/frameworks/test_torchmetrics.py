@@ -9,8 +9,6 @@ import torchmetrics
 from either_form import both_forms, in_form
 from torch import nn
 
-from dataparallel import peers
-
 
 def data(root):
     generator = torch.Generator().manual_seed(0)
@@ -67,23 +65,3 @@ def test_a_metric_inside_of_the_model_does_not_count(form, slots, root):
     else:
         with pytest.raises(RuntimeError, match="different devices"):
             wrapped(x, labels)
-
-
-@both_forms
-@pytest.mark.slots(2, 3)
-def test_a_value_of_the_whole_batch_leaves_forward_as_an_output(form, slots, root):
-    class Accurate(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 3).double()
-
-        def forward(self, x, labels):
-            logits = self.linear(x)
-            everything = peers.all_gather((logits.detach(), labels))
-            return logits, torchmetrics.functional.accuracy(*everything, task="multiclass", num_classes=3)
-
-    torch.manual_seed(0)
-    model, (x, labels) = Accurate().to(root), data(root)
-    expected = model(x, labels)[1]
-    _, values = in_form(form, model, slots)(x, labels)
-    assert values.tolist() == [expected.item()] * len(slots)

@@ -35,12 +35,6 @@ def test_nms(threshold, root):
     assert kept.tolist() == ops.nms(places, scores, threshold).tolist()
 
 
-def test_batched_nms(root):
-    places, scores, labels = boxes(40), torch.rand(40), torch.arange(40) % 3
-    kept = ops.batched_nms(places.to(root), scores.to(root), labels.to(root), 0.3)
-    assert kept.tolist() == ops.batched_nms(places, scores, labels, 0.3).tolist()
-
-
 REGIONS = {
     "roi_align": lambda x, places: ops.roi_align(x, places, 2, 0.5, 2, True),
     "roi_pool": lambda x, places: ops.roi_pool(x, places, 2, 0.5),
