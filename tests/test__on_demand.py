@@ -97,20 +97,6 @@ def test_each_public_name_in_a_new_process_in_each_order():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", WITH_A_FILE_OF_THAT_NAME)
-def test_a_function_stays_what_its_name_means_when_somebody_imports_its_file(name):
-    script = f"""
-import importlib, sys
-import dataparallel.{name}
-import dataparallel.{name} as as_python_binds_it
-from dataparallel import {name}
-assert {name} is as_python_binds_it is dataparallel.{name} is sys.modules["dataparallel.{name}"].{name}
-assert importlib.import_module("dataparallel.{name}").{name} is {name}
-"""
-    run_script(script)
-
-
-@pytest.mark.long
 def test_every_file_can_be_imported_first():
     """Without the ones that another file would have imported before."""
     root = Path(dataparallel.__file__).parent
@@ -141,11 +127,6 @@ def test_dir_has_every_public_name(package):
 def test_a_name_that_is_not_there(package):
     with pytest.raises(AttributeError, match=rf"^module '{package.__name__}' has no attribute 'nothing'$"):
         package.nothing  # noqa: B018
-
-
-@pytest.mark.long
-def test_a_room_is_an_attribute_without_an_import_of_its_own():
-    run_script("import dataparallel; dataparallel.comm.broadcast; dataparallel.testing.parity")
 
 
 @pytest.mark.long
