@@ -100,18 +100,6 @@ class TestFragmentsOfTheReadme:
     def test_one_line(self, model):
         assert self.run("model = DataParallel(model)", model=model)["model"].module is model
 
-    def test_a_mask_for_every_replica(self, slots, root):
-        class Masked(nn.Module):
-            def forward(self, x, mask):
-                return x * mask
-
-        assert "``mask=dataparallel.whole(mask)``" in README.read_text(encoding="utf-8")
-        x, mask = torch.randn(6, 20, device=root), torch.rand(20, device=root)
-        wrapped = DataParallel(Masked(), slots)
-        with pytest.raises(ValueError, match="20"):
-            wrapped(x, mask=mask)
-        torch.testing.assert_close(wrapped(x, mask=dataparallel.whole(mask)), x * mask)
-
     def test_a_model_that_fits_on_no_device(self, slots, root, monkeypatch):
         class Model(nn.Module):
             def __init__(self):
@@ -215,10 +203,8 @@ class TestMarks:
         ("text", "problem"),
         [
             (".. test: skp a reason\n\n.. code-block:: python\n\n    x = 1\n", "README.rst:1: '.. test: skp' is none"),
-            (".. test:\n\n.. code-block:: python\n\n    x = 1\n", "README.rst:1: '.. test: None' is none"),
             (".. test: skip\n\n.. code-block:: python\n\n    x = 1\n", "README.rst:1: '.. test: skip' needs a reason"),
             (".. test: skip a reason\n\nWords.\n", "README.rst:3: .* directly before"),
-            (".. test: skip a reason\n\n.. code-block:: bash\n\n    exit\n", "README.rst:3: .* directly before"),
             (".. test: skip a reason\n", "README.rst:1: .* directly before"),
             (".. test: hidden\n\nWords.\n", "README.rst:1: no code follows"),
         ],

@@ -105,22 +105,6 @@ class TestWhatReplicasGet:
         expected = module(x)
         torch.testing.assert_close(form(module, slots, dim=1)(x), expected)
 
-    def test_without_arguments_one_replica_runs(self, form, slots, root):
-        module = Called(lambda: torch.ones(2, device=root)).to(root)
-        assert form(module, slots)().shape == (2,)
-
-    def test_attributes_that_instances_keep_in_slots(self, form, slots, root, batch):
-        class Slotted(nn.Linear):
-            __slots__ = ("factor", "unset")
-
-            def forward(self, x):
-                return super().forward(x) * self.factor
-
-        module = Slotted(4, 3).double().to(root)
-        module.factor = 2.0
-        expected = module(batch)
-        torch.testing.assert_close(form(module, slots)(batch), expected)
-
     def test_uneven_chunks_with_the_loss_on_the_replicas_need_their_weights(self, form, slots, root):
         class WithLoss(nn.Linear):
             def forward(self, x, y):
@@ -268,12 +252,6 @@ class TestWhatReplicasWouldShare:
 
 
 class TestWhatComesBack:
-    def test_on_the_cpu(self, affine, form, slots, batch):
-        assert form(affine, slots, output_device="cpu")(batch).device.type == "cpu"
-
-    def test_scalars_as_a_vector(self, form, slots, root):
-        assert form(Called(torch.mean).to(root), slots)(torch.ones(7, 2, device=root)).shape == (3,)
-
     def test_buffers_changed_in_place_on_slot_0(self, affine, form, slots, batch):
         model = form(affine, slots)
         model(batch)
@@ -425,12 +403,6 @@ class TestErrors:
         ) as caught:
             form(affine, slots)(batch)
         assert f"module.to_empty(device='{root}')" in str(caught.value)
-
-    @replicating_forms
-    def test_a_buffer_on_meta_is_named(self, affine, form, slots, batch):
-        affine.calls = torch.empty((), device="meta")
-        with pytest.raises(RuntimeError, match=r"on device: meta\. It is buffer 'calls'"):
-            form(affine, slots)(batch)
 
 
 class TestRefused:

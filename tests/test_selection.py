@@ -89,11 +89,6 @@ def test_a_run_without_options_leaves_the_long_ones_out_and_says_how_to_run_them
     result.stdout.fnmatch_lines(["left out: at least 7 long tests, which run with --all"])
 
 
-@pytest.mark.ahead("test_user.py::test_short")
-def test_a_run_names_its_longest_tests(result):
-    result.stdout.fnmatch_lines(["*slowest 10 durations*"])
-
-
 @pytest.mark.ahead("--all")
 def test_all_is_both(result):
     assert passed(result) == SHORT | LONG

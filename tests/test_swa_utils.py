@@ -101,14 +101,6 @@ def test_a_wrapper_is_copied_whole(slots):
     }
 
 
-@pytest.mark.parametrize("form", [replicate, fully_shard])
-def test_a_module_with_a_form_is_not_copied(form, slots):
-    """So the average is made before the form."""
-    model = form(net().to(slots[0]), devices=slots)
-    with pytest.raises(TypeError, match="copy"):
-        AveragedModel(model)
-
-
 @pytest.mark.parametrize("sharded_too", [False, True], ids=["whole", "sharded too"])
 @pytest.mark.parametrize("multi", [None, get_ema_multi_avg_fn(0.9)], ids=["mean", "exponential"])
 def test_averages_of_a_sharded_model_are_those_of_one_device(multi, sharded_too, slots):
