@@ -4,7 +4,6 @@ import copy
 import importlib
 import pickle
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -94,28 +93,6 @@ for package in ("dataparallel", "dataparallel.testing"):
 @pytest.mark.long
 def test_each_public_name_in_a_new_process_in_each_order():
     assert run_script(EACH_IN_A_PROCESS_OF_ITS_OWN, *WITH_A_FILE_OF_THAT_NAME, timeout=600) == ""
-
-
-@pytest.mark.long
-def test_every_file_can_be_imported_first():
-    """Without the ones that another file would have imported before."""
-    root = Path(dataparallel.__file__).parent
-    files = [path.relative_to(root.parent).with_suffix("") for path in sorted(root.rglob("*.py"))]
-    names = [".".join(path.parts).removesuffix(".__init__") for path in files if path.name != "__main__"]
-    script = """
-import importlib, os, sys, torch
-for name in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            if (error.name or "").partition(".")[0] not in ("accelerate", "lightning", "transformers"):
-                print(name, error, flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
-"""
-    assert run_script(script, *names, timeout=600) == ""
 
 
 @by_name

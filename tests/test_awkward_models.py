@@ -196,3 +196,52 @@ def test_classes_of_dropped_models_are_dropped(slots: list, root: torch.device) 
     del model
     gc.collect()
     assert alive() is None
+
+
+def test_a_proxy_of_the_parent_registered_as_a_child(slots: list, root: torch.device) -> None:
+    class Child(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.parent.scale
+
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # Made where it is used: torch cannot move a tree with such a child.
+            self.scale = nn.Parameter(torch.tensor(3.0, dtype=torch.float64, device=root))
+            self.child = Child(2, 2, dtype=torch.float64, device=root)
+            self.child.parent = weakref.proxy(self)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.child(x)
+
+    model, x = Parent(), batch(root)
+    torch.testing.assert_close(DataParallel(model, slots)(x), model(x))
+
+
+def test_what_cannot_be_split_or_joined_is_named(slots: list, root: torch.device) -> None:
+    class Same(nn.Module):
+        def forward(self, x: Tensor, meta: bool = False) -> Any:
+            return {"y": x.to("meta") if meta else x}
+
+    wrapped = DataParallel(Same(), slots)
+    with pytest.raises(ValueError, match=r"args\[0\] .* is on the meta device"):
+        wrapped(torch.zeros(6, 2, device="meta"))
+    with pytest.raises(ValueError, match=r'output\["y"\].*meta device'):
+        wrapped(batch(root), meta=True)
+    with pytest.raises(ValueError, match=r"args\[0\] cannot be split: its layout is torch.sparse_csc"):
+        wrapped(batch(root).to_sparse_csc())
+
+
+def test_tensors_that_are_more_than_data_stay_so_in_chunks(slots: list, root: torch.device) -> None:
+    class Image(Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+    class Asking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert type(x) is Image
+            assert x.colour == "grey"
+            return x.detach()
+
+    image = batch(root).as_subclass(Image)
+    image.colour = "grey"
+    assert DataParallel(Asking(), slots)(image).shape == (6, 2)

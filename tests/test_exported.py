@@ -100,11 +100,6 @@ def test_each_replica_has_its_own_parameters(slots, root):
     )
 
 
-def test_graphs_of_torch_fx(form, slots, root):
-    model, reference = (torch.fx.symbolic_trace(build(nothing, root)) for _ in range(2))
-    assert_trains_alike(form(model, slots), reference, root)
-
-
 def test_a_program_of_a_wrapper_is_refused(form, slots, root):
     model, (x,) = form(build(nothing, root), slots), batches(root, [6])
     with pytest.raises((RuntimeError, TypeError), match=r"torch\.export is running around|sharded tensors"):

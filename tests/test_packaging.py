@@ -149,24 +149,6 @@ def test_what_is_installed_runs_without_the_repository(kind, request, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.devices("cpu")  # its process is its own: once is enough
-def test_wheel_metadata(wheel):
-    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    metadata = wheel.read(name).decode()
-    for line in (
-        "Name: dataparallel",
-        f"Version: {dataparallel.__version__}",
-        "Requires-Python: >=3.10",
-        "Requires-Dist: torch>=2.11",
-        "Requires-Dist: tqdm>=4.66",
-    ):
-        assert f"\n{line}\n" in metadata
-    for extra in ("test", "bench", "nogpu", "cuda-checks", "frameworks", "libraries", "cupy-cuda12", "cupy-cuda13"):
-        assert f"\nProvides-Extra: {extra}\n" in metadata
-    assert any(n.endswith("/LICENSE") for n in wheel.namelist())
-
-
-@pytest.mark.long
 @pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
 def test_import_is_free_of_side_effects():
     code = """
@@ -209,10 +191,3 @@ def test_helpers_of_tests_and_benchmarks_have_names_of_their_own(pytestconfig: p
     helpers = [path.name for folder in folders for path in Path(folder).glob("*.py")]
     shared = {name for name in helpers if helpers.count(name) > 1 and not name.startswith("test_")}
     assert shared <= {"conftest.py"}
-
-
-@pytest.mark.parametrize("package", ["cupy", "pynvml"])
-def test_no_folder_of_tests_passes_for_a_package_that_the_library_looks_for(
-    package: str, pytestconfig: pytest.Config
-) -> None:
-    assert [folder for folder in pytestconfig.getini("pythonpath") if (Path(folder) / package).exists()] == []

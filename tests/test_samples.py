@@ -58,7 +58,6 @@ def net(root: torch.device) -> Detector:
 FORMS: dict[str, Callable[[nn.Module, list], Any]] = {
     "DataParallel": DataParallel,
     "uneven": lambda net, slots: DataParallel(net, slots, chunk_sizes=[1, 4, 2]),
-    "shares": lambda net, slots: DataParallel(net, slots, chunk_sizes=[0.5, 0.25, 0.25]),
     "one slot": lambda net, slots: DataParallel(net, slots[:1]),
     "replicate": lambda net, slots: replicate(net, devices=slots),
     "fully_shard": lambda net, slots: fully_shard(net, devices=slots),
@@ -94,20 +93,13 @@ def test_a_detector_trains_and_detects_as_on_one_device(form: str, net: Detector
         close(leaf.grad, own_leaf.grad)
     detections = model(samples(images))
     assert len(detections) == SAMPLES
-    for found, wanted in zip(detections, alone(own_images), strict=True):
+    wanted_detections = alone(own_images)
+    for found, wanted in zip(detections, wanted_detections, strict=True):
         assert found["count"] == wanted["count"]
         assert found["boxes"].device == root
         close(found["boxes"], wanted["boxes"])
-
-
-@pytest.mark.parametrize("form", ["DataParallel", "uneven", "replicate", "fully_shard"])
-def test_detections_can_be_trained_on(form: str, net: Detector, slots: list, root: Any) -> None:
-    """Gradients come through what gather has joined."""
-    alone = copy.deepcopy(net)
-    model = FORMS[form](net, slots)
-    images, _ = batch(root)
-    for run in (model, alone):
-        sum((each["boxes"] ** 2).sum() * (i + 1) for i, each in enumerate(run(samples(images)))).backward()
+    for each in (detections, wanted_detections):  # gradients come through what gather has joined
+        sum((one["boxes"] ** 2).sum() * (i + 1) for i, one in enumerate(each)).backward()
     for found, wanted in zip(grads(net), grads(alone), strict=True):
         close(found, wanted)
 

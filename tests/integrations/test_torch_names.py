@@ -324,30 +324,6 @@ def test_complex_tensors_travel_as_real_ones(slots, root):
             assert torch.equal(result.to(root), real)
 
 
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((4,), 1 + 2j))
-
-    def forward(self, x):
-        return x * self.weight
-
-
-@pytest.mark.devices("cuda")
-def test_wrappers_of_torch_keep_complex_tensors(slots, root):
-    """Their autograd functions call the functions that were replaced."""
-    model = nn.DataParallel(Complex().to(root), slots)
-    x = torch.randn(6, 4, dtype=torch.complex64, device=root)
-    with replace_torch():
-        output = model(x)
-        output.abs().sum().backward()
-    assert torch_wrapper.counts.calls()["comm.broadcast_coalesced"] == 1
-    torch.testing.assert_close(output, x * (1 + 2j))
-    expected = torch.full((4,), 1 + 2j, device=root, requires_grad=True)
-    (x * expected).abs().sum().backward()
-    torch.testing.assert_close(model.module.weight.grad, expected.grad)
-
-
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy_modules_are_refused_as_torch_refuses_them(slots, root):
     with replace_torch(), pytest.raises(ValueError, match="Attempted to use an uninitialized parameter"):

@@ -156,19 +156,6 @@ def test_types_of_results_are_torchs(slots, root, x):
 
 PATCHES = {
     "gather": ("data_parallel", lambda theirs: lambda outputs, target_device, dim=0: [*outputs, "gathered"]),
-    "parallel_apply": (
-        "data_parallel",
-        lambda theirs: (
-            lambda replicas, inputs, kwargs=None, devices=None: [
-                replica(*args) * 0 for replica, args in zip(replicas, inputs, strict=True)
-            ]
-        ),
-    ),
-    "replicate": ("data_parallel", lambda theirs: lambda network, devices, detach=False: [network] * len(devices)),
-    "scatter_kwargs": (
-        "data_parallel",
-        lambda theirs: lambda inputs, kwargs, devices, dim=0: (((inputs[0][:1].to(devices[0]),),), ({},)),
-    ),
     "scatter": ("scatter_gather", lambda theirs: lambda inputs, devices, dim=0: theirs(inputs, devices[:1], dim)),
 }
 
@@ -193,8 +180,6 @@ def test_functions_that_a_program_puts_into_torchs_module_are_called(name, slots
         assert called
         if name == "gather":
             assert output[-1] == "gathered"
-        elif name == "parallel_apply":
-            assert not output.any()
         else:
             torch.testing.assert_close(output, linear(root)(x)[: len(output)])
         torch.testing.assert_close(model(x), linear(root)(x))

@@ -15,9 +15,7 @@ from dataparallel.integrations import programs, torch_wrapper
 
 FOLDER = Path(__file__).parent / "programs"
 
-ALIKE = [("classify", "--arch=plain")] + [
-    ("predict_words", f"--model={name}") for name in ("LSTM", "GRU", "RNN_TANH", "Transformer")
-]
+ALIKE = [("classify", "--arch=plain")] + [("predict_words", f"--model={name}") for name in ("LSTM", "GRU")]
 
 
 @pytest.fixture
@@ -83,7 +81,7 @@ def test_checkpoints_are_those_of_torch(numbers, kind, first, second):
     check(torch.cat([begun, numbers(second, "classify", kind, "--epochs=3", "--resume")]), whole)
 
 
-WHOLE = ("detection", "functions_by_hand", "segmentation", "synchronised_norm")
+WHOLE = ("detection", "functions_by_hand", "synchronised_norm")
 """Programs that do more with torch's class, its functions and its private ones than call them."""
 
 
