@@ -97,31 +97,6 @@ def test_what_is_made_of_it_raises_the_sentence_too(path: str, use: Any, monkeyp
         use(room)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_is_compiled_leads_to_what_it_was_made_of() -> None:
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    module = nn.Linear(1, 1)
-    assert _torch.compiled_original(torch.compile(module, backend="eager")) is module
-    assert _torch.compiled_original(torch.compile(double, backend="eager")) is double
-    assert _torch.compiled_original(double) is None
-    assert _torch.compiled_original(torch.compiler.disable(double)) is None
-    assert _torch.is_compiler_loaded()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_without_its_class_modules_may_have_been_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = "torch._dynamo.eval_frame.OptimizedModule"
-    room = without("nothing", monkeypatch)  # another copy, because the class is looked up once
-    torch.compile(nn.Linear(1, 1), backend="eager")
-    monkeypatch.delattr(path)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"has no {path}, which dataparallel needs to recognise modules"):
-            room.compiled_original(nn.Linear(1, 1))
-    assert [name.path for name in room.NAMES].count(path) == 1
-
-
 def test_modules_have_the_attributes_by_which_their_parts_are_found() -> None:
     own = vars(nn.Module())
     assert {*_torch.REGISTRIES, *_torch.HOOK_TABLES, "_non_persistent_buffers_set"} <= {*own}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from dataparallel import DataParallel
-from dataparallel.composable import fully_shard, replicate
+from dataparallel.composable import replicate
 from dataparallel.nn import SyncBatchNorm
 
 FORMS = ["DataParallel", "replicate"]
@@ -99,20 +99,3 @@ def test_a_wrapper_is_copied_whole(slots):
     assert {name for name, _ in averaged.named_parameters()} == {
         f"module.module.{name}" for name, _ in model.module.named_parameters()
     }
-
-
-@pytest.mark.parametrize("sharded_too", [False, True], ids=["whole", "sharded too"])
-@pytest.mark.parametrize("multi", [None, get_ema_multi_avg_fn(0.9)], ids=["mean", "exponential"])
-def test_averages_of_a_sharded_model_are_those_of_one_device(multi, sharded_too, slots):
-    averages = []
-    for devices in (slots, None):
-        module = nn.Sequential(*[*net()][3:]).to(slots[0])
-        averaged = AveragedModel(module, multi_avg_fn=multi)
-        if devices is not None:
-            fully_shard(module, devices=devices)
-            if sharded_too:
-                fully_shard(averaged.module, devices=devices)
-        data = [batch.repeat(1, 2, 1, 1)[:, :, :4, :4].to(slots[0]) for batch in batches("cpu")]
-        trained(module, module, averaged, data)
-        averages.append(averaged(data[0]))
-    torch.testing.assert_close(averages[0], averages[1], rtol=1e-9, atol=1e-9, check_device=False)

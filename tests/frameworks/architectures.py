@@ -1,4 +1,4 @@
-"""Ten architectures of transformers and timm, small and with random weights, each with a batch that it takes.
+"""Architectures of transformers and timm, small and with random weights, each with a batch that it takes.
 
 Dropout and stochastic depth are off, because slots draw other masks than one device; everything else is as the
 libraries have it, normalisation over the batch in training mode included.
@@ -17,6 +17,8 @@ __all__ = ["ARCHITECTURES", "Architecture"]
 WORDS = 40
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 PICTURES = {"image_size": 16, "patch_size": 8}
+
+
 class Architecture(NamedTuple):
     """``build()`` makes a module, ``batch(samples)`` keyword arguments for its forward."""
 
@@ -45,13 +47,6 @@ def labelled(samples: int) -> dict[str, Tensor]:
 
 def pictures(samples: int, size: int = 16, name: str = "pixel_values") -> dict[str, Tensor]:
     return {name: torch.randn(samples, 3, size, size, dtype=torch.float64, generator=random())}
-
-
-def sounds(samples: int) -> dict[str, Tensor]:
-    return {
-        "input_features": torch.randn(samples, 8, 16, dtype=torch.float64, generator=random()),
-        "decoder_input_ids": words(samples)["input_ids"],
-    }
 
 
 def image_and_text(samples: int) -> dict[str, Tensor]:
@@ -104,30 +99,10 @@ ARCHITECTURES = {
     ),
     "llama": Architecture(by_config(hf.LlamaForCausalLM, hf.LlamaConfig, **GROUPED), padded),
     "mixtral": Architecture(by_config(hf.MixtralForCausalLM, hf.MixtralConfig, **MIXED, **GROUPED), words),
-    "t5": Architecture(
-        by_config(
-            hf.T5ForConditionalGeneration,
-            hf.T5Config,
-            **{"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
-            **{"dropout_rate": 0.0, "decoder_start_token_id": 0},
-        ),
-        labelled,
-    ),
     "mamba": Architecture(
         by_config(hf.MambaForCausalLM, hf.MambaConfig, vocab_size=WORDS, hidden_size=16, num_hidden_layers=2), words
     ),
     "clip": Architecture(Features, image_and_text),
-    "whisper": Architecture(
-        by_config(
-            hf.WhisperModel,
-            hf.WhisperConfig,
-            **{"vocab_size": WORDS, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0},
-            **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 8},
-            **{"max_source_positions": 8, "max_target_positions": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
-            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
-        ),
-        sounds,
-    ),
     "resnet": Architecture(by_timm("resnet18", stem_width=4), timm_pictures(32)),
     "swin": Architecture(
         by_timm(
