@@ -101,19 +101,8 @@ class TestFragmentsOfTheReadme:
         assert self.run("model = DataParallel(model)", model=model)["model"].module is model
 
     def test_a_model_that_fits_on_no_device(self, slots, root, monkeypatch):
-        class Model(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.blocks = nn.ModuleList(nn.Linear(20, 20) for _ in range(2))
-                self.last = nn.Linear(20, 1)
-
-            def forward(self, x):
-                for block in self.blocks:
-                    x = block(x).tanh()
-                return self.last(x)
-
         torch.manual_seed(0)
-        one = Model().double().to(root)
+        one = nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1)).double().to(root)
         x = torch.randn(64, 20, dtype=torch.float64, device=root)
         model = copy.deepcopy(one)
         monkeypatch.setattr(composable, "fully_shard", partial(composable.fully_shard, devices=slots))

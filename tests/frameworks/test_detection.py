@@ -16,20 +16,6 @@ from torchvision.ops import box_iou
 from dataparallel import samples
 
 CLASSES = 4
-SIZES = {"min_size": 32, "max_size": 48}
-
-
-def backbone() -> nn.Sequential:
-    """One small map of features."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1))
-    layers.out_channels = 8
-    return layers
-
-
-def anchors() -> AnchorGenerator:
-    """Six for each place of the map."""
-    return AnchorGenerator(sizes=((8, 16),), aspect_ratios=((0.5, 1.0, 2.0),))
 
 
 class Marked(nn.Module):
@@ -64,8 +50,12 @@ def same_sizes(images: list[Tensor]) -> list[Tensor]:
 
 def detector():
     """RetinaNet on one small map of features."""
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1))
+    backbone.out_channels = 8
+    anchors = AnchorGenerator(sizes=((8, 16),), aspect_ratios=((0.5, 1.0, 2.0),))
     few = {"score_thresh": 0.0, "topk_candidates": 20, "detections_per_img": 5}
-    return Marked(RetinaNet(backbone(), CLASSES, anchor_generator=anchors(), **SIZES, **few))
+    return Marked(RetinaNet(backbone, CLASSES, anchor_generator=anchors, min_size=32, max_size=48, **few))
 
 
 def suppressed(boxes, scores, labels, threshold):

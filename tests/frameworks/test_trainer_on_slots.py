@@ -138,6 +138,10 @@ class TestTraining:
         found = trained(gpt2(), tmp_path, slots, form, label_smoothing_factor=0.1)
         assert_same(found, one)
 
+    def test_activations_that_are_recomputed(self, form, slots, tmp_path):
+        one = trained(gpt2(), tmp_path / "one", trainer=Trainer, gradient_checkpointing=True)
+        assert_same(trained(gpt2(), tmp_path, slots, form, gradient_checkpointing=True), one)
+
     def test_gradients_wait_on_their_slots_until_the_last_batch_of_a_step(self, form, slots, tmp_path):
         gradients = []
 
@@ -278,3 +282,13 @@ def test_mixed_precision_reaches_the_replicas(form, slots, tmp_path):
     trainer.model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     trainer.train()
     assert {*seen} == {torch.bfloat16}
+
+
+def test_save_pretrained_of_a_sharded_model_takes_its_full_state(slots, root, tmp_path):
+    model, expected = gpt2().to(root), gpt2()
+    fully_shard(model, devices=slots)
+    with pytest.raises(TypeError, match=r"model.save_pretrained\(folder, state_dict=...\)"):
+        model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, state_dict=fully_shard.full_state_dict(model))
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(loaded.state_dict(), expected.state_dict(), rtol=0, atol=0)
