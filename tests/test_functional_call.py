@@ -96,12 +96,6 @@ def test_buffers_that_are_given_get_the_statistics(model, reference, way, root):
     assert torch.equal(model.state_dict()[way[1] + name], before[way[1] + name])
 
 
-def test_a_value_on_another_device_is_refused_by_name(model, way, x):
-    with pytest.raises(RuntimeError, match=r"found one of them on device: meta\. It is parameter '0\.0\.bias'"):
-        functional_call(model, {way[1] + "0.0.bias": torch.ones(8, device="meta", dtype=torch.float64)}, (x,))
-    model(x)
-
-
 class TestInsideForward:
     """Each replica gives values to modules of its own."""
 

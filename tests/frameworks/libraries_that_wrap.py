@@ -76,20 +76,6 @@ def poutyne(gpus, folder):
     return [epoch["loss"] for epoch in history], state(network)
 
 
-def skorch(gpus, folder):
-    from skorch import NeuralNetRegressor
-
-    how = {"optimizer__lr": 0.1, "max_epochs": 2, "batch_size": 13, "train_split": None, "verbose": 0, "device": "cuda"}
-    x, y = data()
-    if len(gpus) > 1:
-        regressor = NeuralNetRegressor(nn.DataParallel, module__module=net(), module__device_ids=gpus, **how)
-    else:
-        regressor = NeuralNetRegressor(net(), **how)
-    regressor.fit(x, y)
-    regressor.save_params(f_params=folder / "saved.pt")
-    return regressor.history[:, "train_loss"], state(regressor.module_), regressor.predict(x)
-
-
 def torch_geometric(gpus, folder):
     from torch_geometric.data import Batch, Data
     from torch_geometric.nn import GCNConv, global_mean_pool
@@ -114,4 +100,4 @@ def torch_geometric(gpus, folder):
     return outputs, [parameter.grad for parameter in model.parameters()]
 
 
-LIBRARIES = [captum, gpytorch, ignite, poutyne, skorch, torch_geometric]
+LIBRARIES = [captum, gpytorch, ignite, poutyne, torch_geometric]

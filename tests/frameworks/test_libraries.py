@@ -21,9 +21,6 @@ pytestmark = pytest.mark.devices("cuda")
 DERIVED = {"gpytorch": "gpytorch.kernels.multi_device_kernel", "torch_geometric": "torch_geometric.nn.data_parallel"}
 """Modules that derive a class from torch's."""
 
-TAKE_A_WRAPPER = ["captum", "skorch"]
-"""Libraries to which the user gives the wrapper, or its class."""
-
 
 def named(library):
     return library.__name__
@@ -78,16 +75,6 @@ def test_classes_that_are_derived_inside(library, expected, gpus, tmp_path):
             assert counts.calls() != calls
     finally:
         vars(module).update(before)
-
-
-@pytest.mark.parametrize("library", [getattr(libraries_that_wrap, name) for name in TAKE_A_WRAPPER], ids=named)
-def test_a_wrapper_by_hand(library, expected, gpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(nn, "DataParallel", dataparallel.DataParallel)
-    if library is libraries_that_wrap.captum:
-        with pytest.raises(KeyError, match="cuda"):  # it looks for its layer, and the hook refers to the replica's
-            library(gpus, tmp_path)
-    else:
-        assert_same(library(gpus, tmp_path), expected)
 
 
 def found_by_accelerate(model, folder):

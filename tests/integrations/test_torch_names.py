@@ -94,10 +94,6 @@ def note_under_key(container, size):
     container.setdefault("sizes", []).append(size)
 
 
-def note_in_attribute(container, size):
-    container.sizes.append(size)
-
-
 def note_deeper(container, size):
     container["inner"][0]["sizes"].append(size)
 
@@ -105,7 +101,6 @@ def note_deeper(container, size):
 SHARED = {
     "an empty list": (note_in_list, lambda root: [], list),
     "an empty dict subclass": (note_under_key, lambda root: Records(), lambda kept: kept["sizes"]),
-    "a dataclass": (note_in_attribute, lambda root: Meter(), lambda kept: kept.sizes),
     "an empty list inside": (
         note_deeper,
         lambda root: {"inner": [{"sizes": []}]},
