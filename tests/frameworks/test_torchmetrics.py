@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics: outside of the model they see the whole batch. Inside, each replica has copies."""
+"""A metric of torchmetrics inside of a model: each replica has copies of it, so it does not count."""
 
 import pytest
 import torch
@@ -14,27 +14,6 @@ def data(root):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(11, 4, dtype=torch.float64, generator=generator)
     return x.to(root), torch.randint(3, (11,), generator=generator).to(root)
-
-
-def metrics():
-    return {
-        "accuracy": torchmetrics.classification.MulticlassAccuracy(3, average="micro"),
-        "f1": torchmetrics.classification.MulticlassF1Score(3),
-        "auroc": torchmetrics.classification.MulticlassAUROC(3),
-    }
-
-
-@both_forms
-@pytest.mark.slots(1, 2, 3)
-def test_gathered_outputs_are_those_of_one_device(form, slots, root):
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3).double().to(root)
-    wrapped, (x, labels) = in_form(form, model, slots), data(root)
-    found, expected = torchmetrics.MetricCollection(metrics()), torchmetrics.MetricCollection(metrics())
-    for rows in (slice(0, 7), slice(7, 11)):
-        found.update(wrapped(x[rows]).detach().cpu().softmax(1), labels[rows].cpu())
-        expected.update(model(x[rows]).detach().cpu().softmax(1), labels[rows].cpu())
-    assert found.compute() == expected.compute()
 
 
 class Counting(nn.Module):
