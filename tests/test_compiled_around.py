@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import dataparallel
 from around import (
@@ -21,7 +20,7 @@ from around import (
     inner,
     number_of_graphs,
 )
-from dataparallel import DataParallel, PerReplica
+from dataparallel import DataParallel
 from dataparallel.composable import replicate
 from processes import run_script
 
@@ -162,39 +161,24 @@ class TestTrainingStep:
         assert not [file for file in compiled_files() if file.startswith(PACKAGE)], "the library is not compiled"
 
 
-class TestWhatReachesReplicas:
-    def test_tensors_marked_whole_and_entries_per_replica(self, slots, root):
-        class Adds(nn.Module):
-            def forward(self, x, mask, numbers):
-                return x + mask.sum() + numbers[0]
+def test_the_stages_called_by_themselves(slots, root):
+    module = inner().double().to(root)
 
-        model = DataParallel(Adds(), slots)
+    def forward(x):
+        chunks = dataparallel.scatter(x * 2, slots)
+        replicas = dataparallel.replicate(module, slots)
+        outputs = dataparallel.parallel_apply(replicas, [(chunk,) for chunk in chunks], devices=slots)
+        return dataparallel.gather(outputs, slots[0]) + 1
 
-        def forward(x, mask, numbers):
-            return model(x * 2, dataparallel.whole(mask + 1), numbers) * 2
-
-        x, mask = torch.ones(6, 4, device=root), torch.ones(6, device=root)
-        numbers = PerReplica([[1.0], [2.0], [3.0]])
-        torch.testing.assert_close(torch.compile(forward, backend="eager")(x, mask, numbers), forward(x, mask, numbers))
-
-    def test_the_stages_called_by_themselves(self, slots, root):
-        module = inner().double().to(root)
-
-        def forward(x):
-            chunks = dataparallel.scatter(x * 2, slots)
-            replicas = dataparallel.replicate(module, slots)
-            outputs = dataparallel.parallel_apply(replicas, [(chunk,) for chunk in chunks], devices=slots)
-            return dataparallel.gather(outputs, slots[0]) + 1
-
-        compiled = torch.compile(forward, backend="eager")
-        for x in batches(root, [6, 5, 6]):
-            torch.testing.assert_close(compiled(x), module(x * 2) + 1)
-        compiled(x).sum().backward()
-        ours = [parameter.grad for parameter in module.parameters()]
-        module.zero_grad()
-        (module(x * 2) + 1).sum().backward()
-        torch.testing.assert_close(ours, [parameter.grad for parameter in module.parameters()])
-        assert not [file for file in compiled_files() if file.startswith(PACKAGE)]
+    compiled = torch.compile(forward, backend="eager")
+    for x in batches(root, [6, 5, 6]):
+        torch.testing.assert_close(compiled(x), module(x * 2) + 1)
+    compiled(x).sum().backward()
+    ours = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    (module(x * 2) + 1).sum().backward()
+    torch.testing.assert_close(ours, [parameter.grad for parameter in module.parameters()])
+    assert not [file for file in compiled_files() if file.startswith(PACKAGE)]
 
 
 WITHOUT_THE_COMPILER = """

@@ -317,20 +317,6 @@ class TestHooks:
         model(batch.requires_grad_()).sum().backward()
         assert seen == [("pre", model, 7), ("forward", model, 7), ("backward", model, 7)]
 
-    def test_may_return_something(self, affine, form, slots, batch):
-        expected = affine(batch * 2) + 1
-        affine.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-        model = form(affine, slots)
-        model.register_forward_hook(lambda module, args, output: output + 1)
-        torch.testing.assert_close(model(batch), expected)
-
-    def test_on_children_run_in_each_replica(self, affine, form, slots, batch):
-        seen = []
-        affine.linear.register_forward_hook(lambda module, args, output: seen.append((module, len(output))))
-        form(affine, slots)(batch)
-        assert sorted(size for _, size in seen) == [1, 3, 3]
-        assert len({id(module) for module, _ in seen}) == 3
-
     def test_on_parameters_see_the_penalties_in_a_loss_and_the_outputs_together(self, form, slots, root, batch):
         def two_steps(module, call):
             seen = []

@@ -37,7 +37,7 @@ def test_versions_are_those_that_the_long_run_installs():
 
 @pytest.mark.parametrize("name", [name for name in LIBRARIES if name in PINS])
 def test_versions_are_those_of_the_extra_where_it_is_installed(name):
-    if not {"torchmetrics", "peft", "lightning"} <= {found.name for found in metadata.distributions()}:
+    if not {"timm", "peft", "lightning"} <= {found.name for found in metadata.distributions()}:
         pytest.skip("needs the extra frameworks")
     if metadata.version("torch").split("+")[0] != PINS["torch"]:
         pytest.skip("other versions fit this torch")
