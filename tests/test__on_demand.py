@@ -4,7 +4,6 @@ import copy
 import importlib
 import pickle
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -96,42 +95,6 @@ def test_each_public_name_in_a_new_process_in_each_order():
     assert run_script(EACH_IN_A_PROCESS_OF_ITS_OWN, *WITH_A_FILE_OF_THAT_NAME, timeout=600) == ""
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", WITH_A_FILE_OF_THAT_NAME)
-def test_a_function_stays_what_its_name_means_when_somebody_imports_its_file(name):
-    script = f"""
-import importlib, sys
-import dataparallel.{name}
-import dataparallel.{name} as as_python_binds_it
-from dataparallel import {name}
-assert {name} is as_python_binds_it is dataparallel.{name} is sys.modules["dataparallel.{name}"].{name}
-assert importlib.import_module("dataparallel.{name}").{name} is {name}
-"""
-    run_script(script)
-
-
-@pytest.mark.long
-def test_every_file_can_be_imported_first():
-    """Without the ones that another file would have imported before."""
-    root = Path(dataparallel.__file__).parent
-    files = [path.relative_to(root.parent).with_suffix("") for path in sorted(root.rglob("*.py"))]
-    names = [".".join(path.parts).removesuffix(".__init__") for path in files if path.name != "__main__"]
-    script = """
-import importlib, os, sys, torch
-for name in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            if (error.name or "").partition(".")[0] not in ("accelerate", "lightning", "transformers"):
-                print(name, error, flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
-"""
-    assert run_script(script, *names, timeout=600) == ""
-
-
 @by_name
 def test_dir_has_every_public_name(package):
     assert set(package.__all__) <= set(dir(package))
@@ -141,11 +104,6 @@ def test_dir_has_every_public_name(package):
 def test_a_name_that_is_not_there(package):
     with pytest.raises(AttributeError, match=rf"^module '{package.__name__}' has no attribute 'nothing'$"):
         package.nothing  # noqa: B018
-
-
-@pytest.mark.long
-def test_a_room_is_an_attribute_without_an_import_of_its_own():
-    run_script("import dataparallel; dataparallel.comm.broadcast; dataparallel.testing.parity")
 
 
 @pytest.mark.long

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataparallel import _torch
 from dataparallel.replicas.compiled import torch_compile
@@ -87,60 +86,15 @@ def test_without_it_what_needs_it_raises_a_sentence(name: _torch.PrivateName, mo
     ("path", "use"),
     [
         ("torch._C.DispatchKey", lambda room: room.without_view_tracking()),
-        ("torch._C.DispatchKeySet", lambda room: room.without_view_tracking()),
         ("torch.utils._pytree", lambda room: room.pytree.SUPPORTED_NODES),
         ("torch.Tensor._version", lambda room: room.version_of(torch.ones(1))),
-        ("torch.Tensor._indices", lambda room: room.sparse_memory(torch.eye(2).to_sparse())),
         ("torch._C._functorch.peek_interpreter_stack", lambda room: room.is_inside_functorch_transform()),
-        ("torch.utils._python_dispatch._push_mode", lambda room: room.push_dispatch_modes([object()])),
     ],
 )
 def test_what_is_made_of_it_raises_the_sentence_too(path: str, use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     room = without(path, monkeypatch)
     with pytest.raises(RuntimeError, match=f"has no {path}, which dataparallel needs to "):
         use(room)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_is_compiled_leads_to_what_it_was_made_of() -> None:
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    module = nn.Linear(1, 1)
-    assert _torch.compiled_original(torch.compile(module, backend="eager")) is module
-    assert _torch.compiled_original(torch.compile(double, backend="eager")) is double
-    assert _torch.compiled_original(double) is None
-    assert _torch.compiled_original(torch.compiler.disable(double)) is None
-    assert _torch.is_compiler_loaded()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_without_its_class_modules_may_have_been_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = "torch._dynamo.eval_frame.OptimizedModule"
-    room = without("nothing", monkeypatch)  # another copy, because the class is looked up once
-    torch.compile(nn.Linear(1, 1), backend="eager")
-    monkeypatch.delattr(path)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"has no {path}, which dataparallel needs to recognise modules"):
-            room.compiled_original(nn.Linear(1, 1))
-    assert [name.path for name in room.NAMES].count(path) == 1
-
-
-def test_dispatch_modes_are_entered_and_left() -> None:
-    class Counting(TorchDispatchMode):
-        calls = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.calls += 1
-            return func(*args, **(kwargs or {}))
-
-    modes = [Counting(), Counting()]
-    leave = _torch.push_dispatch_modes(modes)
-    assert _torch.dispatch_modes() == modes
-    torch.ones(1)
-    leave()
-    assert _torch.dispatch_modes() == []
-    assert [mode.calls for mode in modes] == [1, 1]
 
 
 def test_modules_have_the_attributes_by_which_their_parts_are_found() -> None:
@@ -155,22 +109,6 @@ def test_modules_have_the_attributes_by_which_their_parts_are_found() -> None:
     assert written == {*_torch.HOOK_TABLES}
 
 
-def test_versions_hooks_and_storages_are_what_they_are_taken_for() -> None:
-    tensor = torch.zeros(2, requires_grad=True)
-    before = _torch.version_of(tensor)
-    with torch.no_grad():
-        tensor.add_(1)
-    assert _torch.version_of(tensor) == before + 1
-    tensor.register_hook(print)
-    tensor.register_post_accumulate_grad_hook(print)
-    assert len(_torch.hooks_of(tensor)) == len(_torch.hooks_after_accumulation_of(tensor)) == 1
-    storage = tensor.untyped_storage()
-    held = _torch.storage_use_count(_torch.storage_address(storage))
-    view = tensor.detach()
-    assert _torch.storage_use_count(_torch.storage_address(storage)) == held + 1
-    assert _torch.storage_address(view.untyped_storage()) == _torch.storage_address(storage)
-
-
 def test_a_hook_knows_whether_the_engine_returns_or_accumulates_the_gradient_of_its_leaf() -> None:
     leaf, found = torch.ones(2, requires_grad=True), []
     leaf.register_hook(lambda gradient: found.append(_torch.is_returned(_torch.current_node())))
@@ -179,17 +117,6 @@ def test_a_hook_knows_whether_the_engine_returns_or_accumulates_the_gradient_of_
     leaf.sum().backward(inputs=[leaf])
     leaf.backward(torch.ones(2))
     assert found == [True, False, False, False]
-
-
-def test_tensors_made_without_view_tracking_are_no_views() -> None:
-    base = torch.zeros(4)
-    with _torch.without_view_tracking():
-        part = base[:2]
-    assert not part._is_view()
-    assert part.data_ptr() == base.data_ptr()
-    part.add_(1)
-    assert base._version == 0
-    assert base.tolist() == [1, 1, 0, 0]
 
 
 def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:

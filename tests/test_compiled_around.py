@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import dataparallel
 from around import (
@@ -21,7 +20,7 @@ from around import (
     inner,
     number_of_graphs,
 )
-from dataparallel import DataParallel, PerReplica
+from dataparallel import DataParallel
 from dataparallel.composable import replicate
 from processes import run_script
 
@@ -102,17 +101,6 @@ class TestModule:
         with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out fullgraph=True"):
             torch.compile(model, backend="eager", fullgraph=True)(x)
 
-    def test_without_a_graph_and_in_eval_mode(self, model, reference, root, without_graph):
-        compiled = torch.compile(model, backend="eager")
-        model.eval()
-        reference.eval()
-        graphs = []
-        with without_graph():
-            for x in batches(root, [6, 6, 5, 6, 5]):
-                torch.testing.assert_close(compiled(x), reference(x), atol=1e-9, rtol=0)
-                graphs.append(number_of_graphs())
-        assert graphs == [2, 2, 4, 4, 4]
-
     def test_many_models_are_no_reason_to_compile_again(self, form, slots, root):
         """Functions of the library would be compiled for each, until the compiler gives up."""
         (x,) = batches(root, [6])
@@ -170,143 +158,27 @@ class TestTrainingStep:
         assert_same_parameters(model, reference)
         assert len({*graphs[4:]}) == 1
         assert graphs[-1] <= 9
-
-    def test_the_library_itself_is_not_compiled(self, model, root):
-        """Its backward, its hooks and what it does before a step run in the middle of the compiled function."""
-        compiled = torch.compile(step_of(model, adamw(model)), backend="eager")
-        for x in batches(root, [6, 6, 5]):
-            compiled(x)
-        assert compiled_files()
-        assert not [file for file in compiled_files() if file.startswith(PACKAGE)]
-
-    def test_gradients_that_wait_on_the_slots(self, slots, root, reference):
-        model = between(root)
-        model.inner = replicate(model.inner, devices=slots)
-
-        def micro_steps(model, optimizer, first, second):
-            optimizer.zero_grad()
-            if hasattr(model.inner, "no_sync"):
-                with model.inner.no_sync():
-                    model(first).square().sum().backward()
-            else:
-                model(first).square().sum().backward()
-            model(second).square().sum().backward()
-            optimizer.step()
-
-        compiled = torch.compile(micro_steps, backend="eager")
-        ours, theirs = sgd(model), sgd(reference)
-        for first, second in zip(batches(root, [6] * 4), batches(root, [5] * 4), strict=True):
-            compiled(model, ours, first, second)
-            micro_steps(reference, theirs, first, second)
-        assert_same_parameters(model, reference)
+        assert not [file for file in compiled_files() if file.startswith(PACKAGE)], "the library is not compiled"
 
 
-def around_the_wrapper(slots, root, compile):
-    model = between(root)
-    model.inner = DataParallel(model.inner, slots, compile=compile)
-    return model, torch.compile(model, **compile)
+def test_the_stages_called_by_themselves(slots, root):
+    module = inner().double().to(root)
 
+    def forward(x):
+        chunks = dataparallel.scatter(x * 2, slots)
+        replicas = dataparallel.replicate(module, slots)
+        outputs = dataparallel.parallel_apply(replicas, [(chunk,) for chunk in chunks], devices=slots)
+        return dataparallel.gather(outputs, slots[0]) + 1
 
-def the_wrapper_in_place(slots, root, compile):
-    model = DataParallel(between(root), slots, compile=compile)
-    model.compile(**compile)
-    return model, model
-
-
-class TestCompiledReplicas:
-    """What is compiled around the wrapper, and replicas that are compiled, have graphs of their own."""
-
-    @pytest.mark.parametrize(
-        ("make", "graphs_around"),
-        [(around_the_wrapper, 2), (the_wrapper_in_place, 0)],
-    )
-    def test_training_equals_one_device(self, make, graphs_around, slots, root, reference):
-        model, call = make(slots, root, {"backend": "aot_eager"})
-        ours, theirs = sgd(model), sgd(reference)
-        graphs = []
-        for x in batches(root, EPOCHS[:8]):
-            torch.testing.assert_close(train(call, ours, x), train(reference, theirs, x), atol=1e-9, rtol=0)
-            graphs.append(number_of_graphs())
-        assert_same_parameters(model, reference)
-        on_each_device = len({*map(str, slots)})
-        # The smaller batch is for chunks of two sizes, but the slots that get the old size keep their graph.
-        assert graphs[0] == graphs_around + on_each_device
-        assert graphs[3] <= 2 * graphs[0]
-        assert len({*graphs[3:]}) == 1
-
-
-class TestWhatReachesReplicas:
-    @pytest.mark.parametrize(
-        "call",
-        [
-            torch.no_grad,
-            *(pytest.param(mode, marks=pytest.mark.long) for mode in (torch.enable_grad, torch.inference_mode)),
-        ],
-    )
-    def test_a_mode_that_the_compiled_function_sets(self, form, slots, root, call):
-        module, seen = inner().double().to(root), []
-        module[1].register_forward_hook(
-            lambda module, args, output: seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
-        )
-        model = form(module, slots)
-
-        def forward(x):
-            y = x * 2
-            with call():
-                y = model(y)
-            return y + 1
-
-        (x,) = batches(root, [6])
-        expected = forward(x)
-        ours, *theirs = {*seen}, *seen
-        seen.clear()
-        torch.testing.assert_close(torch.compile(forward, backend="eager")(x), expected)
-        assert {*seen} == ours
-        assert len(seen) == len(theirs)
-
-    def test_autocast_that_the_compiled_function_sets(self, slots, root):
-        model = DataParallel(nn.Linear(4, 4).to(root), slots)
-
-        def forward(x):
-            with torch.autocast(root.type, dtype=torch.bfloat16):
-                y = model(x * 2)
-            return y, model(x)
-
-        outputs = torch.compile(forward, backend="eager")(torch.ones(6, 4, device=root))
-        assert [output.dtype for output in outputs] == [torch.bfloat16, torch.float32]
-
-    def test_tensors_marked_whole_and_entries_per_replica(self, slots, root):
-        class Adds(nn.Module):
-            def forward(self, x, mask, numbers):
-                return x + mask.sum() + numbers[0]
-
-        model = DataParallel(Adds(), slots)
-
-        def forward(x, mask, numbers):
-            return model(x * 2, dataparallel.whole(mask + 1), numbers) * 2
-
-        x, mask = torch.ones(6, 4, device=root), torch.ones(6, device=root)
-        numbers = PerReplica([[1.0], [2.0], [3.0]])
-        torch.testing.assert_close(torch.compile(forward, backend="eager")(x, mask, numbers), forward(x, mask, numbers))
-
-    def test_the_stages_called_by_themselves(self, slots, root):
-        module = inner().double().to(root)
-
-        def forward(x):
-            chunks = dataparallel.scatter(x * 2, slots)
-            replicas = dataparallel.replicate(module, slots)
-            outputs = dataparallel.parallel_apply(replicas, [(chunk,) for chunk in chunks], devices=slots)
-            return dataparallel.gather(outputs, slots[0]) + 1
-
-        compiled = torch.compile(forward, backend="eager")
-        for x in batches(root, [6, 5, 6]):
-            torch.testing.assert_close(compiled(x), module(x * 2) + 1)
-        compiled(x).sum().backward()
-        ours = [parameter.grad for parameter in module.parameters()]
-        module.zero_grad()
-        (module(x * 2) + 1).sum().backward()
-        torch.testing.assert_close(ours, [parameter.grad for parameter in module.parameters()])
-        assert not [file for file in compiled_files() if file.startswith(PACKAGE)]
+    compiled = torch.compile(forward, backend="eager")
+    for x in batches(root, [6, 5, 6]):
+        torch.testing.assert_close(compiled(x), module(x * 2) + 1)
+    compiled(x).sum().backward()
+    ours = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    (module(x * 2) + 1).sum().backward()
+    torch.testing.assert_close(ours, [parameter.grad for parameter in module.parameters()])
+    assert not [file for file in compiled_files() if file.startswith(PACKAGE)]
 
 
 WITHOUT_THE_COMPILER = """

@@ -67,14 +67,6 @@ class TestInputsOfBackward:
         for name, expected in found[1].items():
             torch.testing.assert_close(found[0][name], expected, rtol=0, atol=1e-9, check_device=False)
 
-    def test_the_next_backward_gives_all_gradients(self, form, slots, root):
-        called, module, _ = self.both(form, slots, root)
-        x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
-        called(x).sum().backward(inputs=[module[0].bias])
-        assert module[2].weight.grad is None
-        called(x).sum().backward()
-        assert all(gradient is not None for gradient in gradients_of(module).values())
-
     @pytest.mark.parametrize("options", [{}, {"allow_unused": True}], ids=str)
     def test_autograd_grad_returns_them_or_says_what_to_do(self, options, form, slots, root):
         called, module, one = self.both(form, slots, root)
@@ -104,22 +96,6 @@ class TestWhatReplicasGet:
         x = torch.randn(5, 7, 4, dtype=torch.float64, device=root)
         expected = module(x)
         torch.testing.assert_close(form(module, slots, dim=1)(x), expected)
-
-    def test_without_arguments_one_replica_runs(self, form, slots, root):
-        module = Called(lambda: torch.ones(2, device=root)).to(root)
-        assert form(module, slots)().shape == (2,)
-
-    def test_attributes_that_instances_keep_in_slots(self, form, slots, root, batch):
-        class Slotted(nn.Linear):
-            __slots__ = ("factor", "unset")
-
-            def forward(self, x):
-                return super().forward(x) * self.factor
-
-        module = Slotted(4, 3).double().to(root)
-        module.factor = 2.0
-        expected = module(batch)
-        torch.testing.assert_close(form(module, slots)(batch), expected)
 
     def test_uneven_chunks_with_the_loss_on_the_replicas_need_their_weights(self, form, slots, root):
         class WithLoss(nn.Linear):
@@ -268,12 +244,6 @@ class TestWhatReplicasWouldShare:
 
 
 class TestWhatComesBack:
-    def test_on_the_cpu(self, affine, form, slots, batch):
-        assert form(affine, slots, output_device="cpu")(batch).device.type == "cpu"
-
-    def test_scalars_as_a_vector(self, form, slots, root):
-        assert form(Called(torch.mean).to(root), slots)(torch.ones(7, 2, device=root)).shape == (3,)
-
     def test_buffers_changed_in_place_on_slot_0(self, affine, form, slots, batch):
         model = form(affine, slots)
         model(batch)
@@ -347,20 +317,6 @@ class TestHooks:
         model(batch.requires_grad_()).sum().backward()
         assert seen == [("pre", model, 7), ("forward", model, 7), ("backward", model, 7)]
 
-    def test_may_return_something(self, affine, form, slots, batch):
-        expected = affine(batch * 2) + 1
-        affine.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-        model = form(affine, slots)
-        model.register_forward_hook(lambda module, args, output: output + 1)
-        torch.testing.assert_close(model(batch), expected)
-
-    def test_on_children_run_in_each_replica(self, affine, form, slots, batch):
-        seen = []
-        affine.linear.register_forward_hook(lambda module, args, output: seen.append((module, len(output))))
-        form(affine, slots)(batch)
-        assert sorted(size for _, size in seen) == [1, 3, 3]
-        assert len({id(module) for module, _ in seen}) == 3
-
     def test_on_parameters_see_the_penalties_in_a_loss_and_the_outputs_together(self, form, slots, root, batch):
         def two_steps(module, call):
             seen = []
@@ -425,12 +381,6 @@ class TestErrors:
         ) as caught:
             form(affine, slots)(batch)
         assert f"module.to_empty(device='{root}')" in str(caught.value)
-
-    @replicating_forms
-    def test_a_buffer_on_meta_is_named(self, affine, form, slots, batch):
-        affine.calls = torch.empty((), device="meta")
-        with pytest.raises(RuntimeError, match=r"on device: meta\. It is buffer 'calls'"):
-            form(affine, slots)(batch)
 
 
 class TestRefused:

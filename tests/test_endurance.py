@@ -4,7 +4,6 @@ import gc
 import threading
 import types
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import psutil
@@ -12,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from at_once import in_threads
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
 from freed_later import freed_later
 from memory import allocated, live_objects
-from selection import others_long
 
 pytestmark = pytest.mark.counts_memory
 
@@ -124,20 +123,6 @@ def test_forwards_without_backward_leave_nothing(form, slots, root):
     assert live_objects() < objects + 20
 
 
-def test_dropping_the_wrapper_frees_the_module(slots, root):
-    model = mlp(root)
-    wrapped = DataParallel(model, slots)
-    wrapped(torch.randn(6, 8, dtype=torch.float64, device=root)).sum().backward()
-    alive = [weakref.ref(module) for module in model.modules()] + [weakref.ref(p) for p in model.parameters()]
-    gc.collect()
-    gc.disable()
-    try:
-        del model, wrapped
-        assert not any(ref() for ref in alive)
-    finally:
-        gc.enable()
-
-
 @freed_later
 @pytest.mark.parametrize(
     "build",
@@ -164,72 +149,36 @@ def test_a_step_leaves_the_collector_no_more_than_one_device_does(build, slots, 
         gc.enable()
 
 
-def test_circles_between_attributes_need_no_collector(slots, root):
-    model = Family().double().to(root)
-    wrapped = DataParallel(model, slots)
-    x = torch.randn(6, 8, dtype=torch.float64, device=root)
+def test_six_threads_call_at_once(slots, root):
+    model = mlp(root)
+    wrapped, x = DataParallel(model, slots), torch.randn(7, 8, dtype=torch.float64, device=root)
+    expected = model(x).detach()
 
-    def steps(count) -> None:
-        for _ in range(count):
-            wrapped(x).square().mean().backward()
-            model.zero_grad()
-            with torch.no_grad():
-                wrapped(x)
-
-    steps(40)  # by then what is kept for measuring calls is there
-    gc.collect()
-    gc.disable()
-    try:
-        steps(5)  # tuples that these leave in the place of others are not counted before the next collection
-        objects = len(gc.get_objects())
-        steps(50)
-        assert len(gc.get_objects()) <= objects + 20
-    finally:
-        gc.enable()
-
-
-class Nested(nn.Module):
-    """A wrapper inside a wrapped module's forward."""
-
-    def __init__(self, slots, root) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8).double().to(root)
-        self.inner = DataParallel(mlp(root), slots)
-
-    def forward(self, x):
-        return self.inner(self.first(x))
-
-
-CALLS = 30
-
-
-def call_often(wrapped, expected, x, recording) -> None:
-    for _ in range(CALLS):
-        with torch.set_grad_enabled(recording):
+    def work(index, barrier) -> None:
+        barrier.wait()
+        for _ in range(30):
             output = wrapped(x)
-        torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-        if recording:
-            torch.autograd.grad(output.sum(), list(wrapped.module.parameters()))
+            torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+            torch.autograd.grad(output.sum(), list(model.parameters()))
+
+    in_threads(6, work)
 
 
-@pytest.mark.parametrize("recording", [True, False])
-@pytest.mark.parametrize(
-    "arrangement", others_long(["one wrapper", "two wrappers", "a wrapper in a wrapper"], ["one wrapper"])
-)
-def test_six_threads_call_at_once(arrangement, recording, slots, root):
-    if arrangement == "a wrapper in a wrapper":
-        if len({*slots}) > 1:
-            pytest.skip("a nested wrapper's first slot is the outer's, which only one replica is on")
-        models = [Nested(slots, root)]
-    else:
-        models = [mlp(root) for _ in range(2 if arrangement == "two wrappers" else 1)]
-    wrappers = [DataParallel(model, slots) for model in models]
-    x = torch.randn(7, 8, dtype=torch.float64, device=root)
-    expected = [model(x).detach() for model in models]
-    with ThreadPoolExecutor(6) as callers:
-        done = [
-            callers.submit(call_often, wrappers[k % len(wrappers)], expected[k % len(wrappers)], x, recording)
-            for k in range(6)
-        ]
-        for future in done:
-            future.result()
+@pytest.mark.devices("sim")
+def test_every_byte_that_was_kept_for_replaced_parameters_is_freed(slots, root):
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(root)
+    wrapped, x, former = DataParallel(model, slots), torch.randn(16, 4, device=root), []
+    start = 0
+    for step in range(100):
+        if step % 10 == 9:
+            bias = model[step // 10 % 3].bias
+            model[step // 10 % 3].bias = nn.Parameter(0.9 * bias.detach())
+            former.append(weakref.ref(bias))
+            del bias
+        wrapped(x).square().mean().backward()
+        wrapped.zero_grad()
+        with torch.no_grad():
+            wrapped(x)
+        start = start or allocated(slots)
+    assert allocated(slots, start) == start
+    assert not any(parameter() for parameter in former)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from around import assert_trains_alike, batches
-from dataparallel import DataParallel
 from dataparallel.testing.parity import Perturbation, assert_same_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -28,16 +27,8 @@ def nothing(net, y):
     return y
 
 
-def a_range(net, y):
-    return y * torch.arange(4, dtype=y.dtype, device=y.device)
-
-
 def a_tensor_of_numbers(net, y):
     return y * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=y.dtype, device=y.device)
-
-
-def a_move(net, y):
-    return y * torch.full((4,), 3.0, dtype=y.dtype).to(y.device)
 
 
 def a_number_on_the_cpu(net, y):
@@ -58,7 +49,7 @@ def a_branch(net, y):
 
 
 ANYWHERE = [nothing, a_number_on_the_cpu]
-BOUND = [a_range, a_tensor_of_numbers, a_move, a_plain_tensor, a_branch]
+BOUND = [a_tensor_of_numbers, a_plain_tensor, a_branch]
 """Their graphs name a device, or hold a tensor there."""
 
 
@@ -107,25 +98,6 @@ def test_each_replica_has_its_own_parameters(slots, root):
         slots,
         perturbation=Perturbation(),
     )
-
-
-def test_graphs_of_torch_fx(form, slots, root):
-    model, reference = (torch.fx.symbolic_trace(build(nothing, root)) for _ in range(2))
-    assert_trains_alike(form(model, slots), reference, root)
-
-
-@pytest.mark.devices("sim", "cuda")
-def test_a_graph_that_is_compiled_anew(slots, root):
-    """``recompile()`` makes other code of the graph, of which nothing is known yet."""
-    model = exported(nothing, root)
-    wrapped, (x,) = DataParallel(model, slots), batches(root, [6])
-    wrapped(x)
-    (output,) = model.graph.find_nodes(op="output")
-    with model.graph.inserting_before(output):
-        model.graph.call_function(torch.ops.aten.ones.default, ([2],), {"device": root, "dtype": torch.float64})
-    model.recompile()
-    with pytest.raises(RuntimeError, match=r"the name of a device in 'ones.*is a constant of its code"):
-        wrapped(x)
 
 
 def test_a_program_of_a_wrapper_is_refused(form, slots, root):

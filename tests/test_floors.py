@@ -185,20 +185,3 @@ def test_files_that_import_each_other_for_types_are_of_one_room() -> None:
                 reached[name] |= reached[middle]
     circles = {(a, b) for a in names for b in reached[a] if a in reached[b]}
     assert [(a, b) for a, b in sorted(circles) if ROOMS[floor_of(a)] != ROOMS[floor_of(b)]] == []
-
-
-def test_no_cpp_files_include_each_other() -> None:
-    """A header and its source count as one file."""
-    sources = NOGPU / "csrc"
-    includes: dict[str, set[str]] = {}
-    for path in sorted(path for path in sources.rglob("*") if path.suffix in (".cpp", ".h")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        names = [line.split('"')[1] for line in lines if line.startswith('#include "')]
-        places = [
-            [folder / name for folder in (path.parent, sources / "shared", sources / "runtime")] for name in names
-        ]
-        found = {next(filter(Path.exists, place), place[0]).resolve().with_suffix("") for place in places}
-        one = path.resolve().with_suffix("")
-        includes.setdefault(str(one), set()).update(map(str, found - {one}))
-    assert len(includes) > 50
-    assert in_circles(includes) == {}

@@ -89,35 +89,6 @@ for _ in range(3):
     assert torch.get_num_threads() == 4
     same(step()[1], gradients)
 """,
-    "gangs in a child": """
-torch.set_num_threads(3)
-assert in_child(torch.get_num_threads) == 3, "nothing was used yet, so nothing changes"
-four()
-assert in_child(torch.get_num_threads) == 1
-assert torch.get_num_threads() == 3
-
-
-def child():
-    assert threading.active_count() == 1
-    for _ in range(20):
-        assert four() == [0, 1, 2, 3]
-    assert threading.active_count() == 5
-    return in_child(four_again)
-
-
-def four_again():
-    assert four() == [0, 1, 2, 3]
-
-
-before = threading.active_count()
-assert in_child(child) == 0
-assert threading.active_count() == before
-four_again()
-
-inside_a_task = lambda: in_child(four_again)
-assert [outcome.value for outcome in Gang([inside_a_task] * 2, 1).run_tasks()] == [0, 0]
-assert [outcome.value for outcome in Gang([inside_a_task] * 2, 2).run_tasks()] == [0, 0]
-""",
     "a fork while gangs run": """
 over = threading.Event()
 
@@ -148,49 +119,6 @@ for _ in range(2):
     assert torch.get_num_threads() == 4
     same(step(), (output, gradients))
     same(torch.cat([model(batch) for (batch,) in loader]).detach(), output)
-""",
-    "a fork while another thread is about to make replicas": """
-step()
-locked, forked = threading.Event(), threading.Event()
-
-def hold():  # a fork finds this lock held now and then; nothing public holds it for as long as a test needs
-    with model.options.kept.lock:
-        locked.set()
-        forked.wait(20)
-
-thread = threading.Thread(target=hold)
-thread.start()
-locked.wait()
-
-def forward():
-    with torch.no_grad():
-        model(x)
-
-assert in_child(forward) == 0
-forked.set()
-thread.join()
-step()
-""",
-    # Otherwise workers would do so at the same time. torch is not made for that: one child in hundreds crashed.
-    "torchs engine is rebuilt in a child before workers ask for it": """
-asked = []
-
-
-def rebuild():
-    asked.append(threading.current_thread())
-
-
-def child():
-    _torch.rebuild_engine = rebuild
-    ran_before = []
-    Gang([lambda: ran_before.append(list(asked))] * 4, 4).run_tasks()
-    assert ran_before == [[threading.main_thread()]] * 4, ran_before
-    four()
-    assert len(asked) == 1
-
-
-four()
-assert in_child(child) == 0
 """,
     # Adding them up while the child is made would wait for torch's threads, which the child does not have.
     "a fork while gradients wait on slots": """

@@ -6,7 +6,6 @@ from torch import nn
 from torch.func import functional_call
 
 from around import assert_trains_alike, batches, inner
-from dataparallel import DataParallel
 from dataparallel.composable import fully_shard
 from dataparallel.sharded import Shard, distribute_tensor
 from each_form import FORMS, by_wrapper, replicated, whole
@@ -97,23 +96,6 @@ def test_buffers_that_are_given_get_the_statistics(model, reference, way, root):
     assert torch.equal(model.state_dict()[way[1] + name], before[way[1] + name])
 
 
-@pytest.mark.few(1)
-def test_inside_a_compiled_function(model, reference, way, x):
-    compiled = torch.compile(lambda values, x: functional_call(model, values, (x * 2,)) + 1, backend="eager")
-    for seed in range(3):
-        ours, theirs = leaves_for(reference, seed), leaves_for(reference, seed)
-        compiled(given(ours, way[1]), x).square().sum().backward()
-        (functional_call(reference, given(theirs), (x * 2,)) + 1).square().sum().backward()
-        torch.testing.assert_close(gradients(ours), gradients(theirs), atol=1e-9, rtol=0)
-        torch.testing.assert_close(model(x), reference(x), atol=1e-9, rtol=0)
-
-
-def test_a_value_on_another_device_is_refused_by_name(model, way, x):
-    with pytest.raises(RuntimeError, match=r"found one of them on device: meta\. It is parameter '0\.0\.bias'"):
-        functional_call(model, {way[1] + "0.0.bias": torch.ones(8, device="meta", dtype=torch.float64)}, (x,))
-    model(x)
-
-
 class TestInsideForward:
     """Each replica gives values to modules of its own."""
 
@@ -140,19 +122,6 @@ class TestInsideForward:
 
 
 class TestRefused:
-    def test_a_wrapper_itself(self, slots, root, x):
-        """By torch: ``isinstance`` takes it for a ``torch.nn.DataParallel``."""
-        model = DataParallel(build(root), slots)
-        with pytest.raises(RuntimeError, match=r"can't be used with nn\.DataParallel"):
-            functional_call(model, {}, (x,))
-
-    def test_transforms_around(self, model, reference, way, x):
-        values = {name: value.detach() for name, value in given(leaves_for(reference), way[1]).items()}
-        with pytest.raises(RuntimeError, match=r"torch\.func transform"):
-            torch.func.grad(lambda values: functional_call(model, values, (x,)).sum())(values)
-        with pytest.raises(RuntimeError, match=r"torch\.func transform"):
-            torch.func.vmap(lambda x: functional_call(model, values, (x,)))(torch.stack([x, x]))
-
     @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
     def test_values_for_sharded_parameters(self, slots, root, x, sharded):
         """The module would keep them, and what they were computed from would get no gradient."""

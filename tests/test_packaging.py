@@ -1,4 +1,3 @@
-import ast
 import inspect
 import os
 import shutil
@@ -150,24 +149,6 @@ def test_what_is_installed_runs_without_the_repository(kind, request, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.devices("cpu")  # its process is its own: once is enough
-def test_wheel_metadata(wheel):
-    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    metadata = wheel.read(name).decode()
-    for line in (
-        "Name: dataparallel",
-        f"Version: {dataparallel.__version__}",
-        "Requires-Python: >=3.10",
-        "Requires-Dist: torch>=2.11",
-        "Requires-Dist: tqdm>=4.66",
-    ):
-        assert f"\n{line}\n" in metadata
-    for extra in ("test", "bench", "nogpu", "cuda-checks", "frameworks", "libraries", "cupy-cuda12", "cupy-cuda13"):
-        assert f"\nProvides-Extra: {extra}\n" in metadata
-    assert any(n.endswith("/LICENSE") for n in wheel.namelist())
-
-
-@pytest.mark.long
 @pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
 def test_import_is_free_of_side_effects():
     code = """
@@ -186,45 +167,6 @@ assert tasks() == tasks_before, (tasks_before, tasks())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def changes_of_others(source: str) -> list[str]:
-    """Statements that run at import and change what was imported from another room of the package."""
-    body = ast.parse(source).body
-    imported = {
-        alias.asname or alias.name
-        for statement in body
-        if isinstance(statement, ast.ImportFrom) and (statement.module or "").split(".")[0] == "dataparallel"
-        for alias in statement.names
-    }
-    found = []
-    for statement in body:
-        changed = []
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            about_itself = [ast.unparse(argument) for argument in statement.value.args[:1]] == ["__name__"]
-            changed = [] if about_itself else [statement.value.func]
-        elif isinstance(statement, (ast.Assign, ast.Delete)):
-            changed = [target for target in statement.targets if not isinstance(target, ast.Name)]
-        elif isinstance(statement, ast.AugAssign):
-            changed = [statement.target]
-        names = {node.id for target in changed for node in ast.walk(target) if isinstance(node, ast.Name)}
-        if names & imported:
-            found.append(ast.unparse(statement))
-    return found
-
-
-def test_importing_a_room_changes_no_other():
-    """What a room does is not to depend on who else has been imported."""
-    for statement in ("KINDS.add(1)", "KINDS[int] = 1", "KINDS.first = 1", "KINDS |= {1}", "del KINDS[0]", "KINDS(1)"):
-        assert changes_of_others(f"from dataparallel.room import KINDS\n{statement}") == [statement]
-    files = sorted((ROOT / "dataparallel").rglob("*.py"))
-    assert {path.name: found for path in files if (found := changes_of_others(path.read_text()))} == {}
-
-
-def test_public_names():
-    for name in {*PUBLIC_NAMES, *dataparallel.__all__}:
-        assert hasattr(dataparallel, name), name
-    assert set(PUBLIC_NAMES) <= set(dataparallel.__all__)
 
 
 def torchs_own(name):
@@ -249,10 +191,3 @@ def test_helpers_of_tests_and_benchmarks_have_names_of_their_own(pytestconfig: p
     helpers = [path.name for folder in folders for path in Path(folder).glob("*.py")]
     shared = {name for name in helpers if helpers.count(name) > 1 and not name.startswith("test_")}
     assert shared <= {"conftest.py"}
-
-
-@pytest.mark.parametrize("package", ["cupy", "pynvml"])
-def test_no_folder_of_tests_passes_for_a_package_that_the_library_looks_for(
-    package: str, pytestconfig: pytest.Config
-) -> None:
-    assert [folder for folder in pytestconfig.getini("pythonpath") if (Path(folder) / package).exists()] == []

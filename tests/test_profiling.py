@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import threading
 from typing import Any
 
 import pytest
@@ -72,29 +70,6 @@ def test_serial_replicas_are_in_the_callers_thread(slots: list) -> None:
     assert [name for name in names if name.startswith("replica ")] == ["replica 0", "replica 1", "replica 2"]
 
 
-class WithStagesOfItsOwn(DataParallel):
-    """Its stages call none of the library's."""
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        (x,) = inputs
-        chunks = [part.to(device) for part, device in zip(x.chunk(len(device_ids)), device_ids, strict=True)]
-        return [(chunk,) for chunk in chunks], [{} for _ in chunks]
-
-    def replicate(self, module: nn.Module, device_ids: Any) -> list[nn.Module]:
-        return [module] + [copy.deepcopy(module).to(device) for device in device_ids[1:]]
-
-    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[torch.Tensor]:
-        return [replica(*of_slot) for replica, of_slot in zip(replicas, inputs, strict=True)]
-
-    def gather(self, outputs: Any, output_device: Any) -> torch.Tensor:
-        return torch.cat([output.to(output_device) for output in outputs])
-
-
-def test_stages_that_a_subclass_overrides_have_ranges_too(slots: list) -> None:
-    model, x = WithStagesOfItsOwn(nn.Linear(4, 8).to(slots[0]), slots), torch.ones(6, 4, device=slots[0])
-    assert ours(events(False, lambda: model(x))) == STAGES
-
-
 @pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
 def test_a_range_ends_where_its_stage_fails(serial: bool, slots: list) -> None:
     class Failing(nn.Module):
@@ -128,29 +103,6 @@ def test_without_a_profiler_nothing_is_made(slots: list, monkeypatch: pytest.Mon
     assert stage("scatter") is stage("gather")
     events(False, step)
     assert "dataparallel::scatter" in made
-
-
-def test_whether_a_profiler_runs() -> None:
-    def from_a_thread() -> bool:
-        found: list[bool] = []
-        thread = threading.Thread(target=lambda: found.append(_torch.is_profiler_enabled()))
-        thread.start()
-        thread.join()
-        return found[0]
-
-    assert not _torch.is_profiler_enabled()
-    for all_threads in (False, True):
-        found: list[bool] = []
-        events(all_threads, lambda found=found: found.extend([_torch.is_profiler_enabled(), from_a_thread()]))
-        assert found == [True, True]
-    with profiler.emit_itt():
-        assert _torch.is_profiler_enabled()
-    assert not _torch.is_profiler_enabled()
-
-
-def test_a_context_is_used_again() -> None:
-    with stage("outer"), stage("inner"):
-        assert stage("outer") is stage("inner")
 
 
 @pytest.mark.devices("cuda")

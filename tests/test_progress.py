@@ -1,7 +1,4 @@
-"""What takes long draws a line on a terminal, which is gone at the end; elsewhere nothing is written.
-
-Each case names a function of the library that the work calls, a private one mostly: a test lets it fail.
-"""
+"""What takes long draws a line on a terminal, which is gone at the end; elsewhere nothing is written."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -16,8 +13,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from dataparallel import progress
 from dataparallel.comm import peers
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.forms import full_state, fully_shard_state, kept_tensors
-from dataparallel.sharded import ShardedTensor, distribute
 from processes import run_script
 from terminals import Terminal, wait_until
 
@@ -57,42 +52,37 @@ class Case(NamedTuple):
 
     text: str
     prepare: Callable[[list], Callable[[], Any]]
-    place: Any
-    called: str
 
 
+CHECKING = Case("checking copies between devices", lambda slots: partial(failed_pairs, slots))
 CASES = [
-    Case("checking copies between devices", lambda slots: partial(failed_pairs, slots), peers, "_copy"),
-    Case("sharding Net", lambda slots: lambda: sharded(slots), fully_shard_state, "_shard_parameter"),
-    Case("making 3 replicas", call_replicated, kept_tensors, "copy_buffers"),
+    CHECKING,
+    Case("sharding Net", lambda slots: lambda: sharded(slots)),
+    Case("making 3 replicas", call_replicated),
     Case(
         "copying the state of Net to host memory",
         lambda slots: partial(fully_shard.full_state_dict, sharded(slots)),
-        full_state,
-        "full_copy",
     ),
-    Case("loading the state of Net", prepare_loading, full_state, "_give_memory"),
+    Case("loading the state of Net", prepare_loading),
     Case(
         "gathering the full state",
         lambda slots: partial(get_model_state_dict, sharded(slots), options=FULL),
-        ShardedTensor,
-        "full_tensor",
     ),
-    Case("sharding the full state", prepare_distributing, distribute, "divided_on_owners_of"),
+    Case("sharding the full state", prepare_distributing),
 ]
 
 
 @pytest.fixture(
     params=[
         # Between CPU slots there is nothing to check.
-        pytest.param(case, id=case.text, marks=[pytest.mark.devices("sim", "cuda")] if case.place is peers else [])
+        pytest.param(case, id=case.text, marks=[pytest.mark.devices("sim", "cuda")] if case is CHECKING else [])
         for case in CASES
     ]
 )
 def case(request: pytest.FixtureRequest, slots: list, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
     case = request.param
     failed_pairs(slots)  # otherwise others may draw a line for this too
-    if case.place is peers:
+    if case is CHECKING:
         monkeypatch.delenv("DATAPARALLEL_PEER_CHECK", raising=False)
         monkeypatch.setattr(torch.get_device_module(), "copies_cannot_fail", False, raising=False)
         peers.forget()
@@ -117,31 +107,6 @@ def test_a_terminal_shows_it_until_it_is_done(case: Case, work: Callable[[], Any
     assert case.text in terminal.getvalue()
     assert terminal.on_screen() == ""
     assert threads_that_draw() == []
-
-
-def test_the_line_of_work_that_fails_is_gone(
-    case: Case, work: Callable[[], Any], terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(case.place, case.called, fail)
-    with pytest.raises(ZeroDivisionError):
-        work()
-    assert case.text in terminal.getvalue()
-    assert terminal.on_screen() == ""
-    assert threads_that_draw() == []
-
-
-def test_without_a_terminal_not_a_byte_is_written(work: Callable[[], Any], terminal: Terminal) -> None:
-    terminal.is_terminal = False
-    work()
-    assert terminal.getvalue() == ""
-
-
-def test_without_stderr_it_runs(work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress.sys, "stderr", None)
-    work()
 
 
 def test_calls_draw_no_line_again(slots: list, terminal: Terminal) -> None:
@@ -169,6 +134,24 @@ class TestTheLine:
         with progress.progress("packing", 1) as step:
             step()
         assert terminal.getvalue() == ""
+
+    def test_that_of_work_that_fails_is_gone(self, terminal: Terminal) -> None:
+        with pytest.raises(ZeroDivisionError), progress.progress("packing", 1):
+            raise ZeroDivisionError
+        assert "packing" in terminal.getvalue()
+        assert terminal.on_screen() == ""
+        assert threads_that_draw() == []
+
+    def test_without_a_terminal_not_a_byte_is_written(
+        self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        terminal.is_terminal = False
+        with progress.progress("packing", 1) as step:
+            step()
+        assert terminal.getvalue() == ""
+        monkeypatch.setattr(progress.sys, "stderr", None)
+        with progress.progress("packing", 1) as step:
+            step()
 
     def test_it_counts_steps_and_leaves_nothing_behind(self, terminal: Terminal) -> None:
         threads = threading.enumerate()

@@ -9,7 +9,6 @@ from torch import nn
 from around import assert_trains_alike, batches
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
-from each_form import FORMS as EACH_FORM
 from each_form import by_wrapper, replicated
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -91,20 +90,6 @@ def test_below_a_python_module_each_form_equals_one_device(form, wrap, slots, ro
     assert_trains_alike(model, above(build(Net, root), root), root)
 
 
-def test_scripted_functions_in_attributes(slots, root):
-    class Calls(Net):
-        def forward(self, x):
-            return self.function(super().forward(x))
-
-    def made():
-        net = build(Calls, root)
-        net.function = torch.jit.trace(torch.sin, torch.ones(2, dtype=torch.float64))
-        return net
-
-    for wrap in EACH_FORM.values():
-        assert_trains_alike(wrap(made(), slots), made(), root)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("child", [False, True], ids=["root", "child"])
 def test_they_cannot_be_sharded(form, child, slots, root):
@@ -147,9 +132,6 @@ class TestConstants:
         with torch.no_grad():
             torch.testing.assert_close(DataParallel(module, [root] * 3)(x), module(x))
 
-    def test_a_script_asks_each_time(self, slots, root):
-        assert_trains_alike(DataParallel(torch.jit.script(build(Ranges, root)), slots), build(Ranges, root), root)
-
 
 def _frozen(model, x):
     with torch.no_grad(), model.options.frozen():
@@ -162,8 +144,3 @@ class TestAround:
         (x,) = batches(root, [6])
         with pytest.raises(RuntimeError, match=r"torch\.jit\.trace is running around the call"):
             torch.jit.trace(DataParallel(build(Net, root), slots), x)
-
-    def test_a_script_of_a_replicated_module_is_the_modules_own(self, slots, root):
-        (x,) = batches(root, [6])
-        module = replicate(build(Net, root), devices=slots)
-        torch.testing.assert_close(torch.jit.script(module)(x), module(x))

@@ -1,7 +1,5 @@
 """What a run is for: the short tests, or all."""
 
-from pathlib import Path
-
 import pytest
 
 from processes import Ahead, run_pytest
@@ -65,9 +63,7 @@ LONG |= {"test_product[v-x]", "test_product[u-y]", "test_product[v-z]", "test_fe
 
 @pytest.fixture(scope="module")
 def processes(request, tmp_path_factory):
-    def run(*arguments, this_file=False):
-        if this_file:
-            return run_pytest(Path(__file__).parent, "--devices=cpu", "-v", *arguments, __file__)
+    def run(*arguments):
         folder = tmp_path_factory.mktemp("project")
         (folder / "conftest.py").write_text(CONFTEST)
         (folder / "test_user.py").write_text(TESTS)
@@ -89,11 +85,6 @@ def test_a_run_without_options_leaves_the_long_ones_out_and_says_how_to_run_them
     result.stdout.fnmatch_lines(["left out: at least 7 long tests, which run with --all"])
 
 
-@pytest.mark.ahead("test_user.py::test_short")
-def test_a_run_names_its_longest_tests(result):
-    result.stdout.fnmatch_lines(["*slowest 10 durations*"])
-
-
 @pytest.mark.ahead("--all")
 def test_all_is_both(result):
     assert passed(result) == SHORT | LONG
@@ -102,13 +93,3 @@ def test_all_is_both(result):
 @pytest.mark.ahead("test_user.py::test_long", "test_user.py::test_short")
 def test_a_long_test_runs_where_it_is_named(result):
     assert passed(result) == {"test_short", "test_long"}
-
-
-@pytest.mark.slots(2, long=[4])
-def test_slots(slots):
-    assert len(slots) in (2, 4)
-
-
-@pytest.mark.ahead("-k", "test_slots", this_file=True)
-def test_of_further_numbers_of_slots_the_run_leaves_out_those_that_are_long(result):
-    assert passed(result) == {"test_slots[2slots]"}

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.nn import SyncBatchNorm
 
 PAGE = (Path(__file__).parents[1] / "docs" / "guide" / "troubleshooting.rst").read_text(encoding="utf-8")
 
@@ -269,23 +268,3 @@ def test_the_table_is_in_the_order_of_the_texts_and_each_row_was_tried() -> None
     assert errors == sorted(errors, key=lambda text: re.sub(r"\W+", " ", text).strip().lower())
     assert {row_of(beginning) for beginning in MISTAKES} == {*rows()}
     assert all(row.why and row.do for row in rows())
-
-
-def test_what_the_page_advises_works(slots: list, root: torch.device) -> None:
-    """Of the rows whose advice is one line."""
-    net = SyncBatchNorm.convert(nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))).to(root)
-    assert DataParallel(net, slots)(batch(root, len(slots))).shape == (len(slots), 3)
-    lstm, state = nn.LSTM(4, 3, batch_first=True).to(root), torch.zeros(6, 1, 3, device=root)
-
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = lstm
-
-        def forward(self, x: Tensor, *state: Tensor) -> Any:
-            output, last = self.lstm(x, tuple(each.transpose(0, 1).contiguous() for each in state))
-            return output, tuple(each.transpose(0, 1) for each in last)
-
-    output, last = DataParallel(Turned(), slots)(torch.randn(6, 5, 4, device=root), state, state)
-    assert output.shape == (6, 5, 3)
-    assert last[0].shape == (6, 1, 3)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 import warnings
 
 import pytest
@@ -49,24 +48,6 @@ def test_each_kind_comes_once_whatever_the_message():
             warn_once("a kind", message)
             warn_once("another", message)
     assert [(str(each.message), each.category) for each in caught] == [("first", PerformanceWarning)] * 2
-
-
-@pytest.mark.usefixtures("performance_warnings")
-def test_one_of_several_threads_warns(monkeypatch):
-    together, said = threading.Barrier(8), []
-    monkeypatch.setattr("dataparallel.user_warnings.warn_user", lambda *args: said.append(args))
-
-    def run():
-        for kind in range(100):
-            together.wait()
-            warn_once(str(kind), "slow")
-
-    threads = [threading.Thread(target=run) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(said) == 100
 
 
 def test_the_command_line_makes_them_errors():

@@ -1,4 +1,4 @@
-"""Twenty architectures of transformers and timm, small and with random weights, each with a batch that it takes.
+"""Architectures of transformers and timm, small and with random weights, each with a batch that it takes.
 
 Dropout and stochastic depth are off, because slots draw other masks than one device; everything else is as the
 libraries have it, normalisation over the batch in training mode included.
@@ -17,7 +17,6 @@ __all__ = ["ARCHITECTURES", "Architecture"]
 WORDS = 40
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 PICTURES = {"image_size": 16, "patch_size": 8}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 class Architecture(NamedTuple):
@@ -48,13 +47,6 @@ def labelled(samples: int) -> dict[str, Tensor]:
 
 def pictures(samples: int, size: int = 16, name: str = "pixel_values") -> dict[str, Tensor]:
     return {name: torch.randn(samples, 3, size, size, dtype=torch.float64, generator=random())}
-
-
-def sounds(samples: int) -> dict[str, Tensor]:
-    return {
-        "input_features": torch.randn(samples, 8, 16, dtype=torch.float64, generator=random()),
-        "decoder_input_ids": words(samples)["input_ids"],
-    }
 
 
 def image_and_text(samples: int) -> dict[str, Tensor]:
@@ -96,9 +88,6 @@ GROUPED = {**CAUSAL, "num_key_value_heads": 1}
 MIXED = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 
 ARCHITECTURES = {
-    "bert": Architecture(
-        by_config(hf.BertForSequenceClassification, hf.BertConfig, vocab_size=WORDS, **SMALL, **NO_DROPOUT), padded
-    ),
     "gpt2": Architecture(
         by_config(
             hf.GPT2LMHeadModel,
@@ -109,58 +98,12 @@ ARCHITECTURES = {
         labelled,
     ),
     "llama": Architecture(by_config(hf.LlamaForCausalLM, hf.LlamaConfig, **GROUPED), padded),
-    "qwen2": Architecture(by_config(hf.Qwen2ForCausalLM, hf.Qwen2Config, **GROUPED), words),
     "mixtral": Architecture(by_config(hf.MixtralForCausalLM, hf.MixtralConfig, **MIXED, **GROUPED), words),
-    "t5": Architecture(
-        by_config(
-            hf.T5ForConditionalGeneration,
-            hf.T5Config,
-            **{"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
-            **{"dropout_rate": 0.0, "decoder_start_token_id": 0},
-        ),
-        labelled,
-    ),
-    "bart": Architecture(
-        by_config(
-            hf.BartModel,
-            hf.BartConfig,
-            **{"vocab_size": WORDS, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0},
-            **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 16},
-            **{"encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
-        ),
-        words,
-    ),
-    "distilbert": Architecture(
-        by_config(
-            hf.DistilBertModel,
-            hf.DistilBertConfig,
-            **{"vocab_size": WORDS, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24},
-            **{"dropout": 0.0, "attention_dropout": 0.0},
-        ),
-        padded,
-    ),
-    "albert": Architecture(
-        by_config(hf.AlbertModel, hf.AlbertConfig, vocab_size=WORDS, embedding_size=8, **SMALL, **NO_DROPOUT), words
-    ),
     "mamba": Architecture(
         by_config(hf.MambaForCausalLM, hf.MambaConfig, vocab_size=WORDS, hidden_size=16, num_hidden_layers=2), words
     ),
-    "vit": Architecture(by_config(hf.ViTModel, hf.ViTConfig, **PICTURES, **SMALL, **NO_DROPOUT), pictures),
     "clip": Architecture(Features, image_and_text),
-    "whisper": Architecture(
-        by_config(
-            hf.WhisperModel,
-            hf.WhisperConfig,
-            **{"vocab_size": WORDS, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0},
-            **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 8},
-            **{"max_source_positions": 8, "max_target_positions": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
-            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
-        ),
-        sounds,
-    ),
     "resnet": Architecture(by_timm("resnet18", stem_width=4), timm_pictures(32)),
-    "efficientnet": Architecture(by_timm("efficientnet_b0", drop_rate=0.0, drop_path_rate=0.0), timm_pictures(32)),
-    "convnext": Architecture(by_timm("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)), timm_pictures(32)),
     "swin": Architecture(
         by_timm(
             "swin_tiny_patch4_window7_224",
@@ -173,6 +116,4 @@ ARCHITECTURES = {
         timm_pictures(32),
     ),
     "mobilenet": Architecture(by_timm("mobilenetv3_small_050", drop_rate=0.0), timm_pictures(32)),
-    "densenet": Architecture(by_timm("densenet121", block_config=(2, 2, 2, 2), growth_rate=4), timm_pictures(32)),
-    "mixer": Architecture(by_timm("mixer_s32_224", img_size=64), timm_pictures(64)),
 }

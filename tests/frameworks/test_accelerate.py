@@ -12,8 +12,6 @@ from accelerate.utils import extract_model_from_parallel
 from either_form import both_forms, in_form
 from tiny import gpt2, tokens
 
-from dataparallel.composable import ReplicatedModule
-
 
 @pytest.fixture(autouse=True)
 def fresh_state():
@@ -46,8 +44,9 @@ def train(accelerator, model, batches):
 
 @pytest.fixture
 def accelerator_of(root):
-    """A function that makes an accelerator, on the first GPU or on the CPU. It moves nothing."""
-    return lambda **settings: Accelerator(cpu=root.type != "cuda", device_placement=False, **settings)
+    """A function that makes an accelerator, on the first GPU or on the CPU."""
+    is_cuda = root.type == "cuda"
+    return lambda **settings: Accelerator(cpu=not is_cuda, device_placement=is_cuda, **settings)
 
 
 @both_forms
@@ -91,13 +90,3 @@ class TestMixedPrecision:
         assert not torch.equal(prepared(input_ids=batches[0]).logits, expected)
         unwrapped = extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
         torch.testing.assert_close(unwrapped(input_ids=batches[0]).logits, expected, rtol=1e-5, atol=1e-6)
-
-    def test_unwrapped_a_replicated_model_is_still_split(self, accelerator_of, form, plain, slots, batches):
-        model = in_form(form, plain, slots)
-        accelerator = accelerator_of(mixed_precision="bf16")
-        sizes = []
-        unwrapped = extract_model_from_parallel(accelerator.prepare(model), keep_fp32_wrapper=False)
-        unwrapped.lm_head.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
-        unwrapped(input_ids=batches[0])
-        assert isinstance(unwrapped, ReplicatedModule) == (form == "replicate")
-        assert sorted(sizes) == ([3, 4] if form == "replicate" and len(slots) == 2 else [7])

@@ -97,11 +97,6 @@ class TestAccelerator:
         accelerator.load_state(str(tmp_path))
         assert_same(again.train().state(), expected.state())
 
-    def test_unwrapped_it_is_the_model(self, accelerator, form, slots):
-        run = Run(accelerator, form, slots)
-        unwrapped = accelerator.unwrap_model(run.model)
-        assert unwrapped is (run.model.module if form == "DataParallel" else run.model)
-
     def test_outputs_are_gathered_for_metrics(self, accelerator, form, slots):
         run = Run(accelerator, form, slots)
         with torch.no_grad():

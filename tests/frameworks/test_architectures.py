@@ -99,7 +99,3 @@ def test_outputs_and_gradients(form, architecture, slots, root):
     assert largest > 0
     for (name, buffer), of_one in zip(model.named_buffers(), one.buffers(), strict=True):
         torch.testing.assert_close(buffer, of_one, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
-
-
-def test_there_are_twenty():
-    assert len(ARCHITECTURES) == 20

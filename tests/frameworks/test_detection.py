@@ -1,22 +1,61 @@
 """A detector of torchvision: lists of images and targets, one entry for each sample, are split over the slots."""
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("torchvision")
 
-from detectors import CLASSES, SIZES, Marked, anchors, backbone, batch, in_float64, same_sizes
 from either_form import both_forms, in_form
+from torch import Tensor, nn
 from torchvision.models.detection import RetinaNet, retinanet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.ops import box_iou
 
 from dataparallel import samples
 
+CLASSES = 4
+
+
+class Marked(nn.Module):
+    """A detector. In eval mode its forward marks what it returns as one entry a sample."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
+        found = self.net(images, targets)
+        return found if self.training else samples(found)
+
+
+def batch(count: int, root: torch.device | str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Images of several sizes, with one to three boxes."""
+    generator = torch.Generator().manual_seed(1)
+    images, targets = [], []
+    for i in range(count):
+        images.append(torch.rand(3, 32, 32 + 4 * (i % 3), dtype=torch.float64, generator=generator).to(root))
+        corners = 16 * torch.rand(1 + i % 3, 2, dtype=torch.float64, generator=generator)
+        sizes = 4 + 10 * torch.rand(1 + i % 3, 2, dtype=torch.float64, generator=generator)
+        labels = torch.randint(1, CLASSES, (len(corners),), generator=generator)
+        targets.append({"boxes": torch.cat([corners, corners + sizes], 1).to(root), "labels": labels.to(root)})
+    return images, targets
+
+
+def same_sizes(images: list[Tensor]) -> list[Tensor]:
+    """Images of a batch are padded to the largest one of it, which changes what is seen at the borders."""
+    return [nn.functional.pad(image, (0, 40 - image.shape[2])) for image in images]
+
 
 def detector():
     """RetinaNet on one small map of features."""
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1))
+    backbone.out_channels = 8
+    anchors = AnchorGenerator(sizes=((8, 16),), aspect_ratios=((0.5, 1.0, 2.0),))
     few = {"score_thresh": 0.0, "topk_candidates": 20, "detections_per_img": 5}
-    return Marked(RetinaNet(backbone(), CLASSES, anchor_generator=anchors(), **SIZES, **few))
+    return Marked(RetinaNet(backbone, CLASSES, anchor_generator=anchors, min_size=32, max_size=48, **few))
 
 
 def suppressed(boxes, scores, labels, threshold):
@@ -33,8 +72,9 @@ def suppressed(boxes, scores, labels, threshold):
 def _in_float64(monkeypatch, root):
     if root.type != "cuda":
         monkeypatch.setattr(retinanet.box_ops, "batched_nms", suppressed)
-    with in_float64():
-        yield
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @both_forms

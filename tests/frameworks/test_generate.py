@@ -52,28 +52,10 @@ def test_step_by_step(form, model, ids, slots):
 
 @both_forms
 @torch.no_grad()
-def test_with_caches_that_the_caller_makes(form, model, ids, slots):
-    caches = PerReplica(DynamicCache(config=model.config) for _ in slots)
-    found, _, cache = step_by_step(in_form(form, model, slots), ids, caches)
-    assert found.tolist() == step_by_step(model, ids)[0].tolist()
-    assert all(a is b for a, b in zip(cache, caches, strict=True))
-
-
-@both_forms
-@torch.no_grad()
 def test_one_cache_for_all_replicas_is_refused(form, model, ids, slots):
     wrapped = in_form(form, model, slots)
     with pytest.raises(ValueError, match=r'"past_key_values"\] is one DynamicCache, to which 3 replicas would write'):
         wrapped(ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
-
-
-@both_forms
-@torch.no_grad()
-def test_a_batch_that_is_split_otherwise_is_refused(form, model, ids, slots):
-    wrapped = in_form(form, model, slots)
-    cache = wrapped(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="entries for 3 replicas, but a batch of 2 on 3 slots is for 2"):
-        wrapped(ids[:2, -1:], past_key_values=cache, use_cache=True)
 
 
 @both_forms

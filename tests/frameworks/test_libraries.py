@@ -1,12 +1,12 @@
-"""Twenty libraries that wrap models in ``torch.nn.DataParallel``, or look for it: what they do with ours.
+"""Libraries that wrap models in ``torch.nn.DataParallel``, or look for it: what they do with ours.
 
 Each is used on all GPUs with torch's class and, unchanged, under `replace_torch`. transformers' trainer has tests of
 its own.
 """
 
 import importlib
+from contextlib import nullcontext
 
-import libraries_that_look
 import libraries_that_wrap
 import pytest
 import torch
@@ -20,12 +20,6 @@ pytestmark = pytest.mark.devices("cuda")
 
 DERIVED = {"gpytorch": "gpytorch.kernels.multi_device_kernel", "torch_geometric": "torch_geometric.nn.data_parallel"}
 """Modules that derive a class from torch's."""
-
-TAKE_A_WRAPPER = ["captum", "skorch", "torchbearer"]
-"""Libraries to which the user gives the wrapper, or its class."""
-
-NEEDS_PARAMETERS = {"tianshou"}
-"""Models whose ``forward`` asks its parameters for a device. Replicas of torch's have none."""
 
 
 def named(library):
@@ -56,11 +50,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("library", libraries_that_wrap.LIBRARIES, ids=named)
 class TestLibrariesThatWrap:
     def test_torchs(self, library, expected, gpus, tmp_path):
-        if library.__name__ in NEEDS_PARAMETERS:
-            with pytest.raises(RuntimeError, match="replica 0"):
-                library(gpus, tmp_path)
-        else:
-            assert_same(library(gpus, tmp_path), expected)
+        assert_same(library(gpus, tmp_path), expected)
 
     def test_ours(self, library, expected, gpus, tmp_path):
         """The libraries are imported already, and their names are replaced."""
@@ -87,34 +77,32 @@ def test_classes_that_are_derived_inside(library, expected, gpus, tmp_path):
         vars(module).update(before)
 
 
-@pytest.mark.parametrize("library", [getattr(libraries_that_wrap, name) for name in TAKE_A_WRAPPER], ids=named)
-def test_a_wrapper_by_hand(library, expected, gpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(nn, "DataParallel", dataparallel.DataParallel)
-    if library is libraries_that_wrap.captum:
-        with pytest.raises(KeyError, match="cuda"):  # it looks for its layer, and the hook refers to the replica's
-            library(gpus, tmp_path)
-    else:
-        assert_same(library(gpus, tmp_path), expected)
+def found_by_accelerate(model, folder):
+    from accelerate.utils import extract_model_from_parallel
+
+    return extract_model_from_parallel(model).state_dict()
 
 
-@pytest.mark.parametrize("library", libraries_that_look.LIBRARIES, ids=named)
-class TestLibrariesThatLook:
-    @pytest.fixture(params=["torchs", "under_replace_torch", "by_hand"])
-    def wrap(self, request):
-        if request.param == "under_replace_torch":
-            with dataparallel.replace_torch():
-                yield nn.DataParallel
+def found_by_ignite(model, folder):
+    from ignite.engine import Engine
+    from ignite.handlers import Checkpoint, DiskSaver
+
+    engine = Engine(lambda engine, batch: None)
+    engine.run([0])
+    Checkpoint({"model": model}, DiskSaver(folder), filename_pattern="saved.pt")(engine)
+    Checkpoint.load_objects({"model": model}, str(folder / "saved.pt"))
+    return torch.load(folder / "saved.pt")
+
+
+@pytest.mark.parametrize("way", ["torchs", "under_replace_torch", "by_hand", "replicated"])
+@pytest.mark.parametrize(("package", "find"), [("accelerate", found_by_accelerate), ("ignite", found_by_ignite)])
+def test_libraries_that_look_for_the_wrapper_find_the_model(package, find, way, gpus, tmp_path):
+    """A replicated model is saved as it is."""
+    pytest.importorskip(package)
+    model, expected = libraries_that_wrap.net().to(gpus[0]), libraries_that_wrap.net().state_dict()
+    with dataparallel.replace_torch() if way == "under_replace_torch" else nullcontext():
+        if way == "replicated":
+            wrapped = replicate(model, devices=gpus)
         else:
-            yield nn.DataParallel if request.param == "torchs" else dataparallel.DataParallel
-
-    def test_they_find_the_model(self, library, wrap, gpus, tmp_path):
-        pytest.importorskip(library.__name__)
-        model, expected = libraries_that_wrap.net().to(gpus[0]), libraries_that_wrap.net().state_dict()
-        assert_same(dict(library(wrap(model, gpus), tmp_path)), dict(expected))
-
-
-@pytest.mark.parametrize("library", libraries_that_look.THAT_SAVE, ids=named)
-def test_a_replicated_model_is_saved_as_it_is(library, gpus, tmp_path):
-    pytest.importorskip(library.__name__)
-    model = replicate(libraries_that_wrap.net().to(gpus[0]), devices=gpus)
-    assert_same(dict(library(model, tmp_path)), dict(libraries_that_wrap.net().state_dict()))
+            wrapped = (dataparallel if way == "by_hand" else nn).DataParallel(model, gpus)
+        assert_same(dict(find(wrapped, tmp_path)), dict(expected))

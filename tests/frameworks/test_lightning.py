@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("lightning")
 
@@ -50,20 +49,6 @@ class TestFit:
         for name in ("loss", "validation"):
             torch.testing.assert_close(trainer.callback_metrics[name].cpu(), of_one.callback_metrics[name])
 
-    def test_batches_are_split(self, make, slots, tmp_path):
-        learner, sizes = make(slots), []
-        (last,) = [module for module in learner.modules() if isinstance(module, nn.Tanh)]
-        last.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
-        fit(learner, tmp_path, limit_train_batches=1, limit_val_batches=0)
-        assert sorted(sizes) == sorted([len(chunk) for chunk in torch.arange(8).chunk(len(slots))] * EPOCHS)
-
-    def test_predictions(self, make, slots, one_device, tmp_path):
-        learner, (expected, of_one) = make(slots), one_device
-        trainer = fit(learner, tmp_path)
-        found = trainer.predict(learner, loader())
-        expected = of_one.predict(expected, loader())
-        torch.testing.assert_close([output.cpu() for output in found], expected, rtol=1e-9, atol=1e-12)
-
 
 @all_ways
 def test_training_goes_on_from_a_checkpoint(make, slots, tmp_path):
@@ -73,14 +58,6 @@ def test_training_goes_on_from_a_checkpoint(make, slots, tmp_path):
     again = make(slots)
     fit(again, tmp_path, tmp_path / "checkpoint", max_epochs=EPOCHS + 1)
     torch.testing.assert_close(weights(again), expected.state_dict(), rtol=1e-9, atol=1e-12)
-
-
-def test_the_state_of_a_replicated_learner_is_that_of_a_plain_one(slots, tmp_path):
-    learner = replicated_itself(slots)
-    fit(learner, tmp_path).save_checkpoint(tmp_path / "checkpoint")
-    plain = Learner(net())
-    plain.load_state_dict(torch.load(tmp_path / "checkpoint")["state_dict"])
-    torch.testing.assert_close(plain.state_dict(), weights(learner))
 
 
 def test_a_loader_may_send_ahead(slots, one_device, tmp_path):

@@ -11,8 +11,7 @@ pytest.importorskip("lightning")
 
 from learner import EPOCHS, Learner, fit, loader, net
 
-from dataparallel import peers
-from dataparallel.composable import FullyShardedModule, fully_shard
+from dataparallel.composable import fully_shard
 from dataparallel.integrations.lightning import SlotsStrategy
 
 # Lightning knows no device of the simulated type.
@@ -202,24 +201,6 @@ class TestModules:
         assert_same_weights(learner, expected)
 
     @all_forms
-    def test_one_slot_runs_the_module_itself(self, form, slots, one_device, tmp_path):
-        learner, (expected, of_one) = Logger(net()), one_device
-        trainer = fit_on_slots(learner, tmp_path, SlotsStrategy(slots[:1], form))
-        assert_same_weights(learner, expected)
-        assert trainer.callback_metrics["loss_epoch"].item() == pytest.approx(of_one.logged["loss_epoch"].item())
-        assert "log" not in vars(learner)
-
-    def test_blocks_may_be_units(self, slots, one_device, tmp_path):
-        class Divided(Logger):
-            def configure_model(self):
-                if not isinstance(self.model[0], FullyShardedModule):
-                    fully_shard(self.model[0], devices=slots)
-
-        learner = Divided(net())
-        fit_on_slots(learner, tmp_path, SlotsStrategy(slots, "fully_shard"))
-        assert_same_weights(learner, one_device[0])
-
-    @all_forms
     def test_a_step_may_return_a_sum(self, form, slots, tmp_path):
         class Sums(Learner):
             def loss(self, batch):
@@ -235,22 +216,6 @@ class TestModules:
             SlotsStrategy(slots[:1], form)
             strategy = SlotsStrategy(slots, form, scalars="sum")
         fit_on_slots(learner, tmp_path, strategy)
-        assert_same_weights(learner, expected)
-
-    @all_forms
-    @pytest.mark.slots(1, 3)
-    def test_a_step_may_return_a_mean_over_other_items(self, form, slots, tmp_path):
-        class Items(Learner):
-            def loss(self, batch):
-                x, y = batch
-                is_item = x > 0
-                items = is_item.sum() if self.on_one_device else peers.all_reduce(is_item.sum())
-                return ((self(x)[:, 0] - y[:, 0]).square() * is_item.sum(1)).sum() / items
-
-        learner, expected = Items(net()), Items(net())
-        learner.on_one_device, expected.on_one_device = False, True
-        fit(expected, tmp_path)
-        fit_on_slots(learner, tmp_path, SlotsStrategy(slots, form, scalars="sum"))
         assert_same_weights(learner, expected)
 
     def test_metrics_are_refused_in_a_step(self, slots, tmp_path):

@@ -135,3 +135,21 @@ def test_an_adapter_that_comes_after_fully_shard_is_refused(kind, slots, root):
     model.double().to(root).set_adapter("second")
     with pytest.raises(RuntimeError, match=r"second.*came into the model after fully_shard. Change the model first"):
         train(model, tokens(7).to(root))
+
+
+@both_forms
+@pytest.mark.slots(2, 3)
+def test_adapters_may_come_after_the_form(form, slots, root):
+    """The wrapper reads the tree at each call; a replicated module keeps its form inside of peft's model."""
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    model = in_form(form, gpt2().to(root), slots)
+    trained = []
+    for base in (model.module if form == "DataParallel" else model, gpt2().to(root)):
+        torch.manual_seed(1)
+        trained.append(get_peft_model(base, config, autocast_adapter_dtype=False))
+    ours, alone = trained
+    if form == "DataParallel":
+        model.module = ours
+    for each in (model if form == "DataParallel" else ours, alone):
+        train(each, tokens(5).to(root))
+    torch.testing.assert_close([*ours.parameters()], [*alone.parameters()], **EXACT)

@@ -12,7 +12,6 @@ pytest.importorskip("accelerate")
 from tiny import bert, examples, gpt2, t5, tokens
 from transformers import (
     AutoModelForCausalLM,
-    DataCollatorWithFlattening,
     GPT2LMHeadModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -24,7 +23,6 @@ from transformers import (
 from dataparallel import DataParallel
 from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_shard, replicate
 from dataparallel.integrations.transformers import OnSlots
-from dataparallel.integrations.transformers_losses import LossByItems
 
 STEPS = 6
 FORMS = ["DataParallel", "replicate", "fully_shard"]
@@ -140,6 +138,10 @@ class TestTraining:
         found = trained(gpt2(), tmp_path, slots, form, label_smoothing_factor=0.1)
         assert_same(found, one)
 
+    def test_activations_that_are_recomputed(self, form, slots, tmp_path):
+        one = trained(gpt2(), tmp_path / "one", trainer=Trainer, gradient_checkpointing=True)
+        assert_same(trained(gpt2(), tmp_path, slots, form, gradient_checkpointing=True), one)
+
     def test_gradients_wait_on_their_slots_until_the_last_batch_of_a_step(self, form, slots, tmp_path):
         gradients = []
 
@@ -176,17 +178,6 @@ class TestTraining:
 
 def classified(samples):
     return [{**each, "labels": index % 3} for index, each in enumerate(examples(samples))]
-
-
-@all_forms
-def test_packed_batches(form, slots, tmp_path):
-    """Sequences that come one after the other in one row."""
-    rows = [{"input_ids": row[: 3 + number % 4].tolist()} for number, row in enumerate(tokens(29))]
-    settings = {"train_dataset": rows, "eval_dataset": rows[:7], "data_collator": DataCollatorWithFlattening()}
-    expected = trained(gpt2(), tmp_path, trainer=Trainer, **settings)
-    trainer = trained(gpt2(), tmp_path, slots, form, **settings)
-    assert_same(trainer, expected, 1e-6)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], rel=1e-5)
 
 
 @all_forms
@@ -268,24 +259,12 @@ class TestModels:
         with pytest.raises(ValueError, match="form='dp': expected one of 'replicate', 'DataParallel', 'fully_shard'"):
             trainer_for(gpt2(), tmp_path, slots, "dp")
 
-    def test_blocks_are_units(self, slots, tmp_path):
-        model = trainer_for(gpt2(), tmp_path, slots, "fully_shard").model
-        sharded = [name for name, module in model.named_modules() if isinstance(module, FullyShardedModule)]
-        assert sharded == ["", "transformer.h.0", "transformer.h.1"]
-
     @all_forms
     def test_those_of_a_function(self, form, slots, tmp_path):
         one = trained(None, tmp_path, trainer=Trainer, model_init=gpt2)
         several = trained(None, tmp_path, slots, form, model_init=gpt2)
         assert_same(several, one)
         assert isinstance(several.model_wrapped, (DataParallel, ReplicatedModule, FullyShardedModule))
-
-    @all_forms
-    def test_training_twice(self, form, slots, tmp_path):
-        one, several = trained(gpt2(), tmp_path, trainer=Trainer), trained(gpt2(), tmp_path, slots, form)
-        for trainer in (one, several):
-            trainer.train()
-        assert_same(several, one)
 
     def test_without_accelerators_nothing_changes(self, one_device, monkeypatch):
         monkeypatch.setattr("dataparallel.devices.all_devices", list)
@@ -305,47 +284,11 @@ def test_mixed_precision_reaches_the_replicas(form, slots, tmp_path):
     assert {*seen} == {torch.bfloat16}
 
 
-class TestLossByItems:
-    """Combined with the losses of two kinds of models: see the class."""
-
-    @pytest.fixture(params=[True, False], ids=["sum", "mean"])
-    def found_and_expected(self, request, slots, root):
-        def make(labels, number):
-            class Net(torch.nn.Linear):
-                def forward(self, x, labels, num_items_in_batch=None):
-                    if not request.param or num_items_in_batch is None:
-                        return torch.nn.functional.cross_entropy(super().forward(x), labels)
-                    squares = super().forward(x).square().sum(dim=1)
-                    return (squares * (labels != -100)).sum() / num_items_in_batch
-
-            torch.manual_seed(0)
-            net = Net(4, 3).double().to(root)
-            x = torch.randn(len(labels), 4, dtype=torch.float64, device=root)
-            kwargs = {"labels": labels.to(root), "num_items_in_batch": number}
-            expected = net(x, **kwargs)
-            by_items = LossByItems(lambda inputs: inputs["labels"].ne(-100), "Net")
-            model = DataParallel(net, slots, scalars=by_items.combine)
-            model.register_forward_pre_hook(by_items.before_call, with_kwargs=True)
-            gradients = [torch.autograd.grad(loss, net.weight)[0] for loss in (model(x, **kwargs), expected)]
-            return (model(x, **kwargs), gradients[0]), (expected, gradients[1])
-
-        return make
-
-    @pytest.mark.parametrize("number", [None, 5, torch.tensor(9)])
-    def test_chunks_with_different_numbers_of_items(self, found_and_expected, number):
-        labels = torch.tensor([0, -100, 1, 2, -100, -100, 1])
-        found, expected = found_and_expected(labels, number)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-    @pytest.mark.parametrize("number", [None, 2])
-    def test_a_chunk_without_items(self, found_and_expected, number):
-        found, expected = found_and_expected(torch.tensor([-100, -100, -100, 0, 1, -100]), number)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-    def test_without_items_each_sample_counts_once(self, slots, root):
-        by_items = LossByItems(lambda inputs: "mean", "Net")
-        net = torch.nn.Identity()
-        net.forward = lambda x: x.mean()
-        model = DataParallel(net, slots, scalars=by_items.combine)
-        x = torch.arange(7.0, device=root)
-        torch.testing.assert_close(model(x), x.mean())
+def test_save_pretrained_of_a_sharded_model_takes_its_full_state(slots, root, tmp_path):
+    model, expected = gpt2().to(root), gpt2()
+    fully_shard(model, devices=slots)
+    with pytest.raises(TypeError, match=r"model.save_pretrained\(folder, state_dict=...\)"):
+        model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, state_dict=fully_shard.full_state_dict(model))
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(loaded.state_dict(), expected.state_dict(), rtol=0, atol=0)

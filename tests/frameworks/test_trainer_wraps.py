@@ -1,10 +1,7 @@
 """transformers' `Trainer` on several GPUs: it wraps the model in ``torch.nn.DataParallel`` itself, on all of them."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -84,68 +81,33 @@ class OneNumber(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
-@pytest.fixture(params=["torch", "ours"])
-def wrapper(request):
-    """torch's class, as the trainer finds it, or ours, by nothing but `replace_torch`."""
-    if request.param == "torch":
-        yield nn.DataParallel
-        return
+def test_under_replace_torch_the_trainer_wraps_the_model_in_our_class(gpus, accumulation, expected, tmp_path):
     with replace_torch():
-        assert issubclass(nn.DataParallel, dataparallel.DataParallel)
-        yield nn.DataParallel
-
-
-class TestTheTrainerWraps:
-    def test_losses_and_parameters(self, gpus, accumulation, expected, wrapper, tmp_path):
         made = trainer_for(gpt2(), tmp_path, gpus, **accumulation)
-        found = trained(made)
-        assert type(made.model_wrapped) is wrapper
-        assert len(made.model_wrapped.device_ids) == gpus
-        assert_same(found, expected)
+        assert_same(trained(made), expected)
+    assert isinstance(made.model_wrapped, dataparallel.DataParallel)
+    assert len(made.model_wrapped.device_ids) == gpus
 
 
 @pytest.mark.filterwarnings("error:as torch.nn.DataParallel does")
-class TestUnevenLastBatches:
+def test_uneven_last_batches_are_those_of_torchs_class(gpus, accumulation, tmp_path):
     """The trainer counts the batch's tokens once for each GPU, and the last batch may be for fewer of them."""
 
-    def made(self, folder, gpus, accumulation, **settings):
+    def outcome(folder):
         samples = 3 * gpus + 2  # a full batch, and one with a chunk of two for about half of the GPUs
-        return trainer_for(gpt2(), folder, gpus, samples=samples, **accumulation, **settings)
+        trainer = trainer_for(gpt2(), folder, gpus, samples=samples, **accumulation)
+        return trained(trainer), trainer.evaluate()["eval_loss"]
 
-    def test_losses_parameters_and_evaluation(self, gpus, accumulation, tmp_path):
-        theirs = self.made(tmp_path / "torch", gpus, accumulation)
-        expected = trained(theirs), theirs.evaluate()["eval_loss"]
-        with replace_torch():
-            ours = self.made(tmp_path / "ours", gpus, accumulation)
-            found = trained(ours), ours.evaluate()["eval_loss"]
-        assert isinstance(ours.model_wrapped, dataparallel.DataParallel)
-        assert_same(found[0], expected[0])
-        assert found[1] == pytest.approx(expected[1], rel=1e-6)
-
-    @pytest.mark.parametrize("first", ["torch", "ours"])
-    def test_saving_and_resuming(self, first, gpus, accumulation, tmp_path):
-        """A training goes on with the other class."""
-        whole = trained(self.made(tmp_path / "whole", gpus, accumulation))
-        before, after = (replace_torch, nullcontext) if first == "ours" else (nullcontext, replace_torch)
-        with before():
-            halfway = {"save_strategy": "steps", "save_steps": STEPS // 2}
-            self.made(tmp_path, gpus, accumulation, **halfway).train()
-        with after():
-            again = self.made(tmp_path, gpus, accumulation)
-            again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
-        for name, value in again.model.state_dict().items():
-            torch.testing.assert_close(value, whole[1][name], rtol=1e-9, atol=1e-9)
+    expected = outcome(tmp_path / "torch")
+    with replace_torch():
+        found = outcome(tmp_path / "ours")
+    assert_same(found[0], expected[0])
+    assert found[1] == pytest.approx(expected[1], rel=1e-6)
 
 
-class TestAWrapperOfOurs:
-    def test_it_is_not_wrapped_again(self, gpus, accumulation, expected, tmp_path):
-        model = dataparallel.DataParallel(gpt2().to("cuda:0"))
-        trainer = trainer_for(model, tmp_path, gpus, trainer=OneNumber, **accumulation)
-        found = trained(trainer)
-        assert trainer.model_wrapped is model
-        assert_same(found, expected)
-
-    def test_rows_that_are_no_batch_are_refused(self, gpus, tmp_path):
-        trainer = trainer_for(dataparallel.DataParallel(gpt2().to("cuda:0")), tmp_path, gpus)
-        with pytest.raises(ValueError, match=r'batch sizes disagree .*"num_items_in_batch"'):
-            trainer.train()
+def test_a_wrapper_of_ours_is_not_wrapped_again(gpus, accumulation, expected, tmp_path):
+    model = dataparallel.DataParallel(gpt2().to("cuda:0"))
+    trainer = trainer_for(model, tmp_path, gpus, trainer=OneNumber, **accumulation)
+    found = trained(trainer)
+    assert trainer.model_wrapped is model
+    assert_same(found, expected)

@@ -2,9 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +10,7 @@ import torch
 from dataparallel import comm
 from dataparallel.comm import kernels, nccl
 from dataparallel.integrations import machine
-from selection import others_long
+from processes import run_script
 
 pytestmark = pytest.mark.devices("cpu")  # no device takes part
 
@@ -39,15 +36,6 @@ def test_it_says_if_peers_are_checked(monkeypatch):
     assert "peer check    off, by DATAPARALLEL_PEER_CHECK" in machine.description()
 
 
-def test_accelerators_are_counted_and_a_stand_in_is_named(monkeypatch):
-    one, two = ([torch.device("xpu", index) for index in range(count)] for count in (1, 2))
-    monkeypatch.setitem(sys.modules, "nogpu.cuda", SimpleNamespace(is_stand_in=lambda: False))
-    assert [machine.about(devices) for devices in (one, two)] == ["xpu, 1 device", "xpu, 2 devices"]
-    with monkeypatch.context() as patch:  # what checks a test afterwards asks the module
-        patch.setitem(sys.modules, "nogpu.cuda", SimpleNamespace(is_stand_in=lambda: True))
-        assert machine.about(two).startswith("xpu, 2 devices of a stand-in for CUDA, ")
-
-
 @pytest.mark.parametrize(
     ("devices", "line"),
     [
@@ -58,29 +46,6 @@ def test_accelerators_are_counted_and_a_stand_in_is_named(monkeypatch):
 )
 def test_what_to_do_next_depends_on_the_devices(devices, line):
     assert line in str(machine.next_steps([*map(torch.device, devices)]))
-
-
-def test_cpu_memory(tmp_path):
-    meminfo = tmp_path / "meminfo"
-    assert "memory" not in machine.about_cpu(meminfo)
-    meminfo.write_text("MemTotal:  4194304 kB\nMemFree:   10 kB\nMemAvailable:  3145728 kB\n")
-    assert machine.about_cpu(meminfo).endswith("for this process; memory 4.0 GiB, 3.0 GiB free")
-
-
-def test_cupy_by_metadata(monkeypatch):
-    installed = {}
-
-    def version(name):
-        if name not in installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert machine.about_cupy() == "not installed"
-    installed["cupy-cuda12x"] = "13.6.0"
-    assert machine.about_cupy() == "cupy-cuda12x 13.6.0"
-    installed["cupy-cuda13x"] = "14.0.0"
-    assert machine.about_cupy() == "cupy-cuda12x 13.6.0, cupy-cuda13x 14.0.0"
 
 
 GPUS = [torch.device("cuda", index) for index in range(2)]
@@ -138,11 +103,6 @@ def test_a_transport_that_is_asked_for_is_said_of_each(name, ways, words, instal
     assert words in str(found)
 
 
-def test_so_is_a_route(installed):
-    with comm.using(route="star"):
-        assert {route for name, (_, route, _) in carried().items()} == {"star"}
-
-
 def test_a_refusal_is_a_row_too(installed, monkeypatch):
     monkeypatch.setattr(kernels, "why_not_installed", lambda: "CuPy is not installed")
     with comm.using(transport="cupy"):
@@ -152,101 +112,22 @@ def test_a_refusal_is_a_row_too(installed, monkeypatch):
     assert "falls back to plain copies" in found["outputs"][2]
 
 
-def test_cuda_is_not_asked_about_peers(installed, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", None)
-    with comm.using(transport="cupy"):
-        found = carried()
-    assert found["weights 25 MiB"][2].endswith("it was asked for, if all devices have peer access")
-    assert "peer access" not in found["outputs"][2]
-
-
 def test_an_unknown_transport_is_said_too(monkeypatch):
     monkeypatch.setenv("DATAPARALLEL_TRANSPORT", "pigeon")
     assert {way for way, *_ in carried().values()} == {"refused"}
     assert "pigeon" in carried()["batch"][2]
 
 
-def run_python(*arguments, **changes):
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, **changes},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+def test_the_command_describes_the_machine_and_touches_no_device():
+    program = (
+        "import runpy, sys, torch\n"
+        "runpy.run_module('dataparallel', run_name='__main__')\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert 'cupy' not in sys.modules\n"
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-UNASKED = """
-import sys
-import torch
-from dataparallel import comm
-from dataparallel.comm import transport_choice
-from dataparallel.comm import kernels
-from dataparallel.integrations.machine import description
-
-torch.cuda.is_available, torch.version.hip = lambda: True, None
-print(description())
-places = [torch.device("cpu"), torch.device("cpu", 0)]  # two names, so that a transport is chosen
-for said in ({"transport": "copy"}, {"transport": "host"}, {"transport": "nccl"}, *[{}] * (sys.argv[1] == "")):
-    with comm.using(**said):
-        transport_choice.transport_for("gather", places, [torch.ones(3)])
-        transport_choice.transport_for("reduce_add", places, [torch.ones(3)])
-assert "cupy" not in sys.modules
-print("now")
-print(kernels.why_not())
-"""
-
-
-@pytest.mark.long
-@pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
-@pytest.mark.parametrize("asked", others_long(["", "cupy"], [""]))
-def test_cupy_is_imported_where_it_is_asked_for_and_not_by_a_description(asked, tmp_path):
-    """Here torch says that there is CUDA, and CuPy says that it is imported, and then that it cannot be."""
-    (tmp_path / "cupy.py").write_text("print('imported')\nraise RuntimeError('numpy is too new')")
-    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    printed = run_python("-c", UNASKED, asked, PYTHONPATH=paths, DATAPARALLEL_TRANSPORT=asked)
-    before, after = printed.split("now\n")
-    assert "imported" not in before
-    assert after == "imported\ncupy cannot be imported (RuntimeError: numpy is too new)\n"
-
-
-@pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
-def test_python_dash_m():
-    text = run_python("-m", "dataparallel")
+    text = run_script(program)
     assert text.startswith("dataparallel  ")
     assert "\nwhat to do next\n" in text
-
-
-@pytest.mark.long
-@pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
-def test_it_initialises_nothing():
-    run_python(
-        "-c",
-        "import sys, torch\n"
-        "from dataparallel.integrations.machine import description\n"
-        "description()\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "assert 'cupy' not in sys.modules",
-    )
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    torch.version.cuda is None or not torch.cuda.is_available() or importlib.util.find_spec("pynvml") is None,
-    reason="needs CUDA devices and nvidia-ml-py",
-)
-def test_names_are_those_of_torch():
-    run_python(
-        "-c",
-        "import torch\n"
-        "from dataparallel.integrations.machine import about_gpus\n"
-        "seen = {text.split(',')[0] for _, text in about_gpus()[1:]}\n"
-        "names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}\n"
-        "assert names <= seen, (seen, names)",
-    )
 
 
 GIB = 2**30
@@ -319,16 +200,12 @@ def test_all_gpus_are_listed_whatever_cuda_shows(visible, shown):
 
 
 @pytest.mark.parametrize(
-    ("p2p", "peers"),
-    [(0, "1 2"), (1, "none"), ((0, 4), "none"), ((4, 0), "none"), (99, "none")],
+    ("p2p", "nvlink", "peers"),
+    [(0, 1, "1 2"), (0, 0, "1 2, NVLink to 1 2"), (1, 1, "none"), ((0, 4), 1, "none"), ((4, 0), 1, "none")],
 )
-def test_peers_can_read_and_write(p2p, peers):
-    _, (_, first), *_ = machine.ask_nvml(FakeNvml(["H", "H", "H"], p2p), None)
+def test_peers_can_read_and_write(p2p, nvlink, peers):
+    _, (_, first), *_ = machine.ask_nvml(FakeNvml(["H", "H", "H"], p2p, nvlink), None)
     assert first.endswith(f", peers {peers}")
-
-
-def test_links_are_those_of_nvml():
-    assert machine.ask_nvml(FakeNvml(["H", "L"], nvlink=0), None)[1][1].endswith("peers 1, NVLink to 1")
 
 
 @pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetName"])

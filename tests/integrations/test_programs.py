@@ -83,14 +83,6 @@ def counts(monkeypatch):
     return torch_wrapper.counts
 
 
-def test_the_report_at_the_end(script, capsys, counts):
-    main(["--report", str(script)])
-    error = capsys.readouterr().err
-    for words in ("names of torch", "DataParallel.forward", "\nbackward", "\nyour code", "\nto try: "):
-        assert words in error
-    assert counts.before_call is None
-
-
 @pytest.mark.parametrize(("calls", "traced"), [(1, 1), (3, 3), (5, 2), (20, 10)])
 def test_the_table_is_of_a_few_calls_when_the_first_have_settled(script, capsys, counts, calls, traced):
     """However long the program runs, a profile of all of it would fill the memory."""
@@ -159,10 +151,7 @@ def test_a_program_whose_wrapper_has_no_slots_is_told(script, capsys):
     [
         (["nofile.py"], "there is no file 'nofile.py'; for a module: python -m dataparallel -m nofile.py"),
         (["folder"], "'folder' is a folder without a __main__.py; pass a script, such as folder/train.py"),
-        (["-m", "nothere"], "-m nothere: there is no such module in "),
         (["-m", "nothere.train"], "or where Python looks; for a script: nothere/train.py"),
-        (["-m", "package.nothere"], "-m package.nothere: there is no such module in "),
-        (["-m", "beside.train"], "-m beside.train: there is no such module in "),
         (["-m", "train.py"], "or where Python looks; for a script: train.py"),
         (["-m", "package"], "-m package: this is a package without a __main__.py; name a module in it"),
     ],
@@ -201,7 +190,7 @@ def test_the_report_that_was_asked_for_behind_the_script(script, capsys):
 
 
 @pytest.mark.parametrize(("ending", "error"), [("sys.exit(3)", SystemExit), ("raise KeyError('no')", KeyError)])
-def test_how_the_program_ends(script, capsys, ending, error):
+def test_how_the_program_ends(script, capsys, counts, ending, error):
     """Its exit status and its errors are the command's, and torch has its names back."""
     from torch import nn
 
@@ -209,7 +198,10 @@ def test_how_the_program_ends(script, capsys, ending, error):
     script.write_text(f"{PROGRAM}\n{ending}\n")
     with pytest.raises(error):
         main(["--report", str(script)])
-    assert "DataParallel.forward" in capsys.readouterr().err
+    report = capsys.readouterr().err
+    for words in ("names of torch", "DataParallel.forward", "\nbackward", "\nyour code", "\nto try: "):
+        assert words in report
+    assert counts.before_call is None
     assert nn.DataParallel is before
 
 

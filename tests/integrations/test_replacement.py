@@ -1,7 +1,6 @@
 """`replace_torch` puts the library in the place of torch's names, wherever they are, and gives them back."""
 
 import sys
-import threading
 import types
 from abc import ABC, abstractmethod
 
@@ -12,6 +11,7 @@ from torch import nn
 
 import dataparallel
 from around import assert_trains_alike
+from at_once import in_threads
 from dataparallel import replace_torch
 
 TORCH = nn.DataParallel  # the name in this module is replaced too, so each test asks `originals`
@@ -79,25 +79,12 @@ def test_until_the_last_one_is_undone():
 def test_several_threads_replace_at_once():
     before = now()
 
-    def work():
+    def work(index, barrier):
         for _ in range(20):
             with replace_torch():
                 assert nn.DataParallel is not before["torch.nn", "DataParallel"]
 
-    failures = []
-
-    def guarded():
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(4, work)
     assert now() == before
 
 
@@ -115,11 +102,6 @@ def test_isinstance_is_true_of_both(slots, root):
     assert isinstance(wrapped, dataparallel.DataParallel)
 
 
-def test_training_equals_one_device(slots, root):
-    with replace_torch():
-        assert_trains_alike(nn.DataParallel(linear(root), slots), linear(root), root)
-
-
 def test_without_devices_the_compiler_goes_through(monkeypatch):
     monkeypatch.setattr("dataparallel.devices.accelerator_type", lambda: None)
     net, x = nn.Linear(4, 2), torch.randn(3, 4)
@@ -127,18 +109,6 @@ def test_without_devices_the_compiler_goes_through(monkeypatch):
         wrapped = nn.DataParallel(net)
         compiled = torch.compile(lambda x: wrapped(x) + 1, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(x), net(x) + 1)
-
-
-def test_subclasses_that_are_defined_inside(slots, root):
-    with replace_torch():
-
-        class Doubled(nn.DataParallel):
-            def gather(self, outputs, output_device):
-                return super().gather(outputs, output_device) * 2
-
-        x = torch.randn(6, 4, dtype=torch.float64, device=root)
-        torch.testing.assert_close(Doubled(linear(root), slots)(x), linear(root)(x) * 2)
-        assert not isinstance(nn.DataParallel(linear(root), slots), Doubled)
 
 
 def test_subclasses_with_abstract_bases(slots, root):

@@ -15,38 +15,43 @@ from dataparallel.integrations import programs, torch_wrapper
 
 FOLDER = Path(__file__).parent / "programs"
 
-ALIKE = [("classify", "--arch=plain")] + [
-    ("predict_words", f"--model={name}") for name in ("LSTM", "GRU", "RNN_TANH", "Transformer")
-]
+ALIKE = [("classify", "--arch=plain")] + [("predict_words", f"--model={name}") for name in ("LSTM", "GRU")]
 
 
 @pytest.fixture
-def numbers(tmp_path, monkeypatch, capsys, slots, root):
-    """Runs a program with ``torch``'s class, with ``ours`` or on ``one`` device, and returns the numbers it prints."""
+def printed(tmp_path, monkeypatch, capsys):
+    """Runs a program with ``torch``'s class, with ``ours`` or on ``one`` device, and returns what it prints."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch_wrapper, "counts", torch_wrapper.FallbackCounts())
     before = torch.get_default_dtype()
 
     def run(way, name, *options):
-        arguments = [str(FOLDER / f"{name}.py"), "--double", f"--device={root}", *options]
-        if way == "one":
-            arguments += ["--one-device"]
-        else:
-            arguments += ["--device-ids", *map(str, slots)]
+        arguments = [str(FOLDER / f"{name}.py"), *options]
         capsys.readouterr()
         try:
             if way == "ours":
                 programs.main(arguments)
-                assert torch_wrapper.counts.calls()["DataParallel.forward"] > 0
-                assert torch_wrapper.counts.fallbacks() == {}
+                assert torch_wrapper.counts.calls()
             else:
                 monkeypatch.setattr(sys, "argv", arguments)
                 runpy.run_path(arguments[0], run_name="__main__")
         finally:
             torch.set_default_dtype(before)
-        printed = capsys.readouterr().out
-        assert "loss" in printed
-        return torch.tensor([float(number) for number in re.findall(r"\d+\.\d+", printed)])
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def numbers(printed, slots, root):
+    """Runs a program that takes devices, and returns the numbers that it prints."""
+
+    def run(way, name, *options):
+        devices = ["--one-device"] if way == "one" else ["--device-ids", *map(str, slots)]
+        found = printed(way, name, "--double", f"--device={root}", *options, *devices)
+        assert torch_wrapper.counts.fallbacks() == {}
+        assert "loss" in found
+        return torch.tensor([float(number) for number in re.findall(r"\d+\.\d+", found)])
 
     return run
 
@@ -76,44 +81,19 @@ def test_checkpoints_are_those_of_torch(numbers, kind, first, second):
     check(torch.cat([begun, numbers(second, "classify", kind, "--epochs=3", "--resume")]), whole)
 
 
-WHOLE = (
-    *("copied_class", "detection", "functions_by_hand", "gan", "graphs", "reidentification"),
-    *("segmentation", "speech", "super_resolution", "synchronised_norm"),
-)
+WHOLE = ("detection", "functions_by_hand", "synchronised_norm")
 """Programs that do more with torch's class, its functions and its private ones than call them."""
-
-
-@pytest.fixture
-def text(tmp_path, monkeypatch, capsys):
-    """Runs a program without options, with ``torch``'s class or ``ours``, and returns what it prints."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(way, name):
-        before, path = torch.get_default_dtype(), str(FOLDER / f"{name}.py")
-        monkeypatch.setattr(torch_wrapper, "counts", torch_wrapper.FallbackCounts())
-        capsys.readouterr()
-        try:
-            if way == "ours":
-                programs.main([path])
-                assert torch_wrapper.counts.calls()
-            else:
-                runpy.run_path(path, run_name="__main__")
-        finally:
-            torch.set_default_dtype(before)
-        return capsys.readouterr().out
-
-    return run
 
 
 @pytest.mark.devices("cuda")
 @pytest.mark.slots(2)
 @pytest.mark.filterwarnings("ignore:as torch.nn.DataParallel does")
 @pytest.mark.parametrize("name", WHOLE)
-def test_whole_programs_print_what_they_print_with_torch(slots, text, name):
-    ours, theirs = text("ours", name), text("torch", name)
+def test_whole_programs_print_what_they_print_with_torch(slots, printed, name):
+    ours, theirs = printed("ours", name), printed("torch", name)
     number = re.compile(r"-?\d+\.\d+")
     assert number.sub("", ours) == number.sub("", theirs) != ""
-    found, expected = ([float(each) for each in number.findall(printed)] for printed in (ours, theirs))
+    found, expected = ([float(each) for each in number.findall(text)] for text in (ours, theirs))
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 

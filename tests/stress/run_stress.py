@@ -6,8 +6,7 @@ It prints its seed, and what has been done every ten seconds. The first wrong re
 and the number of the round, whose random numbers follow from the seed. If the process crashes, it leaves the stacks of
 all threads. If no round ends for two minutes, it ends too. `test_stress` runs it as a process.
 
-``--kind``: ``cpu`` for CPU slots, ``sim`` for simulated devices, ``ranks`` for two processes that act as machines while
-other threads of each call local models.
+``--kind``: ``cpu`` for CPU slots, ``sim`` for simulated devices.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ import argparse
 import faulthandler
 import os
 import random
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -30,9 +27,7 @@ os.environ.setdefault("DATAPARALLEL_PERFORMANCE_WARNINGS", "0")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 import torch  # noqa: E402
-from stress_machines import RankTraining  # noqa: E402
 from stress_rounds import ROUNDS, World  # noqa: E402
-from torch import distributed  # noqa: E402
 
 HANGS_AFTER = 120.0
 RENEWED_EVERY = 20.0
@@ -51,8 +46,8 @@ class Stress:
         self.errors: list[str] = []
         self.done: list[Counter[str]] = [Counter() for _ in range(threads)]  # each thread writes its own
 
-    def run(self, training: RankTraining | None = None) -> int:
-        """Runs all threads, and this one trains over the machines if there are some. Returns how many errors came."""
+    def run(self) -> int:
+        """Runs all threads. Returns how many errors came."""
         self.world.renew(self.seed)
         began = time.monotonic()
         self.until = began + self.seconds
@@ -60,15 +55,10 @@ class Stress:
         for thread in threads:
             thread.start()
         renewed = shown = began
-        steps, before = 0, -1
+        before = -1
         while (now := time.monotonic()) < self.until and not self.errors:
-            if training is None:
-                time.sleep(0.2)
-            elif not training.step(now >= self.until - 5):
-                training = None
-            else:
-                steps += 1
-            total = sum(counts.total() for counts in self.done) + steps
+            time.sleep(0.2)
+            total = sum(counts.total() for counts in self.done)
             if total != before:
                 before = total
                 faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
@@ -77,11 +67,11 @@ class Stress:
                 self.world.renew(self.seed + int(now - began))
             if now - shown > SHOWN_EVERY:
                 shown = now
-                self._show(now - began, steps)
+                self._show(now - began)
         for thread in threads:
             thread.join(HANGS_AFTER)
         faulthandler.cancel_dump_traceback_later()
-        self._show(time.monotonic() - began, steps)
+        self._show(time.monotonic() - began)
         for error in self.errors:
             print(error, file=sys.stderr, flush=True)
         return len(self.errors)
@@ -99,10 +89,8 @@ class Stress:
             self.done[number][name] += 1
             place += 1
 
-    def _show(self, seconds: float, steps: int) -> None:
+    def _show(self, seconds: float) -> None:
         total = sum(self.done, Counter())
-        if steps:
-            total["steps over machines"] = steps
         print(f"{seconds:.0f} s: {total.total()} rounds, {dict(total)}", flush=True)
 
 
@@ -114,41 +102,22 @@ def slots_of(kind: str, count: int) -> list[torch.device]:
     return [torch.device("cpu")] * count
 
 
-def ranks(arguments: argparse.Namespace) -> int:
-    """Runs this program in two processes, which act as machines."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *sys.argv, f"--seed={arguments.seed}", f"--store={folder}/store"]
-        processes = [subprocess.Popen([*command, f"--rank={rank}"]) for rank in range(2)]
-        return max(abs(process.wait()) for process in processes)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--kind", choices=["cpu", "sim", "ranks"], default="cpu")
+    parser.add_argument("--kind", choices=["cpu", "sim"], default="cpu")
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--only", default="", help="names of rounds, with commas")
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--store", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     faulthandler.enable()
-    if arguments.kind == "ranks" and arguments.rank < 0:
-        return ranks(arguments)
     has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
     print(f"seed {arguments.seed}, {'with' if has_lock else 'without'} the lock, torch {torch.__version__}", flush=True)
     torch.set_num_threads(1)  # tiny operators; and a sum in another number of threads may have other bits
     sys.setswitchinterval(1e-4)
-    training = None
-    if arguments.rank >= 0:
-        store = f"file://{arguments.store}"
-        distributed.init_process_group("gloo", init_method=store, rank=arguments.rank, world_size=2)
-        training = RankTraining(arguments.seed, arguments.rank)
     slots = slots_of(arguments.kind, arguments.slots)
-    errors = Stress(arguments.seed, arguments.threads, arguments.seconds, slots, arguments.only).run(training)
-    if training is not None and not errors:
-        distributed.destroy_process_group()
+    errors = Stress(arguments.seed, arguments.threads, arguments.seconds, slots, arguments.only).run()
     return 1 if errors else 0
 
 

@@ -6,26 +6,34 @@ promises that any thread may, or it makes models that no other thread knows. It 
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from stress_models import CLOSE, FORMS, Broken, SharedModel, applied, by_chunks, made, same_bits, samples
-from stress_trainings import Training
+from stress_models import (
+    CLOSE,
+    FORMS,
+    Broken,
+    SharedModel,
+    applied,
+    by_chunks,
+    made,
+    same_bits,
+    same_parameters,
+    samples,
+)
 from torch import Tensor, nn
 
 import dataparallel
 from at_once import in_threads
-from dataparallel import DataParallel, comm, peers, prefetch
-from dataparallel.composable import fully_shard, replicate
-from dataparallel.nn import SyncBatchNorm
+from dataparallel import DataParallel, peers, prefetch
+from dataparallel.composable import replicate
 from each_form import whole
 
 Random = random.Random
@@ -54,10 +62,6 @@ class World:
     @property
     def root(self) -> torch.device:
         return self.slots[0]
-
-    @property
-    def are_on_one_device(self) -> bool:
-        return len({*self.slots}) == 1
 
 
 Round = Callable[[World, Random], None]
@@ -122,6 +126,55 @@ def traced(world: World, choose: Random) -> None:
 
 # ---- models that one thread trains -----------------------------------------------------------------------------------
 
+STEPS = 5
+
+
+class Training:
+    """A training of ``form``, whose changes follow from ``number``. `run` gives the parameters at its end."""
+
+    def __init__(self, form: str, number: int, slots: Sequence[torch.device]) -> None:
+        self.form, self.number, self.slots = form, number, slots
+        self.key = form, number
+        self.names: list[str] = []
+        self._choose = random.Random(f"training {number}")
+
+    def run(self) -> list[Tensor]:
+        root, number = self.slots[0], self.number
+        ours, theirs = (made(number, root, family=number % 4 == 3 and self.form == "DataParallel") for _ in range(2))
+        model = applied(self.form, ours, self.slots)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, theirs)]
+        for step in range(STEPS):
+            x = samples(100 * number + step, 2 * len(self.slots) + number % 3, root)
+            self._step(model, x, optimizers[0])
+            self._step(partial(by_chunks, theirs, slots=len(self.slots)), x, optimizers[1])
+            same_parameters(ours, theirs, f"{self.form}, training {number}, step {step}")
+            change = self._choose.choice(["nothing", "scale", "mode", "hook", "gradients", "values", "child"])
+            for net in (ours, theirs):
+                self._change(change, net, step)
+        self.names = [name for name, _ in ours.named_parameters()]
+        return [whole(parameter).detach().clone() for parameter in ours.parameters()]
+
+    @staticmethod
+    def _step(call: Callable[[Tensor], Tensor], x: Tensor, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        call(x).square().mean().backward()
+        optimizer.step()
+
+    def _change(self, change: str, net: Any, step: int) -> None:
+        last = net.last[0] if isinstance(net.last, nn.Sequential) else net.last
+        if change == "scale":
+            net.scale = 1.0 + 0.1 * step
+        elif change == "mode":
+            net.train(not net.training)
+        elif change == "hook":
+            last.register_forward_hook(lambda module, args, output: output * 1.5)
+        elif change == "gradients":
+            last.bias.requires_grad_(not last.bias.requires_grad)
+        elif change == "values" and self.form != "fully_shard":
+            net.first.weight.data.mul_(0.9)
+        elif change == "child" and self.form != "fully_shard":
+            net.last = nn.Sequential(last, nn.Tanh())
+
 
 @round_of_stress(20)
 def train(world: World, choose: Random) -> None:
@@ -150,24 +203,6 @@ def fail(world: World, choose: Random) -> None:
         same_bits(f"output of {form} after a failure in {where}", model(x), expected)
 
 
-@round_of_stress(5)
-def nested(world: World, choose: Random) -> None:
-    """A wrapper in the forward of a wrapped module."""
-    if not world.are_on_one_device:
-        return
-    inner = made(choose.randint(0, 9), world.root)
-    net = nn.Sequential(nn.Linear(6, 6).double().to(world.root), DataParallel(inner, world.slots))
-    x = samples(1, 4 * len(world.slots), world.root)
-    expected = torch.cat(
-        [by_chunks(inner, net[0](chunk), len(world.slots)) for chunk in x.chunk(len(world.slots))]
-    ).detach()
-    output = DataParallel(net, world.slots)(x)
-    torch.testing.assert_close(output, expected, rtol=0, atol=CLOSE)
-    output.sum().backward()
-    assert net[0].weight.grad is not None
-    assert inner.first.weight.grad is not None
-
-
 @round_of_stress(6)
 def first_calls_together(world: World, choose: Random) -> None:
     """The first calls of a model come from several threads at once, so that all of them find nothing made yet."""
@@ -190,43 +225,6 @@ def first_calls_together(world: World, choose: Random) -> None:
     by_chunks(alone, x, len(world.slots)).square().sum().backward()
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=0, atol=1e-7)
-
-
-@round_of_stress(4)
-def build_and_drop(world: World, choose: Random) -> None:
-    """A model that is made, called and dropped in this thread leaves nothing."""
-    form = choose.choice(FORMS)
-    net = made(choose.randint(0, 9), world.root, family=form == "DataParallel")
-    model, gone = applied(form, net, world.slots), weakref.ref(net)
-    model(samples(0, 7, world.root)).sum().backward()
-    del model, net
-    for _ in range(20):
-        if gone() is None:
-            return
-        gc.collect()
-    raise AssertionError(f"a module in the form {form} is still there")
-
-
-@round_of_stress(2)
-def form_in_two_threads(world: World, choose: Random) -> None:
-    """Of two threads that give a module a form, one gets an error."""
-    net, form, said = made(0, world.root), choose.choice([replicate, fully_shard]), []
-
-    def give_form(index: int, barrier: threading.Barrier) -> None:
-        barrier.wait()
-        try:
-            form(net, devices=world.slots)
-        except RuntimeError as error:
-            said.append(str(error))
-
-    in_threads(2, give_form)
-    (sentence,) = said
-    assert "already" in sentence
-
-
-@round_of_stress(1)
-def collect(world: World, choose: Random) -> None:
-    gc.collect()
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
@@ -277,33 +275,3 @@ def replicas_wait_in_vain(world: World, choose: Random) -> None:
         with pytest.raises(Broken):
             model(bad)
         same_bits("output after a failure beside collectives", model(x), expected)
-
-
-@round_of_stress(5)
-def batch_norm(world: World, choose: Random) -> None:
-    """Statistics of the whole batch."""
-
-    def net(norm: type[nn.Module]) -> nn.Module:
-        inner = made(4, world.root)
-        return nn.Sequential(inner, norm(3).double().to(world.root))
-
-    ours, theirs = net(SyncBatchNorm), net(nn.BatchNorm1d)
-    model = applied("DataParallel" if choose.random() < 0.5 else "replicate", ours, world.slots)
-    x = samples(choose.randint(0, 9), 4 * len(world.slots), world.root)
-    for _ in range(2):
-        torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=1e-8)
-    torch.testing.assert_close(ours[1].running_var, theirs[1].running_var, rtol=0, atol=1e-8)
-
-
-@round_of_stress(5)
-def move_tensors(world: World, choose: Random) -> None:
-    """The functions of ``comm``, by a route that this thread has chosen."""
-    numbers = [torch.randn(choose.randint(0, 40), dtype=torch.float64) for _ in range(choose.randint(1, 6))]
-    tensors = [each.to(world.root) for each in numbers]
-    with comm.using(route=choose.choice([None, "star", "chain"])):
-        copies = comm.broadcast_coalesced(tensors, world.slots)
-        total = comm.reduce_add_coalesced(copies, world.root)
-    for number, tensor in enumerate(tensors):
-        for copy in copies:
-            same_bits(f"copy of tensor {number}", copy[number].cpu(), numbers[number])
-        torch.testing.assert_close(total[number], len(world.slots) * tensor, rtol=0, atol=CLOSE)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--model", choices=["LSTM", "GRU", "RNN_TANH", "Transformer"], default="LSTM")
+parser.add_argument("--model", choices=["LSTM", "GRU"], default="LSTM")
 parser.add_argument("--device", default="cuda")
 parser.add_argument("--device-ids", nargs="*", help="default: all GPUs")
 parser.add_argument("--one-device", action="store_true", help="no data parallelism")
@@ -28,10 +28,7 @@ class Recurrent(nn.Module):
         super().__init__()
         self.kind = kind
         self.encoder = nn.Embedding(VOCABULARY, WIDTH)
-        if kind == "RNN_TANH":
-            self.rnn = nn.RNN(WIDTH, WIDTH, 2, nonlinearity="tanh")
-        else:
-            self.rnn = getattr(nn, kind)(WIDTH, WIDTH, 2)
+        self.rnn = getattr(nn, kind)(WIDTH, WIDTH, 2)
         self.decoder = nn.Linear(WIDTH, VOCABULARY)
         self.decoder.weight = self.encoder.weight
 
@@ -43,22 +40,6 @@ class Recurrent(nn.Module):
     def init_hidden(self, size):
         zeros = next(self.parameters()).new_zeros(2, size, WIDTH)
         return (zeros, zeros.clone()) if self.kind == "LSTM" else zeros
-
-
-class Transformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mask = None
-        self.encoder = nn.Embedding(VOCABULARY, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.decoder = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, words):
-        if self.mask is None or self.mask.size(0) != len(words) or self.mask.device != words.device:
-            self.mask = nn.Transformer.generate_square_subsequent_mask(len(words), device=words.device)
-        output = self.layers(self.encoder(words) * math.sqrt(WIDTH), mask=self.mask)
-        return F.log_softmax(self.decoder(output), dim=-1)
 
 
 def repackage(hidden):
@@ -74,16 +55,12 @@ def batchify(words, columns):
 
 def run_epoch(model, source, args, lr=None):
     total, model_itself = 0.0, model.module if isinstance(model, nn.DataParallel) else model
-    is_recurrent = args.model != "Transformer"
-    hidden = model_itself.init_hidden(source.size(1)) if is_recurrent else None
+    hidden = model_itself.init_hidden(source.size(1))
     for start in range(0, len(source) - 1, args.bptt):
         words = source[start : start + args.bptt][: len(source) - 1 - start]
         target = source[start + 1 : start + 1 + len(words)].reshape(-1)
         model.zero_grad()
-        if is_recurrent:
-            output, hidden = model(words, repackage(hidden))
-        else:
-            output = model(words)
+        output, hidden = model(words, repackage(hidden))
         loss = F.nll_loss(output.view(-1, VOCABULARY), target)
         total += loss.item() * len(words)
         if lr is not None:
@@ -97,8 +74,7 @@ def run_epoch(model, source, args, lr=None):
 
 def main(args):
     torch.manual_seed(0)
-    model = Transformer() if args.model == "Transformer" else Recurrent(args.model)
-    model = model.to(args.device)
+    model = Recurrent(args.model).to(args.device)
     if not args.one_device:
         model = nn.DataParallel(model, args.device_ids, dim=1)
     torch.manual_seed(1)
