@@ -30,7 +30,6 @@ from dataparallel.profiling import stage
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.references import Hold, ReferenceCycles, cycles_of, hold_by_output
 from dataparallel.threads.meetings import Meeting
-from dataparallel.threads.pool import UntilExit
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ class CallEngine:
     def _run_on_slots(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes the checks before the four stages, enters the contexts around the stages, and runs the stages."""
         options, maker = self._options, self._maker
-        with UntilExit(), maker.spans_machines(method) as peers:
+        with maker.spans_machines(method) as peers:
             slots = [resolve(device) for device in options.slots]
             output_device = resolve_output(options.output_device, slots)
             maker.check(slots)

@@ -249,16 +249,6 @@ class DataParallel(nn.DataParallel[M]):
             error = AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, {hint}")
             raise error from None
 
-    def register_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """As of every module. Raises ``KeyError`` for the name of the wrapper's options."""
-        _check_name(self, name)
-        super().register_buffer(name, *args, **kwargs)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As of every module. Raises ``KeyError`` for the name of the wrapper's options."""
-        _check_name(self, name)
-        super().register_parameter(name, param)
-
     def __getstate__(self) -> dict[str, Any]:
         """Returns all attributes, so that a copy has options of its own."""
         own = self._dataparallel
@@ -405,14 +395,6 @@ def call_once(
 
 
 _checks = PerformanceChecks()  # of all calls of `data_parallel`: each has a wrapper of its own
-
-
-def _check_name(wrapper: DataParallel[Any], name: str) -> None:
-    if name == "options" and isinstance(getattr(wrapper, name, None), WrapperOptions):
-        raise KeyError(
-            "'options' are the options of this wrapper, such as chunk_sizes: register the tensor under another name, "
-            "or in the module that is wrapped"
-        )
 
 
 def _check_module(module: Any) -> None:

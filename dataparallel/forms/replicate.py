@@ -141,7 +141,6 @@ def _prepare(
     broadcast_buffers: bool = True,
     process_group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
-    device_id: DeviceLike | None = None,
     average: bool = True,
     compile: bool | dict[str, Any] | None = None,
     graphs: bool | Literal["auto"] | None = None,
@@ -188,7 +187,6 @@ def _prepare(
         process_group: a group of torch.distributed over which the module is replicated too, with one process for each
             machine. Default: this process alone.
         mesh: a ``DeviceMesh`` of one dimension over such processes, instead of a group.
-        device_id: the only slot; another way to write ``devices=[device_id]``.
         average: over R machines, ``p.grad = (1/R) * sum_r dL_r/dp``, where ``L_r`` is the loss of rank r and
             ``dL_r/dp`` is summed over its slots: so a loss that is the mean of each machine's batch is that of
             DistributedDataParallel. If false, without the factor 1/R.
@@ -214,10 +212,6 @@ def _prepare(
             parameter to ignore is no part of ``module``; ``compile`` is given for a compiled module.
         RuntimeError: the module, a parent, a child or one of its parameters has a form already.
     """
-    if device_id is not None:
-        from dataparallel.machines.arguments import one_device
-
-        devices = one_device(devices, device_id)
     machines: Machines | None = None
     together: AbstractContextManager[object] = nullcontext()
     if process_group is not None or mesh is not None:

@@ -1,4 +1,4 @@
-"""`machines_of` and its neighbours interpret ``process_group=``, ``mesh=`` and ``device_id=``, and refuse some modules.
+"""`machines_of` and its neighbours interpret ``process_group=`` and ``mesh=``, and refuse some modules.
 
 All of them are checked before anything is sent. Each error says what was passed, what was expected and what to do.
 """
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dataparallel.devices import DeviceLike
 from dataparallel.machines.group import Machines
 
 if TYPE_CHECKING:
@@ -46,20 +45,6 @@ def shard_and_replicate_groups(
     if not found:
         return None, None
     return (None, found[0]) if mesh is None else (found[-1], found[0] if len(found) == 2 else None)
-
-
-def one_device(devices: Sequence[DeviceLike] | None, device_id: DeviceLike | None) -> Sequence[DeviceLike] | None:
-    """The argument ``devices``, for functions in which ``device_id=x`` means ``devices=[x]``."""
-    if device_id is None:
-        return devices
-    if isinstance(device_id, (list, tuple)):
-        raise TypeError(f"device_id={device_id!r}: expected one device; several are written devices={device_id!r}")
-    if devices is not None:
-        raise ValueError(
-            f"pass devices or device_id, not both: device_id={device_id!r} is devices=[{device_id!r}], and "
-            f"devices={devices!r} was passed too"
-        )
-    return [device_id]
 
 
 def refuse_tensor_parallel(module: nn.Module) -> None:

@@ -7,11 +7,9 @@ only if the system has no more threads.
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import sysconfig
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from queue import Empty, SimpleQueue
@@ -116,51 +114,7 @@ def _start_afresh_after_fork() -> None:
         # torch's intra-op threads do not survive a fork either, and waiting for them would hang.
         torch.set_num_threads(1)
     _idle.clear()
-    _calling.clear()
     _used, _engine_is_stale = False, True
-
-
-# ---- the end of the interpreter --------------------------------------------------------------------------------------
-
-# Python ends a daemon thread when it next runs Python code. In an operator of torch that aborts the process.
-
-_EXIT_SECONDS = 10.0
-_calling: set[int] = set()  # threads that are in an outermost call
-_is_exiting = False
-
-
-class UntilExit:
-    """A context around a call of replicas. When the interpreter exits it waits for such calls of daemon threads.
-
-    These threads make no more calls then.
-    """
-
-    def __enter__(self) -> None:
-        thread = threading.current_thread()
-        is_inner = not thread.daemon or isinstance(thread, Worker) or thread.ident in _calling
-        self._thread = None if is_inner else thread.ident
-        if self._thread is not None:
-            _calling.add(self._thread)
-            self._stop_if_exiting()
-
-    def __exit__(self, *error: object) -> None:
-        if self._thread is not None:
-            self._stop_if_exiting()
-            _calling.discard(self._thread)
-
-    def _stop_if_exiting(self) -> None:
-        while _is_exiting:
-            _calling.discard(self._thread or 0)
-            time.sleep(_EXIT_SECONDS)
-
-
-@atexit.register
-def _wait_for_calls() -> None:
-    global _is_exiting
-    _is_exiting = True
-    until = time.monotonic() + _EXIT_SECONDS
-    while _calling and time.monotonic() < until:
-        time.sleep(0.01)
 
 
 class Skipped(Exception):

@@ -146,7 +146,7 @@ def test_the_room_exports_its_names_and_the_package_does_not():
     assert set(dataparallel.composable.__all__) == forms | policies | {"GradBucket"}
     assert dataparallel.replicate is not replicate
     names = ["devices", "ignored_params", "output_device", "dim", "chunk_sizes", "bucket_cap_mb"]
-    names += ["first_bucket_mb", "broadcast_buffers", "process_group", "mesh", "device_id", "average", "compile"]
+    names += ["first_bucket_mb", "broadcast_buffers", "process_group", "mesh", "average", "compile"]
     names += ["graphs", "scalars", "pad", "sync_batch_norm", "workers", "serial", "device_ids"]
     signature = inspect.signature(replicate)
     assert list(signature.parameters) == ["module", "ignored_modules", *names]

@@ -8,7 +8,6 @@ from torch import nn
 
 from dataparallel.machines.arguments import (
     machines_of,
-    one_device,
     refuse_tensor_parallel,
     shard_and_replicate_groups,
 )
@@ -128,17 +127,6 @@ def test_what_is_refused():
     assert "rank 1 of all, is no member of the group" in second["no member"]
     assert "the mesh (1): this process, rank 1 of all, is not in the mesh" in second["not in the mesh"]
     assert "process_group has been destroyed" in first["destroyed"]
-
-
-def test_device_id_is_a_list_of_one_device():
-    assert one_device(None, None) is None
-    assert one_device(["cpu", "cpu"], None) == ["cpu", "cpu"]
-    assert one_device(None, 0) == [0]
-    assert one_device(None, "cpu") == ["cpu"]
-    with pytest.raises(ValueError, match=r"pass devices or device_id, not both: device_id=1 is devices=\[1\]"):
-        one_device([0], 1)
-    with pytest.raises(TypeError, match=r"device_id=\[0, 1\]: expected one device"):
-        one_device(None, [0, 1])
 
 
 def parallelised(rank, devices):

@@ -20,7 +20,6 @@ from dataparallel import DataParallel
 from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
 from gangs import forget_idle_threads, values, worker_threads
-from processes import run_script
 
 CALLS = 200
 TIMEOUT = 20.0
@@ -42,33 +41,6 @@ def call_often(wrapped: DataParallel, root: torch.device) -> None:
     batch = torch.zeros(len(wrapped.device_ids), 1, device=root)
     for _ in range(CALLS):
         wrapped(batch)
-
-
-CALLS_UNTIL_THE_END = """
-import threading
-import torch
-from torch import nn
-from each_form import by_wrapper, replicated, sharded_whole
-
-x = torch.randn(64, 64)
-
-def call(model, begun):
-    while True:
-        model(x)
-        begun.set()
-
-for form in (by_wrapper, replicated, sharded_whole):
-    model, begun = form(nn.Sequential(*(nn.Linear(64, 64) for _ in range(30))), ["cpu"] * 2), threading.Event()
-    threading.Thread(target=call, args=(model, begun), daemon=True).start()
-    begun.wait()
-print("the end")
-"""
-
-
-@pytest.mark.long
-@pytest.mark.devices("cpu")
-def test_a_process_ends_while_daemon_threads_call_each_form() -> None:
-    assert run_script(CALLS_UNTIL_THE_END) == "the end\n"
 
 
 @pytest.mark.slots(8)
