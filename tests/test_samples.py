@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import DataParallel, samples
-from dataparallel.autograd.functions import comm
 from dataparallel.composable import fully_shard, replicate
-from echo import left_behind
 
 SAMPLES = 7
 
@@ -175,37 +173,3 @@ def test_a_loader_collates_them(net: Detector, slots: list, root: Any) -> None:
     model = DataParallel(net, slots)
     found = [each["count"] for part, _ in loader for each in model(part)]
     assert found == [2 * (i + 1) for i in range(SAMPLES)]
-
-
-@pytest.mark.devices("sim", "cuda")
-@pytest.mark.slots(1, 3)
-@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
-def test_marked_in_the_loader_they_are_sent_ahead(pinned: bool, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Doubled(nn.Module):
-        def forward(self, images: Any, table: Any) -> Any:
-            assert all(image is other for image, (other, _) in zip(images, table, strict=True))
-            return samples([image * 2 for image in images])
-
-    moved: list[Tensor] = []
-    real = comm.broadcast_coalesced
-
-    def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        moved.extend(tensor for tensor in tensors if tensor.device.type == "cpu")
-        return real(tensors, *args, **kwargs)
-
-    monkeypatch.setattr(comm, "broadcast_coalesced", noted)
-    shared = torch.arange(3.0)
-    loader = []
-    for count in (7, 5, 2):
-        images = [torch.full((i,), float(i)) for i in range(1, count)] + [shared, shared]
-        images = [image.pin_memory() if pinned else image for image in images]
-        loader.append((samples(images), samples([(image, "name") for image in images])))
-    model = DataParallel(Doubled(), slots)
-    for images, table in dataparallel.prefetch(loader, model):
-        for found, image in zip(model(images, table), images, strict=True):
-            assert torch.equal(found.cpu(), image * 2)
-        assert not moved
-    images[0].mul_(3)
-    assert torch.equal(model(images, table)[0].cpu(), images[0] * 2), "a second call copies what it gets"
-    assert moved
-    assert not left_behind()

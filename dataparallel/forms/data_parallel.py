@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.batches.chunk_sizes import ChunkSizes
-from dataparallel.batches.gather import Pad, gather_outputs
+from dataparallel.batches.gather import gather_outputs
 from dataparallel.batches.scatter import scatter_arguments
 from dataparallel.call.advice import PerformanceChecks
-from dataparallel.call.engine import CallEngine, Method, ReplicaMaker, call_of_this_thread
-from dataparallel.call.options import CallOptions, ScalarRule
+from dataparallel.call.engine import Method, ReplicaMaker, call_of_this_thread
+from dataparallel.call.options import CallOptions, FormOptions, completed, described, takes
 from dataparallel.call.parallel_apply import CALL, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
@@ -30,6 +29,9 @@ from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import check_graphs
 from dataparallel.replicas.plan import check_placement
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, make_replicas
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -67,38 +69,10 @@ class DataParallel(nn.DataParallel[M]):
     Args:
         module: the module; its parameters and buffers are on the first slot when it is called. It may be moved there
             after it was wrapped; with a single slot it is moved at once, as torch does.
-        device_ids: the slots: ints (accelerators), strings, ``torch.device``. One device may be listed several times:
-            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; if there is none, a call just calls
-            the module.
-        output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
-        dim: the batch dimension of inputs and outputs.
-        chunk_sizes: how the slots share a batch, if not equally. Ints are the number of samples for each slot, which
-            has to fit every batch. With a float among them they are shares of any batch: ``[0.5, 1, 1]``. How to
-            find them: :ref:`uneven-devices`.
-        workers: how many replicas may run Python at the same time; default: the library chooses. See `parallel_apply`.
-        serial: run all replicas in the calling thread, so that ``breakpoint()`` works; default: the value of the
-            environment variable ``DATAPARALLEL_SERIAL``.
+        <options>
         bucket_cap_mb: size in MiB of the buckets in which parameters are sent, and in which gradients are sent back
             while backward still runs. The first bucket has 1 MiB, and each further one twice the size of the one before
             it, up to this size.
-        compile: compile the replicas: ``True``, or a dict of arguments for ``torch.compile`` (``backend``, ``mode``,
-            ``dynamic``, ``fullgraph``, ``options``). The module itself stays as it is. A module that is compiled
-            before it is wrapped, as a whole or in parts, needs no argument.
-        graphs: capture the replicas on CUDA devices as graphs, so that one call of the host launches many operators:
-            see :doc:`/guide/graphs`. What cannot be captured runs as it is, and the reason is logged. Between calls the
-            replicas keep copies of the parameters on their devices. ``options.graphs`` says what was captured.
-            ``"auto"``: only if all devices have graphs. By default it is ``"auto"`` for what is compiled with CUDA
-            graphs, by ``mode="reduce-overhead"`` for example, and ``False`` for all else.
-        scalars: how scalars that the module returns, such as a loss of its own, become one: ``"mean"``, in which each
-            chunk counts by its samples, ``"sum"``, or a function of a vector of the values and a tuple with the number
-            of samples of each chunk. Without it they become a vector, as in torch. A single replica's stay as they are.
-        pad: for outputs whose sizes differ between replicas in another dimension than ``dim``, such as generated
-            tokens: a number, which fills each of them at its end up to the largest one. In a tuple of tensors, entries
-            that a replica lacks are filled too. Or a dict of numbers for outputs by key or field, which may be nested:
-            ``{"ids": 0, "scores": -1.0}``. Other outputs may not differ then.
-        sync_batch_norm: make each BatchNorm of ``module`` a `dataparallel.nn.SyncBatchNorm`, in place, so that its
-            statistics are those of the whole batch. A ``torch.nn.SyncBatchNorm`` is refused otherwise.
-        devices: ``device_ids`` by the name that the composable forms have.
 
     Attributes:
         module: the wrapped module.
@@ -126,6 +100,9 @@ class DataParallel(nn.DataParallel[M]):
     _dataparallel: WrapperOptions | None = None  # until `own_options` makes them
     _dataparallel_as_torch = False
 
+    __doc__ = described(__doc__)
+
+    @takes(FormOptions)
     def __init__(
         self,
         module: M,
@@ -133,43 +110,25 @@ class DataParallel(nn.DataParallel[M]):
         output_device: DeviceLike | None = None,
         dim: int = 0,
         *,
-        chunk_sizes: ChunkSizes = None,
-        workers: int | None = None,
-        serial: bool | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
-        compile: bool | dict[str, Any] | None = None,
-        graphs: bool | Literal["auto"] | None = None,
-        scalars: ScalarRule = None,
-        pad: Pad = None,
-        sync_batch_norm: bool = False,
-        devices: Sequence[DeviceLike] | None = None,
+        **options: Unpack[FormOptions],
     ) -> None:
         _check_module(module)
-        slots = resolve_slots(device_ids, devices)
-        options = WrapperOptions(
-            slots,
-            output_device=output_device,
-            dim=dim,
-            chunk_sizes=chunk_sizes,
-            bucket_cap_mb=bucket_cap_mb,
-            workers=workers,
-            serial=serial,
-            scalars=scalars,
-            pad=pad,
-            compile=compile,
-            sync_batch_norm=sync_batch_norm,
-        )
-        compiled = CompileArgument.checked(module, compile)
-        has_graphs = check_graphs(graphs, [module], compiled, slots)
-        prepare(module, sync_batch_norm, slots)
+        given = completed(FormOptions, options, "DataParallel")
+        slots = resolve_slots(device_ids, given["devices"])
+        others = {"output_device": output_device, "dim": dim, "bucket_cap_mb": bucket_cap_mb}
+        own = WrapperOptions(slots, {**given, **others})
+        compiled = CompileArgument.checked(module, own.compile)
+        has_graphs = check_graphs(given["graphs"], [module], compiled, slots)
+        prepare(module, own.sync_batch_norm, slots)
         super(_TorchDataParallel, self).__init__()  # past torch's, but not past other bases of a subclass
         self.module = module
         self.device_ids = [device_id(slot) for slot in slots]
         self.output_device = device_id(resolve_output(output_device, slots)) if slots else None
         self.src_device_obj = slots[0] if slots else None
-        self.dim = options.dim
-        options.keep_replicas(compiled, self._dataparallel_as_torch, has_graphs)
-        vars(self)["_dataparallel"], vars(options)["slots"] = options, self.device_ids
+        self.dim = own.dim
+        own.keep_replicas(compiled, self._dataparallel_as_torch, has_graphs)
+        vars(self)["_dataparallel"], vars(own)["slots"] = own, self.device_ids
         if len(slots) == 1:
             self.module.to(slots[0])
 
@@ -186,7 +145,9 @@ class DataParallel(nn.DataParallel[M]):
             ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
             Exception: a replica raised it.
         """
-        return CallEngine(options_of_call(self), _Maker(self)).run(Method(CALL, self.module), inputs, kwargs)
+        maker = _Maker(self)
+        run = maker.run if self.device_ids else maker.run_without_slots
+        return run(Method(CALL, self.module), inputs, kwargs)
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """The stage `dataparallel.replicate`; override it to make replicas in another way.
@@ -266,15 +227,13 @@ class DataParallel(nn.DataParallel[M]):
 
 _STAGES = ("scatter", "replicate", "parallel_apply", "gather")
 
-own_stages: dict[Any, Callable[[], bool]] = {vars(DataParallel)[name]: lambda: True for name in _STAGES}
-"""The functions of stages that are not overridden, while the value returns true. Somebody may assign another one to the
-class later."""
+own_stages: set[Any] = {vars(DataParallel)[name] for name in _STAGES}
+"""The functions of stages that are not overridden. Somebody may assign another one to the class later."""
 
 
 def is_own_stage(method: Any) -> bool:
     """True if a bound method runs one of `own_stages`."""
-    is_own = own_stages.get(getattr(method, "__func__", None))
-    return is_own is not None and is_own()
+    return getattr(method, "__func__", None) in own_stages
 
 
 def options_of_call(wrapper: DataParallel[Any]) -> CallOptions:
@@ -322,7 +281,7 @@ class _Maker(ReplicaMaker):
     """Makes the replicas of a wrapper. They get new tensors in each call that records a graph, unless they stay."""
 
     def __init__(self, wrapper: DataParallel[Any]) -> None:
-        self._wrapper, own = wrapper, own_options(wrapper)
+        self._wrapper, own, self.options = wrapper, own_options(wrapper), options_of_call(wrapper)
         self.kept, self._compiled = own.kept, own.compiled
 
     def source(self) -> nn.Module:

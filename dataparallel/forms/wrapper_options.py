@@ -6,7 +6,7 @@ import copy
 from contextlib import AbstractContextManager
 from typing import Any
 
-from dataparallel.call.options import CallOptions
+from dataparallel.call.options import CallOptions, FormOptions, completed
 from dataparallel.devices import resolve
 from dataparallel.forms.kept_tensors import KeptTensors
 from dataparallel.replicas.compiled.calls import CompileArgument
@@ -29,10 +29,11 @@ class WrapperOptions(CallOptions):
         kept: makes the replicas, and keeps those that stay.
     """
 
+    taken = CallOptions.taken | {"compile", "sync_batch_norm"}
     assignable = ("chunk_sizes", "workers", "serial", "bucket_cap_mb", "scalars", "pad")
 
     compile: bool | dict[str, Any] | None
-    sync_batch_norm: bool
+    sync_batch_norm: bool | str
     kept: KeptReplicas
     compiled: CompileArgument | None
 
@@ -82,16 +83,10 @@ def own_options(wrapper: Any) -> WrapperOptions:
     """Returns what the wrapper has beside torch's attributes. They get the defaults if only torch's have been set."""
     own: WrapperOptions | None = wrapper._dataparallel
     if own is None:
-        own = WrapperOptions(wrapper.device_ids, **_DEFAULTS)
+        # Only torch's attributes are set where the class of the wrapper has done so itself.
+        own = WrapperOptions(wrapper.device_ids, {**completed(FormOptions, {}, ""), "bucket_cap_mb": BUCKET_CAP_MB})
         own.keep_replicas(None, wrapper._dataparallel_as_torch)
         own = vars(wrapper).setdefault("_dataparallel", own)  # several threads may call at once
     if own.slots is not wrapper.device_ids:
         vars(own)["slots"] = wrapper.device_ids
     return own
-
-
-_DEFAULTS: dict[str, Any] = {
-    "chunk_sizes": None, "workers": None, "serial": None, "bucket_cap_mb": BUCKET_CAP_MB,
-    "scalars": None, "pad": None, "compile": None, "sync_batch_norm": False,
-}  # fmt: skip
-"""The options of a wrapper whose class has set torch's attributes itself."""

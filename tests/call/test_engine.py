@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.call.engine import Call, run_alone
+from dataparallel.call.engine import Call, Method, run_alone
+from dataparallel.call.options import CallOptions
 from dataparallel.replicas.kept_replicas import KeptReplicas
 
 
@@ -67,7 +69,11 @@ def test_a_dimension_is_any_integer(net: nn.Module, slots: list, x: Tensor) -> N
 
 
 def call_of(devices: list[torch.device], kept: KeptReplicas | None = None) -> Call:
-    return Call(devices, kept or KeptReplicas(), None, False)
+    options = CallOptions(devices, {"output_device": None, "serial": None, "pad": None})
+    maker: Any = SimpleNamespace(
+        options=options, kept=kept or KeptReplicas(), may_use_source=False, check=lambda slots: None
+    )
+    return Call(maker, Method("forward", lambda: None))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import dataparallel
 import dataparallel.composable
 from affine import Affine
 from dataparallel import DataParallel, data_parallel
+from dataparallel.call.options import InPlaceOptions
 from dataparallel.composable import fully_shard, register_forward_method, replicate
 from dataparallel.replicas import kept_replicas
 
@@ -145,9 +146,7 @@ def test_the_room_exports_its_names_and_the_package_does_not():
     forms = {"replicate", "ReplicatedModule", "fully_shard", "FullyShardedModule", "register_forward_method"}
     assert set(dataparallel.composable.__all__) == forms | policies | {"GradBucket"}
     assert dataparallel.replicate is not replicate
-    names = ["devices", "ignored_params", "output_device", "dim", "chunk_sizes", "bucket_cap_mb"]
-    names += ["first_bucket_mb", "broadcast_buffers", "process_group", "mesh", "average", "compile"]
-    names += ["graphs", "scalars", "pad", "sync_batch_norm", "workers", "serial", "device_ids"]
+    names = ["bucket_cap_mb", "first_bucket_mb", "broadcast_buffers", "average", *InPlaceOptions.__annotations__]
     signature = inspect.signature(replicate)
     assert list(signature.parameters) == ["module", "ignored_modules", *names]
     assert all(signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in names)

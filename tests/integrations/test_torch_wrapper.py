@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import sys
 
 import numpy
 import pytest
@@ -165,49 +164,3 @@ def test_types_of_results_are_torchs(slots, root, x):
         assert type(parallel.scatter([x], slots)) is list
         assert type(parallel.comm.broadcast(x, slots)) is list
         assert type(parallel.comm.scatter(x, slots)) is tuple
-
-
-PATCHES = {
-    "gather": ("data_parallel", lambda theirs: lambda outputs, target_device, dim=0: [*outputs, "gathered"]),
-    "parallel_apply": (
-        "data_parallel",
-        lambda theirs: (
-            lambda replicas, inputs, kwargs=None, devices=None: [
-                replica(*args) * 0 for replica, args in zip(replicas, inputs, strict=True)
-            ]
-        ),
-    ),
-    "replicate": ("data_parallel", lambda theirs: lambda network, devices, detach=False: [network] * len(devices)),
-    "scatter_kwargs": (
-        "data_parallel",
-        lambda theirs: lambda inputs, kwargs, devices, dim=0: (((inputs[0][:1].to(devices[0]),),), ({},)),
-    ),
-    "scatter": ("scatter_gather", lambda theirs: lambda inputs, devices, dim=0: theirs(inputs, devices[:1], dim)),
-}
-
-
-@pytest.mark.parametrize("name", PATCHES)
-def test_functions_that_a_program_puts_into_torchs_module_are_called(name, slots, root, x, monkeypatch):
-    module, make = PATCHES[name]
-    module, called = sys.modules[f"torch.nn.parallel.{module}"], []
-    with replace_torch():
-        model = nn.DataParallel(linear(root), [root] * 3)
-        patch = make(getattr(module, name))
-
-        def noted(*args, **kwargs):
-            called.append(name)
-            return patch(*args, **kwargs)
-
-        model(x)
-        assert not called
-        monkeypatch.setattr(module, name, noted)
-        output = model(x)
-        monkeypatch.undo()
-        assert called
-        if name == "gather":
-            assert output[-1] == "gathered"
-        elif name == "parallel_apply":
-            assert not output.any()
-        else:
-            torch.testing.assert_close(output, linear(root)(x)[: len(output)])
-        torch.testing.assert_close(model(x), linear(root)(x))

@@ -72,7 +72,7 @@ def plain(device: torch.device) -> list[Tensor]:
 
 CALLS = {
     "broadcast": {"copy_many": 4},
-    "broadcast_into": {"copy_many": 4},
+    "broadcast_into": {"copy_many": 1},
     "broadcast_coalesced": {"copy_many": 1},
     "reduce_add": {"sum": 4},
     "reduce_add_coalesced": {"sum": 1},

@@ -4,6 +4,7 @@ Clocks tell a race: a write to the source that no event orders after the copy th
 """
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 import dataparallel as dp
 from dataparallel import DataParallel
-from dataparallel.call.engine import Call
+from dataparallel.call.engine import Call, Method
+from dataparallel.call.options import CallOptions
 from dataparallel.comm import broadcast_into
 from dataparallel.comm.buckets import plan_buckets
 from dataparallel.comm.streams import arrivals as room
@@ -164,7 +166,11 @@ def test_a_forward_on_a_single_slot_may_replicate_and_write(x: Tensor) -> None:
 
 
 def call_of(serial: bool = False, may_use_source: bool = False) -> Call:
-    return Call(slots(), KeptReplicas(), serial, may_use_source)
+    options = CallOptions(slots(), {"output_device": None, "serial": serial, "pad": None})
+    maker: Any = SimpleNamespace(
+        options=options, kept=KeptReplicas(), may_use_source=may_use_source, check=lambda slots: None
+    )
+    return Call(maker, Method("forward", lambda: None))
 
 
 def may_be_late() -> bool:
