@@ -23,8 +23,8 @@ from torch.autograd.graph import increment_version
 
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.streams.current import Event, current_streams
-from dataparallel.comm.streams.held import hold, hold_for_peers
-from dataparallel.comm.tables import Table
+from dataparallel.comm.streams.held import hold_for_peers
+from dataparallel.comm.tables import Place, Table, TableRow
 from dataparallel.comm.transport import Transport, summed_in
 from dataparallel.forks import in_forked_child
 
@@ -166,47 +166,6 @@ def why_not_installed() -> str | None:
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed"
     return None
-
-
-def launch(
-    kernel: Kernel,
-    pointers: Sequence[Sequence[int]],
-    counts: Sequence[int],
-    device: torch.device,
-    others: Iterable[torch.device],
-) -> None:
-    """Launches a kernel on the current stream of ``device``, unless no tensor has an element.
-
-    Earlier work on the current streams of ``others`` runs before the kernel, later work there runs after it. The memory
-    is on these devices; the caller holds it until this function returns. Kernels, pointers and counts: see `pack`.
-
-    """
-    others = [*others]
-    for place in (device, *others):
-        if place.type != "cuda":
-            # A kernel that follows a pointer to other memory breaks CUDA for the whole process.
-            raise ValueError(f"the kernels read and write memory of CUDA devices; got {place}")
-    _launch(pack(kernel, pointers, counts), device, others)
-
-
-def _launch(packed: KernelLaunch, device: torch.device, others: Iterable[torch.device]) -> None:
-    if packed.blocks == 0:
-        return
-    others = [other for other in dict.fromkeys(others) if other != device]
-    make_reachable(device, others)
-    peers = current_streams(others)
-    stream = current_streams([device])[device]
-    for peer in peers.values():
-        # Earlier work must have written the memory that the kernel reads, and must have read what the kernel writes.
-        Event(peer).make_wait(stream)
-    with torch.cuda.device(device):
-        pinned = packed.table.pin_memory()
-        table = pinned.to(device, non_blocking=True)
-        _call(packed._replace(table=table), (), device)
-        done = Event(stream)
-    for peer in peers.values():
-        done.make_wait(peer)
-    hold([table, pinned], done)
 
 
 def _call(packed: KernelLaunch, addresses: Sequence[int], device: torch.device) -> None:
@@ -363,29 +322,49 @@ def forget() -> None:
     global _reaching
     _reaching = threading.Lock()
     _reachable.clear()
+    _table_of.cache_clear()
 
 
 class Cupy(Transport):
     """The transport by kernels, which copy and add flat buffers of peers. torch's copies carry what is in none."""
 
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Copies with one launch."""
-        if not buffers:
-            return
-        rows = [[each.data_ptr()] for each in (source, *buffers)]
-        launch(COPY_KERNEL, rows, [source.nbytes], source.device, [buffer.device for buffer in buffers])
-        hold_for_peers(buffers, [source])
+        """Copies with one launch on each device that receives."""
+        for buffer in buffers:
+            _launch([source], buffer)
+        hold_for_peers([source], buffers)
         # Autograd does not see writes by kernels, so this tells it that these tensors have changed.
         increment_version(buffers)
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
         """Adds with one launch, or by torch's copies if the dtype has no kernel."""
         flats = [*flats]
-        dtype = flats[0].dtype
-        if (kernel := SUM_KERNELS.get(dtype)) is None:
+        if sum_kernel(flats[0].dtype, flats[0].dtype) is None:
             return STAR.add_up(flats, destination)
         total = flats[0] if flats[0].device == destination else torch.empty_like(flats[0], device=destination)
-        count = total.numel() * (dtype.itemsize // kernel.itemsize)
-        launch(kernel, [[each.data_ptr()] for each in (total, *flats)], [count], destination, [f.device for f in flats])
+        _launch(flats, total)
         hold_for_peers(flats, [total])
         return total
+
+
+def _launch(terms: Sequence[Tensor], target: Tensor) -> None:
+    """Writes the sum of flat buffers into another, on the current stream of its device.
+
+    Earlier work on the current streams of the other devices runs before the kernel, later work there runs after it.
+    """
+    device = target.device
+    others = [other for other in dict.fromkeys(term.device for term in terms) if other != device]
+    make_reachable(device, others)
+    stream, peers = current_streams([device])[device], current_streams(others).values()
+    for peer in peers:
+        Event(peer).make_wait(stream)
+    _table_of(len(terms), target.numel(), device, target.dtype).launch([*terms, target])
+    done = Event(stream)
+    for peer in peers:
+        done.make_wait(peer)
+
+
+@functools.lru_cache(maxsize=256)
+def _table_of(terms: int, numel: int, device: torch.device, dtype: torch.dtype) -> DeviceTable:
+    row = TableRow(Place(terms, 0), tuple(Place(term, 0) for term in range(terms)), numel)
+    return DeviceTable([row], device, dtype)

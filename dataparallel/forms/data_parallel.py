@@ -1,13 +1,14 @@
-"""`DataParallel` wraps a module and runs it on all slots. ``call.engine`` has the four stages of its calls.
+"""`DataParallel` wraps a module and runs it on all slots. `WrapperOptions` is what it has beside torch's attributes.
 
 This file checks the arguments, lets subclasses override stages, and keeps the attributes and the state dict that code
-written for ``torch.nn.DataParallel`` reads. Users call it; in the library only ``prefetch`` knows it.
+written for ``torch.nn.DataParallel`` reads. ``call.engine`` has the four stages of its calls.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -21,14 +22,15 @@ from dataparallel.call.engine import Method, ReplicaMaker, call_of_this_thread
 from dataparallel.call.options import CallOptions, FormOptions, completed, described, takes
 from dataparallel.call.parallel_apply import CALL, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
-from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
+from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
+from dataparallel.forms.kept_tensors import KeptTensors
 from dataparallel.forms.managed import names_explained, shows_forward_of_module
-from dataparallel.forms.wrapper_options import WrapperOptions, own_options
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CompileArgument
-from dataparallel.replicas.graphs.calls import check_graphs
+from dataparallel.replicas.graphs.calls import GraphedReplicas, check_graphs
+from dataparallel.replicas.kept_replicas import FreshCopies, KeptReplicas
 from dataparallel.replicas.plan import check_placement
-from dataparallel.replicas.replicate import BUCKET_CAP_MB, make_replicas
+from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_replicas
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -36,6 +38,83 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 
 _TorchDataParallel = nn.DataParallel  # `replace_torch` changes the name in torch.nn
+
+
+class WrapperOptions(CallOptions):
+    """What a `DataParallel` has beside torch's attributes: ``model.options``. See `CallOptions`.
+
+    ``chunk_sizes``, ``workers``, ``serial``, ``bucket_cap_mb``, ``scalars`` and ``pad`` may be assigned between calls:
+    ``model.options.chunk_sizes = [4, 8]``. The others can be read.
+
+    Attributes:
+        compile, sync_batch_norm: as given.
+        graphs: the captured graphs of the replicas; ``None`` if there are none. Its ``replicas`` say what was captured,
+            and what was not and why.
+        compiled: how replicas are compiled, if the argument ``compile`` says so.
+        kept: makes the replicas, and keeps those that stay.
+    """
+
+    taken = CallOptions.taken | {"compile", "sync_batch_norm"}
+    assignable = ("chunk_sizes", "workers", "serial", "bucket_cap_mb", "scalars", "pad")
+
+    compile: bool | dict[str, Any] | None
+    sync_batch_norm: bool | str
+    kept: KeptReplicas
+    compiled: CompileArgument | None
+
+    def keep_replicas(self, compiled: CompileArgument | None, as_torch: bool, has_graphs: bool = False) -> None:
+        """Sets ``compiled`` and ``kept``.
+
+        ``as_torch``: hooks stay functions of the source, and gradients are as `copy_tensors` says.
+        """
+        slots = [resolve(slot) for slot in self.slots]
+        fresh = FreshCopies(as_torch)
+        tensors = _TensorsOfWrapper(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else fresh
+        kept = KeptReplicas(tensors, compiled, not as_torch, GraphedReplicas() if has_graphs else None)
+        vars(self).update(compiled=compiled, kept=kept)
+
+    def __copy__(self) -> WrapperOptions:
+        """Returns options with replicas of their own."""
+        copied = WrapperOptions.__new__(WrapperOptions)
+        vars(copied).update(vars(self), kept=copy.copy(self.kept))
+        return copied
+
+    @property
+    def graphs(self) -> GraphedReplicas | None:
+        """See the class."""
+        return self.kept.graphs
+
+    def frozen(self) -> AbstractContextManager[None]:
+        """For serving: inside the block replicas are made once and used again as they are, and nothing is sent.
+
+        You promise that the module does not change inside: no values, no attributes, no modules. If it does change,
+        replicas do not see it before the end, or only some of them do. Anything that ``forward`` writes to its replica
+        stays there until the end, as it does on one device. Calls that run at the same time have their own replicas:
+        `dataparallel.replicas.kept_replicas.MOST_FROZEN` sets are kept until the block ends, further ones for one call.
+
+        A call that records a graph raises ``RuntimeError``. Blocks may be nested.
+        """
+        return self.kept.frozen()
+
+
+class _TensorsOfWrapper(KeptTensors):
+    """The tensors of a wrapper whose replicas launch graphs. A copy of it, and an unpickled one, is empty."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._slots, self._first_bytes, self._cap_bytes, self._broadcast_buffers)
+
+
+def own_options(wrapper: Any) -> WrapperOptions:
+    """Returns what the wrapper has beside torch's attributes. They get the defaults if only torch's have been set."""
+    own: WrapperOptions | None = wrapper._dataparallel
+    if own is None:
+        # Only torch's attributes are set where the class of the wrapper has done so itself.
+        own = WrapperOptions(wrapper.device_ids, {**completed(FormOptions, {}, ""), "bucket_cap_mb": BUCKET_CAP_MB})
+        own.keep_replicas(None, wrapper._dataparallel_as_torch)
+        own = vars(wrapper).setdefault("_dataparallel", own)  # several threads may call at once
+    if own.slots is not wrapper.device_ids:
+        vars(own)["slots"] = wrapper.device_ids
+    return own
 
 
 class _OptionsOfWrapper:

@@ -67,7 +67,7 @@ def full_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> Sta
     """
     _check_is_module(model)
     model_state, optimizer_state = act_together(
-        groups_that_save(model), "full_state_dict", lambda: _state_to_save(model, optimizer), describe_sent_tensors
+        groups_that_save(model), "full_state_dict", lambda: _state_to_save(model, optimizer), lambda _: {}
     )
     copies: dict[int, Tensor] = {}
     leaves = _torch.pytree.tree_leaves([*model_state.values(), optimizer_state])
@@ -385,15 +385,6 @@ def act_together(
             state.leave(epoch, error)
         raise
     return result
-
-
-def describe_sent_tensors(state: Any) -> dict[str, Any]:
-    """Describes the tensors of a nested structure that ranks gather from each other to save it, in this order."""
-    return {
-        path: {"shape": tuple(leaf.shape), "dtype": leaf.dtype, "placement": leaf.placement}
-        for path, leaf in _leaves_by_path(state).items()
-        if isinstance(leaf, ShardedTensor) and leaf.over is not None
-    }
 
 
 def describe_loaded_tensors(

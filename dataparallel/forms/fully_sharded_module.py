@@ -220,14 +220,7 @@ class FullyShardedModule(ManagedModule):
         _set(self, False, forward_prefetch=self._units_to_prefetch(modules))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Sets which units are gathered ahead in backward: those of ``modules``, after this module's own.
-
-        By default the next unit is, in the reverse order of the last forward. An empty list turns this off, two modules
-        or more take more memory.
-
-        Raises:
-            ValueError: one is not fully sharded, or is in no tree with this module; the message names it.
-        """
+        """As `set_modules_to_forward_prefetch`, for backward: by default in the reverse order of the last forward."""
         _set(self, False, backward_prefetch=self._units_to_prefetch(modules))
 
     def set_post_optim_event(self, event: torch.Event | Sequence[torch.Event]) -> None:

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from dataparallel.call.options import ScalarRule, Scalars
 from dataparallel.devices import DeviceLike, resolve_slots
-from dataparallel.forms.data_parallel import DataParallel
+from dataparallel.forms.data_parallel import DataParallel, own_options
 from dataparallel.forms.fully_shard import fully_shard
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.forms.managed import ManagedModule, name_of_form, register_forward_method, state_of
 from dataparallel.forms.replicate import replicate
-from dataparallel.forms.wrapper_options import own_options
 from dataparallel.integrations.accelerate import Accelerator
 from dataparallel.integrations.form_names import Form, check_form
 from dataparallel.integrations.transformers_losses import Items, LossByItems, known_items

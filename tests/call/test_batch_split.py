@@ -1,7 +1,6 @@
 """The forms split batches by numbers of samples or by shares, and results do not depend on it."""
 
 import copy
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, prefetch
+from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.threads.meetings import here
 from each_form import FORMS
@@ -132,32 +131,3 @@ def test_shares_are_checked_again_where_slots_have_changed(single: nn.Module, sl
     model.device_ids = model.device_ids[:2]
     with pytest.raises(ValueError, match="has 3 entries for 2 slots"):
         model(torch.zeros(7, 4, dtype=torch.float64, device=root))
-
-
-def test_calls_with_one_slot_or_without_arguments_are_not_split(root: torch.device, slots: list) -> None:
-    alone = DataParallel(Net().to(root), slots[:1], chunk_sizes=[2.0])
-    assert alone(torch.zeros(5, 4, device=root)).shape == (5, 2)
-
-    class Constant(nn.Module):
-        def forward(self) -> Tensor:
-            return torch.zeros(2)
-
-    assert DataParallel(Constant(), slots, chunk_sizes=[0.5, 1, 1])().shape == (2,)
-
-
-def test_a_copy_keeps_what_was_given(single: nn.Module, slots: list, root: torch.device) -> None:
-    for chunk_sizes in ((0.5, 1, 1), (1, 4, 2)):
-        model = DataParallel(single, slots, chunk_sizes=chunk_sizes)
-        assert model.options.chunk_sizes == chunk_sizes
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert other.options.chunk_sizes == chunk_sizes
-            other(torch.zeros(7, 4, dtype=torch.float64, device=root))
-
-
-@pytest.mark.parametrize("chunk_sizes", [[0.5, 1, 1], [7, 7, 7]])
-def test_prefetched_batches_are_split_as_the_calls_say(chunk_sizes: Any, single: nn.Module, slots: list) -> None:
-    model = DataParallel(copy.deepcopy(single), slots, chunk_sizes=chunk_sizes)
-    for batch in prefetch([torch.randn(21, 4, dtype=torch.float64) for _ in range(3)], model):
-        output = model(batch)
-        assert [seen[slot] for slot in range(3)] == ([4, 9, 8] if chunk_sizes[0] == 0.5 else chunk_sizes)
-        torch.testing.assert_close(output, single(batch.to(output.device)), rtol=1e-9, atol=1e-12)

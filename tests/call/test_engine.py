@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.call.engine import Call, Method, run_alone
+from dataparallel.call.engine import Call, Method
 from dataparallel.call.options import CallOptions
 from dataparallel.replicas.kept_replicas import KeptReplicas
 
@@ -135,17 +135,3 @@ def test_several_replicas_are_refused_inside_a_transform(devices: list[torch.dev
         return x
 
     torch.func.vmap(run)(torch.ones(2, 1, device=root))
-
-
-def test_alone_the_output_is_handed_on_or_moved(root: torch.device) -> None:
-    x = torch.ones(2, device=root)
-    assert run_alone(lambda x, *, times: {"y": x}, (x,), {"times": 1}, root, root)["y"] is x
-    assert run_alone(lambda x: [x], (x,), {}, root, torch.device("cpu"))[0].device.type == "cpu"
-
-
-@pytest.mark.devices("sim", "cuda")
-def test_alone_the_slot_is_the_current_device() -> None:
-    before = torch.accelerator.current_device_index()
-    slot = torch.device(torch.accelerator.current_accelerator().type, 1)
-    assert run_alone(torch.accelerator.current_device_index, (), {}, slot, slot) == 1
-    assert torch.accelerator.current_device_index() == before

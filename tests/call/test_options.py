@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, data_parallel, prefetch
-from dataparallel.batches import scatter
+from dataparallel import DataParallel, data_parallel
 from dataparallel.composable import fully_shard, register_forward_method, replicate
 from each_form import Form, frozen, replicating_forms, whole
 
@@ -106,34 +105,6 @@ def test_batch_norm_sees_the_whole_batch(form: Form, single: Net, slots: list, x
     close(gradients(model), gradients(single))
     buffers = {name.removeprefix("module."): buffer for name, buffer in model.named_buffers()}
     close(buffers, dict(single.named_buffers()))
-
-
-def test_what_cannot_be_synchronised_changes_nothing(form: Form, single: Net, slots: list) -> None:
-    with pytest.raises(ValueError, match="there is one machine only"):
-        form(single, slots, sync_batch_norm="across_machines")
-    assert type(single) is Net
-    assert type(single.layers[1]) is nn.BatchNorm1d
-
-
-@pytest.mark.devices("sim", "cuda")
-def test_batches_are_sent_ahead(form: Form, single: Net, slots: list) -> None:
-    """A batch that `prefetch` has sent is on the slots already: the call copies nothing."""
-    model = form(single, slots)
-    generator = torch.Generator().manual_seed(3)
-    batches = [torch.randn(9, 4, dtype=torch.float64, generator=generator) for _ in range(4)]
-    taken: list[Any] = []
-    take = scatter.take_sent_chunks
-
-    def noted(*args: Any) -> Any:
-        taken.append(take(*args))
-        return taken[-1]
-
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        expected = [model(batch) for batch in batches]
-        patch.setattr(scatter, "take_sent_chunks", noted)
-        close([model(batch) for batch in prefetch(batches, model)], expected)
-    assert len(taken) == 4
-    assert all(chunks is not None for chunks in taken)
 
 
 @replicating_forms

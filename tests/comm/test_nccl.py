@@ -40,21 +40,6 @@ def test_sums_are_its_own_only_where_their_order_does_not_matter(sums: bool, slo
     assert library.calls == ([("reduce", 3, 0)] if sums else [])
 
 
-@pytest.mark.devices("sim", "cuda")
-@pytest.mark.slots(3)
-class TestMatrices:
-    @pytest.mark.parametrize("sums", [False, True])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_are_added_by_one_call_where_order_and_dtype_allow_it(
-        self, sums: bool, dtype: torch.dtype, slots: list, library: Library
-    ) -> None:
-        found = [torch.full((3, 4), float(at + 1), dtype=dtype, device=slot) for at, slot in enumerate(slots)]
-        out = [torch.zeros(4, device=slot) for slot in slots]
-        Nccl(sums).reduce_scatter(found, out, torch.empty_like)
-        assert all(row.tolist() == [6.0] * 4 for row in out)
-        assert library.calls == ([("reduce_scatter", 3, 3)] if sums and dtype == torch.float32 else [])
-
-
 DTYPES = [getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
 ON_TENSORS = [dtype for dtype in {*DTYPES} if not str(dtype).startswith(("torch.q", "torch.bits"))]
 

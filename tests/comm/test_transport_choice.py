@@ -124,7 +124,6 @@ def test_a_route_that_is_asked_for_is_taken_by_plain_copies(
         *((transport, "broadcast", CUDA_8, True) for transport in TRANSPORTS),
         ("nccl", "broadcast", CUDA_TWICE, True),  # a buffer goes to each device once
         ("nccl", "reduce_add", CUDA_8, False),
-        ("nccl", "reduce_scatter", CUDA_8, False),
         ("cupy", "reduce_add", CUDA_TWICE, True),
     ],
 )
@@ -145,7 +144,7 @@ FALL_BACK = [
     *(("cupy", work, where, {}, "has no") for work in WORK[2:] for where in (CUDA_8, MIXED, SIM_8)),
     ("cupy", "reduce_scatter", CUDA_8, {}, "has no"),
     *(("nccl", "reduce_add", where, {}, "an order of its own") for where in (CUDA_8, CUDA_TWICE, MIXED, SIM_8)),
-    ("nccl", "reduce_scatter", CUDA_8, {}, "deterministic=False"),
+    ("nccl", "reduce_scatter", CUDA_8, {}, "has no"),
     *((name, work, MIXED, ANY_ORDER, "cpu is none") for name in ("nccl", "cupy") for work in WORK[:2]),
     *((name, work, CPU_AND_ONE, ANY_ORDER, "fewer than two") for name in ("nccl", "cupy") for work in WORK[:2]),
     *((name, work, MIXED_ONE, ANY_ORDER, "fewer than two") for name in ("nccl", "cupy") for work in WORK[:2]),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch
 from dataparallel.devices import device_id, resolve
-from dataparallel.forms.wrapper_options import WrapperOptions
+from dataparallel.forms.data_parallel import WrapperOptions
 from dataparallel.integrations import torch_wrapper
 
 SET = {"module", "device_ids", "output_device", "src_device_obj", "dim"}
