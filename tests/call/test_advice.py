@@ -78,13 +78,10 @@ class TestChunksOfOneSample:
         DataParallel(net, slots, chunk_sizes=[1, 1, 1])(small(3))
         with torch.no_grad():
             DataParallel(net, slots)(small(1))
-        DataParallel(net.eval(), slots)(small(1))
-
-    @pytest.mark.usefixtures("well")
-    def test_what_is_left_of_the_data(self, form: Form, net: nn.Module, slots: list) -> None:
-        model = form(net, slots)
-        for samples in (9, 1):
+        model = DataParallel(net, slots)
+        for samples in (9, 1):  # what is left of the data
             model(small(samples))
+        DataParallel(net.eval(), slots)(small(1))
 
 
 class TestInputsOnAnAccelerator:
@@ -140,18 +137,12 @@ class TestFirstDeviceThatHoldsMost:
         del state
 
     @pytest.mark.usefixtures("well")
-    def test_there_is_memory_left(self, form: Form, net: nn.Module, slots: list, root: torch.device) -> None:
+    def test_there_is_memory_left_or_all_devices_are_nearly_full(self, form: Form, net: nn.Module, slots: list) -> None:
         model = form(net, slots)
-        state = torch.empty(8 * 2**20, dtype=torch.uint8, device=root)
-        self.run(model)
-        del state
-
-    @pytest.mark.usefixtures("well")
-    def test_all_devices_are_nearly_full(self, form: Form, net: nn.Module, slots: list) -> None:
-        model = form(net, slots)
-        state = [torch.empty(36 * 2**20, dtype=torch.uint8, device=device) for device in {*slots}]
-        self.run(model)
-        del state
+        for mebibytes, devices in ((8, slots[:1]), (36, {*slots})):
+            state = [torch.empty(mebibytes * 2**20, dtype=torch.uint8, device=device) for device in devices]
+            self.run(model)
+            del state
 
 
 class TestAllOfThem:
@@ -172,6 +163,16 @@ class TestAllOfThem:
     def test_they_come(self, net: nn.Module, slots: list, batches: list[Tensor]) -> None:
         assert self.run(DataParallel(net, slots), batches) == 3
 
+    def test_slots_on_one_device_and_stages_of_the_user_have_none(
+        self, net: nn.Module, root: torch.device, slots: list, batches: list[Tensor]
+    ) -> None:
+        class Splits(DataParallel):
+            def scatter(self, *args: Any) -> Any:
+                return super().scatter(*args)
+
+        for model in (DataParallel(net, [root] * 3), Splits(net, slots)):
+            assert self.run(model, batches) == 0
+
     def test_one_setting_switches_them_off(
         self, net: nn.Module, slots: list, batches: list[Tensor], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -179,20 +180,6 @@ class TestAllOfThem:
         model = DataParallel(net, slots)
         assert self.run(model, batches) == 0
         assert not model.options.checks.are_open  # private: a closed one costs nothing
-
-    def test_slots_on_one_device_are_to_try_things_out(
-        self, net: nn.Module, root: torch.device, batches: list[Tensor]
-    ) -> None:
-        model = DataParallel(net, [root] * 3)
-        assert self.run(model, batches) == 0
-        assert not model.options.checks.are_open
-
-    def test_a_stage_of_the_user_knows_better(self, net: nn.Module, slots: list, batches: list[Tensor]) -> None:
-        class Splits(DataParallel):
-            def scatter(self, *args: Any) -> Any:
-                return super().scatter(*args)
-
-        assert self.run(Splits(net, slots), batches) == 0
 
 
 @pytest.mark.devices("cpu")

@@ -70,19 +70,6 @@ def single(root: torch.device) -> nn.Module:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_shares_split_batches_of_any_size(form: str, single: nn.Module, slots: list, root: torch.device) -> None:
-    model = FORMS[form](copy.deepcopy(single), slots, chunk_sizes=[0.5, 1, 1])
-    for total, sizes in ((10, [2, 4, 4]), (7, [1, 3, 3]), (3, [1, 1, 1]), (2, [1, 1])):
-        seen.clear()
-        check_step(model, single, torch.randn(total, 4, dtype=torch.float64, device=root))
-        if len(sizes) > 1:
-            seen.clear()
-            model(torch.zeros(total, 4, dtype=torch.float64, device=root))
-            assert [seen[slot] for slot in range(len(sizes))] == sizes
-            assert len(seen) == len(sizes)
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_results_equal_one_device_under_any_split(
     form: str, single: nn.Module, slots: list, root: torch.device
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, data_parallel
+from dataparallel import DataParallel, data_parallel, prefetch
 from dataparallel.composable import fully_shard, register_forward_method, replicate
 from each_form import Form, frozen, replicating_forms, whole
 
@@ -107,6 +107,18 @@ def test_batch_norm_sees_the_whole_batch(form: Form, single: Net, slots: list, x
     close(buffers, dict(single.named_buffers()))
 
 
+def test_what_cannot_be_synchronised_changes_nothing(form: Form, single: Net, slots: list) -> None:
+    with pytest.raises(ValueError, match="there is one machine only"):
+        form(single, slots, sync_batch_norm="across_machines")
+    assert type(single.layers[1]) is nn.BatchNorm1d
+
+
+def test_prefetched_batches_give_the_same(form: Form, single: Net, slots: list, x: Tensor) -> None:
+    model = form(single.eval(), slots)
+    with torch.no_grad():
+        close([model(batch) for batch in prefetch([x, x + 1], model)], [model(x), model(x + 1)])
+
+
 @replicating_forms
 def test_frozen_replicas_stay(form: Form, single: Net, slots: list, x: Tensor, root: torch.device) -> None:
     single.eval()
@@ -125,18 +137,6 @@ def test_frozen_replicas_stay(form: Form, single: Net, slots: list, x: Tensor, r
     model(x).sum().backward()
     single.layers[3].bias.data.add_(1)
     single(x).sum().backward()
-    close(gradients(model), gradients(single))
-
-
-def test_gradients_that_wait_on_slots_survive_frozen(single: Net, slots: list, x: Tensor) -> None:
-    model = replicate(copy.deepcopy(single).eval(), devices=slots)
-    with model.no_sync():
-        model(x).sum().backward()
-    with torch.no_grad(), model.frozen():
-        model(x)
-    model(x).sum().backward()
-    single.eval()
-    (2 * single(x).sum()).backward()
     close(gradients(model), gradients(single))
 
 

@@ -96,19 +96,6 @@ def test_the_first_in_slot_order_is_raised_and_names_the_others(slots: list, roo
     ]
 
 
-def test_one_object_raised_by_several_replicas_is_named_once(slots: list, root: torch.device) -> None:
-    error = ValueError("shared")
-    together = threading.Barrier(2)
-
-    def fails() -> None:
-        together.wait(TIMEOUT)
-        raise error
-
-    with pytest.raises(ValueError, match="shared") as caught:
-        run(slots, fails, fails)
-    assert caught.value.__notes__ == [f"raised in replica 0 on device {root}"]
-
-
 def test_other_replicas_have_ended_when_it_is_raised(slots: list) -> None:
     failed, ended = threading.Event(), []
 

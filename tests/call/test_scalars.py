@@ -54,12 +54,6 @@ def test_a_mean_trains_as_one_device_does(form, slots, root, size):
         close(whole(ours.grad), theirs.grad)
 
 
-def test_a_sum(form, slots, root):
-    x, y = batch(root, 7)
-    output = form(build(root), slots, scalars="sum")(x, y)
-    assert output["right"].item() == build(root)(x, y)["right"].item()
-
-
 def test_sums_of_a_loss_and_of_what_it_divides_by(form, slots, root):
     """A chunk in which nothing counts does no harm."""
 
