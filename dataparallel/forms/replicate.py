@@ -226,9 +226,6 @@ replicate: Final = Form(_prepare, ReplicatedModule, begin=lambda modules, state:
 
 def _check_for_machines(module: nn.Module, slots: Sequence[torch.device], converts: bool) -> None:
     """Checks that a module can be replicated over machines. ``converts``: its BatchNorms will be converted."""
-    from dataparallel.machines.arguments import refuse_tensor_parallel
-
-    refuse_tensor_parallel(module)
     synchronised = any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())
     if len(slots) > 1 and synchronised and not converts:
         raise ValueError(

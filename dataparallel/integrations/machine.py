@@ -21,7 +21,7 @@ import torch
 import torch.cuda.nccl
 
 from dataparallel._version import __version__
-from dataparallel.comm import choose_transport, kernels, settings
+from dataparallel.comm import choose_transport
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
 from dataparallel.comm.peer_kernels import P2P_BY_NVLINK, P2P_OK
 from dataparallel.comm.peers import PEER_CHECK_VARIABLE, peers_are_checked
@@ -115,7 +115,7 @@ def about_cupy() -> str:
 
 
 def carriers(devices: Sequence[torch.device]) -> list[tuple[str, str, str, str]]:
-    """What would carry a batch, buckets of weights and gradients, outputs, and shards: transport, route, and why."""
+    """What would carry a batch, buckets of weights and gradients, and outputs: transport, route, and why."""
     sized = [(name, size) for name in ("weights", "gradients") for size in _SIZES if size]
     found = []
     for name, size in [("batch", ""), *sized, ("outputs", "")]:
@@ -127,23 +127,7 @@ def carriers(devices: Sequence[torch.device]) -> list[tuple[str, str, str, str]]
         condition = ", if all devices have peer access" if choice.transport == "cupy" else ""
         why = choice.reason.removeprefix(f"{PLAIN}; {choice.route}: ") + condition
         found.append((f"{name} {size}", choice.transport, choice.route, why))
-    return [*found, ("shards", *_carrier_of_shards())]
-
-
-def _carrier_of_shards() -> tuple[str, str, str]:
-    """What would carry the shards of a sharded model. The check at first use is not run."""
-    try:
-        asked = settings.current().transport
-    except ValueError as error:
-        return "refused", "", str(error)
-    if asked in ("copy", "host"):
-        return asked, "star", "it was asked for"
-    problem = kernels.why_not_installed()
-    if problem is not None or asked == "nccl":
-        return "copy", "star", problem or "nccl gathers no shards"
-    if asked == "cupy":
-        return "cupy", "star", "it was asked for"
-    return "cupy", "star", "if NVLink joins all devices and a check at first use passes"
+    return found
 
 
 def about_gpus() -> list[tuple[str, str]]:

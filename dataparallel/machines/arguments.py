@@ -1,16 +1,14 @@
-"""`machines_of` and its neighbours interpret ``process_group=`` and ``mesh=``, and refuse some modules.
+"""`machines_of` and its neighbours interpret ``process_group=`` and ``mesh=``.
 
 All of them are checked before anything is sent. Each error says what was passed, what was expected and what to do.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from dataparallel.machines.group import Machines
 
@@ -45,22 +43,6 @@ def shard_and_replicate_groups(
     if not found:
         return None, None
     return (None, found[0]) if mesh is None else (found[-1], found[0] if len(found) == 2 else None)
-
-
-def refuse_tensor_parallel(module: nn.Module) -> None:
-    """Raises a ``TypeError`` if parameters or buffers are of the class ``DTensor``."""
-    # If torch.distributed.tensor was not imported, there is no DTensor. Importing it takes long.
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    named = [*module.named_parameters(), *module.named_buffers()]
-    found = [repr(name) for name, tensor in named if kind is not None and isinstance(tensor, kind)]
-    if found:
-        names = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        raise TypeError(
-            f"{names} of the {type(module).__name__} {'is a DTensor' if len(found) == 1 else 'are DTensors'}: "
-            "processes divide the module among them already, as with parallelize_module or torch's fully_shard. "
-            "dataparallel takes plain parameters, whole on each machine. Give it the module before it is parallelised; "
-            "or keep tensor parallelism and use torch.distributed.fsdp.fully_shard on a mesh of two dimensions instead"
-        )
 
 
 def _groups(group: Any, mesh: Any, slots: Sequence[torch.device], wanted: tuple[str, str, int]) -> list[Machines]:
