@@ -27,7 +27,7 @@ def test_a_stage_is_imported_from_its_room(room: str) -> None:
     ("path", "names"),
     [
         ("comm", "broadcast broadcast_coalesced gather reduce_add reduce_add_coalesced scatter using"),
-        ("peers", "all_gather all_reduce all_to_all barrier broadcast checkpoint count index reduce_scatter"),
+        ("peers", "all_gather all_reduce barrier broadcast checkpoint count index reduce_scatter"),
         ("nn", "BatchNorm SyncBatchNorm"),
         ("batch_types", "register_batch register_container"),
         ("composable", "replicate register_forward_method"),
