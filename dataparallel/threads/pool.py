@@ -1,4 +1,4 @@
-"""`start` runs a job in a kept thread of its device. `Outcome`, `Turn` and `StallClock` are for the tasks of a call.
+"""`start` runs a job in a kept thread of its device. `Outcome` and `Turn` are for the tasks of a call.
 
 A job takes an idle thread of its device or else a new thread, so no job waits for another job. cuBLAS and cuDNN keep
 handles and memory for each pair of thread and device until the thread ends. So a job gets a thread of another device
@@ -19,7 +19,6 @@ import torch
 
 from dataparallel import _torch
 from dataparallel.forks import in_forked_child
-from dataparallel.replicas.compiled.compile_lock import compile_lock
 
 POLL_SECONDS = 0.2
 """A thread that waits for a gang wakes up this often, to see signals and stalls."""
@@ -159,23 +158,3 @@ class Turn:
     def wait(self, seconds: float = -1) -> bool:
         """Waits for so many seconds at most, or without end. Returns true once the task may go on."""
         return self._lock.acquire(timeout=seconds)
-
-
-class StallClock:
-    """Measures for how long the tasks of a call have made no progress, in polls of `POLL_SECONDS`.
-
-    Polls are counted instead of seconds, because time in which the whole process was stopped must not count. Nor must
-    time in which a thread compiles.
-    """
-
-    __slots__ = ("_polls", "_progress")
-
-    def __init__(self, progress: int) -> None:
-        self._polls, self._progress = 0, progress
-
-    def poll(self, progress: int, is_anyone_waiting: bool) -> float:
-        """Returns the seconds without progress. ``progress`` is any number that changes when a task gets further."""
-        is_stalled = is_anyone_waiting and progress == self._progress and not compile_lock.is_taken
-        self._polls = self._polls + 1 if is_stalled else 0
-        self._progress = progress
-        return self._polls * POLL_SECONDS
