@@ -6,7 +6,7 @@ share a flat buffer, and one node of the graph has all gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -84,15 +84,11 @@ def _holding(lists: Iterable[Sequence[Samples[Any]]]) -> list[tuple[Tensor, tupl
     return [(tensor, tuple(sorted(holding))) for tensor, holding in found.values()]
 
 
-def _on_slots(tensors: list[Tensor], slots: Sequence[torch.device]) -> Iterator[Sequence[Tensor]]:
-    """Yields the tensors of each slot. With a single slot, tensors that are there already are not copied."""
-    copies: dict[int, Sequence[Tensor]] = {}
-    moving = [i for i, tensor in enumerate(tensors) if len(slots) > 1 or tensor.device != slots[0]]
-    if moving:
-        flat = Broadcast.apply(slots, *(tensors[i] for i in moving))
-        copies.update((i, flat[place :: len(moving)]) for place, i in enumerate(moving))
-    for slot in range(len(slots)):
-        yield [copies[i][slot] if i in copies else tensor for i, tensor in enumerate(tensors)]
+def _on_slots(tensors: list[Tensor], slots: list[torch.device]) -> list[list[Tensor]]:
+    """Returns the tensors of each slot. With a single slot, tensors that are there already are not copied."""
+    moving = [tensor for tensor in tensors if [tensor.device] != slots]
+    flat = iter(Broadcast.apply(slots, *moving) if moving else ())
+    return [[next(flat) if [tensor.device] != slots else tensor for tensor in tensors] for _ in slots]
 
 
 def _rebuilt(obj: Any, copy_of: dict[int, Tensor], device: torch.device) -> Any:

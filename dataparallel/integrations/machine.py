@@ -11,10 +11,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +41,6 @@ def description() -> str:
     lines = [
         ("dataparallel", __version__),
         ("torch", f"{torch.__version__} ({_torch_build()}), Python {platform.python_version()}"),
-        ("CPU", about_cpu()),
         ("accelerator", about(devices)),
         *about_gpus(),
         ("peer check", _peer_check()),
@@ -74,21 +71,6 @@ def _torch_build() -> str:
     if torch.version.hip is not None:
         return f"HIP {torch.version.hip}"
     return "no CUDA, no HIP" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
-
-
-def about_cpu(meminfo: Path = Path("/proc/meminfo")) -> str:
-    """Cores and memory of the host."""
-    cores = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    text = f"{cores} cores, {usable} for this process"
-    if not meminfo.exists():
-        return text
-    kib = {key: int(value) for key, value in re.findall(r"(\w+): +(\d+) kB", meminfo.read_text())}
-    return f"{text}; {_memory(kib['MemTotal'] * 1024, kib['MemAvailable'] * 1024)}"
-
-
-def _memory(total: int, free: int) -> str:
-    return f"memory {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
 
 
 def _peer_check() -> str:
@@ -164,7 +146,7 @@ def _gpu(nvml: Any, handle: Any, handles: Sequence[Any]) -> Iterator[str]:
 
     def memory() -> str:
         info = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return _memory(info.total, info.free)
+        return f"memory {info.total / 2**30:.1f} GiB, {info.free / 2**30:.1f} GiB free"
 
     def reached(*ways: int) -> str:
         others = [(number, other) for number, other in enumerate(handles) if other != handle]

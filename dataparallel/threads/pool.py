@@ -1,8 +1,7 @@
 """`start` runs a job in a kept thread of its device. `Outcome` and `Turn` are for the tasks of a call.
 
 A job takes an idle thread of its device or else a new thread, so no job waits for another job. cuBLAS and cuDNN keep
-handles and memory for each pair of thread and device until the thread ends. So a job gets a thread of another device
-only if the system has no more threads.
+handles and memory for each pair of thread and device until the thread ends, so devices have threads of their own.
 """
 
 from __future__ import annotations
@@ -78,13 +77,7 @@ def start(job: Job, device: Hashable) -> None:
         return
     worker = Worker(next(_numbers), device)
     worker.jobs.put(job)  # before the thread starts, because Ctrl-C may come right after the start
-    try:
-        worker.start()
-    except RuntimeError:  # the system has no more threads: take an idle thread of any device
-        idle = next(filter(None, map(_take, list(_idle))), None)
-        if idle is None:
-            raise
-        idle.jobs.put(job)
+    worker.start()
 
 
 def release(worker: Worker) -> None:

@@ -92,7 +92,7 @@ def test_ints_are_numbers_of_samples_and_a_float_makes_them_shares() -> None:
         ([0.5, None, 1.0], TypeError, "no sequence of ints or floats"),
         ([0.5, "1", 1.0], TypeError, "no sequence of ints or floats"),
         (3, TypeError, "no sequence of ints or floats"),
-        ("equal", ValueError, "'equal' is unknown"),
+        ("equal", TypeError, "'equal' is no sequence"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given: object, error: type[Exception], message: str) -> None:

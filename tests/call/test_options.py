@@ -183,11 +183,6 @@ def test_frozen_replicas_of_a_method_have_the_hooks_of_the_module(slots: list, r
             close(model.encode(x), expected)
 
 
-def test_the_module_itself_may_be_what_is_synchronised(form: Form, slots: list, root: torch.device, x: Tensor) -> None:
-    model = form(nn.BatchNorm1d(4).double().to(root), slots, sync_batch_norm=True)
-    close(model(x), nn.BatchNorm1d(4).double().to(root)(x))
-
-
 @pytest.mark.devices("cpu")
 def test_the_reference_lists_every_option() -> None:
     """Those in the signatures, and what has a row in the table has it where the table says so."""

@@ -23,14 +23,6 @@ def echo(*args: Any, **kwargs: Any) -> tuple:
     return args, kwargs
 
 
-def test_each_module_gets_its_own_inputs_and_outputs_are_in_order(slots: list, root: torch.device) -> None:
-    modules = [Call(lambda t, slot=slot: (slot, t)) for slot in range(3)]
-    inputs = [torch.full((2,), float(slot), device=root) for slot in range(3)]
-    outputs = parallel_apply(modules, [(t,) for t in inputs], devices=slots)
-    assert [slot for slot, _ in outputs] == [0, 1, 2]
-    assert all(output is t for (_, output), t in zip(outputs, inputs, strict=True))
-
-
 @pytest.mark.parametrize("serial", [False, True])
 def test_inputs_are_a_tuple_a_list_or_one_argument(serial: bool, slots: list, root: torch.device) -> None:
     t = torch.ones(1, device=root)
@@ -125,9 +117,12 @@ def sharing(slots: list) -> list:
     return [slots[0]] * 3
 
 
-def test_replicas_that_share_a_generator_run_one_after_the_other_while_recording(slots: list) -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_replicas_that_share_a_generator_run_one_after_the_other(training: bool, slots: list) -> None:
+    """While recording, and in training mode without recording too."""
     together = Together(3, seconds=0.2)
-    assert not together.run(sharing(slots))
+    with torch.set_grad_enabled(not training):
+        assert not together.run(sharing(slots), training=training)
     assert together.order == [0, 1, 2]
 
 
@@ -144,13 +139,6 @@ def test_they_run_together_where_nothing_is_recorded_or_drawn(slots: list) -> No
         assert Together(3, TIMEOUT).run(sharing(slots))
     with torch.inference_mode():
         assert Together(3, TIMEOUT).run(sharing(slots))
-
-
-def test_in_training_mode_they_run_one_after_the_other_without_recording_too(slots: list) -> None:
-    with torch.no_grad():
-        together = Together(3, seconds=0.2)
-        assert not together.run(sharing(slots), training=True)
-    assert together.order == [0, 1, 2]
 
 
 def test_they_run_together_where_workers_are_asked_for(slots: list) -> None:

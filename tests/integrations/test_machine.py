@@ -24,7 +24,7 @@ def test_it_has_a_line_for_each_fact_and_ends_with_what_to_do_next(monkeypatch):
         machine, "about_gpus", lambda: [("NVML", "asked"), ("  GPU 0", "an H100"), ("  GPU 1", "another")]
     )
     text = machine.description()
-    for line in ("dataparallel ", "torch ", "CPU ", "NVML          asked\n  GPU 0       an H100", "NCCL ", "CuPy "):
+    for line in ("dataparallel ", "torch ", "NVML          asked\n  GPU 0       an H100", "NCCL ", "CuPy "):
         assert f"\n{line}" in "\n" + text
     assert "accelerator   none\n" in text
     assert "\ntensors " not in text  # nothing has to travel
@@ -58,13 +58,6 @@ def test_accelerators_are_counted_and_a_stand_in_is_named(monkeypatch):
 )
 def test_what_to_do_next_depends_on_the_devices(devices, line):
     assert line in str(machine.next_steps([*map(torch.device, devices)]))
-
-
-def test_cpu_memory(tmp_path):
-    meminfo = tmp_path / "meminfo"
-    assert "memory" not in machine.about_cpu(meminfo)
-    meminfo.write_text("MemTotal:  4194304 kB\nMemFree:   10 kB\nMemAvailable:  3145728 kB\n")
-    assert machine.about_cpu(meminfo).endswith("for this process; memory 4.0 GiB, 3.0 GiB free")
 
 
 def test_cupy_by_metadata(monkeypatch):

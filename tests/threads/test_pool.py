@@ -145,19 +145,6 @@ class TestKeys:
             seen.run([0, 1, 2, 3], 1, lambda: barrier.wait(TIMEOUT), stall_timeout=0.2)
         assert {device: len(threads) for device, threads in seen.threads.items()} == dict.fromkeys(range(4), 1)
 
-    def test_where_the_system_has_no_more_threads_those_of_other_devices_help(self, monkeypatch):
-        Devices().run([0, 1, 2], 3, threading.Barrier(3).wait)
-        before = worker_threads()
-
-        def no_threads(worker: pool.Worker) -> None:
-            raise RuntimeError("can't start new thread")
-
-        monkeypatch.setattr(pool.Worker, "start", no_threads)
-        Devices().run([3, 4, 5], 3, threading.Barrier(3).wait)
-        assert worker_threads() == before
-        outcomes = Gang([threading.Barrier(3).wait] * 3 + [int], 4, devices=[6, 7, 8, 9]).run_tasks()
-        assert [str(outcome.error) for outcome in outcomes] == ["None"] * 3 + ["can't start new thread"]
-
 
 @pytest.mark.devices("cpu")  # gangs know no slots: once is enough
 def test_a_thread_that_is_slow_to_go_idle_keeps_nothing_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
