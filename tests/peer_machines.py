@@ -50,14 +50,6 @@ def reduce_scatter(chunk: Tensor, weight: Tensor, **across: bool) -> Tensor:
     return chunk * (even.sum() + given.square().sum())
 
 
-def all_to_all(chunk: Tensor, weight: Tensor, **across: bool) -> Tensor:
-    """Shapes differ between pairs: replica i sends j elements of its rows to replica j."""
-    count, row = peers.count(**across), (chunk * weight).sum(0).repeat(4)
-    found = peers.all_to_all([row[:to] for to in range(count)], **across)
-    assert [len(each) for each in found] == [peers.index(**across)] * count
-    return chunk * sum((at + 1) * each.sum() for at, each in enumerate(found))
-
-
 def large(chunk: Tensor, weight: Tensor, **across: bool) -> Tensor:
     """More than 64 KiB, of which each machine adds up a part."""
     return chunk * peers.all_reduce((chunk * weight).sum(0).repeat(3001), **across).sum()
@@ -76,7 +68,7 @@ def checkpointed(chunk: Tensor, weight: Tensor, **across: bool) -> Tensor:
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     **{f"all_reduce {op}": _reduced(op) for op in ("sum", "mean", "max", "min", "prod")},
-    **{each.__name__: each for each in (all_gather, all_gather_columns, broadcast, reduce_scatter, all_to_all)},
+    **{each.__name__: each for each in (all_gather, all_gather_columns, broadcast, reduce_scatter)},
     **{each.__name__: each for each in (large, barrier, checkpointed)},
 }
 

@@ -51,7 +51,6 @@ FLOORS = """
     ─── the ground
     samples            the mark of a list with one entry for each sample
     replica_parameter  the class of a replica's parameters
-    progress           a line on the terminal while something takes long
     optimizer_steps    what runs before the steps of all optimizers
     profiling          named ranges, and who records them
     user_warnings      warnings at the line of the user's code

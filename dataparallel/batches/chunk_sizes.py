@@ -41,8 +41,6 @@ def _checked(given: Any, slots: int | None) -> tuple[float, ...]:
     what = (
         "pass a number of samples for each slot (ints), a share for each slot (floats), or None for near-equal chunks"
     )
-    if isinstance(given, str):
-        raise ValueError(f"chunk_sizes={given!r} is unknown; {what}")
     try:
         numbers = [_number(entry) for entry in given]
     except TypeError:
@@ -51,7 +49,7 @@ def _checked(given: Any, slots: int | None) -> tuple[float, ...]:
         _check_length(numbers, slots)
     if not numbers:
         raise ValueError(f"chunk_sizes={given!r} has no entry; {what}")
-    if any(math.isnan(number) or math.isinf(number) for number in numbers):
+    if not all(map(math.isfinite, numbers)):
         raise ValueError(f"chunk_sizes={numbers}: a share is a finite number")
     if any(number < 0 for number in numbers):
         raise ValueError(f"chunk_sizes={numbers}: sizes cannot be negative")

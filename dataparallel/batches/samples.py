@@ -6,7 +6,7 @@ share a flat buffer, and one node of the graph has all gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from dataparallel.autograd.functions import Broadcast, Collect
 from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
 from dataparallel.batches.structures import leaves, tensors_in
 from dataparallel.comm.checks import why_not_movable
-from dataparallel.comm.streams.ahead import take_sent_chunks
 from dataparallel.samples import Samples
 
 
@@ -61,11 +60,6 @@ class SampleCopies:
         ]
 
 
-def slots_of_tensors(found: Iterable[Samples[Any]], sizes: Sequence[int]) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Returns each tensor inside lists of samples once, with the numbers of the slots that get it."""
-    return _holding(_cut(marked, sizes) for marked in found)
-
-
 def joined_samples(parts: Sequence[Samples[Any]], device: torch.device) -> Samples[Any]:
     """Joins the entries of all lists in order, with tensors on ``device``. One node of the graph has all tensors."""
     tensors = {id(tensor): tensor for part in parts for tensor in tensors_in(part)}
@@ -90,22 +84,11 @@ def _holding(lists: Iterable[Sequence[Samples[Any]]]) -> list[tuple[Tensor, tupl
     return [(tensor, tuple(sorted(holding))) for tensor, holding in found.values()]
 
 
-def _on_slots(tensors: list[Tensor], slots: Sequence[torch.device]) -> Iterator[Sequence[Tensor]]:
-    """Yields the tensors of each slot. With a single slot, tensors that are there already are not copied."""
-    copies: dict[int, Sequence[Tensor]] = {}
-    moving = [i for i, tensor in enumerate(tensors) if len(slots) > 1 or tensor.device != slots[0]]
-    for i in moving:
-        tensor = tensors[i]
-        if not (tensor.requires_grad and torch.is_grad_enabled()):  # what was sent ahead is in no graph
-            sent = take_sent_chunks(tensor, slots, None, 0)
-            if sent is not None:
-                copies[i] = sent
-    moving = [i for i in moving if i not in copies]
-    if moving:
-        flat = Broadcast.apply(slots, *(tensors[i] for i in moving))
-        copies.update((i, flat[place :: len(moving)]) for place, i in enumerate(moving))
-    for slot in range(len(slots)):
-        yield [copies[i][slot] if i in copies else tensor for i, tensor in enumerate(tensors)]
+def _on_slots(tensors: list[Tensor], slots: list[torch.device]) -> list[list[Tensor]]:
+    """Returns the tensors of each slot. With a single slot, tensors that are there already are not copied."""
+    moving = [tensor for tensor in tensors if [tensor.device] != slots]
+    flat = iter(Broadcast.apply(slots, *moving) if moving else ())
+    return [[next(flat) if [tensor.device] != slots else tensor for tensor in tensors] for _ in slots]
 
 
 def _rebuilt(obj: Any, copy_of: dict[int, Tensor], device: torch.device) -> Any:

@@ -177,15 +177,10 @@ def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
         if first is None:
             first = (path, size, leaf)
         elif size != first[1]:
-            do = (
-                "the batch is packed, with all sequences in one row: pass a row for each, "
-                "dataparallel.integrations.packing.unpacked(batch)"
-                if any("cu_seq_lens" in other for other, _ in found)
-                else "mark a tensor that is no batch (a mask, a table) as dataparallel.whole(tensor), and a list that "
-                "has one entry for each sample as dataparallel.samples(list)"
-            )
             raise ValueError(
-                f"batch sizes disagree along dimension {dim}: {first[0]} has {first[1]}, {path} has {size}; {do}"
+                f"batch sizes disagree along dimension {dim}: {first[0]} has {first[1]}, {path} has {size}; mark a "
+                "tensor that is no batch (a mask, a table) as dataparallel.whole(tensor), and a list that has one "
+                "entry for each sample as dataparallel.samples(list)"
                 f"{_turned(first, (path, size, leaf), dim) or _filled((first[0], path))}"
             )
     return None if first is None else first[1]

@@ -1,7 +1,7 @@
-"""`CallEngine` makes a call of any form: scatter -> replicate -> parallel_apply -> gather.
+"""`ReplicaMaker.run` makes a call of any form: scatter -> replicate -> parallel_apply -> gather.
 
-`CallOptions` has the user's options. Each form has its own `ReplicaMaker`. `Call` is the context around the stages.
-``torch.compile`` does not trace this file, unless there are no slots.
+`CallOptions` has the user's options. Each form has its own `ReplicaMaker`. `Call` has the stages, and all that belongs
+to one call. ``torch.compile`` does not trace what runs on slots.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from dataparallel.profiling import stage
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.references import Hold, ReferenceCycles, cycles_of, hold_by_output
 from dataparallel.threads.meetings import Meeting
-from dataparallel.threads.pool import UntilExit
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
 if TYPE_CHECKING:
@@ -51,15 +50,33 @@ class Method(NamedTuple):
 
 
 class ReplicaMaker(ABC):
-    """Makes the replicas of a form: from fresh copies, from copies that stay, or from shards. Forms subclass it.
+    """Makes the calls of a form. Its replicas come from fresh copies, copies that stay, or shards. Forms subclass it.
 
     Attributes:
+        options: the options of the calls.
         may_use_source: true if code of the user may write to parameters between the stages: see `Call`.
         kept: makes and keeps the replicas.
     """
 
     may_use_source = False
     kept: KeptReplicas
+    options: CallOptions
+
+    @_torch.not_traced
+    def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the output of ``method`` for the whole batch, on the output device. There is at least one slot."""
+        with self.spans_machines(method) as peers, Call(self, method, peers) as call:
+            output = call.stages(inputs, kwargs)
+        checks = self.options.checks
+        if checks.are_open:
+            is_training = getattr(self.source(), "training", False)  # frozen ScriptModules have no mode
+            checks.look_at(self.options, call.slots, (inputs, kwargs), is_training)
+        return output
+
+    def run_without_slots(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As `run`, where there is no slot: the module itself runs. ``torch.compile`` may trace this."""
+        inputs, kwargs = arguments_of_one(inputs, kwargs)
+        return self.alone(method)(*inputs, **kwargs)
 
     @abstractmethod
     def source(self) -> nn.Module:
@@ -96,74 +113,73 @@ class ReplicaMaker(ABC):
         """Called with the output of each call that has made replicas."""
 
 
-class CallEngine:
-    """Makes a call of one form."""
+_of_thread = threading.local()
+"""``call``: the `Call` whose overridden stage this thread runs. The stage calls the wrapper's stage by ``super()``,
+which has torch's signature, with no parameter for the call."""
 
-    def __init__(self, options: CallOptions, maker: ReplicaMaker) -> None:
-        self._options, self._maker = options, maker
 
-    def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the output of ``method`` for the whole batch, on the output device."""
-        if not self._options.slots:
-            inputs, kwargs = arguments_of_one(inputs, kwargs)
-            return self._maker.alone(method)(*inputs, **kwargs)
-        return self._run_on_slots(method, inputs, kwargs)
+class Call:
+    """One call: a context around its `stages`. It refuses calls that cannot run, and releases memory after the stages.
 
-    @_torch.not_traced
-    def _run_on_slots(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Makes the checks before the four stages, enters the contexts around the stages, and runs the stages."""
-        options, maker = self._options, self._maker
-        with UntilExit(), maker.spans_machines(method) as peers:
-            slots = [resolve(device) for device in options.slots]
-            output_device = resolve_output(options.output_device, slots)
-            maker.check(slots)
-            may_use_source = maker.may_use_source or options.may_use_source
-            with Call(slots, maker.kept, options.serial, may_use_source) as call:
-                call.copied = [] if options.hands_back else None
-                output = self._stages(call, slots, output_device, method, inputs, kwargs, peers)
-        if options.checks.are_open:
-            is_training = getattr(maker.source(), "training", False)  # frozen ScriptModules have no mode
-            options.checks.look_at(options, slots, (inputs, kwargs), is_training)
-        return output
+    When the call ends without an error, activations and copies are freed, unless the output or other code still refers
+    to them: the local variables of `stages` are gone then. If the call fails, the traceback keeps the variables alive,
+    and this object with its holds of the `ReferenceCycles`.
 
-    def _stages(
-        self,
-        call: Call,
-        slots: list[torch.device],
-        output_device: torch.device,
-        method: Method,
-        inputs: Any,
-        kwargs: Any,
-        peers: PeerCall | None,
-    ) -> Any:
+    However the call ends, the host then waits until no copy reads pinned memory of the caller. The copies wait for
+    nothing that the devices compute.
+
+    If replicas run one after the other, no copies of parameters are late: the computing streams wait for all copies
+    before the first replica starts. If code of the user runs between the stages, which may write to the source or step
+    an optimizer, no copies are late either, because only lookups in replicas wait for late copies.
+
+    Attributes:
+        reads: the copies that read pinned memory of the caller.
+        copied: containers among the arguments to which replicas may write; ``None`` if they are not handed back.
+        combine_scalars, pad: what the stage gather takes.
+    """
+
+    def __init__(self, maker: ReplicaMaker, method: Method, peers: PeerCall | None = None) -> None:
+        options = maker.options
+        self.maker, self.options, self.method, self.peers = maker, options, method, peers
+        self.slots = [resolve(device) for device in options.slots]
+        self.output_device = resolve_output(options.output_device, self.slots)
+        maker.check(self.slots)
+        if len(self.slots) > 1:
+            refuse_what_cannot_be_shared()
+        self.kept = maker.kept
+        self.combine_scalars: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.pad = options.pad if method.pad is None else method.pad
+        self._cycles: list[ReferenceCycles] = []
+        self._holds: list[Hold] = []
+        in_order = is_serial(options.serial) or maker.may_use_source or options.may_use_source
+        self._copies = LateCopies(allowed=not (_torch.note_whether_compiler_is_in_use() or in_order))
+        self.reads = HostReads()
+        self.copied: list[CopiedContainer] | None = [] if options.hands_back else None
+
+    def stages(self, inputs: Any, kwargs: Any) -> Any:
         """Runs the four stages. ``inputs`` and ``kwargs`` are the batch's; scatter makes one entry per slot."""
-        options, maker = self._options, self._maker
+        options, maker, slots = self.options, self.maker, self.slots
         with stage("scatter"):
-            overridden = self._overridden("scatter", call)
+            overridden = self._overridden("scatter")
             if overridden is None:
                 inputs, kwargs = scatter_arguments(
-                    inputs, kwargs, slots, options.dim, options.split, call.reads, call.copied
+                    inputs, kwargs, slots, options.dim, options.split, self.reads, self.copied
                 )
             else:
                 inputs, kwargs = overridden(inputs, kwargs)
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
         if len(slots) == 1 and maker.needs_no_replica():
-            run = partial(run_alone, maker.alone(method), inputs[0], kwargs[0], slots[0], output_device)
-            output = run() if peers is None else Meeting(slots, peers).run_replica(0, run)
-            for entry in written_into(call.copied or ()):
-                entry.hand_back(moved(entry.values[0], output_device))
-            return output
+            return self._run_alone(inputs[0], kwargs[0])
         slots = slots[: len(inputs)]
-        call.combine_scalars = options.combines.of_chunks(inputs, kwargs, options.dim)
-        call.pad = options.pad if method.pad is None else method.pad
-        with maker.lends(slots) as lent, _InsideReplicas(maker.source(), method.name):
-            with stage("replicate"), call.replicates():
-                overridden = self._overridden("replicate", call)
-                replicas = maker.replicas(method, lent, slots) if overridden is None else overridden(slots)
-                replicas = call.uses(replicas)
+        self.combine_scalars = options.combines.of_chunks(inputs, kwargs, options.dim)
+        with maker.lends(slots) as lent, _InsideReplicas(maker.source(), self.method.name):
+            with stage("replicate"), self.replicates():
+                overridden = self._overridden("replicate")
+                replicas = maker.replicas(self.method, lent, slots) if overridden is None else overridden(slots)
+                replicas = self.uses(replicas)
             with stage("parallel_apply"):
-                overridden = self._overridden("parallel_apply", call)
+                overridden = self._overridden("parallel_apply")
                 if overridden is None:
                     outputs = run_replicas(
                         replicas,
@@ -173,20 +189,15 @@ class CallEngine:
                         workers=options.workers,
                         serial=options.serial,
                         permits=options.permits,
-                        method=method.name,
-                        machines=peers,
+                        method=self.method.name,
+                        machines=self.peers,
                     )
                 else:
                     outputs = overridden(replicas, inputs, kwargs)
         with stage("gather"):
-            gather = partial(
-                gather_outputs,
-                target_device=output_device,
-                dim=options.dim,
-                combine=call.combine_scalars,
-                pad=call.pad,
-            )
-            overridden, written = self._overridden("gather", call), written_into(call.copied or ())
+            gather = partial(gather_outputs, target_device=self.output_device, dim=options.dim)
+            gather = partial(gather, combine=self.combine_scalars, pad=self.pad)
+            overridden, written = self._overridden("gather"), written_into(self.copied or ())
             if overridden is None:
                 output = gather(outputs, written=written)
             else:
@@ -194,16 +205,70 @@ class CallEngine:
                 if written:
                     gather([None] * len(outputs), written=written)
         returned = (output, [entry.joined for entry in written]) if written else output
-        call.returns(returned)
+        self.returns(returned)
         maker.returns(returned)
-        if peers is not None:
-            peers.expect_backward_of(returned)
+        if self.peers is not None:
+            self.peers.expect_backward_of(returned)
         return output
 
-    def _overridden(self, name: str, call: Call) -> Callable[..., Any] | None:
-        """Returns the stage of a subclass that overrides the engine's stage, if any."""
-        overridden = self._options.overridden.get(name)
-        return None if overridden is None else call.known_to(overridden)
+    def _run_alone(self, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the method on the only slot, which needs no replica."""
+        (slot,), output_device = self.slots, self.output_device
+        run = partial(run_alone, self.maker.alone(self.method), inputs, kwargs, slot, output_device)
+        output = run() if self.peers is None else Meeting(self.slots, self.peers).run_replica(0, run)
+        for entry in written_into(self.copied or ()):
+            entry.hand_back(moved(entry.values[0], output_device))
+        return output
+
+    def _overridden(self, name: str) -> Callable[..., Any] | None:
+        """Returns the stage of a subclass that overrides the engine's stage, if any. `call_of_this_thread` knows it."""
+        overridden = self.options.overridden.get(name)
+
+        def run(*args: Any) -> Any:
+            assert overridden is not None
+            outer_call = getattr(_of_thread, "call", None)
+            _of_thread.call = self
+            try:
+                return overridden(*args)
+            finally:
+                _of_thread.call = outer_call
+
+        return None if overridden is None else run
+
+    def replicates(self) -> AbstractContextManager[None]:
+        """Returns a context around the stage ``replicate``. Only in this stage copies of parameters may be late."""
+        return self._copies.may_begin()
+
+    def uses(self, replicas: R) -> R:
+        self._cycles = cycles_of(replicas)
+        self._holds = [cycles.hold("call") for cycles in self._cycles]
+        return replicas
+
+    def returns(self, output: Any) -> None:
+        """Notes the output: its graph may need the replicas. If no tensor is found in it, nothing is noted."""
+        if self._cycles and (found := [leaf for _, leaf in leaves(output, "") if isinstance(leaf, torch.Tensor)]):
+            hold_by_output(self._cycles, found)
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        _torch.note_whether_compiler_is_in_use()  # before the next call, code may make torch forget compiled code
+        try:
+            self._copies.wait_for_copies()  # first: what follows frees memory
+            if kind is None:
+                self._holds = []
+            else:  # a failed call has no output; its holds live as long as its traceback
+                hold_by_output(self._cycles, ())
+                self.kept.drop_modules()
+        finally:
+            self.reads.wait_for_copies()
+
+
+def call_of_this_thread(kept: KeptReplicas) -> Call | None:
+    """Returns the call whose overridden stage this thread runs, if its replicas come from ``kept``."""
+    call: Call | None = getattr(_of_thread, "call", None)
+    return call if call is not None and call.kept is kept else None
 
 
 def run_alone(
@@ -247,99 +312,3 @@ class _InsideReplicas:
 
     def __exit__(self, *error: object) -> None:
         _around.reset(self._token)
-
-
-# ---- the context around the stages -----------------------------------------------------------------------------------
-
-_of_thread = threading.local()
-"""``call``: the `Call` whose overridden stage this thread runs. The stage calls the wrapper's stage by ``super()``,
-which has torch's signature, with no parameter for the call."""
-
-
-class Call:
-    """A context around the stages of one call. It refuses calls that cannot run, and releases memory after the stages.
-
-    When the call ends without an error, activations and copies are freed, unless the output or other code still refers
-    to them. The stages are a function of their own, so their local variables are gone when the context ends. If the
-    call fails, the traceback keeps the variables alive, and this object with its holds of the `ReferenceCycles`.
-
-    However the call ends, the host then waits until no copy reads pinned memory of the caller. The copies wait for
-    nothing that the devices compute.
-
-    Args:
-        kept: makes the replicas, unless a stage is overridden.
-        serial: as in ``parallel_apply``. If replicas run one after the other, no copies of parameters are late: the
-            computing streams wait for all copies before the first replica starts.
-        may_use_source: true if code of the user runs between the stages. It may write to the source or step an
-            optimizer. Then no copies are late either, because only lookups in replicas wait for late copies.
-
-    The stage ``scatter`` notes in ``reads`` the copies that read pinned memory of the caller, and in ``copied``, if it
-    is a list, containers among the arguments to which replicas may write.
-    """
-
-    def __init__(
-        self,
-        slots: Sequence[torch.device],
-        kept: KeptReplicas,
-        serial: bool | None,
-        may_use_source: bool,
-    ) -> None:
-        if len(slots) > 1:
-            refuse_what_cannot_be_shared()
-        self.kept = kept
-        self.combine_scalars: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self.pad: Pad = None
-        self._cycles: list[ReferenceCycles] = []
-        self._holds: list[Hold] = []
-        is_compiler_in_use = _torch.note_whether_compiler_is_in_use()
-        self._copies = LateCopies(allowed=not (is_compiler_in_use or is_serial(serial) or may_use_source))
-        self.reads = HostReads()
-        self.copied: list[CopiedContainer] | None = None
-
-    def known_to(self, overridden: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a stage of a subclass, so that `call_of_this_thread` finds the call inside the stage."""
-
-        def run(*args: Any) -> Any:
-            outer_call = getattr(_of_thread, "call", None)
-            _of_thread.call = self
-            try:
-                return overridden(*args)
-            finally:
-                _of_thread.call = outer_call
-
-        return run
-
-    def replicates(self) -> AbstractContextManager[None]:
-        """Returns a context around the stage ``replicate``. Only in this stage copies of parameters may be late."""
-        return self._copies.may_begin()
-
-    def uses(self, replicas: R) -> R:
-        self._cycles = cycles_of(replicas)
-        self._holds = [cycles.hold("call") for cycles in self._cycles]
-        return replicas
-
-    def returns(self, output: Any) -> None:
-        """Notes the output: its graph may need the replicas. If no tensor is found in it, nothing is noted."""
-        if self._cycles and (found := [leaf for _, leaf in leaves(output, "") if isinstance(leaf, torch.Tensor)]):
-            hold_by_output(self._cycles, found)
-
-    def __enter__(self) -> Call:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        _torch.note_whether_compiler_is_in_use()  # before the next call, code may make torch forget compiled code
-        try:
-            self._copies.wait_for_copies()  # first: what follows frees memory
-            if kind is None:
-                self._holds = []
-            else:  # a failed call has no output; its holds live as long as its traceback
-                hold_by_output(self._cycles, ())
-                self.kept.drop_modules()
-        finally:
-            self.reads.wait_for_copies()
-
-
-def call_of_this_thread(kept: KeptReplicas) -> Call | None:
-    """Returns the call whose overridden stage this thread runs, if its replicas come from ``kept``."""
-    call: Call | None = getattr(_of_thread, "call", None)
-    return call if call is not None and call.kept is kept else None

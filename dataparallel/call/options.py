@@ -1,13 +1,15 @@
-"""`CallOptions` holds the options of a form, which all its calls share.
+"""`FormOptions` are what all forms take by keyword, and `CallOptions` holds those that all calls of a form share.
 
 `ScalarRule` is ``scalars=``: how scalars that replicas return, such as a loss, become one scalar of the whole batch.
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,13 @@ from dataparallel.call.parallel_apply import check_workers
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
 from dataparallel.replicas.replicate import cap_in_bytes
 from dataparallel.threads.permits import Permits
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+F = TypeVar("F", bound=Callable[..., Any])
+G = TypeVar("G", bound=Mapping[str, Any])
 
 ScalarRule: TypeAlias = Literal["mean", "sum"] | Callable[[Tensor, tuple[int, ...]], Tensor] | None
 """``"mean"``, ``"sum"``, or a function of the values and of the numbers of samples; ``None``: a vector, as in torch."""
@@ -62,6 +71,99 @@ def _sum(values: Tensor, samples: tuple[int, ...]) -> Tensor:
 _RULES: dict[str, Callable[[Tensor, tuple[int, ...]], Tensor]] = {"mean": _mean, "sum": _sum}
 
 
+class FormOptions(TypedDict, total=False):
+    """What each form takes by keyword: `DESCRIPTION` says what it means."""
+
+    chunk_sizes: ChunkSizes
+    workers: int | None
+    serial: bool | None
+    compile: bool | dict[str, Any] | None
+    graphs: bool | Literal["auto"] | None
+    scalars: ScalarRule
+    pad: Pad
+    sync_batch_norm: bool | Literal["across_machines"]
+    devices: Sequence[DeviceLike] | None
+
+
+class InPlaceOptions(FormOptions, total=False):
+    """What the forms that change a module in place take besides."""
+
+    device_ids: Sequence[DeviceLike] | None
+    output_device: DeviceLike | None
+    dim: int
+    process_group: ProcessGroup | None
+    mesh: DeviceMesh | None
+    ignored_params: Iterable[Tensor] | None
+
+
+DEFAULTS: dict[str, Any] = {"dim": 0, "sync_batch_norm": False}
+"""Of the other options it is ``None``."""
+
+DESCRIPTION = """\
+device_ids, devices: the slots, two names of one argument: ints (accelerators), strings, ``torch.device``. One
+    device may be listed several times: ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators;
+    without any the module just runs.
+output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
+dim: the batch dimension of inputs and outputs.
+chunk_sizes: how the slots share a batch, if not equally. Ints are the number of samples for each slot, which
+    has to fit every batch. With a float among them they are shares of any batch: ``[0.5, 1, 1]``. How to
+    find them: :ref:`uneven-devices`.
+workers: how many replicas may run Python at the same time; default: the library chooses. See
+    `dataparallel.parallel_apply`.
+serial: run all replicas in the calling thread, so that ``breakpoint()`` works; default: the value of the
+    environment variable ``DATAPARALLEL_SERIAL``.
+compile: compile the replicas: ``True``, or a dict of arguments for ``torch.compile`` (``backend``, ``mode``,
+    ``dynamic``, ``fullgraph``, ``options``). The module itself stays as it is. A module that is compiled
+    before, as a whole or in parts, needs no argument.
+graphs: capture the replicas on CUDA devices as graphs, so that one call of the host launches many operators:
+    see :doc:`/guide/graphs`. What cannot be captured runs as it is, and the reason is logged. Between calls the
+    replicas keep copies of the parameters on their devices. ``"auto"``: only if all devices have graphs. By
+    default it is ``"auto"`` for what is compiled with CUDA graphs, by ``mode="reduce-overhead"`` for example,
+    and ``False`` for all else.
+scalars: how scalars that the module returns, such as a loss of its own, become one: ``"mean"``, in which each
+    chunk counts by its samples, ``"sum"``, or a function of a vector of the values and a tuple with the number
+    of samples of each chunk. Without it they become a vector, as in torch. A single replica's stay as they are.
+pad: for outputs whose sizes differ between replicas in another dimension than ``dim``, such as generated
+    tokens: a number, which fills each of them at its end up to the largest one. In a tuple of tensors, entries
+    that a replica lacks are filled too. Or a dict of numbers for outputs by key or field, which may be nested:
+    ``{"ids": 0, "scores": -1.0}``. Other outputs may not differ then.
+sync_batch_norm: make each BatchNorm of the module a `dataparallel.nn.SyncBatchNorm`, in place, so that its
+    statistics are those of the whole batch; with ``"across_machines"`` of the batch of all machines. A
+    ``torch.nn.SyncBatchNorm`` is refused otherwise."""
+"""The arguments of all forms, in the place of ``<options>`` in a docstring."""
+
+
+def takes(options: type) -> Callable[[F], F]:
+    """Decorates a function with ``**options``: its signature shows each, and its docstring the `DESCRIPTION`."""
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        *named, _ = signature.parameters.values()
+        for name, annotation in options.__annotations__.items():
+            kind, kept = inspect.Parameter.KEYWORD_ONLY, annotation.__forward_arg__
+            named.append(inspect.Parameter(name, kind, default=DEFAULTS.get(name), annotation=kept))
+        function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+        function.__doc__ = described(function.__doc__)
+        return function
+
+    return decorate
+
+
+def described(docstring: str | None) -> str | None:
+    """Returns the docstring with the `DESCRIPTION`."""
+    if docstring is None:
+        return None
+    return inspect.cleandoc(docstring).replace("    <options>", textwrap.indent(DESCRIPTION, "    "))
+
+
+def completed(options: type[G], given: G, form: str) -> G:
+    """Returns the options with defaults for those that are not given."""
+    if unknown := [name for name in given if name not in options.__annotations__]:
+        raise TypeError(f"{form}() got an unexpected keyword argument {unknown[0]!r}")
+    complete: Any = {**{name: DEFAULTS.get(name) for name in options.__annotations__}, **given}
+    return complete
+
+
 class CallOptions:
     """The options of a form, which all its calls share. The user reads them, and assigns some of them between calls.
 
@@ -73,12 +175,15 @@ class CallOptions:
         permits: says how many replicas run at a time, and learns from the first calls.
         overridden: by name the stages that a user's subclass overrides.
         hands_back: true if the caller gets what replicas write into dicts and lists: see ``batches.structures``.
-        may_use_source: true if an overridden stage may write to parameters: see `call.engine.Call`.
+        may_use_source: true if an overridden stage may write to parameters: see ``call.engine``.
     """
 
     assignable: ClassVar[tuple[str, ...]] = (
         "chunk_sizes", "workers", "serial", "scalars", "pad", "output_device", "dim"
     )  # fmt: skip
+
+    taken: ClassVar[Set[str]] = {*assignable, "bucket_cap_mb"}
+    """Those that it takes out of a form's `FormOptions`."""
 
     slots: Sequence[DeviceLike]
     output_device: DeviceLike | None
@@ -98,11 +203,11 @@ class CallOptions:
     may_use_source: bool
     hands_back: bool
 
-    def __init__(self, slots: Sequence[DeviceLike], **others: Any) -> None:
+    def __init__(self, slots: Sequence[DeviceLike], given: Mapping[str, Any]) -> None:
         vars(self).update(slots=slots, permits=Permits(), checks=PerformanceChecks())
         vars(self).update(overridden={}, may_use_source=False, hands_back=True)
-        for name, value in others.items():
-            vars(self).update(self._checked(name, value))
+        for name in self.taken & given.keys():
+            vars(self).update(self._checked(name, given[name]))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.assignable:

@@ -203,14 +203,8 @@ def reduce_add_coalesced(
 
 
 def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> bool:
-    """True if gradients of ``tensors``, on each of ``slots``, travel to the tensors' device in flat buffers.
-
-    They do not if all slots are on that device, or if the transport's kernels read gradients where they lie.
-    """
-    source = tensors[0].device
-    if all(slot == source for slot in slots):
-        return False
-    return transport_for("reduce_add", _places([source], slots), tensors).sums_flat_buffers
+    """True if gradients of ``tensors``, on each of ``slots``, travel to the tensors' device, in flat buffers."""
+    return any(slot != tensors[0].device for slot in slots)
 
 
 @torch.no_grad()
@@ -218,7 +212,7 @@ def add_flat(flats: Sequence[Tensor], destination: torch.device, *, travelling: 
     """The sum of flat buffers of one size and dtype, in the order given. It may overwrite the buffers.
 
     ``travelling`` opens the context in which buffers are copied and added, and may make other streams current. Its
-    argument lists all buffers that are used there. The cupy transport does not call it: its launch orders the streams.
+    argument lists all buffers that are used there.
     """
     transport = transport_for("reduce_add", _places([destination], [flat.device for flat in flats]), flats[:1])
     return transport.add_flat(flats, destination, travelling=travelling)

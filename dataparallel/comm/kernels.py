@@ -1,22 +1,19 @@
 """Kernels that copy many tensors in one launch, or sum them over the slots: `DeviceTable`, and the transport `Cupy`.
 
-A kernel runs on one device and reads and writes the memory of its peers. It needs only the address of a tensor that is
-dense in memory. `DeviceTable` executes a table of ``comm.tables``, for ``fully_shard``. The transport carries whole
-models if a user asks for it (``transport="cupy"``); plain copies carry tensors that are not dense. No GPU has run this
-code: the kernels run on the CPU, compiled for it, and by the stand-in for CUDA.
+A kernel runs on one device and reads and writes the memory of its peers. `DeviceTable` executes a table of
+``comm.tables``, for ``fully_shard``. The transport carries the flat buffers of whole models if a user asks for it
+(``transport="cupy"``). No GPU has run this code: the kernels run on the CPU, compiled for it, and by the stand-in for
+CUDA.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import sys
 import threading
 from array import array
 from collections.abc import Iterable, Sequence
-from functools import reduce
-from itertools import accumulate, chain, pairwise, permutations
-from operator import or_
+from itertools import accumulate, chain, permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,19 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from dataparallel.comm.buckets import Bucket, FlatLayout, Planned, is_dense, plan_buckets, travels_flat, unflatten
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.streams.current import Event, current_streams
-from dataparallel.comm.streams.held import hold, hold_for_peers
-from dataparallel.comm.tables import Table
-from dataparallel.comm.transport import (
-    FlatBroadcast,
-    Later,
-    Transport,
-    Travelling,
-    summed_in,
-    travel_flat_on_every_slot,
-)
+from dataparallel.comm.streams.held import hold_for_peers
+from dataparallel.comm.tables import Place, Table, TableRow
+from dataparallel.comm.transport import Transport, summed_in
 from dataparallel.forks import in_forked_child
 
 THREADS = 256
@@ -177,47 +166,6 @@ def why_not_installed() -> str | None:
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed"
     return None
-
-
-def launch(
-    kernel: Kernel,
-    pointers: Sequence[Sequence[int]],
-    counts: Sequence[int],
-    device: torch.device,
-    others: Iterable[torch.device],
-) -> None:
-    """Launches a kernel on the current stream of ``device``, unless no tensor has an element.
-
-    Earlier work on the current streams of ``others`` runs before the kernel, later work there runs after it. The memory
-    is on these devices; the caller holds it until this function returns. Kernels, pointers and counts: see `pack`.
-
-    """
-    others = [*others]
-    for place in (device, *others):
-        if place.type != "cuda":
-            # A kernel that follows a pointer to other memory breaks CUDA for the whole process.
-            raise ValueError(f"the kernels read and write memory of CUDA devices; got {place}")
-    _launch(pack(kernel, pointers, counts), device, others)
-
-
-def _launch(packed: KernelLaunch, device: torch.device, others: Iterable[torch.device]) -> None:
-    if packed.blocks == 0:
-        return
-    others = [other for other in dict.fromkeys(others) if other != device]
-    make_reachable(device, others)
-    peers = current_streams(others)
-    stream = current_streams([device])[device]
-    for peer in peers.values():
-        # Earlier work must have written the memory that the kernel reads, and must have read what the kernel writes.
-        Event(peer).make_wait(stream)
-    with torch.cuda.device(device):
-        pinned = packed.table.pin_memory()
-        table = pinned.to(device, non_blocking=True)
-        _call(packed._replace(table=table), (), device)
-        done = Event(stream)
-    for peer in peers.values():
-        done.make_wait(peer)
-    hold([table, pinned], done)
 
 
 def _call(packed: KernelLaunch, addresses: Sequence[int], device: torch.device) -> None:
@@ -374,195 +322,49 @@ def forget() -> None:
     global _reaching
     _reaching = threading.Lock()
     _reachable.clear()
+    _table_of.cache_clear()
 
 
 class Cupy(Transport):
-    """The transport by kernels, which read and write tensors where they lie, on any of the devices."""
-
-    sums_flat_buffers = False
+    """The transport by kernels, which copy and add flat buffers of peers. torch's copies carry what is in none."""
 
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Copies with one launch."""
-        self.broadcast_into(buffers, source)
+        """Copies with one launch on each device that receives."""
+        for buffer in buffers:
+            _launch([source], buffer)
+        hold_for_peers([source], buffers)
+        # Autograd does not see writes by kernels, so this tells it that these tensors have changed.
+        increment_version(buffers)
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
         """Adds with one launch, or by torch's copies if the dtype has no kernel."""
-        return self.reduce_add_coalesced([[flat] for flat in flats], destination)[0]
-
-    def add_flat(
-        self, flats: Iterable[Tensor], destination: torch.device, *, travelling: Travelling | None = None
-    ) -> Tensor:
-        """As `add_up`, outside of ``travelling``: the launch orders the streams of all devices itself."""
-        return self.add_up(flats, destination)
-
-    def broadcast_coalesced(
-        self,
-        tensors: Sequence[Tensor],
-        devices: Sequence[torch.device],
-        buffer_size: int = sys.maxsize,
-        *,
-        own: bool,
-        planned: Planned | None = None,
-        later: Later | None = None,
-    ) -> list[list[Tensor]]:
-        """Copies each bucket with one launch. On a device the copies of a bucket lie in one buffer."""
-        results = [list(tensors) for _ in devices]
-        buckets, unread = plan_buckets(tensors, buffer_size, keep_repeats=False)
-        for bucket in buckets:
-            unread += _copy_bucket(bucket, tensors, devices, own, results, later)
-        plain_copies = STAR.broadcast_coalesced([tensors[i] for i in unread], devices, own=own)
-        for result, copies in zip(results, plain_copies, strict=True):
-            for index, copy in zip(unread, copies, strict=True):
-                result[index] = copy
-        return results
-
-    def broadcast_into(self, out: Sequence[Tensor], tensor: Tensor) -> None:
-        """Copies with one launch if all of ``out`` lie in memory as ``tensor`` does; else by torch's copies."""
-        if not out or not all(_lies_alike(target, tensor) for target in out) or _overlap([tensor, *out]):
-            STAR.broadcast_into(out, tensor)
-            return
-        rows = [[each.data_ptr()] for each in (tensor, *out)]
-        launch(COPY_KERNEL, rows, [tensor.nbytes], tensor.device, [target.device for target in out])
-        hold_for_peers(out, [tensor])
-        # Autograd does not see writes by kernels, so this tells it that these tensors have changed.
-        increment_version(out)
-
-    def reduce_add_coalesced(
-        self,
-        inputs: Sequence[Sequence[Tensor]],
-        destination: torch.device,
-        buffer_size: int = sys.maxsize,
-    ) -> list[Tensor]:
-        """Adds with one launch for each dtype, whatever the ``buffer_size``."""
-        first = inputs[0]
-        results = list(first)
-        flat_ones = travel_flat_on_every_slot(inputs) if len(inputs) > 1 else []
-        unread = sorted({*range(len(first))}.difference(flat_ones))
-        buckets, _ = plan_buckets(first, sys.maxsize, candidates=flat_ones, keep_repeats=False)
-        for bucket in buckets:
-            unread += _sum_bucket(bucket, inputs, destination, results)
-        plain_sums = STAR.reduce_add_coalesced([[tensors[i] for i in unread] for tensors in inputs], destination)
-        for index, total in zip(unread, plain_sums, strict=True):
-            results[index] = total
-        return results
+        flats = [*flats]
+        if sum_kernel(flats[0].dtype, flats[0].dtype) is None:
+            return STAR.add_up(flats, destination)
+        total = flats[0] if flats[0].device == destination else torch.empty_like(flats[0], device=destination)
+        _launch(flats, total)
+        hold_for_peers(flats, [total])
+        return total
 
 
-def _copy_bucket(
-    bucket: Bucket,
-    tensors: Sequence[Tensor],
-    devices: Sequence[torch.device],
-    own: bool,
-    results: Sequence[list[Tensor]],
-    later: Later | None,
-) -> list[int]:
-    """Puts copies of the bucket's tensors into ``results``. Returns the indices of tensors that kernels cannot read.
+def _launch(terms: Sequence[Tensor], target: Tensor) -> None:
+    """Writes the sum of flat buffers into another, on the current stream of its device.
 
-    ``later`` receives the launch.
+    Earlier work on the current streams of the other devices runs before the kernel, later work there runs after it.
     """
-    first = tensors[bucket.indices[0]]
-    needing = [slot for slot, device in enumerate(devices) if device != first.device or (own and slot > 0)]
-    if not needing:
-        return []
-    bucket, addresses, unread = _split_off_readable(bucket, [tensors], COPY_KERNEL.itemsize)
-    nbytes = [layout.numel * first.itemsize for layout in bucket.layouts]
-    buffers: list[Tensor] = []
-    shared: dict[torch.device, list[Tensor]] = {}
-    for slot in needing:
-        device = devices[slot]
-        parts = shared.get(device)
-        if parts is None or (own and slot > 0):
-            buffers.append(_flat_buffer(bucket, first.dtype, device))
-            parts = unflatten(bucket, buffers[-1])
-            shared.setdefault(device, parts)
-        for index, part in zip(bucket.indices, parts, strict=True):
-            results[slot][index] = part
-    addresses += [_addresses(buffer, nbytes) for buffer in buffers]
-
-    def read_and_write() -> Tensor:
-        launch(COPY_KERNEL, addresses, nbytes, first.device, [buffer.device for buffer in buffers])
-        hold_for_peers(buffers, [first])
-        return buffers[0]
-
-    if later is None:
-        read_and_write()
-    else:
-        sources = [tensors[i] for i in bucket.indices]
-        later(FlatBroadcast(bucket.indices, read_and_write, lambda flat: None, buffers, sources))
-    return unread
+    device = target.device
+    others = [other for other in dict.fromkeys(term.device for term in terms) if other != device]
+    make_reachable(device, others)
+    stream, peers = current_streams([device])[device], current_streams(others).values()
+    for peer in peers:
+        Event(peer).make_wait(stream)
+    _table_of(len(terms), target.numel(), device, target.dtype).launch([*terms, target])
+    done = Event(stream)
+    for peer in peers:
+        done.make_wait(peer)
 
 
-def _lies_alike(target: Tensor, tensor: Tensor) -> bool:
-    """True if a plain copy of the memory of ``tensor`` makes ``target`` equal to it."""
-    if target.dtype != tensor.dtype or not (travels_flat(target) and travels_flat(tensor)):
-        return False
-    if target.is_contiguous() and tensor.is_contiguous():
-        return True
-    return target.stride() == tensor.stride() and is_dense(tensor.shape, tensor.stride())
-
-
-def _overlap(tensors: Sequence[Tensor]) -> bool:
-    """True if two dense tensors have memory in common. CUDA addresses are unique across devices."""
-    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.numel())
-    return any(start < end for (_, end), (start, _) in pairwise(spans))
-
-
-def _sum_bucket(
-    bucket: Bucket, inputs: Sequence[Sequence[Tensor]], destination: torch.device, results: list[Tensor]
-) -> list[int]:
-    """Puts sums of the bucket's tensors into ``results``. Returns the indices of tensors that kernels cannot read."""
-    first_on_slots = [tensors[bucket.indices[0]] for tensors in inputs]
-    dtype = first_on_slots[0].dtype
-    kernel = SUM_KERNELS.get(dtype)
-    if kernel is None:
-        return bucket.indices
-    bucket, addresses, unread = _split_off_readable(bucket, inputs, kernel.itemsize)
-    numels = [layout.numel for layout in bucket.layouts]
-    buffer = _flat_buffer(bucket, dtype, destination)
-    for index, total in zip(bucket.indices, unflatten(bucket, buffer), strict=True):
-        results[index] = total
-    rows = [_addresses(buffer, [numel * dtype.itemsize for numel in numels]), *addresses]
-    counts = [numel * (dtype.itemsize // kernel.itemsize) for numel in numels]
-    launch(kernel, rows, counts, destination, [tensor.device for tensor in first_on_slots])
-    hold_for_peers([tensors[index] for tensors in inputs for index in bucket.indices], [buffer])
-    return unread
-
-
-def _split_off_readable(
-    bucket: Bucket, inputs: Sequence[Sequence[Tensor]], alignment: int
-) -> tuple[Bucket, list[list[int]], list[int]]:
-    """Returns a bucket of the tensors that kernels can read on every slot, their addresses, and all other indices.
-
-    The bucket was planned with ``keep_repeats=False``. Addresses have to be multiples of ``alignment`` bytes.
-    """
-    unreadable: set[int] = set()
-    addresses = []
-    # With thousands of tensors, one ``map`` over all of them is several times faster than a loop.
-    for tensors in inputs:
-        members = [tensors[i] for i in bucket.indices]
-        if not (bucket.row_major and all(map(Tensor.is_contiguous, members))):
-            pairs = zip(members, bucket.layouts, strict=True)
-            unreadable.update(k for k, (tensor, layout) in enumerate(pairs) if not _lies_as(tensor, layout))
-        row = [*map(Tensor.data_ptr, members)]
-        if reduce(or_, row) % alignment:
-            unreadable.update(k for k, address in enumerate(row) if address % alignment)
-        addresses.append(row)
-    if not unreadable:
-        return bucket, addresses, []
-    kept = [k for k in range(len(bucket.indices)) if k not in unreadable]
-    # `Bucket.of` keeps the order of a bucket's tensors.
-    readable = Bucket.of([(bucket.indices[k], bucket.layouts[k]) for k in kept])
-    return readable, [[row[k] for k in kept] for row in addresses], [bucket.indices[k] for k in sorted(unreadable)]
-
-
-def _lies_as(tensor: Tensor, layout: FlatLayout) -> bool:
-    """True if the elements lie in memory as in a flat buffer: without holes, and in the order of the layout."""
-    return tensor.is_contiguous() if layout.row_major else tensor.stride() == layout.core_stride
-
-
-def _flat_buffer(bucket: Bucket, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(bucket.numel, dtype=dtype, device=device)
-
-
-def _addresses(buffer: Tensor, nbytes: Sequence[int]) -> list[int]:
-    """The addresses of consecutive parts of ``buffer`` with these sizes, in the order of `unflatten`."""
-    return [*accumulate(nbytes, initial=buffer.data_ptr())][:-1]
+@functools.lru_cache(maxsize=256)
+def _table_of(terms: int, numel: int, device: torch.device, dtype: torch.dtype) -> DeviceTable:
+    row = TableRow(Place(terms, 0), tuple(Place(term, 0) for term in range(terms)), numel)
+    return DeviceTable([row], device, dtype)

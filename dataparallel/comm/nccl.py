@@ -17,7 +17,7 @@ from torch.cuda import nccl
 
 from dataparallel import _torch
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.transport import Allocate, Transport
+from dataparallel.comm.transport import Transport
 
 _SUMMED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -66,14 +66,3 @@ class Nccl(Transport):
         with _launching:
             nccl.reduce(flats, output=total, root=roots[0])
         return total
-
-    def reduce_scatter(self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate) -> None:
-        """Adds as `add_up` does: with one launch on every device, or by torch."""
-        is_square = [matrix.device for matrix in matrices] == [target.device for target in out]
-        dtypes = {tensor.dtype for tensor in (*matrices, *out)}
-        if not self._sums or not is_square or len(dtypes) > 1 or not dtypes <= _SUMMED:
-            super().reduce_scatter(matrices, out, empty)
-            return
-        with _launching:
-            nccl.reduce_scatter([matrix.flatten() for matrix in matrices], out)
-        increment_version(out)

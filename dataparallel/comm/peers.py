@@ -20,7 +20,6 @@ from torch import Tensor
 from dataparallel.comm.streams.current import kept_stream, streams_set
 from dataparallel.environment import says_no
 from dataparallel.forks import in_forked_child
-from dataparallel.progress import progress
 
 Pair: TypeAlias = "tuple[torch.device, torch.device]"
 
@@ -43,13 +42,7 @@ def failed_pairs(devices: Sequence[torch.device]) -> list[Pair]:
     accelerators = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
     if not peers_are_checked() or not all(map(_copies_can_fail, accelerators)):
         return []
-    pairs = [*permutations(accelerators, 2)]
-    if untried := [pair for pair in pairs if pair not in _results]:
-        with progress("checking copies between devices", len(untried)) as step:
-            for pair in untried:
-                passes_check(*pair)
-                step()
-    return [pair for pair in pairs if not passes_check(*pair)]
+    return [pair for pair in permutations(accelerators, 2) if not passes_check(*pair)]
 
 
 def _copies_can_fail(device: torch.device) -> bool:

@@ -69,9 +69,6 @@ Later: TypeAlias = "Callable[[FlatBroadcast], object]"
 class Transport(ABC):
     """Copies and sums tensors across devices. Results own their memory unless a method says otherwise."""
 
-    sums_flat_buffers = True
-    """True if sums read flat buffers. A transport that reads tensors where they lie sets it to False."""
-
     @property
     def flattens_single_tensors(self) -> bool:
         """True if a call with one tensor uses a flat buffer too, because `broadcast_flat` is faster than `send`."""

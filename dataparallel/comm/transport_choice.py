@@ -33,11 +33,8 @@ log = logging.getLogger("dataparallel")
 
 Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "reduce_scatter"]
 
-SUPPORTED: dict[str, tuple[Collective, ...]] = {
-    "nccl": ("broadcast", "reduce_add", "reduce_scatter"),
-    "cupy": ("broadcast", "reduce_add"),
-}
-"""The operations that these transports support between CUDA devices. Plain copies and the host support all.
+SUPPORTED: tuple[Collective, ...] = ("broadcast", "reduce_add")
+"""The operations that *nccl* and *cupy* support between CUDA devices. Plain copies and the host support all.
 
 *nccl* makes sums only if the caller allows any order, and takes each device once. A call with the CPU, with another
 type of accelerator, or with fewer than two accelerators falls back to plain copies. In a call that these transports
@@ -126,10 +123,9 @@ def _why_not_supported(
     transport: str, work: Collective, devices: Sequence[torch.device], settings: CommSettings
 ) -> str | None:
     """Why the transport does not support this call, which then falls back to plain copies; ``None`` if it does."""
-    adds = work in ("reduce_add", "reduce_scatter")
-    if work not in SUPPORTED[transport]:
+    if work not in SUPPORTED:
         return f"{transport} has no {work}"
-    if transport == "nccl" and adds and settings.deterministic:
+    if transport == "nccl" and work == "reduce_add" and settings.deterministic:
         return "nccl adds in an order of its own; pass deterministic=False if the last bits may differ"
     accelerators = [device for device in devices if device.type != "cpu"]
     if len({*accelerators}) < 2:
@@ -140,7 +136,7 @@ def _why_not_supported(
     if other is not None:
         return f"{transport} works between CUDA devices, and {other} is none"
     twice = next((device for device in devices if devices.count(device) > 1), None)
-    if transport == "nccl" and adds and twice is not None:
+    if transport == "nccl" and work == "reduce_add" and twice is not None:
         return f"nccl takes each device once, and {twice} is listed more than once"
     return None
 

@@ -1,39 +1,120 @@
-"""`DataParallel` wraps a module and runs it on all slots. ``call.engine`` has the four stages of its calls.
+"""`DataParallel` wraps a module and runs it on all slots. `WrapperOptions` is what it has beside torch's attributes.
 
 This file checks the arguments, lets subclasses override stages, and keeps the attributes and the state dict that code
-written for ``torch.nn.DataParallel`` reads. Users call it; in the library only ``prefetch`` knows it.
+written for ``torch.nn.DataParallel`` reads. ``call.engine`` has the four stages of its calls.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, overload
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.batches.chunk_sizes import ChunkSizes
-from dataparallel.batches.gather import Pad, gather_outputs
+from dataparallel.batches.gather import gather_outputs
 from dataparallel.batches.scatter import scatter_arguments
 from dataparallel.call.advice import PerformanceChecks
-from dataparallel.call.engine import CallEngine, Method, ReplicaMaker, call_of_this_thread
-from dataparallel.call.options import CallOptions, ScalarRule
+from dataparallel.call.engine import Method, ReplicaMaker, call_of_this_thread
+from dataparallel.call.options import CallOptions, FormOptions, completed, described, takes
 from dataparallel.call.parallel_apply import CALL, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
-from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
+from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
+from dataparallel.forms.kept_tensors import KeptTensors
 from dataparallel.forms.managed import names_explained, shows_forward_of_module
-from dataparallel.forms.wrapper_options import WrapperOptions, own_options
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CompileArgument
-from dataparallel.replicas.graphs.calls import check_graphs
+from dataparallel.replicas.graphs.calls import GraphedReplicas, check_graphs
+from dataparallel.replicas.kept_replicas import FreshCopies, KeptReplicas
 from dataparallel.replicas.plan import check_placement
-from dataparallel.replicas.replicate import BUCKET_CAP_MB, make_replicas
+from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_replicas
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 M = TypeVar("M", bound=nn.Module)
 
 _TorchDataParallel = nn.DataParallel  # `replace_torch` changes the name in torch.nn
+
+
+class WrapperOptions(CallOptions):
+    """What a `DataParallel` has beside torch's attributes: ``model.options``. See `CallOptions`.
+
+    ``chunk_sizes``, ``workers``, ``serial``, ``bucket_cap_mb``, ``scalars`` and ``pad`` may be assigned between calls:
+    ``model.options.chunk_sizes = [4, 8]``. The others can be read.
+
+    Attributes:
+        compile, sync_batch_norm: as given.
+        graphs: the captured graphs of the replicas; ``None`` if there are none. Its ``replicas`` say what was captured,
+            and what was not and why.
+        compiled: how replicas are compiled, if the argument ``compile`` says so.
+        kept: makes the replicas, and keeps those that stay.
+    """
+
+    taken = CallOptions.taken | {"compile", "sync_batch_norm"}
+    assignable = ("chunk_sizes", "workers", "serial", "bucket_cap_mb", "scalars", "pad")
+
+    compile: bool | dict[str, Any] | None
+    sync_batch_norm: bool | str
+    kept: KeptReplicas
+    compiled: CompileArgument | None
+
+    def keep_replicas(self, compiled: CompileArgument | None, as_torch: bool, has_graphs: bool = False) -> None:
+        """Sets ``compiled`` and ``kept``.
+
+        ``as_torch``: hooks stay functions of the source, and gradients are as `copy_tensors` says.
+        """
+        slots = [resolve(slot) for slot in self.slots]
+        fresh = FreshCopies(as_torch)
+        tensors = _TensorsOfWrapper(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else fresh
+        kept = KeptReplicas(tensors, compiled, not as_torch, GraphedReplicas() if has_graphs else None)
+        vars(self).update(compiled=compiled, kept=kept)
+
+    def __copy__(self) -> WrapperOptions:
+        """Returns options with replicas of their own."""
+        copied = WrapperOptions.__new__(WrapperOptions)
+        vars(copied).update(vars(self), kept=copy.copy(self.kept))
+        return copied
+
+    @property
+    def graphs(self) -> GraphedReplicas | None:
+        """See the class."""
+        return self.kept.graphs
+
+    def frozen(self) -> AbstractContextManager[None]:
+        """For serving: inside the block replicas are made once and used again as they are, and nothing is sent.
+
+        You promise that the module does not change inside: no values, no attributes, no modules. If it does change,
+        replicas do not see it before the end, or only some of them do. Anything that ``forward`` writes to its replica
+        stays there until the end, as it does on one device. Calls that run at the same time have their own replicas:
+        `dataparallel.replicas.kept_replicas.MOST_FROZEN` sets are kept until the block ends, further ones for one call.
+
+        A call that records a graph raises ``RuntimeError``. Blocks may be nested.
+        """
+        return self.kept.frozen()
+
+
+class _TensorsOfWrapper(KeptTensors):
+    """The tensors of a wrapper whose replicas launch graphs. A copy of it, and an unpickled one, is empty."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._slots, self._first_bytes, self._cap_bytes, self._broadcast_buffers)
+
+
+def own_options(wrapper: Any) -> WrapperOptions:
+    """Returns what the wrapper has beside torch's attributes. They get the defaults if only torch's have been set."""
+    own: WrapperOptions | None = wrapper._dataparallel
+    if own is None:
+        # Only torch's attributes are set where the class of the wrapper has done so itself.
+        own = WrapperOptions(wrapper.device_ids, {**completed(FormOptions, {}, ""), "bucket_cap_mb": BUCKET_CAP_MB})
+        own.keep_replicas(None, wrapper._dataparallel_as_torch)
+        own = vars(wrapper).setdefault("_dataparallel", own)  # several threads may call at once
+    if own.slots is not wrapper.device_ids:
+        vars(own)["slots"] = wrapper.device_ids
+    return own
 
 
 class _OptionsOfWrapper:
@@ -67,38 +148,10 @@ class DataParallel(nn.DataParallel[M]):
     Args:
         module: the module; its parameters and buffers are on the first slot when it is called. It may be moved there
             after it was wrapped; with a single slot it is moved at once, as torch does.
-        device_ids: the slots: ints (accelerators), strings, ``torch.device``. One device may be listed several times:
-            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; if there is none, a call just calls
-            the module.
-        output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
-        dim: the batch dimension of inputs and outputs.
-        chunk_sizes: how the slots share a batch, if not equally. Ints are the number of samples for each slot, which
-            has to fit every batch. With a float among them they are shares of any batch: ``[0.5, 1, 1]``. How to
-            find them: :ref:`uneven-devices`.
-        workers: how many replicas may run Python at the same time; default: the library chooses. See `parallel_apply`.
-        serial: run all replicas in the calling thread, so that ``breakpoint()`` works; default: the value of the
-            environment variable ``DATAPARALLEL_SERIAL``.
+        <options>
         bucket_cap_mb: size in MiB of the buckets in which parameters are sent, and in which gradients are sent back
             while backward still runs. The first bucket has 1 MiB, and each further one twice the size of the one before
             it, up to this size.
-        compile: compile the replicas: ``True``, or a dict of arguments for ``torch.compile`` (``backend``, ``mode``,
-            ``dynamic``, ``fullgraph``, ``options``). The module itself stays as it is. A module that is compiled
-            before it is wrapped, as a whole or in parts, needs no argument.
-        graphs: capture the replicas on CUDA devices as graphs, so that one call of the host launches many operators:
-            see :doc:`/guide/graphs`. What cannot be captured runs as it is, and the reason is logged. Between calls the
-            replicas keep copies of the parameters on their devices. ``options.graphs`` says what was captured.
-            ``"auto"``: only if all devices have graphs. By default it is ``"auto"`` for what is compiled with CUDA
-            graphs, by ``mode="reduce-overhead"`` for example, and ``False`` for all else.
-        scalars: how scalars that the module returns, such as a loss of its own, become one: ``"mean"``, in which each
-            chunk counts by its samples, ``"sum"``, or a function of a vector of the values and a tuple with the number
-            of samples of each chunk. Without it they become a vector, as in torch. A single replica's stay as they are.
-        pad: for outputs whose sizes differ between replicas in another dimension than ``dim``, such as generated
-            tokens: a number, which fills each of them at its end up to the largest one. In a tuple of tensors, entries
-            that a replica lacks are filled too. Or a dict of numbers for outputs by key or field, which may be nested:
-            ``{"ids": 0, "scores": -1.0}``. Other outputs may not differ then.
-        sync_batch_norm: make each BatchNorm of ``module`` a `dataparallel.nn.SyncBatchNorm`, in place, so that its
-            statistics are those of the whole batch. A ``torch.nn.SyncBatchNorm`` is refused otherwise.
-        devices: ``device_ids`` by the name that the composable forms have.
 
     Attributes:
         module: the wrapped module.
@@ -126,6 +179,9 @@ class DataParallel(nn.DataParallel[M]):
     _dataparallel: WrapperOptions | None = None  # until `own_options` makes them
     _dataparallel_as_torch = False
 
+    __doc__ = described(__doc__)
+
+    @takes(FormOptions)
     def __init__(
         self,
         module: M,
@@ -133,43 +189,25 @@ class DataParallel(nn.DataParallel[M]):
         output_device: DeviceLike | None = None,
         dim: int = 0,
         *,
-        chunk_sizes: ChunkSizes = None,
-        workers: int | None = None,
-        serial: bool | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
-        compile: bool | dict[str, Any] | None = None,
-        graphs: bool | Literal["auto"] | None = None,
-        scalars: ScalarRule = None,
-        pad: Pad = None,
-        sync_batch_norm: bool = False,
-        devices: Sequence[DeviceLike] | None = None,
+        **options: Unpack[FormOptions],
     ) -> None:
         _check_module(module)
-        slots = resolve_slots(device_ids, devices)
-        options = WrapperOptions(
-            slots,
-            output_device=output_device,
-            dim=dim,
-            chunk_sizes=chunk_sizes,
-            bucket_cap_mb=bucket_cap_mb,
-            workers=workers,
-            serial=serial,
-            scalars=scalars,
-            pad=pad,
-            compile=compile,
-            sync_batch_norm=sync_batch_norm,
-        )
-        compiled = CompileArgument.checked(module, compile)
-        has_graphs = check_graphs(graphs, [module], compiled, slots)
-        prepare(module, sync_batch_norm, slots)
+        given = completed(FormOptions, options, "DataParallel")
+        slots = resolve_slots(device_ids, given["devices"])
+        others = {"output_device": output_device, "dim": dim, "bucket_cap_mb": bucket_cap_mb}
+        own = WrapperOptions(slots, {**given, **others})
+        compiled = CompileArgument.checked(module, own.compile)
+        has_graphs = check_graphs(given["graphs"], [module], compiled, slots)
+        prepare(module, own.sync_batch_norm, slots)
         super(_TorchDataParallel, self).__init__()  # past torch's, but not past other bases of a subclass
         self.module = module
         self.device_ids = [device_id(slot) for slot in slots]
         self.output_device = device_id(resolve_output(output_device, slots)) if slots else None
         self.src_device_obj = slots[0] if slots else None
-        self.dim = options.dim
-        options.keep_replicas(compiled, self._dataparallel_as_torch, has_graphs)
-        vars(self)["_dataparallel"], vars(options)["slots"] = options, self.device_ids
+        self.dim = own.dim
+        own.keep_replicas(compiled, self._dataparallel_as_torch, has_graphs)
+        vars(self)["_dataparallel"], vars(own)["slots"] = own, self.device_ids
         if len(slots) == 1:
             self.module.to(slots[0])
 
@@ -186,7 +224,9 @@ class DataParallel(nn.DataParallel[M]):
             ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
             Exception: a replica raised it.
         """
-        return CallEngine(options_of_call(self), _Maker(self)).run(Method(CALL, self.module), inputs, kwargs)
+        maker = _Maker(self)
+        run = maker.run if self.device_ids else maker.run_without_slots
+        return run(Method(CALL, self.module), inputs, kwargs)
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """The stage `dataparallel.replicate`; override it to make replicas in another way.
@@ -249,16 +289,6 @@ class DataParallel(nn.DataParallel[M]):
             error = AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, {hint}")
             raise error from None
 
-    def register_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """As of every module. Raises ``KeyError`` for the name of the wrapper's options."""
-        _check_name(self, name)
-        super().register_buffer(name, *args, **kwargs)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As of every module. Raises ``KeyError`` for the name of the wrapper's options."""
-        _check_name(self, name)
-        super().register_parameter(name, param)
-
     def __getstate__(self) -> dict[str, Any]:
         """Returns all attributes, so that a copy has options of its own."""
         own = self._dataparallel
@@ -276,15 +306,13 @@ class DataParallel(nn.DataParallel[M]):
 
 _STAGES = ("scatter", "replicate", "parallel_apply", "gather")
 
-own_stages: dict[Any, Callable[[], bool]] = {vars(DataParallel)[name]: lambda: True for name in _STAGES}
-"""The functions of stages that are not overridden, while the value returns true. Somebody may assign another one to the
-class later."""
+own_stages: set[Any] = {vars(DataParallel)[name] for name in _STAGES}
+"""The functions of stages that are not overridden. Somebody may assign another one to the class later."""
 
 
 def is_own_stage(method: Any) -> bool:
     """True if a bound method runs one of `own_stages`."""
-    is_own = own_stages.get(getattr(method, "__func__", None))
-    return is_own is not None and is_own()
+    return getattr(method, "__func__", None) in own_stages
 
 
 def options_of_call(wrapper: DataParallel[Any]) -> CallOptions:
@@ -332,7 +360,7 @@ class _Maker(ReplicaMaker):
     """Makes the replicas of a wrapper. They get new tensors in each call that records a graph, unless they stay."""
 
     def __init__(self, wrapper: DataParallel[Any]) -> None:
-        self._wrapper, own = wrapper, own_options(wrapper)
+        self._wrapper, own, self.options = wrapper, own_options(wrapper), options_of_call(wrapper)
         self.kept, self._compiled = own.kept, own.compiled
 
     def source(self) -> nn.Module:
@@ -405,14 +433,6 @@ def call_once(
 
 
 _checks = PerformanceChecks()  # of all calls of `data_parallel`: each has a wrapper of its own
-
-
-def _check_name(wrapper: DataParallel[Any], name: str) -> None:
-    if name == "options" and isinstance(getattr(wrapper, name, None), WrapperOptions):
-        raise KeyError(
-            "'options' are the options of this wrapper, such as chunk_sizes: register the tensor under another name, "
-            "or in the module that is wrapped"
-        )
 
 
 def _check_module(module: Any) -> None:

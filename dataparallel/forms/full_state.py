@@ -22,7 +22,6 @@ from dataparallel import _torch
 from dataparallel.devices import CPU
 from dataparallel.forms.fully_shard_state import FullyShardState
 from dataparallel.forms.managed import form_and_state, hint_for_names
-from dataparallel.progress import progress
 from dataparallel.replicas.replaced_parameters import check_optimizer
 from dataparallel.sharded.distribute import counters, sharded_value
 from dataparallel.sharded.tensor import ShardedTensor
@@ -67,16 +66,13 @@ def full_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> Sta
     """
     _check_is_module(model)
     model_state, optimizer_state = act_together(
-        groups_that_save(model), "full_state_dict", lambda: _state_to_save(model, optimizer), describe_sent_tensors
+        groups_that_save(model), "full_state_dict", lambda: _state_to_save(model, optimizer)
     )
     copies: dict[int, Tensor] = {}
-    leaves = _torch.pytree.tree_leaves([*model_state.values(), optimizer_state])
-    tensors = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-    with progress(f"copying the state of {type(model).__name__} to host memory", len(tensors)) as step:
-        saved: Any = OrderedDict((name, full_copy(value, copies, step)) for name, value in model_state.items())
-        if hasattr(model_state, "_metadata"):  # the versions of modules
-            saved._metadata = model_state._metadata
-        return saved if optimizer is None else (saved, full_copy(optimizer_state, copies, step))
+    saved: Any = OrderedDict((name, full_copy(value, copies)) for name, value in model_state.items())
+    if hasattr(model_state, "_metadata"):  # the versions of modules
+        saved._metadata = model_state._metadata
+    return saved if optimizer is None else (saved, full_copy(optimizer_state, copies))
 
 
 def load_full_state_dict(
@@ -124,8 +120,7 @@ def load_full_state_dict(
         if optimizer is not None:
             optimizer.load_state_dict(_shard_optimizer_state(optimizer, optimizer_state))
 
-    with progress(f"loading the state of {type(model).__name__}"):
-        act_together(groups, "the end of load_full_state_dict", load, lambda _: {})
+    act_together(groups, "the end of load_full_state_dict", load)
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
@@ -145,11 +140,8 @@ def _state_to_save(model: nn.Module, optimizer: Optimizer | None) -> tuple[Mappi
     return model_state, {} if optimizer is None else optimizer.state_dict()
 
 
-def full_copy(tree: Any, copies: dict[int, Tensor], step: Callable[[], None] = lambda: None) -> Any:
-    """Copies a nested structure, with full tensors on the CPU, and calls ``step`` after each copy.
-
-    ``copies`` has those made before, by tensors' ids.
-    """
+def full_copy(tree: Any, copies: dict[int, Tensor]) -> Any:
+    """Copies a nested structure, with full tensors on the CPU. ``copies``: those made before, by tensors' ids."""
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -159,7 +151,6 @@ def full_copy(tree: Any, copies: dict[int, Tensor], step: Callable[[], None] = l
                 copies[id(leaf)] = leaf.full_tensor(CPU)
             else:
                 copies[id(leaf)] = leaf.detach().to(CPU, copy=True)
-            step()
         return copies[id(leaf)]
 
     return _torch.pytree.tree_map(copy, tree)
@@ -366,7 +357,10 @@ def groups_that_load(model: nn.Module) -> list[Machines]:
 
 
 def act_together(
-    groups: Sequence[Machines], what: str, act: Callable[[], T], describe: Callable[[T], Mapping[str, Any]]
+    groups: Sequence[Machines],
+    what: str,
+    act: Callable[[], T],
+    describe: Callable[[T], Mapping[str, Any]] = lambda result: {},
 ) -> T:
     """Returns the result of ``act()`` after it has succeeded on all ranks and they agree on ``describe(result)``.
 
@@ -385,15 +379,6 @@ def act_together(
             state.leave(epoch, error)
         raise
     return result
-
-
-def describe_sent_tensors(state: Any) -> dict[str, Any]:
-    """Describes the tensors of a nested structure that ranks gather from each other to save it, in this order."""
-    return {
-        path: {"shape": tuple(leaf.shape), "dtype": leaf.dtype, "placement": leaf.placement}
-        for path, leaf in _leaves_by_path(state).items()
-        if isinstance(leaf, ShardedTensor) and leaf.over is not None
-    }
 
 
 def describe_loaded_tensors(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec
 
@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from dataparallel.batches.chunk_sizes import ChunkSizes
-from dataparallel.batches.gather import Pad
-from dataparallel.call.options import CallOptions, ScalarRule
-from dataparallel.devices import CPU, DeviceLike, resolve_slots
+from dataparallel.call.options import CallOptions, InPlaceOptions, completed, takes
+from dataparallel.devices import CPU, resolve_slots
 from dataparallel.forms.form import Form
 from dataparallel.forms.full_state import full_state_dict, load_full_state_dict
 from dataparallel.forms.fully_shard_arguments import (
@@ -41,35 +39,23 @@ from dataparallel.replicas.replicate import BUCKET_CAP_MB
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
     from dataparallel.sharded.units.over_machines import MachinesOfTree
 
 _P = ParamSpec("_P")
 
 
+@takes(InPlaceOptions)
 def _prepare(
     module: list[nn.Module],
     *,
-    devices: Sequence[DeviceLike] | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
-    ignored_params: Iterable[Tensor] | None = None,
     units: Literal["auto"] | None = None,
-    output_device: DeviceLike | None = None,
-    dim: int = 0,
-    chunk_sizes: ChunkSizes = None,
-    process_group: ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
-    compile: bool | dict[str, Any] | None = None,
-    graphs: bool | Literal["auto"] | None = None,
-    scalars: ScalarRule = None,
-    pad: Pad = None,
-    sync_batch_norm: bool | Literal["across_machines"] = False,
-    workers: int | None = None,
-    serial: bool | None = None,
-    device_ids: Sequence[DeviceLike] | None = None,
+    **options: Unpack[InPlaceOptions],
 ) -> FullyShardState:
     """Shards the parameters of ``module`` over the devices, in place, and makes it run on all slots.
 
@@ -84,15 +70,17 @@ def _prepare(
     batch, runs a replica on each slot and joins the outputs. Gradients are those of the whole batch's loss: they are
     summed and not divided. ``fully_shard.state(module)`` returns the unit's state.
 
+    Options of calls are those of the outermost module. ``compile`` is for each unit below too, unless it has its own,
+    and ``sync_batch_norm`` for no BatchNorm that has a unit of its own. With ``graphs`` all units need
+    ``reshard_after_forward=False``: their full parameters keep their memory, also between steps, and graphs read them
+    there. Graphs begin and end where units do.
+
     Names, defaults and meanings are those of ``torch.distributed.fsdp.fully_shard``, as far as they make sense in one
     process.
 
     Args:
         module: a module that has a ``forward``, or a list of them that makes one unit. Parameters may be on any one
             device, or on meta to be initialised later.
-        devices: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
-            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module just runs,
-            and its parameters stay as they are.
         reshard_after_forward: ``True`` frees the full parameters after forward. ``False`` keeps them until backward. An
             int above 1 that divides the number of slots makes groups of as many slots: each slot keeps a part, and
             backward gathers from the group. ``None`` means ``True``, but ``False`` for the outermost module, which
@@ -106,10 +94,7 @@ def _prepare(
         units: ``"auto"`` shards the blocks of the model first, with these arguments: elements of its ``Sequential`` and
             ``ModuleList``, in about 16 units of as many bytes. Each of them has to be run by calling it. Without it the
             module is one unit.
-        output_device: the device of the outputs; default the first slot, -1 or ``"cpu"`` for the CPU.
-        dim: the batch dimension of inputs and outputs.
-        chunk_sizes: how the slots share a batch, as for `dataparallel.DataParallel`. To change it, assign
-            ``fully_shard.state(module).options.chunk_sizes``. That of the outermost module counts.
+        <options>
         process_group: a ``torch.distributed`` group with one process for each machine. Parameters are sharded over the
             devices of each machine, and replicated over machines.
         mesh: the same as a mesh over processes, with the meaning that it has for ``torch.distributed.fsdp``. One
@@ -119,20 +104,6 @@ def _prepare(
             All ranks apply this to the same modules in the same order, and then call them in the same order. Parameters
             and buffers get the values of rank 0; parameters on meta get them in the first call, where they are
             replicated.
-        compile: compile the module on the slots: ``True``, or a dict of arguments for ``torch.compile`` (``backend``,
-            ``mode``, ``dynamic``, ``fullgraph``, ``options``). Each unit below is compiled by itself, in the same way
-            unless it has its own. A module that is compiled needs no argument.
-        graphs: capture the replicas as CUDA graphs, as for `dataparallel.DataParallel`. All units need
-            ``reshard_after_forward=False``: their full parameters keep their memory, also between steps, and graphs
-            read them there. Graphs begin and end where units do. That of the outermost module counts;
-            ``fully_shard.state(module).graphs`` says what was captured.
-        scalars, pad: scalars that the replicas return, and a value that fills outputs: as for
-            `dataparallel.DataParallel`. Those of the outermost module count.
-        sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
-            ``"across_machines"``: with the batch of all machines. BatchNorms that have a unit of their own stay as they
-            are.
-        workers, serial: how replicas run: as for `dataparallel.DataParallel`. Those of the outermost module count.
-        device_ids: ``devices`` by the name that `dataparallel.DataParallel` has.
 
     Returns:
         ``module``.
@@ -151,7 +122,10 @@ def _prepare(
         dataparallel.machines.errors.MachinesError: ranks differ in what they are about to do, or one has failed or is
             gone.
     """
-    slots = resolve_slots(device_ids, devices)
+    given_options = completed(InPlaceOptions, options, "fully_shard")
+    process_group, mesh, graphs = given_options["process_group"], given_options["mesh"], given_options["graphs"]
+    sync_batch_norm = given_options["sync_batch_norm"]
+    slots = resolve_slots(given_options["device_ids"], given_options["devices"])
     if slots and torch.is_inference_mode_enabled():
         raise RuntimeError(
             "fully_shard was called inside torch.inference_mode(), where its shards would be inference tensors, which "
@@ -165,19 +139,9 @@ def _prepare(
         for each in module:
             check_kind(each)
             check_sync_batch_norm(each, sync_batch_norm, slots, machines is not None)
-        options = CallOptions(
-            slots,
-            output_device=output_device,
-            dim=dim,
-            chunk_sizes=chunk_sizes,
-            bucket_cap_mb=BUCKET_CAP_MB,
-            workers=workers,
-            serial=serial,
-            scalars=scalars,
-            pad=pad,
-        )
+        call_options = CallOptions(slots, {**given_options, "bucket_cap_mb": BUCKET_CAP_MB})
         check_policies(mp_policy, offload_policy)
-        compiled = [CompileArgument.checked(each, compile) for each in module]
+        compiled = [CompileArgument.checked(each, given_options["compile"]) for each in module]
         has_graphs = graphs is not None and check_graphs(graphs, module, compiled[0], slots)
         if has_graphs and (reshard_after_forward or (reshard_after_forward is None and units)):
             raise ValueError(
@@ -193,7 +157,7 @@ def _prepare(
             )
         if reshard_after_forward is not None:
             check_reshard(reshard_after_forward, len(slots), parts)
-        ignored = [] if ignored_params is None else [*ignored_params]
+        ignored = [*(given_options["ignored_params"] or ())]
         named = parameters_of_unit(module, ignored)
         fully_shard.check_unshared(named)
         check_parameters(named)
@@ -211,7 +175,7 @@ def _prepare(
                 mp_policy=mp_policy,
                 offload_policy=offload_policy,
                 ignored_params=ignored,
-                dim=dim,
+                dim=given_options["dim"],
                 process_group=process_group,
                 mesh=mesh,
             )
@@ -232,7 +196,7 @@ def _prepare(
     return FullyShardState(
         module,
         [parameter for _, parameter in named],
-        options,
+        call_options,
         placements=placements,
         reshard_after_forward=reshard_after_forward,
         mp_policy=mp_policy,

@@ -21,7 +21,6 @@ from dataparallel.devices import CPU
 from dataparallel.forms.fully_shard_arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from dataparallel.forms.managed import ManagedModule, StateOnSlots, Twin
 from dataparallel.forms.unit_tensors import UnitTensors
-from dataparallel.progress import progress
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.kept_replicas import KeptReplicas
@@ -100,11 +99,10 @@ class FullyShardState(StateOnSlots):
         modules = self.modules()
         is_offloaded = isinstance(self._offload, CPUOffloadPolicy)
         name = " and ".join(type(module).__name__ for module in modules)
-        sharded: list[ShardedTensor] = []
-        with progress(f"sharding {name}", len(self._parameters)) as step:
-            for plain, placement in zip(self._parameters, self._placements, strict=True):
-                sharded.append(_shard_parameter(plain, self.slots, placement, is_offloaded, self.machines))
-                step()
+        sharded = [
+            _shard_parameter(plain, self.slots, placement, is_offloaded, self.machines)
+            for plain, placement in zip(self._parameters, self._placements, strict=True)
+        ]
         unit = Unit(
             name,
             sharded,

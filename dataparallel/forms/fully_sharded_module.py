@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.call.engine import Method
 from dataparallel.forms.form import are_in_one_tree
 from dataparallel.forms.fully_shard_arguments import check_reshard
 from dataparallel.forms.managed import ManagedModule, SlotsMethod, state_of
@@ -48,15 +47,6 @@ class FullyShardedModule(ManagedModule):
         if unit is None:
             return run(*args, **kwargs)
         return unit.run(run, *args, **kwargs)
-
-    def _dataparallel_run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unit = vars(self).get(UNIT_MODULE)
-        if unit is None:
-            return state_of(self).run(method, args, kwargs)
-        # The slots call `forward` of the outermost replica, because hooks run around the call on the whole batch.
-        is_outermost = unit.is_root and not unit.runner.is_running and method.name == "forward"
-        compiled = self._compiled_call_impl if is_outermost else None
-        return unit.run(compiled or method.of_module, *args, **kwargs)
 
     @property
     @_torch.leave_alone
@@ -230,14 +220,7 @@ class FullyShardedModule(ManagedModule):
         _set(self, False, forward_prefetch=self._units_to_prefetch(modules))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Sets which units are gathered ahead in backward: those of ``modules``, after this module's own.
-
-        By default the next unit is, in the reverse order of the last forward. An empty list turns this off, two modules
-        or more take more memory.
-
-        Raises:
-            ValueError: one is not fully sharded, or is in no tree with this module; the message names it.
-        """
+        """As `set_modules_to_forward_prefetch`, for backward: by default in the reverse order of the last forward."""
         _set(self, False, backward_prefetch=self._units_to_prefetch(modules))
 
     def set_post_optim_event(self, event: torch.Event | Sequence[torch.Event]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,7 +26,6 @@ from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.gradients.gradient_sums import GradientSums, KeptToSlots, ReducerBucket, SourceBucket
 from dataparallel.gradients.ordered_pass import BucketRow, ModulePasses, Reducer
-from dataparallel.progress import progress
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.build import make_parameters
 from dataparallel.replicas.kept_replicas import TensorStore
@@ -57,7 +55,6 @@ class KeptTensors(TensorStore):
         self._slots, self._broadcast_buffers = slots, broadcast_buffers
         self._first_bytes, self._cap_bytes = first_bytes, cap_bytes
         self._order = BucketOrder(None)
-        self._has_made = False
 
     stay = True
 
@@ -143,11 +140,8 @@ class KeptTensors(TensorStore):
         copies = _KeptCopies(plan, self._slots, order, record)
         # Until the order is known, for one pass, each parameter is a bucket: so each gradient's arrival is noted.
         first, cap = (1, 1) if copies.learns_order else (self._first_bytes, self._cap_bytes)
-        # Only the first time: a call that makes new copies in each step should start no thread for it.
-        shown = nullcontext() if self._has_made else progress(f"making {len(self._slots)} replicas")
-        with torch.enable_grad(), shown:
+        with torch.enable_grad():
             copies.make(first, cap, order, self.sums, self.passes, self._broadcast_buffers, arrivals)
-        self._has_made = True
         return copies
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from dataparallel import _torch
 from dataparallel.batches.gather import Pad, checked_pad
-from dataparallel.call.engine import CallEngine, Method, ReplicaMaker
+from dataparallel.call.engine import Method, ReplicaMaker
 from dataparallel.call.options import CallOptions
 from dataparallel.devices import resolve_slots
 from dataparallel.replicas.build import bare_module, give_attributes
@@ -168,10 +168,6 @@ class ManagedModule:
         with names_explained(self, state_dict):
             return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
 
-    def _dataparallel_run(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a method (``call.engine.Method``) on the slots and returns its output."""
-        return vars(self)[FORM_ATTRIBUTE][1].run(method, args, kwargs)
-
     def _dataparallel_refusal(self, path: str) -> str:
         """The message of the error that a plan raises if its tree has this module at ``path``; ``""`` is the root."""
         form_name, class_name = name_of_form(self), original_class(type(self)).__name__
@@ -311,10 +307,6 @@ class StateOnSlots(ReplicaMaker):
     def source(self) -> nn.Module:
         return _resolve(self._modules[0])
 
-    def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs ``method`` on the whole batch and returns its output: see `CallEngine.run`."""
-        return CallEngine(self.options, self).run(method, inputs, kwargs)
-
     def spans_machines(self, method: Method) -> AbstractContextManager[PeerCall | None]:
         return nullcontext() if self.peers is None else self._spanning(self.peers, method.name)
 
@@ -396,13 +388,22 @@ class SlotsMethod:
         return cast(FunctionType, on_slots)
 
     def _call(self, module: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Splits the call, except in a replica, or while ``torch.fx`` records it and there are no tensors to split."""
+        """Splits the call, except in a replica, or while ``torch.fx`` records it and there are no tensors to split.
+
+        In a replica of `fully_shard` the module's unit gathers its parameters around the call.
+        """
         _, state = form_and_state(module)
         if state is None or self._name not in state.methods:
             return original(*args, **kwargs)
         if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
             return original(*args, **kwargs)
-        return module._dataparallel_run(Method(self._name, original, state.methods[self._name]), args, kwargs)
+        if (unit := vars(module).get(UNIT_MODULE)) is not None:
+            # The slots call `forward` of the outermost replica, because hooks run around the call on the whole batch.
+            is_outermost = unit.is_root and not unit.runner.is_running and self._name == "forward"
+            compiled = module._compiled_call_impl if is_outermost else None
+            return unit.run(compiled or original, *args, **kwargs)
+        run = state.run if state.slots else state.run_without_slots
+        return run(Method(self._name, original, state.methods[self._name]), args, kwargs)
 
 
 def register_forward_method(module: nn.Module, name: str, *, pad: Pad = None) -> None:

@@ -16,14 +16,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dataparallel.batches.samples import slots_of_tensors
 from dataparallel.batches.structures import is_whole, leaves
 from dataparallel.call.options import CallOptions
 from dataparallel.comm.streams.ahead import HostReads, SentBatch, can_be_sent, send
 from dataparallel.devices import CPU, resolve
 from dataparallel.forms.data_parallel import DataParallel, options_of_call
 from dataparallel.forms.managed import ManagedModule, state_of
-from dataparallel.samples import Samples
 
 T = TypeVar("T")
 
@@ -42,10 +40,9 @@ def prefetch(loader: Iterable[T], model: nn.Module, *, depth: int = 1) -> Prefet
     The copies serve one call, in the iteration of their batch. Everything else is copied in the call, as without
     ``prefetch``: results of operators on a batch, ``whole(tensor)`` called in the loop (a generator around the
     loader can call it instead), tensors that you changed in place, the batch of a second call, tensors that require
-    gradients or are on a device already, sparse tensors, tensor subclasses, values of registered batch types. What
-    is inside ``dataparallel.samples(...)`` is sent if the loader has marked it, for example in its ``collate_fn``.
-    A change through numpy or ``.data``, or of a tensor made under ``inference_mode``, cannot be noticed: make it in
-    the loader.
+    gradients or are on a device already, sparse tensors, tensor subclasses, values of registered batch types, and what
+    is inside ``dataparallel.samples(...)``. A change through numpy or ``.data``, or of a tensor made under
+    ``inference_mode``, cannot be noticed: make it in the loader.
 
     Copies from pinned memory run beside the compute. Let the loader pin (``DataLoader(pin_memory=True)``), or each
     batch is first copied into pinned memory, in the loop's thread. A pinned batch may still be read after the call
@@ -146,9 +143,8 @@ class Prefetch(Generic[T]):
         """Sends and appends the loader's next batch, or appends its exception. Returns ``False`` at the end."""
         try:
             batch = next(batches)
-            options, count = self._options(), len(slots)
-            chunked, in_samples = _chunked(batch, options, count), _in_samples(batch, options, count)
-            sent = send(chunked, slots, options.dim, in_samples)
+            options = self._options()
+            sent = send(_chunked(batch, options, len(slots)), slots, options.dim)
         except StopIteration:
             return False
         except Exception as error:  # `__iter__` raises it after the batches before it
@@ -175,24 +171,3 @@ def _chunked(batch: Any, options: CallOptions, slots: int) -> Iterator[tuple[Ten
             except ValueError:  # numbers of samples that do not fit this tensor: a call with it says so
                 continue
             yield tensor, sizes
-
-
-def _in_samples(batch: Any, options: CallOptions, slots: int) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Returns the tensors inside lists of samples, each once, with the numbers of the slots that a call sends them to.
-
-    Lists of different lengths are not for one call, so a tensor that is in two lists is sent for one call only.
-    """
-    slots_by_id: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
-    by_size: dict[int, list[Samples[Any]]] = {}
-    for _, leaf in leaves(batch, ""):
-        if isinstance(leaf, Samples):
-            by_size.setdefault(len(leaf), []).append(leaf)
-    for size, marked in by_size.items():
-        try:
-            sizes = options.split.sizes(size, slots)
-        except ValueError:  # as above
-            continue
-        for tensor, numbers in slots_of_tensors(marked, sizes):
-            if can_be_sent(tensor):
-                slots_by_id.setdefault(id(tensor), (tensor, numbers))
-    return [*slots_by_id.values()]

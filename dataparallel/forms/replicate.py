@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.batches.chunk_sizes import ChunkSizes
-from dataparallel.batches.gather import Pad
-from dataparallel.call.options import CallOptions, ScalarRule
-from dataparallel.devices import CPU, DeviceLike, resolve_slots
+from dataparallel.call.options import CallOptions, InPlaceOptions, completed, takes
+from dataparallel.devices import CPU, resolve_slots
 from dataparallel.forms.form import Form
 from dataparallel.forms.managed import ManagedModule, SlotsMethod, has_forward, state_of
 from dataparallel.forms.replicate_state import ReplicateState
@@ -27,8 +25,7 @@ from dataparallel.replicas.graphs.calls import check_graphs
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
     from dataparallel.gradients.comm_hooks import GradBucket
     from dataparallel.machines.group import Machines
@@ -127,30 +124,16 @@ class ReplicatedModule(ManagedModule):
         state_of(self).register_comm_hook(state, hook)
 
 
+@takes(InPlaceOptions)
 def _prepare(
     module: nn.Module,
     ignored_modules: Iterable[nn.Module] | None = None,
     *,
-    devices: Sequence[DeviceLike] | None = None,
-    ignored_params: Iterable[Tensor] | None = None,
-    output_device: DeviceLike | None = None,
-    dim: int = 0,
-    chunk_sizes: ChunkSizes = None,
     bucket_cap_mb: float = BUCKET_CAP_MB,
     first_bucket_mb: float = 1,
     broadcast_buffers: bool = True,
-    process_group: ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
-    device_id: DeviceLike | None = None,
     average: bool = True,
-    compile: bool | dict[str, Any] | None = None,
-    graphs: bool | Literal["auto"] | None = None,
-    scalars: ScalarRule = None,
-    pad: Pad = None,
-    sync_batch_norm: bool | Literal["across_machines"] = False,
-    workers: int | None = None,
-    serial: bool | None = None,
-    device_ids: Sequence[DeviceLike] | None = None,
+    **options: Unpack[InPlaceOptions],
 ) -> ReplicateState:
     """Makes ``module`` run on all devices, in place: splits the batch, runs a replica on each slot, joins the outputs.
 
@@ -174,13 +157,8 @@ def _prepare(
         ignored_modules: modules below it that replicas share, with all their parameters: these are not copied and their
             gradients are not summed. You make sure that several threads can use them at the same time, with tensors
             on the device of each slot.
-        devices: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
-            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module just runs.
         ignored_params: single parameters that replicas share.
-        output_device: the device of the outputs; default the first slot, -1 or ``"cpu"`` for the CPU.
-        dim: the batch dimension of inputs and outputs.
-        chunk_sizes: how the slots share a batch, as for `dataparallel.DataParallel`. To change it, assign
-            ``replicate.state(module).options.chunk_sizes``.
+        <options>
         bucket_cap_mb: size in MiB of the buckets in which parameters travel, and their gradients back.
         first_bucket_mb: size in MiB of the bucket whose gradients come first.
         broadcast_buffers: if true, replicas get the module's buffers at each call, else only when they are made. Over
@@ -188,20 +166,9 @@ def _prepare(
         process_group: a group of torch.distributed over which the module is replicated too, with one process for each
             machine. Default: this process alone.
         mesh: a ``DeviceMesh`` of one dimension over such processes, instead of a group.
-        device_id: the only slot; another way to write ``devices=[device_id]``.
         average: over R machines, ``p.grad = (1/R) * sum_r dL_r/dp``, where ``L_r`` is the loss of rank r and
             ``dL_r/dp`` is summed over its slots: so a loss that is the mean of each machine's batch is that of
             DistributedDataParallel. If false, without the factor 1/R.
-        compile: compile the replicas: as for `dataparallel.DataParallel`. A module that is compiled already, or later
-            by ``module.compile()``, needs no argument: its replicas are compiled, and its own call is not.
-        graphs: capture the replicas as CUDA graphs: as for `dataparallel.DataParallel`. What was captured is in
-            ``replicate.state(module).graphs``.
-        scalars, pad: scalars that the replicas return, and a value that fills outputs: as for
-            `dataparallel.DataParallel`.
-        sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
-            ``"across_machines"``: with the batch of all machines.
-        workers, serial: how replicas run: as for `dataparallel.DataParallel`.
-        device_ids: ``devices`` by the name that `dataparallel.DataParallel` has.
 
     Returns:
         ``module``.
@@ -214,10 +181,8 @@ def _prepare(
             parameter to ignore is no part of ``module``; ``compile`` is given for a compiled module.
         RuntimeError: the module, a parent, a child or one of its parameters has a form already.
     """
-    if device_id is not None:
-        from dataparallel.machines.arguments import one_device
-
-        devices = one_device(devices, device_id)
+    given = completed(InPlaceOptions, options, "replicate")
+    process_group, mesh, sync_batch_norm = given["process_group"], given["mesh"], given["sync_batch_norm"]
     machines: Machines | None = None
     together: AbstractContextManager[object] = nullcontext()
     if process_group is not None or mesh is not None:
@@ -230,28 +195,18 @@ def _prepare(
         together = failing_together(machines)
     with together:
         _check_kind(module)
-        slots = resolve_slots(device_ids, devices) or ([] if machines is None else [CPU])
+        slots = resolve_slots(given["device_ids"], given["devices"]) or ([] if machines is None else [CPU])
         first_bytes = cap_in_bytes(first_bucket_mb, "first_bucket_mb")
-        options = CallOptions(
-            slots,
-            output_device=output_device,
-            dim=dim,
-            chunk_sizes=chunk_sizes,
-            bucket_cap_mb=bucket_cap_mb,
-            workers=workers,
-            serial=serial,
-            scalars=scalars,
-            pad=pad,
-        )
-        compiled = CompileArgument.checked(module, compile)
-        has_graphs = check_graphs(graphs, [module], compiled, slots)
-        modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(ignored_params or ())])
+        call_options = CallOptions(slots, {**given, "bucket_cap_mb": bucket_cap_mb})
+        compiled = CompileArgument.checked(module, given["compile"])
+        has_graphs = check_graphs(given["graphs"], [module], compiled, slots)
+        modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(given["ignored_params"] or ())])
         if machines is not None:
             _check_for_machines(module, slots, converts=bool(sync_batch_norm))
         prepare(module, sync_batch_norm, slots, machines is not None)  # converts: after all checks, before the twin
         state = ReplicateState(
             module,
-            options,
+            call_options,
             first_bytes=first_bytes,
             broadcast_buffers=broadcast_buffers,
             ignored_modules=modules,
@@ -271,9 +226,6 @@ replicate: Final = Form(_prepare, ReplicatedModule, begin=lambda modules, state:
 
 def _check_for_machines(module: nn.Module, slots: Sequence[torch.device], converts: bool) -> None:
     """Checks that a module can be replicated over machines. ``converts``: its BatchNorms will be converted."""
-    from dataparallel.machines.arguments import refuse_tensor_parallel
-
-    refuse_tensor_parallel(module)
     synchronised = any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())
     if len(slots) > 1 and synchronised and not converts:
         raise ValueError(

@@ -11,17 +11,15 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.cuda.nccl
 
 from dataparallel._version import __version__
-from dataparallel.comm import choose_transport, kernels, settings
+from dataparallel.comm import choose_transport
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
 from dataparallel.comm.peer_kernels import P2P_BY_NVLINK, P2P_OK
 from dataparallel.comm.peers import PEER_CHECK_VARIABLE, peers_are_checked
@@ -43,7 +41,6 @@ def description() -> str:
     lines = [
         ("dataparallel", __version__),
         ("torch", f"{torch.__version__} ({_torch_build()}), Python {platform.python_version()}"),
-        ("CPU", about_cpu()),
         ("accelerator", about(devices)),
         *about_gpus(),
         ("peer check", _peer_check()),
@@ -76,21 +73,6 @@ def _torch_build() -> str:
     return "no CUDA, no HIP" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
 
 
-def about_cpu(meminfo: Path = Path("/proc/meminfo")) -> str:
-    """Cores and memory of the host."""
-    cores = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    text = f"{cores} cores, {usable} for this process"
-    if not meminfo.exists():
-        return text
-    kib = {key: int(value) for key, value in re.findall(r"(\w+): +(\d+) kB", meminfo.read_text())}
-    return f"{text}; {_memory(kib['MemTotal'] * 1024, kib['MemAvailable'] * 1024)}"
-
-
-def _memory(total: int, free: int) -> str:
-    return f"memory {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
-
-
 def _peer_check() -> str:
     if not peers_are_checked():
         return f"off, by {PEER_CHECK_VARIABLE}: data that arrives changed is not noticed"
@@ -115,7 +97,7 @@ def about_cupy() -> str:
 
 
 def carriers(devices: Sequence[torch.device]) -> list[tuple[str, str, str, str]]:
-    """What would carry a batch, buckets of weights and gradients, outputs, and shards: transport, route, and why."""
+    """What would carry a batch, buckets of weights and gradients, and outputs: transport, route, and why."""
     sized = [(name, size) for name in ("weights", "gradients") for size in _SIZES if size]
     found = []
     for name, size in [("batch", ""), *sized, ("outputs", "")]:
@@ -127,23 +109,7 @@ def carriers(devices: Sequence[torch.device]) -> list[tuple[str, str, str, str]]
         condition = ", if all devices have peer access" if choice.transport == "cupy" else ""
         why = choice.reason.removeprefix(f"{PLAIN}; {choice.route}: ") + condition
         found.append((f"{name} {size}", choice.transport, choice.route, why))
-    return [*found, ("shards", *_carrier_of_shards())]
-
-
-def _carrier_of_shards() -> tuple[str, str, str]:
-    """What would carry the shards of a sharded model. The check at first use is not run."""
-    try:
-        asked = settings.current().transport
-    except ValueError as error:
-        return "refused", "", str(error)
-    if asked in ("copy", "host"):
-        return asked, "star", "it was asked for"
-    problem = kernels.why_not_installed()
-    if problem is not None or asked == "nccl":
-        return "copy", "star", problem or "nccl gathers no shards"
-    if asked == "cupy":
-        return "cupy", "star", "it was asked for"
-    return "cupy", "star", "if NVLink joins all devices and a check at first use passes"
+    return found
 
 
 def about_gpus() -> list[tuple[str, str]]:
@@ -180,7 +146,7 @@ def _gpu(nvml: Any, handle: Any, handles: Sequence[Any]) -> Iterator[str]:
 
     def memory() -> str:
         info = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return _memory(info.total, info.free)
+        return f"memory {info.total / 2**30:.1f} GiB, {info.free / 2**30:.1f} GiB free"
 
     def reached(*ways: int) -> str:
         others = [(number, other) for number, other in enumerate(handles) if other != handle]

@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -38,10 +36,6 @@ def main(arguments: Sequence[str]) -> None:
         return
     with ExitStack() as stack:
         replacement = stack.enter_context(replace_torch())
-        if (reason := _why_not(program[0], is_module)) is not None:
-            parser.error(reason)
-        if "--report" in program[1:] and not (is_module or "--report" in Path(program[0]).read_text(errors="ignore")):
-            stack.callback(_say_where_options_go, program[0])
         times = FewCalls() if options.report else None
         # Printed after the trace has ended, and also if the program fails or exits.
         stack.callback(lambda: print(_what_happened(replacement, times), end="", file=sys.stderr))
@@ -95,39 +89,6 @@ class FewCalls:
                 self.table = f"Where the time of a few calls of {self._name} went:\n{trace}"
             except RuntimeError as failure:
                 self.table = f"Where the time goes is not known: {failure}."
-
-
-def _why_not(name: str, is_module: bool) -> str | None:
-    """Says why there is no program to run. As Python does, this imports the packages that a module is in."""
-    if not is_module:
-        if not os.path.exists(name):
-            return f"there is no file {name!r}; for a module: python -m dataparallel -m {name}"
-        if os.path.isdir(name) and not os.path.exists(os.path.join(name, "__main__.py")):
-            return (
-                f"{name!r} is a folder without a __main__.py; pass a script, such as {os.path.join(name, 'train.py')}"
-            )
-        return None
-    try:
-        found = importlib.util.find_spec(name)
-        is_package = found is not None and found.submodule_search_locations is not None
-        if is_package and importlib.util.find_spec(f"{name}.__main__") is None:
-            return f"-m {name}: this is a package without a __main__.py; name a module in it: -m {name}.MODULE"
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # a package lacks something else
-        found = None
-    if found is None:
-        path = f"{name.removesuffix('.py').replace('.', os.sep)}.py"
-        return f"-m {name}: there is no such module in {os.getcwd()} or where Python looks; for a script: {path}"
-    return None
-
-
-def _say_where_options_go(script: str) -> None:
-    print(
-        f"dataparallel: {script} got the option --report, because it came behind it. The library's goes before: "
-        f"python -m dataparallel --report {script}",
-        file=sys.stderr,
-    )
 
 
 def _what_happened(replacement: Replacement, times: FewCalls | None) -> str:

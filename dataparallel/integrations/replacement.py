@@ -10,7 +10,7 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType, TracebackType
 from typing import Any, TypeVar
 
@@ -226,9 +226,6 @@ class Replacement:
             lines.append("  nothing was called")
         fallbacks = torch_wrapper.counts.fallbacks()
         lines += [f"  {number} times as torch does: {rule}" for rule, number in fallbacks.items()]
-        left = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in _torch_subclasses()))
-        if left:
-            lines.append(f"  classes that were derived from torch's DataParallel before, and stay torch's: {left}")
         return "\n".join(lines)
 
     def __enter__(self) -> Replacement:
@@ -287,10 +284,3 @@ def _swap(replaced_by: dict[int, Any]) -> list[str]:
                 setattr(module, name, new)
                 swapped.append(f"{module_name}.{name}")
     return sorted(swapped)
-
-
-def _torch_subclasses() -> Iterator[type]:
-    """Yields classes that are derived from torch's class and not from the library's."""
-    for cls in torch_wrapper.TorchDataParallel.__subclasses__():
-        if not cls.__module__.startswith("dataparallel."):
-            yield cls

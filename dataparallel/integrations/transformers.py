@@ -5,7 +5,6 @@ The trainer's own code sees one device, which gets the whole batch.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -15,15 +14,13 @@ from torch import Tensor, nn
 
 from dataparallel.call.options import ScalarRule, Scalars
 from dataparallel.devices import DeviceLike, resolve_slots
-from dataparallel.forms.data_parallel import DataParallel
+from dataparallel.forms.data_parallel import DataParallel, own_options
 from dataparallel.forms.fully_shard import fully_shard
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
-from dataparallel.forms.managed import ManagedModule, has_forward, name_of_form, register_forward_method, state_of
+from dataparallel.forms.managed import ManagedModule, name_of_form, register_forward_method, state_of
 from dataparallel.forms.replicate import replicate
-from dataparallel.forms.wrapper_options import own_options
 from dataparallel.integrations.accelerate import Accelerator
 from dataparallel.integrations.form_names import Form, check_form
-from dataparallel.integrations.packing import unpacked
 from dataparallel.integrations.transformers_losses import Items, LossByItems, known_items
 
 _Trainer: Any = object  # what a subclass adds as its second base
@@ -48,10 +45,9 @@ class OnSlots(_Trainer):
             form, ``pad`` of ``generate``, and ``scalars`` unless the form was given some.
         devices: the slots, as for `DataParallel`. Default: all accelerators; without any, the trainer is what it is
             without this class.
-        form: ``"replicate"``, which is the default, ``"DataParallel"`` or ``"fully_shard"``. The last one makes a unit
-            of each block, which are the modules that the model's ``_no_split_modules`` names, and one of the rest. For
-            other units or options give the model its form yourself. Blocks that share parameters with the rest of the
-            model, such as embeddings, belong to the rest.
+        form: ``"replicate"``, which is the default, ``"DataParallel"`` or ``"fully_shard"``. The last one makes
+            units of the model's blocks, as ``units="auto"`` does. For other units or options give the model its form
+            yourself.
         scalars: how the losses of the chunks become one, as for `DataParallel`; default: by `loss_items`.
         args, kwargs: those of the trainer.
 
@@ -108,7 +104,7 @@ class OnSlots(_Trainer):
                 self._wrapper = DataParallel(model, self._slots)
         elif not isinstance(model, ManagedModule):
             if self._form == "fully_shard":
-                _shard_blocks(model, self._slots)
+                fully_shard(model, devices=self._slots, units="auto")
             else:
                 replicate(model, devices=self._slots)
         device = self.args.device
@@ -176,11 +172,6 @@ class OnSlots(_Trainer):
         """
         return known_items(self.model, inputs)
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """As the trainer's, and makes a row of each sequence of a packed batch, so that it can be split."""
-        inputs = super()._prepare_inputs(inputs)
-        return unpacked(inputs, _padding_token(self.model, {})) if self._slots else inputs
-
     # ---- losses, which the trainer would divide by the number of GPUs ------------------------------------------------
 
     @contextmanager
@@ -225,29 +216,6 @@ class OnSlots(_Trainer):
 
 
 # ---- forms -----------------------------------------------------------------------------------------------------------
-
-
-def _shard_blocks(model: nn.Module, slots: Sequence[torch.device]) -> None:
-    """Applies `fully_shard` to the blocks of a model of transformers that share no parameter, then to the model."""
-    names = {*(getattr(model, "_no_split_modules", None) or ())}
-    paths = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    uses = _uses(model)
-    blocks = [
-        module
-        for module in model.modules()
-        if type(module).__name__ in names
-        and module is not model
-        and has_forward(module)
-        and all(uses[parameter] == number * paths[id(module)] for parameter, number in _uses(module).items())
-    ]
-    for block in reversed(blocks):  # children before their parents
-        fully_shard(block, devices=slots)
-    fully_shard(model, devices=slots)
-
-
-def _uses(module: nn.Module) -> Counter[int]:
-    """Returns how many names each parameter has, by ``id``."""
-    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 @contextmanager

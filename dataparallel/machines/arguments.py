@@ -1,18 +1,15 @@
-"""`machines_of` and its neighbours interpret ``process_group=``, ``mesh=`` and ``device_id=``, and refuse some modules.
+"""`machines_of` and its neighbours interpret ``process_group=`` and ``mesh=``.
 
 All of them are checked before anything is sent. Each error says what was passed, what was expected and what to do.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from dataparallel.devices import DeviceLike
 from dataparallel.machines.group import Machines
 
 if TYPE_CHECKING:
@@ -46,36 +43,6 @@ def shard_and_replicate_groups(
     if not found:
         return None, None
     return (None, found[0]) if mesh is None else (found[-1], found[0] if len(found) == 2 else None)
-
-
-def one_device(devices: Sequence[DeviceLike] | None, device_id: DeviceLike | None) -> Sequence[DeviceLike] | None:
-    """The argument ``devices``, for functions in which ``device_id=x`` means ``devices=[x]``."""
-    if device_id is None:
-        return devices
-    if isinstance(device_id, (list, tuple)):
-        raise TypeError(f"device_id={device_id!r}: expected one device; several are written devices={device_id!r}")
-    if devices is not None:
-        raise ValueError(
-            f"pass devices or device_id, not both: device_id={device_id!r} is devices=[{device_id!r}], and "
-            f"devices={devices!r} was passed too"
-        )
-    return [device_id]
-
-
-def refuse_tensor_parallel(module: nn.Module) -> None:
-    """Raises a ``TypeError`` if parameters or buffers are of the class ``DTensor``."""
-    # If torch.distributed.tensor was not imported, there is no DTensor. Importing it takes long.
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    named = [*module.named_parameters(), *module.named_buffers()]
-    found = [repr(name) for name, tensor in named if kind is not None and isinstance(tensor, kind)]
-    if found:
-        names = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        raise TypeError(
-            f"{names} of the {type(module).__name__} {'is a DTensor' if len(found) == 1 else 'are DTensors'}: "
-            "processes divide the module among them already, as with parallelize_module or torch's fully_shard. "
-            "dataparallel takes plain parameters, whole on each machine. Give it the module before it is parallelised; "
-            "or keep tensor parallelism and use torch.distributed.fsdp.fully_shard on a mesh of two dimensions instead"
-        )
 
 
 def _groups(group: Any, mesh: Any, slots: Sequence[torch.device], wanted: tuple[str, str, int]) -> list[Machines]:

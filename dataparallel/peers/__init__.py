@@ -5,14 +5,13 @@ other machines. ``joint`` keeps what a recomputation needs. Outside of a paralle
 each collective returns what one replica gets, so a module with collectives works unwrapped.
 """
 
-from dataparallel.peers.collectives import all_gather, all_reduce, all_to_all, barrier, broadcast, reduce_scatter
+from dataparallel.peers.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from dataparallel.peers.joint import checkpoint, count, index
 from dataparallel.threads.meetings import set_time_limit
 
 __all__ = [
     "all_gather",
     "all_reduce",
-    "all_to_all",
     "barrier",
     "broadcast",
     "checkpoint",

@@ -1,4 +1,4 @@
-"""Collectives across machines: `summed`, `gathered`, `scattered`, `broadcast` and `sent`, over a `PeerCall`.
+"""Collectives across machines: `summed`, `gathered`, `scattered` and `broadcast`, over a `PeerCall`.
 
 The last replica to arrive on a machine calls them with the tensors of all its replicas. They are differentiable. Sums
 add in rank order, so every machine and every run gets the same bits. Machines first exchange whether their tensors are
@@ -8,7 +8,6 @@ in a graph, and sizes that may differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -88,34 +87,6 @@ def broadcast(peer_call: Any, text: str, tensors: Sequence[Tensor], source: int)
     sizes = [[flat.numel() if rank == source else 0 for rank in range(size)] for flat in flats]
     received = peer_call.exchange(text, pieces, sizes, in_graph)
     return _unflatten(tensors, [of_dtype[source] for of_dtype in received])
-
-
-def sent(peer_call: Any, text: str, of_slots: Sequence[Sequence[Tensor]], counts: Sequence[int]) -> list[list[Tensor]]:
-    """All-to-all: for each replica of this machine the tensors that all replicas have for it, in their order.
-
-    ``of_slots``: for each replica of this machine a tensor for each replica of all machines, all of one dtype and on
-    one device. ``counts``: how many replicas each machine has.
-    """
-    shapes = [[tuple(tensor.shape) for tensor in own] for own in of_slots]
-    of_machines = peer_call.all_gather_object(text, (_needs_grad([*chain.from_iterable(of_slots)]), shapes))
-    in_graph = any(needs_grad for needs_grad, _ in of_machines)
-    firsts = [0, *accumulate(counts)]
-    replicas_of = [range(firsts[rank], firsts[rank + 1]) for rank in range(peer_call.size)]
-    pieces = [torch.cat([own[to].reshape(-1) for to in targets for own in of_slots]) for targets in replicas_of]
-    targets_here = replicas_of[peer_call.rank]
-    # A machine's message has for each replica here a tensor from each replica there.
-    received_shapes = [
-        [torch.Size(of_source[to]) for to in targets_here for of_source in there] for _, there in of_machines
-    ]
-    sizes = [[shape.numel() for shape in of_machine] for of_machine in received_shapes]
-    (received,) = peer_call.exchange(text, [pieces], [[sum(of_machine) for of_machine in sizes]], in_graph)
-    results: list[list[Tensor]] = [[] for _ in targets_here]
-    for flat, of_machine, numels in zip(received, received_shapes, sizes, strict=True):
-        tensors = [part.view(shape) for part, shape in zip(flat.split(numels), of_machine, strict=True)]
-        sources = len(tensors) // len(targets_here)
-        for k, of_target in enumerate(results):
-            of_target += tensors[k * sources : (k + 1) * sources]
-    return results
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -174,49 +174,6 @@ def _reduce_scatter(
 
 
 @_torch.not_traced
-def all_to_all(tensors: Sequence[Tensor], across_machines: bool = False) -> list[Tensor]:
-    """Sends a tensor to each replica: the result has one from each replica, in slot order.
-
-    Args:
-        tensors: as many as there are replicas, of any shapes and one dtype. Entry ``j`` is for replica ``j``.
-
-    Raises:
-        ValueError: another number of tensors, several dtypes; as `all_reduce`.
-        TypeError, RuntimeError: as `all_reduce`.
-    """
-    found, _ = _leaves_of("all_to_all", [*tensors])
-    span = span_of_caller(across_machines)
-    count = 1 if span is None else span.count
-    if len(found) != count or len({one.dtype for one in found}) > 1:
-        dtypes = ", ".join(sorted({str(one.dtype) for one in found}))
-        raise ValueError(f"all_to_all: {len(found)} tensors of {dtypes}: expected {count} of one dtype, one a replica")
-    shapes = tuple(replace(one, shape=()) for one in described(found[:1]))
-    return _exchange(span, Request("all_to_all", "", shapes), found, _all_to_all)
-
-
-def _all_to_all(span: JointSpan, text: str, devices: Devices, of_slots: TensorsOfSlots) -> TensorsOfSlots:
-    if span.peer_call is None:
-        of_targets = [[of_slot[target] for of_slot in of_slots] for target in range(len(devices))]
-    else:
-        here = [_unflatten(Gather.apply(devices[0], 0, *map(_flatten, own)), own) for own in of_slots]
-        of_targets = across.sent(span.peer_call, text, here, span.counts)
-    results = []
-    for device, sent in zip(devices, of_targets, strict=True):
-        parts = _unflatten(Gather.apply(device, 0, *map(_flatten, sent)), sent)
-        results.append([part.clone() for part in parts])
-    return results
-
-
-def _flatten(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1)
-
-
-def _unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split([one.numel() for one in like])
-    return [part.reshape(one.shape) for part, one in zip(parts, like, strict=True)]
-
-
-@_torch.not_traced
 def barrier(across_machines: bool = False) -> None:
     """Waits until all replicas have come here. On accelerators it orders what is launched, and the host goes on.
 

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from dataparallel import _torch
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.optimizer_steps import before_steps
-from dataparallel.progress import progress
 from dataparallel.sharded.placements import Owners, Placement, Replicate, Shard, check_placement, over_of
 from dataparallel.sharded.shards import empty_shards
 from dataparallel.sharded.tensor import ShardedTensor, divided_on_owners_of, fill_shards
@@ -89,8 +88,7 @@ def _wrap_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
         def full(leaf: Any) -> Any:
             return leaf.full_tensor(device) if isinstance(leaf, ShardedTensor) else leaf
 
-        with progress("gathering the full state"):
-            return gather(_torch.pytree.tree_map(full, state_dict), *args, **kwargs)
+        return gather(_torch.pytree.tree_map(full, state_dict), *args, **kwargs)
 
     return gather_state_dict
 
@@ -105,11 +103,9 @@ def _wrap_distribute(distribute: Callable[..., None]) -> Callable[..., None]:
             if isinstance(value, ShardedTensor) and isinstance(full.get(key), Tensor) and full[key].shape == value.shape
         }
         distribute({key: value for key, value in full.items() if key not in sharded}, local, *args, **kwargs)
-        with progress("sharding the full state", len(sharded)) as step:
-            for key, like in sharded.items():
-                places = like._devices if like.is_meta else None  # shards on meta get memory on their owners
-                local[key] = divided_on_owners_of(full[key], like, like._placement, places)
-                step()
+        for key, like in sharded.items():
+            places = like._devices if like.is_meta else None  # shards on meta get memory on their owners
+            local[key] = divided_on_owners_of(full[key], like, like._placement, places)
 
     return distribute_state_dict
 

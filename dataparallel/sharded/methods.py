@@ -26,27 +26,25 @@ if TYPE_CHECKING:
 
 Method = Callable[[Any, Any], Any]
 
-FORWARD: dict[str, Method] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "truediv": torch.true_divide,
-    "floordiv": torch.floor_divide,
-    "mod": torch.remainder,
-    "pow": torch.pow,
-    "matmul": torch.matmul,
-    "and": torch.bitwise_and,
-    "or": torch.bitwise_or,
-    "xor": torch.bitwise_xor,
-    "lshift": torch.bitwise_left_shift,
-    "rshift": torch.bitwise_right_shift,
-    "eq": torch.eq,
-    "ne": torch.ne,
-    "lt": torch.lt,
-    "le": torch.le,
-    "gt": torch.gt,
-    "ge": torch.ge,
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+OPERATORS = {
+    "add": "add",
+    "sub": "sub",
+    "mul": "mul",
+    "truediv": "true_divide",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "pow": "pow",
+    "matmul": "matmul",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
 }
+"""torch's function for each of Python's operators."""
+
+_EITHER_WAY = ("add", "mul", "and", "or", "xor")  # with the tensor first: torch takes no number there
 
 
 def _divided_by(right: Tensor, left: Any) -> Tensor:
@@ -54,37 +52,19 @@ def _divided_by(right: Tensor, left: Any) -> Tensor:
     return torch.true_divide(left, right) if isinstance(left, Tensor) else torch.mul(torch.reciprocal(right), left)
 
 
-# Called with the right operand, whose method it is, and the left one.
-REFLECTED: dict[str, Method] = {
-    "radd": torch.add,
-    "rsub": torch.rsub,
-    "rmul": torch.mul,
-    "rtruediv": _divided_by,
-    "rfloordiv": lambda right, left: torch.floor_divide(left, right),
-    "rmod": lambda right, left: torch.remainder(left, right),
-    "rpow": lambda right, left: torch.pow(left, right),
-    "rmatmul": lambda right, left: torch.matmul(left, right),
-    "rand": torch.bitwise_and,
-    "ror": torch.bitwise_or,
-    "rxor": torch.bitwise_xor,
-    "rlshift": lambda right, left: torch.bitwise_left_shift(left, right),
-    "rrshift": lambda right, left: torch.bitwise_right_shift(left, right),
-}
+def _swapped(function: Method) -> Method:
+    return lambda right, left: function(left, right)
 
-IN_PLACE: dict[str, Method] = {
-    "iadd": Tensor.add_,
-    "isub": Tensor.sub_,
-    "imul": Tensor.mul_,
-    "itruediv": Tensor.div_,
-    "ifloordiv": Tensor.floor_divide_,
-    "imod": Tensor.remainder_,
-    "ipow": Tensor.pow_,
-    "iand": Tensor.bitwise_and_,
-    "ior": Tensor.bitwise_or_,
-    "ixor": Tensor.bitwise_xor_,
-    "ilshift": Tensor.bitwise_left_shift_,
-    "irshift": Tensor.bitwise_right_shift_,
-}
+
+def _methods() -> dict[str, Method]:
+    """The methods by name. Reflected ones get the right operand, whose method it is, and the left one."""
+    made: dict[str, Method] = {name: getattr(torch, name) for name in COMPARISONS}
+    for name, function in OPERATORS.items():
+        made[name] = run = getattr(torch, function)
+        made[f"r{name}"] = run if name in _EITHER_WAY else _swapped(run)
+        if name != "matmul":
+            made[f"i{name}"] = getattr(Tensor, f"{function}_")
+    return made | {"rsub": torch.rsub, "rtruediv": _divided_by, "itruediv": Tensor.div_}
 
 
 def _method(name: str, function: Method) -> Method:
@@ -201,9 +181,7 @@ def _shard_at(tensor: ShardedTensor, index: MetadataIndex) -> Tensor:
     return shards[min(index.index or 0, len(shards) - 1)] if len(shards) > 1 else shards[0]
 
 
-METHODS: dict[str, Any] = {
-    f"__{name}__": _method(f"__{name}__", function) for name, function in (FORWARD | REFLECTED | IN_PLACE).items()
-}
+METHODS: dict[str, Any] = {f"__{name}__": _method(f"__{name}__", function) for name, function in _methods().items()}
 """The methods by name."""
 METHODS |= {
     **{name: _refusing(name) for name in REFUSED},

@@ -18,7 +18,7 @@ from typing import Any
 from dataparallel.forks import in_forked_child
 from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.threads import pool
-from dataparallel.threads.pool import Outcome, Skipped, StallClock, Turn
+from dataparallel.threads.pool import Outcome, Skipped, Turn
 
 
 class _CurrentTask(threading.local):
@@ -154,14 +154,18 @@ class Gang:
         pool.start(partial(self._run_in_worker, None), self._devices[next(iter(self._waiting), 0)])
 
     def _wait(self) -> None:
-        clock = StallClock(self._progress)
+        polls, progress = 0, self._progress
         while not self._is_over:
             # Python handles a signal that arrives just before this wait only after the wait, so the wait is short.
             self._end.wait(pool.POLL_SECONDS)
             if self._stall_timeout is None or self.stalled:
                 continue
+            # Polls are counted instead of seconds, because time in which the whole process was stopped must not count.
+            # Nor must time in which a thread compiles.
             is_anyone_waiting = bool(self._waiting or self._resuming or self._unparked)
-            if clock.poll(self._progress, is_anyone_waiting) >= self._stall_timeout:
+            is_stalled = is_anyone_waiting and progress == self._progress and not compile_lock.is_taken
+            polls, progress = polls + 1 if is_stalled else 0, self._progress
+            if polls * pool.POLL_SECONDS >= self._stall_timeout:
                 self.stalled = True
                 self._start_worker()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
@@ -15,11 +14,6 @@ from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.threads.pool import POLL_SECONDS, Turn
 
 T = TypeVar("T")
-
-LIMIT_VARIABLE = "DATAPARALLEL_PEERS_TIMEOUT"
-"""Environment variable: how many seconds a replica waits for the others at most."""
-
-_DEFAULT_LIMIT = 600.0  # seconds
 
 
 class WokenUp(RuntimeError):
@@ -211,7 +205,7 @@ class Meeting:
             is_late = visit.is_over and not is_last
         if is_late:
             scheduler.unpark([index])
-        limit, polls = _time_limit(), 0
+        limit, polls = _chosen_limit, 0
         try:
             while not turn.wait(POLL_SECONDS):
                 # Polls are counted instead of seconds, because time in which the whole process was stopped must not
@@ -276,11 +270,12 @@ class Meeting:
             self.scheduler.unpark(parked)
 
 
-_chosen_limit: float | None = None
+_DEFAULT_LIMIT = 600.0  # seconds
+_chosen_limit = _DEFAULT_LIMIT
 
 
 def set_time_limit(seconds: float | None) -> None:
-    """Sets how long replicas of this process wait for each other. ``None``: the environment's limit, or 10 minutes.
+    """Sets how long replicas of this process wait for each other. ``None``: 10 minutes, as at the beginning.
 
     Raises:
         ValueError: ``seconds`` is not above 0.
@@ -288,19 +283,4 @@ def set_time_limit(seconds: float | None) -> None:
     global _chosen_limit
     if seconds is not None and not seconds > 0:
         raise ValueError(f"seconds={seconds!r}: replicas can wait for each other for more than 0 seconds only")
-    _chosen_limit = seconds
-
-
-def _time_limit() -> float:
-    if _chosen_limit is not None:
-        return _chosen_limit
-    given = os.environ.get(LIMIT_VARIABLE)
-    if not given:
-        return _DEFAULT_LIMIT
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(f"{LIMIT_VARIABLE}={given!r} in the environment: expected a number of seconds above 0")
-    return seconds
+    _chosen_limit = _DEFAULT_LIMIT if seconds is None else seconds

@@ -1,17 +1,14 @@
-"""`start` runs a job in a kept thread of its device. `Outcome`, `Turn` and `StallClock` are for the tasks of a call.
+"""`start` runs a job in a kept thread of its device. `Outcome` and `Turn` are for the tasks of a call.
 
 A job takes an idle thread of its device or else a new thread, so no job waits for another job. cuBLAS and cuDNN keep
-handles and memory for each pair of thread and device until the thread ends. So a job gets a thread of another device
-only if the system has no more threads.
+handles and memory for each pair of thread and device until the thread ends, so devices have threads of their own.
 """
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import sysconfig
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from queue import Empty, SimpleQueue
@@ -21,7 +18,6 @@ import torch
 
 from dataparallel import _torch
 from dataparallel.forks import in_forked_child
-from dataparallel.replicas.compiled.compile_lock import compile_lock
 
 POLL_SECONDS = 0.2
 """A thread that waits for a gang wakes up this often, to see signals and stalls."""
@@ -81,13 +77,7 @@ def start(job: Job, device: Hashable) -> None:
         return
     worker = Worker(next(_numbers), device)
     worker.jobs.put(job)  # before the thread starts, because Ctrl-C may come right after the start
-    try:
-        worker.start()
-    except RuntimeError:  # the system has no more threads: take an idle thread of any device
-        idle = next(filter(None, map(_take, list(_idle))), None)
-        if idle is None:
-            raise
-        idle.jobs.put(job)
+    worker.start()
 
 
 def release(worker: Worker) -> None:
@@ -116,51 +106,7 @@ def _start_afresh_after_fork() -> None:
         # torch's intra-op threads do not survive a fork either, and waiting for them would hang.
         torch.set_num_threads(1)
     _idle.clear()
-    _calling.clear()
     _used, _engine_is_stale = False, True
-
-
-# ---- the end of the interpreter --------------------------------------------------------------------------------------
-
-# Python ends a daemon thread when it next runs Python code. In an operator of torch that aborts the process.
-
-_EXIT_SECONDS = 10.0
-_calling: set[int] = set()  # threads that are in an outermost call
-_is_exiting = False
-
-
-class UntilExit:
-    """A context around a call of replicas. When the interpreter exits it waits for such calls of daemon threads.
-
-    These threads make no more calls then.
-    """
-
-    def __enter__(self) -> None:
-        thread = threading.current_thread()
-        is_inner = not thread.daemon or isinstance(thread, Worker) or thread.ident in _calling
-        self._thread = None if is_inner else thread.ident
-        if self._thread is not None:
-            _calling.add(self._thread)
-            self._stop_if_exiting()
-
-    def __exit__(self, *error: object) -> None:
-        if self._thread is not None:
-            self._stop_if_exiting()
-            _calling.discard(self._thread)
-
-    def _stop_if_exiting(self) -> None:
-        while _is_exiting:
-            _calling.discard(self._thread or 0)
-            time.sleep(_EXIT_SECONDS)
-
-
-@atexit.register
-def _wait_for_calls() -> None:
-    global _is_exiting
-    _is_exiting = True
-    until = time.monotonic() + _EXIT_SECONDS
-    while _calling and time.monotonic() < until:
-        time.sleep(0.01)
 
 
 class Skipped(Exception):
@@ -205,23 +151,3 @@ class Turn:
     def wait(self, seconds: float = -1) -> bool:
         """Waits for so many seconds at most, or without end. Returns true once the task may go on."""
         return self._lock.acquire(timeout=seconds)
-
-
-class StallClock:
-    """Measures for how long the tasks of a call have made no progress, in polls of `POLL_SECONDS`.
-
-    Polls are counted instead of seconds, because time in which the whole process was stopped must not count. Nor must
-    time in which a thread compiles.
-    """
-
-    __slots__ = ("_polls", "_progress")
-
-    def __init__(self, progress: int) -> None:
-        self._polls, self._progress = 0, progress
-
-    def poll(self, progress: int, is_anyone_waiting: bool) -> float:
-        """Returns the seconds without progress. ``progress`` is any number that changes when a task gets further."""
-        is_stalled = is_anyone_waiting and progress == self._progress and not compile_lock.is_taken
-        self._polls = self._polls + 1 if is_stalled else 0
-        self._progress = progress
-        return self._polls * POLL_SECONDS

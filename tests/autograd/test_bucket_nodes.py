@@ -10,7 +10,6 @@ from buckets import broadcast, check, expected, loss_of
 from dataparallel import comm
 from dataparallel.autograd.bucket_gradients import OnSlot, Packing, SlotGradients, take_contents
 from dataparallel.comm import using
-from dataparallel.comm.kernels import Cupy
 from graphs import nodes_of
 
 
@@ -129,15 +128,6 @@ def test_the_route_is_that_of_the_forward(slots: list, root: torch.device, sourc
         loss = loss_of(broadcast(slots, sources), root)
     loss.backward()
     check(sources, expected(sources, slots))
-
-
-def test_gradients_that_kernels_read_in_place_stay_there(make_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = [torch.device(slot) for slot in make_slots(2)]
-    tensors = [torch.ones(3, device=slots[0])]
-    travels = len({*slots}) > 1
-    assert comm.sums_travel_flat(slots, tensors) == travels
-    monkeypatch.setattr(comm, "transport_for", lambda *arguments: Cupy())
-    assert not comm.sums_travel_flat(slots, tensors)
 
 
 def test_a_bucket_is_planned_once_for_the_same_gradients(make_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:

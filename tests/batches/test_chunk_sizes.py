@@ -55,7 +55,7 @@ def test_a_slot_is_less_than_one_sample_from_its_quota_unless_small_shares_need_
         ([0.5, True, 1.0], TypeError, "no sequence of ints or floats"),
         ([0.5, "1", 1.0], TypeError, "no sequence of ints or floats"),
         (3, TypeError, "no sequence of ints or floats"),
-        ("equal", ValueError, "'equal' is unknown"),
+        ("equal", TypeError, "'equal' is no sequence"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given: object, error: type[Exception], message: str) -> None:

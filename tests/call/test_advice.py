@@ -1,6 +1,5 @@
 """Each performance warning comes where a line of the user's code makes calls slow, and not where all is well."""
 
-import pickle
 import warnings
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dataparallel import DataParallel, PerformanceWarning, data_parallel, prefetch, whole
+from dataparallel import DataParallel, PerformanceWarning, prefetch, whole
 from dataparallel.call import advice
 from dataparallel.call.advice import what_to_try
 from each_form import Form
@@ -65,42 +64,24 @@ class TestChunksOfOneSample:
             warnings.simplefilter("error", PerformanceWarning)
             form(Mean().to(slots[0]), slots)(small(samples))  # once for a process
 
-    def test_along_another_dimension(self, slots: list, root: torch.device) -> None:
-        with coming("batch of 2 samples"):
-            DataParallel(nn.Linear(1, 3).to(root), slots, dim=1)(torch.ones(4, 2))
-
     @pytest.mark.usefixtures("well")
-    def test_more_samples_than_slots(self, form: Form, net: nn.Module, slots: list) -> None:
-        form(net, slots)(small(4))
-
-    @pytest.mark.usefixtures("well")
-    def test_what_is_left_of_the_data(self, form: Form, net: nn.Module, slots: list) -> None:
-        model = form(net, slots)
-        for samples in (9, 1):
-            model(small(samples))
-
-    @pytest.mark.usefixtures("well")
-    def test_inference(self, form: Form, net: nn.Module, slots: list, without_graph: Any) -> None:
-        model = form(net, slots)
-        with without_graph():
-            model(small(1))
-        model.eval()
-        model(small(1))
-
-    @pytest.mark.usefixtures("well")
-    @pytest.mark.parametrize("shape", [torch.ones(3, 2**18), torch.ones(3, 2**10, dtype=torch.long)])
-    def test_large_samples(self, net: nn.Module, slots: list, shape: Tensor) -> None:
-        """An image of 1 MiB, and a text of 1024 tokens."""
-        DataParallel(net, slots)(shape)
-
-    @pytest.mark.usefixtures("well")
-    def test_chunk_sizes_of_the_user(self, net: nn.Module, slots: list) -> None:
+    def test_others(self, net: nn.Module, slots: list) -> None:
+        """Of more samples, or large ones; of the user's sizes; without a graph; where nothing is split."""
+        for batch in (
+            small(4),
+            torch.ones(3, 2**18),
+            torch.ones(3, 2**10, dtype=torch.long),
+            whole(small(3)),
+            small(0),
+        ):
+            DataParallel(net, slots)(batch)
         DataParallel(net, slots, chunk_sizes=[1, 1, 1])(small(3))
-
-    @pytest.mark.usefixtures("well")
-    def test_nothing_to_split(self, net: nn.Module, slots: list) -> None:
-        DataParallel(net, slots)(whole(small(3)))
-        DataParallel(net, slots)(small(0))
+        with torch.no_grad():
+            DataParallel(net, slots)(small(1))
+        model = DataParallel(net, slots)
+        for samples in (9, 1):  # what is left of the data
+            model(small(samples))
+        DataParallel(net.eval(), slots)(small(1))
 
 
 class TestInputsOnAnAccelerator:
@@ -110,15 +91,10 @@ class TestInputsOnAnAccelerator:
         assert caught[0].filename == __file__
 
     @pytest.mark.usefixtures("well")
-    def test_small_ones(self, form: Form, net: nn.Module, slots: list, root: torch.device) -> None:
-        form(net, slots)(small(12, device=root))
-
-    @pytest.mark.usefixtures("well")
-    def test_those_that_were_computed_there(self, net: nn.Module, slots: list, root: torch.device) -> None:
+    def test_others(self, net: nn.Module, slots: list, root: torch.device) -> None:
+        """Small ones, those that were computed there, and those that every slot needs."""
+        DataParallel(net, slots)(small(12, device=root))
         DataParallel(net, slots)(large(device=root, requires_grad=True) * 2)
-
-    @pytest.mark.usefixtures("well")
-    def test_those_that_every_slot_needs(self, net: nn.Module, slots: list, root: torch.device) -> None:
         DataParallel(net, slots)(small(12), whole(large(device=root)))
 
 
@@ -128,12 +104,6 @@ class TestMemoryThatIsNotPinned:
             form(net, slots)(large())
         assert caught[0].filename == __file__
 
-    def test_a_loader_that_prefetch_reads(self, net: nn.Module, slots: list) -> None:
-        model = DataParallel(net, slots)
-        with coming("pin_memory=True"):
-            for batch in prefetch(DataLoader(large(), batch_size=12), model):
-                model(batch)
-
     @pytest.mark.usefixtures("well")
     def test_a_loader_that_pins(self, net: nn.Module, slots: list) -> None:
         model = DataParallel(net, slots)
@@ -142,15 +112,6 @@ class TestMemoryThatIsNotPinned:
             for batch in batches:
                 assert batch.is_pinned()
                 model(batch)
-
-    @pytest.mark.usefixtures("well")
-    def test_small_inputs(self, net: nn.Module, slots: list) -> None:
-        DataParallel(net, slots)(small(12))
-
-    @pytest.mark.usefixtures("well")
-    def test_a_backend_that_pins_nothing(self, net: nn.Module, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(advice, "can_pin", lambda _: False)
-        DataParallel(net, slots)(large())
 
 
 class TestFirstDeviceThatHoldsMost:
@@ -176,30 +137,12 @@ class TestFirstDeviceThatHoldsMost:
         del state
 
     @pytest.mark.usefixtures("well")
-    def test_there_is_memory_left(self, form: Form, net: nn.Module, slots: list, root: torch.device) -> None:
+    def test_there_is_memory_left_or_all_devices_are_nearly_full(self, form: Form, net: nn.Module, slots: list) -> None:
         model = form(net, slots)
-        state = torch.empty(8 * 2**20, dtype=torch.uint8, device=root)
-        self.run(model)
-        del state
-
-    @pytest.mark.usefixtures("well")
-    def test_all_devices_are_nearly_full(self, form: Form, net: nn.Module, slots: list) -> None:
-        model = form(net, slots)
-        state = [torch.empty(36 * 2**20, dtype=torch.uint8, device=device) for device in {*slots}]
-        self.run(model)
-        del state
-
-    @pytest.mark.usefixtures("well")
-    def test_a_backend_that_does_not_count(
-        self, net: nn.Module, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refuse(device: Any) -> Any:
-            raise RuntimeError("not counted")
-
-        monkeypatch.setattr(torch.accelerator, "get_memory_info", refuse)
-        state = torch.empty(36 * 2**20, dtype=torch.uint8, device=root)
-        self.run(DataParallel(net, slots))
-        del state
+        for mebibytes, devices in ((8, slots[:1]), (36, {*slots})):
+            state = [torch.empty(mebibytes * 2**20, dtype=torch.uint8, device=device) for device in devices]
+            self.run(model)
+            del state
 
 
 class TestAllOfThem:
@@ -220,6 +163,16 @@ class TestAllOfThem:
     def test_they_come(self, net: nn.Module, slots: list, batches: list[Tensor]) -> None:
         assert self.run(DataParallel(net, slots), batches) == 3
 
+    def test_slots_on_one_device_and_stages_of_the_user_have_none(
+        self, net: nn.Module, root: torch.device, slots: list, batches: list[Tensor]
+    ) -> None:
+        class Splits(DataParallel):
+            def scatter(self, *args: Any) -> Any:
+                return super().scatter(*args)
+
+        for model in (DataParallel(net, [root] * 3), Splits(net, slots)):
+            assert self.run(model, batches) == 0
+
     def test_one_setting_switches_them_off(
         self, net: nn.Module, slots: list, batches: list[Tensor], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -227,50 +180,6 @@ class TestAllOfThem:
         model = DataParallel(net, slots)
         assert self.run(model, batches) == 0
         assert not model.options.checks.are_open  # private: a closed one costs nothing
-
-    def test_slots_on_one_device_are_to_try_things_out(
-        self, net: nn.Module, root: torch.device, batches: list[Tensor]
-    ) -> None:
-        model = DataParallel(net, [root] * 3)
-        assert self.run(model, batches) == 0
-        assert not model.options.checks.are_open
-
-    def test_a_stage_of_the_user_knows_better(self, net: nn.Module, slots: list, batches: list[Tensor]) -> None:
-        class Splits(DataParallel):
-            def scatter(self, *args: Any) -> Any:
-                return super().scatter(*args)
-
-        assert self.run(Splits(net, slots), batches) == 0
-
-    def test_the_function_counts_its_calls(
-        self, net: nn.Module, slots: list, batches: list[Tensor], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        checks = advice.PerformanceChecks()
-        monkeypatch.setattr("dataparallel.forms.data_parallel._checks", checks)
-        assert self.run(lambda batch: data_parallel(net, batch, slots), batches * 20) == 3
-        assert not checks.are_open
-
-    @pytest.mark.filterwarnings("ignore::dataparallel.PerformanceWarning")
-    def test_a_closed_one_is_not_asked(
-        self, form: Form, net: nn.Module, slots: list, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        looks = []
-        look_at = advice.PerformanceChecks.look_at
-
-        def counted(*args: Any) -> None:
-            looks.append(args)
-            look_at(*args)
-
-        monkeypatch.setattr(advice.PerformanceChecks, "look_at", counted)
-        model = form(net, slots)
-        for _ in range(advice.CALLS + 5):
-            model(small(12))
-        assert len(looks) == advice.CALLS
-
-    def test_a_wrapper_can_be_pickled(self, net: nn.Module, slots: list) -> None:
-        model = DataParallel(net, slots)
-        model(small(12))
-        assert pickle.loads(pickle.dumps(model)).options.checks.are_open
 
 
 @pytest.mark.devices("cpu")
@@ -284,28 +193,9 @@ def test_slots_on_the_cpu_are_to_try_things_out(form: Form, slots: list, well: N
 class TestWhatATraceShows:
     pytestmark = pytest.mark.devices("cpu")
 
-    @pytest.mark.parametrize(
-        ("largest", "words"),
-        [
-            ("scatter", "prefetch"),
-            ("replicate", "composable.replicate"),
-            ("forward", "torch.compile"),
-            ("unshard", "larger units"),
-            ("gather", "the loss in forward"),
-            ("backward", "the loss in forward"),
-            ("sums", "set_requires_gradient_sync"),
-            ("optimizer", "fused=True"),
-            ("your code", ".item()"),
-        ],
-    )
-    def test_the_largest_stage_has_a_sentence(self, largest: str, words: str) -> None:
-        shares = {"forward": 0.1, "backward": 0.2, "your code": 0.1, largest: 0.6}
-        (sentence,) = what_to_try(shares, 0.0, 0, 1.0, 0.0)
-        assert words in sentence
-
-    def test_no_stage(self) -> None:
-        (sentence,) = what_to_try({}, 0.0, 0, 1.0, 0.0)
-        assert "call the wrapped module" in sentence
+    def test_the_largest_stage_has_a_sentence(self) -> None:
+        (sentence,) = what_to_try({"forward": 0.1, "gather": 0.6}, 0.0, 0, 1.0, 0.0)
+        assert "the loss in forward" in sentence
 
     def test_all_else_that_costs_is_named_beside_it(self) -> None:
         found = what_to_try({"forward": 0.6}, behind=0.2, slowest=3, uneven=1.8, launching=0.7)

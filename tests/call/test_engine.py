@@ -1,6 +1,6 @@
 """The four stages: what a user overrides is called as torch calls it, whatever the engine would do.
 
-Around them a context tells how a call ended, and a single slot runs the module itself.
+Replicas that lead back to themselves are freed when the call ends.
 """
 
 import gc
@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import numpy
 import pytest
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.call.engine import Call, run_alone
-from dataparallel.replicas.kept_replicas import KeptReplicas
+from memory import soon
 
 
 @pytest.fixture
@@ -29,14 +27,6 @@ def net(root: torch.device) -> nn.Module:
 @pytest.fixture
 def x(root: torch.device) -> Tensor:
     return torch.randn(9, 4).to(root)
-
-
-@pytest.mark.parametrize("name", ["scatter", "replicate", "parallel_apply", "gather"])
-def test_a_stage_that_is_patched_on_the_class_is_called(name: str, net: nn.Module, slots: list, x: Tensor) -> None:
-    model = DataParallel(net, slots)
-    with mock.patch.object(DataParallel, name, autospec=True, side_effect=getattr(DataParallel, name)) as stage:
-        torch.testing.assert_close(model(x), net(x))
-    assert stage.call_count == 1
 
 
 @pytest.mark.parametrize("name", ["scatter", "replicate", "parallel_apply"])
@@ -66,8 +56,22 @@ def test_a_dimension_is_any_integer(net: nn.Module, slots: list, x: Tensor) -> N
             DataParallel(net, slots, dim=wrong)  # type: ignore[arg-type]
 
 
-def call_of(devices: list[torch.device], kept: KeptReplicas | None = None) -> Call:
-    return Call(devices, kept or KeptReplicas(), None, False)
+class Circular(nn.Module):
+    """An attribute leads back to it. It notes its replicas."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.fails, self.seen = fails, list[weakref.ref[nn.Module]]()
+        self.above = [self]
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.above[0] is self
+        self.seen.append(weakref.ref(self))
+        if self.fails:
+            raise ZeroDivisionError
+        output: Tensor = self.layer(x)
+        return output
 
 
 @pytest.fixture
@@ -78,68 +82,12 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.fixture
-def devices(slots: list) -> list[torch.device]:
-    return [torch.device(slot) for slot in slots]
-
-
-def circular(root: torch.device) -> nn.Module:
-    """A source whose attribute leads back to it."""
-    source = nn.Sequential(nn.Linear(2, 2)).to(root)
-    source[0].above = [source]
-    return source
-
-
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("is_frozen", [False, True], ids=["not frozen", "frozen"])
-def test_circular_replicas_are_freed_at_the_end_unless_they_stay(
-    is_frozen: bool, devices: list[torch.device], root: torch.device
-) -> None:
-    kept, source = KeptReplicas(), circular(root)
-
-    def stages(call: Call) -> list[weakref.ref[nn.Module]]:
-        return [*map(weakref.ref, call.uses(kept.replicas(source, devices, 2**20)))]
-
-    with torch.no_grad(), kept.frozen() if is_frozen else nullcontext():
-        with call_of(devices, kept) as call:
-            replicas = stages(call)
-            assert all(replica()[0].above[0] is replica() for replica in replicas)
-        assert [replica() is None for replica in replicas] == [not is_frozen] * len(devices)
-    assert [replica() is None for replica in replicas] == [True] * len(devices)
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_circular_replicas_of_a_failed_call_are_freed_with_the_error(
-    devices: list[torch.device], root: torch.device
-) -> None:
-    kept, source, replicas = KeptReplicas(), circular(root), []
-    with pytest.raises(ZeroDivisionError) as caught, torch.no_grad(), call_of(devices, kept) as call:  # noqa: PT012
-        replicas += map(weakref.ref, call.uses(kept.replicas(source, devices, 2**20)))
-        1 / 0  # noqa: B018
-    del caught, call
-    assert [replica() is None for replica in replicas] == [True] * len(devices)
-
-
-def test_several_replicas_are_refused_inside_a_transform(devices: list[torch.device], root: torch.device) -> None:
-    def run(x: Tensor) -> Tensor:
-        with call_of(devices[:1]):
-            pass
-        with pytest.raises(RuntimeError, match=r"torch\.func transform"):
-            call_of(devices)
-        return x
-
-    torch.func.vmap(run)(torch.ones(2, 1, device=root))
-
-
-def test_alone_the_output_is_handed_on_or_moved(root: torch.device) -> None:
-    x = torch.ones(2, device=root)
-    assert run_alone(lambda x, *, times: {"y": x}, (x,), {"times": 1}, root, root)["y"] is x
-    assert run_alone(lambda x: [x], (x,), {}, root, torch.device("cpu"))[0].device.type == "cpu"
-
-
-@pytest.mark.devices("sim", "cuda")
-def test_alone_the_slot_is_the_current_device() -> None:
-    before = torch.accelerator.current_device_index()
-    slot = torch.device(torch.accelerator.current_accelerator().type, 1)
-    assert run_alone(torch.accelerator.current_device_index, (), {}, slot, slot) == 1
-    assert torch.accelerator.current_device_index() == before
+@pytest.mark.parametrize("fails", [False, True])
+def test_circular_replicas_are_freed_with_their_call(fails: bool, slots: list, root: torch.device, x: Tensor) -> None:
+    net = Circular(fails).to(root)
+    model = DataParallel(net, slots)
+    with torch.no_grad(), pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        model(x)
+    assert net.seen
+    assert soon(lambda: all(replica() in (None, net) for replica in net.seen))

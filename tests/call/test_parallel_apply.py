@@ -4,7 +4,6 @@ Errors are in ``test_parallel_apply_errors``.
 """
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, parallel_apply
@@ -25,24 +23,11 @@ def echo(*args: Any, **kwargs: Any) -> tuple:
     return args, kwargs
 
 
-def test_each_module_gets_its_own_inputs_and_outputs_are_in_order(slots: list, root: torch.device) -> None:
-    modules = [Call(lambda t, slot=slot: (slot, t)) for slot in range(3)]
-    inputs = [torch.full((2,), float(slot), device=root) for slot in range(3)]
-    outputs = parallel_apply(modules, [(t,) for t in inputs], devices=slots)
-    assert [slot for slot, _ in outputs] == [0, 1, 2]
-    assert all(output is t for (_, output), t in zip(outputs, inputs, strict=True))
-
-
 @pytest.mark.parametrize("serial", [False, True])
 def test_inputs_are_a_tuple_a_list_or_one_argument(serial: bool, slots: list, root: torch.device) -> None:
     t = torch.ones(1, device=root)
     outputs = parallel_apply([Call(echo)] * 3, [(t, 1), [t, 2], {"key": t}], devices=slots, serial=serial)
     assert outputs == [((t, 1), {}), ((t, 2), {}), (({"key": t},), {})]
-
-
-@pytest.mark.parametrize("serial", [False, True])
-def test_each_module_gets_its_own_keyword_arguments(serial: bool, slots: list, root: torch.device) -> None:
-    t = torch.ones(1, device=root)
     kwargs = [{"a": 1}, {}, {"b": t}]
     outputs = parallel_apply([Call(echo)] * 3, [()] * 3, kwargs, slots, serial=serial)
     assert outputs == [((), {"a": 1}), ((), {}), ((), {"b": t})]
@@ -51,6 +36,7 @@ def test_each_module_gets_its_own_keyword_arguments(serial: bool, slots: list, r
 def test_the_device_is_that_of_the_first_tensor(root: torch.device) -> None:
     t = torch.ones(1, device=root)
     inputs = [("no tensor", {"x": [t]}), (t,)]
+    assert parallel_apply([Call(echo)] * 2, inputs, devices=[root, None]) == [(inputs[0], {}), (inputs[1], {})]
     assert parallel_apply([Call(echo)] * 2, inputs) == [(inputs[0], {}), (inputs[1], {})]
     assert parallel_apply([Call(echo)] * 2, [()] * 2, [{"x": t}] * 2) == [((), {"x": t})] * 2
 
@@ -69,20 +55,6 @@ def test_without_a_device_and_a_tensor_it_is_the_current_device(slots: list, roo
             assert found == [(index, ("a",)), (index, ("b",))]
 
 
-@pytest.mark.devices("sim", "cuda")
-def test_where_other_slots_have_tensors_it_is_the_current_device_of_their_type(slots: list) -> None:
-    there = torch.device(slots[1])
-    for t, index in ((torch.ones(1, device=there), there.index), (torch.ones(1), 0)):
-        with torch.accelerator.device_index(0):
-            found = parallel_apply([Call(current_and_arguments)] * 2, [(t,), ("no tensor",)])
-        assert [current for current, _ in found] == [index, 0]
-
-
-def test_a_device_may_be_left_out_where_a_tensor_has_it(slots: list, root: torch.device) -> None:
-    t = torch.ones(1, device=root)
-    assert parallel_apply([Call(echo)] * 2, [(t,), ("a",)], devices=[None, slots[1]]) == [((t,), {}), (("a",), {})]
-
-
 def test_devices_that_are_no_list_are_refused() -> None:
     with pytest.raises(TypeError, match="expected a list of devices; got 'cpu'"):
         parallel_apply([Call(echo)] * 3, [()] * 3, devices="cpu")
@@ -98,14 +70,6 @@ def test_lengths_have_to_agree(slots: list) -> None:
         parallel_apply(modules, [()] * 3, None, slots[:2])
     with pytest.raises(ValueError, match="at least one module"):
         parallel_apply([], [])
-
-
-@pytest.mark.parametrize("workers", [0, -1])
-def test_at_least_one_worker(workers: int, slots: list) -> None:
-    with pytest.raises(ValueError, match=f"workers={workers}"):
-        parallel_apply([Call(echo)] * 3, [()] * 3, devices=slots, workers=workers)
-    with pytest.raises(ValueError, match=f"workers={workers}"):
-        DataParallel(Call(echo), slots, workers=workers)
 
 
 @pytest.mark.parametrize("variable", [None, "", "0", "1"])
@@ -153,9 +117,12 @@ def sharing(slots: list) -> list:
     return [slots[0]] * 3
 
 
-def test_replicas_that_share_a_generator_run_one_after_the_other_while_recording(slots: list) -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_replicas_that_share_a_generator_run_one_after_the_other(training: bool, slots: list) -> None:
+    """While recording, and in training mode without recording too."""
     together = Together(3, seconds=0.2)
-    assert not together.run(sharing(slots))
+    with torch.set_grad_enabled(not training):
+        assert not together.run(sharing(slots), training=training)
     assert together.order == [0, 1, 2]
 
 
@@ -172,13 +139,6 @@ def test_they_run_together_where_nothing_is_recorded_or_drawn(slots: list) -> No
         assert Together(3, TIMEOUT).run(sharing(slots))
     with torch.inference_mode():
         assert Together(3, TIMEOUT).run(sharing(slots))
-
-
-def test_in_training_mode_they_run_one_after_the_other_without_recording_too(slots: list) -> None:
-    with torch.no_grad():
-        together = Together(3, seconds=0.2)
-        assert not together.run(sharing(slots), training=True)
-    assert together.order == [0, 1, 2]
 
 
 def test_they_run_together_where_workers_are_asked_for(slots: list) -> None:
@@ -219,24 +179,14 @@ def batch(root: torch.device, size: int = 17) -> Tensor:
 
 @pytest.mark.slots(8)
 def test_seeded_forwards_are_reproducible(slots: list, root: torch.device) -> None:
-    model, x = DataParallel(dropout(root), slots), batch(root)
-
-    def forward() -> Tensor:
-        torch.manual_seed(1)
-        return model(x).detach()
-
-    first = forward()
-    assert all(torch.equal(forward(), first) for _ in range(20))
-
-
-@pytest.mark.slots(8)
-def test_serial_and_parallel_draw_the_same_numbers(slots: list, root: torch.device) -> None:
     module, x = dropout(root), batch(root)
-    outputs = []
-    for serial in (False, True):
+
+    def forward(serial: bool) -> Tensor:
         torch.manual_seed(1)
-        outputs.append(DataParallel(module, slots, serial=serial)(x))
-    assert torch.equal(*outputs)
+        return DataParallel(module, slots, serial=serial)(x).detach()
+
+    first = forward(True)
+    assert all(torch.equal(forward(False), first) for _ in range(20))
 
 
 @pytest.mark.slots(8)
@@ -274,25 +224,3 @@ def test_non_reentrant_checkpoint_around_the_wrapper(draws: bool, slots: list, r
         found = gradients(lambda t: checkpoint(model, t, use_reentrant=False), seed)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_nested_wrappers_keep_carried_modes_one_at_a_time(slots: list, root: torch.device) -> None:
-    class Counting(TorchFunctionMode):
-        inside = most = 0
-
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            cls = type(self)
-            cls.inside += 1
-            cls.most = max(cls.most, cls.inside)
-            time.sleep(0.001)
-            try:
-                return function(*args, **(kwargs or {}))
-            finally:
-                cls.inside -= 1
-
-    same = [slots[0]] * 2
-    model = DataParallel(nn.Sequential(nn.ReLU(), DataParallel(nn.Sequential(nn.ReLU(), nn.ReLU()), same)), same)
-    with Counting(), torch.no_grad():
-        model.eval()(torch.zeros(8, 1, device=root))
-    # The caller's gathers run in the mode too, but never at the same time as a replica.
-    assert Counting.most == 1

@@ -54,12 +54,6 @@ def test_a_mean_trains_as_one_device_does(form, slots, root, size):
         close(whole(ours.grad), theirs.grad)
 
 
-def test_a_sum(form, slots, root):
-    x, y = batch(root, 7)
-    output = form(build(root), slots, scalars="sum")(x, y)
-    assert output["right"].item() == build(root)(x, y)["right"].item()
-
-
 def test_sums_of_a_loss_and_of_what_it_divides_by(form, slots, root):
     """A chunk in which nothing counts does no harm."""
 
@@ -84,12 +78,6 @@ def test_sums_of_a_loss_and_of_what_it_divides_by(form, slots, root):
         close(whole(ours.grad), theirs.grad)
 
 
-def test_a_mean_of_counts_is_a_float(slots, root):
-    x, y = batch(root, 6)
-    output = DataParallel(build(root), slots, scalars="mean")(x, y)
-    close(output["right"].double() * len(slots), build(root)(x, y)["right"].double())
-
-
 def test_a_function_of_values_and_samples(form, slots, root):
     seen = []
 
@@ -102,12 +90,6 @@ def test_a_function_of_values_and_samples(form, slots, root):
     chunks = [build(root)(a, b)["loss"] for a, b in zip(x.split([3, 3, 1]), y.split([3, 3, 1]), strict=True)]
     close(output["loss"], max(chunks))
     assert seen == [(torch.Size([3]), (3, 3, 1))] * 2
-
-
-def test_chunks_of_the_users_sizes(form, slots, root):
-    x, y = batch(root, 7)
-    output = form(build(root), slots, scalars="mean", chunk_sizes=[1, 2, 4])(x, y)
-    close(output["loss"], build(root)(x, y)["loss"])
 
 
 def test_without_it_scalars_are_a_vector(form, slots, root):

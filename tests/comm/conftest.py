@@ -1,17 +1,17 @@
-"""Fixtures of the tests of transports. Without a GPU the cupy transport's kernels are compiled for the CPU."""
+"""Fixtures of the tests of transports. Without a GPU the kernels are compiled for the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from kernel_launches import Launches
 from kernel_runner import Kernels
 
-from dataparallel.comm import kernels as launching
 from dataparallel.comm import transport_choice
-from dataparallel.comm.kernels import Kernel, pack
+from dataparallel.comm.kernels import DeviceTable
 
 
 @pytest.fixture
@@ -45,23 +45,16 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     return Kernels(tmp_path_factory.mktemp("kernels"))
 
 
-@pytest.fixture(scope="module")
-def launch(request: pytest.FixtureRequest) -> Callable:
-    """Launches a kernel: on the GPU if there is one, else on the CPU."""
-    if request.config.getoption("--devices") == "cuda":
-        if (why_not := launching.why_not()) is not None:
-            pytest.skip(why_not)
-        return launching.launch
-    kernels = request.getfixturevalue("kernels")
-
-    def run(kernel: Kernel, pointers: Sequence, counts: Sequence[int], device: object, others: object) -> None:
-        kernels.run(pack(kernel, pointers, counts, max_blocks=7), threads=32)
-
-    return run
-
-
 @pytest.fixture
-def launches(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> Launches:
-    replaced = Launches(launch)
-    monkeypatch.setattr(launching, "launch", replaced.launch)
-    return replaced
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """Counts the launches of kernels: copies and sums."""
+    counted: Counter = Counter()
+    launch = DeviceTable.launch
+
+    def noted(table: DeviceTable, *args: Any) -> None:
+        name = table._packed.kernel
+        counted["sum" if name.startswith("sum") else name] += 1
+        launch(table, *args)
+
+    monkeypatch.setattr(DeviceTable, "launch", noted)
+    return counted

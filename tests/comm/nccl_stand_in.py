@@ -54,12 +54,3 @@ class Library:
             assert output.dtype in AS_NUMBERS, "NCCL would add bytes"
             assert output.device == inputs[root].device
             output.copy_(sum(tensor.to(output.device) for tensor in inputs))
-
-    def reduce_scatter(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        with self:
-            self.check(inputs)
-            self.check(outputs)
-            assert inputs[0].dtype in AS_NUMBERS, "NCCL would add bytes"
-            self.calls.append(("reduce_scatter", len(inputs), inputs[0].numel() // outputs[0].numel()))
-            for at, output in enumerate(outputs):
-                output.data.copy_(sum(tensor.chunk(len(outputs))[at].to(output.device) for tensor in inputs))

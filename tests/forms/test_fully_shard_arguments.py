@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
+from dataparallel.call.options import InPlaceOptions
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from dataparallel.forms import fully_shard as form
 from dataparallel.replicas.plan import FORM_ATTRIBUTE
@@ -121,10 +122,9 @@ class TestWhatItTakes:
     def test_its_arguments_are_those_of_torch_and_a_few_more(self):
         theirs = inspect.signature(torch.distributed.fsdp.fully_shard).parameters
         ours = inspect.signature(fully_shard).parameters
-        names = ["reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params"]
-        more = ["units", "output_device", "dim", "chunk_sizes", "process_group", "mesh", "compile", "graphs"]
-        more += ["scalars", "pad", "sync_batch_norm", "workers", "serial", "device_ids"]
-        assert list(ours) == ["module", "devices", *names, *more]
+        names = ["reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy"]
+        assert list(ours) == ["module", *names, "units", *InPlaceOptions.__annotations__]
+        names.append("ignored_params")
         for name in [*names, "mesh"]:
             assert ours[name].kind is theirs[name].kind is inspect.Parameter.KEYWORD_ONLY
         for name in ("reshard_after_forward", "shard_placement_fn", "ignored_params", "mesh"):

@@ -280,11 +280,9 @@ def arguments(rank: int, devices: list[torch.device]) -> list[str]:
         over_machines(module, devices)
     sentences.append(str(raised.value))
     assert type(module) is nn.Linear
-    with pytest.raises(ValueError, match="not both"):
-        replicate(build(devices[0]), devices=devices, device_id=devices[0], process_group=group)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     model = build(devices[0], seed=rank)
-    assert replicate(model, device_id=devices[0], mesh=mesh) is model
+    assert replicate(model, devices=devices, mesh=mesh) is model
     loss_of(model(batch_of(rank, 0).to(devices[0]))).backward()
     return sentences
 

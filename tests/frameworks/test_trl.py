@@ -74,10 +74,9 @@ def without_triton(monkeypatch):
     ("base", "config", "data", "settings"),
     [
         (SFTTrainer, SFTConfig, TUNING, {"loss_type": "nll", "max_length": 8}),
-        (SFTTrainer, SFTConfig, TUNING, {"loss_type": "nll", "max_length": 16, "packing": True}),
         (DPOTrainer, DPOConfig, PREFERENCES, {"max_length": 16}),
     ],
-    ids=["SFT", "SFT packed", "DPO"],
+    ids=["SFT", "DPO"],
 )
 def test_it_trains_as_one_device(base, config, data, settings, form, slots, tmp_path):
     expected, found = (trained(base, config, data, tmp_path, *on, **settings) for on in ((), (slots, form)))

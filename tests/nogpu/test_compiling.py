@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,10 +22,17 @@ from nogpu import SimulationUnavailable, ToolsMissing, compiling
 from nogpu.compiling import Extension, Library, build_library, load_extension, path_of
 from nogpu.simulated.extension import EXTENSION
 from processes import environment
-from terminals import wait_until
 
 # These tests start their own processes, so one kind of devices is enough.
 pytestmark = pytest.mark.devices("cpu")
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
 
 SOURCE = """
 #include <Python.h>

@@ -59,7 +59,6 @@ STEPS = {
     "all_gather": lambda x: x + peers.all_gather(x).sum(0),
     "broadcast": lambda x: x - peers.broadcast(x[:1] * 2, peers.count() - 1),
     "reduce_scatter": lambda x: x * peers.reduce_scatter(x.sum() * x.new_ones(peers.count())),
-    "all_to_all": lambda x: x + sum(peers.all_to_all([x[0] * (to + 1) for to in range(peers.count())])),
     "barrier": lambda x: (peers.barrier(), x)[1],
 }
 
@@ -80,8 +79,6 @@ def alone(names: tuple[str, ...], chunks: list[Tensor]) -> list[Tensor]:
             chunks = [chunk - chunks[-1][:1] * 2 for chunk in chunks]
         elif name == "reduce_scatter":
             chunks = [chunk * sum(sums) for chunk in chunks]
-        elif name == "all_to_all":
-            chunks = [chunk + sum(other[0] * (to + 1) for other in chunks) for to, chunk in enumerate(chunks)]
         chunks = [chunk.tanh() for chunk in chunks]
     return chunks
 

@@ -23,7 +23,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "all_gather along 1": lambda x: peers.all_gather(x.sin(), -1),
     "broadcast": lambda x: peers.broadcast(x.sin(), peers.count() - 1) * x,
     "reduce_scatter": lambda x: peers.reduce_scatter(x.sin()),
-    "all_to_all": lambda x: torch.stack(peers.all_to_all([x.sin() * k for k in range(1, peers.count() + 1)])),
 }
 
 

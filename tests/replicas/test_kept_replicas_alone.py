@@ -3,12 +3,15 @@
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.call.engine import Call
+from dataparallel.call.engine import Call, Method
+from dataparallel.call.options import CallOptions
 from dataparallel.replicas.kept_replicas import KeptReplicas, TensorStore
 from dataparallel.replicas.plan import ModulePlan
 
@@ -32,8 +35,11 @@ def test_tensors_may_come_from_somebody_else(slots: list, root: torch.device) ->
     devices = [torch.device(slot) for slot in slots]
     module = nn.Linear(2, 1, bias=False).to(root)
 
+    options = CallOptions(devices, {"output_device": None, "serial": None, "pad": None})
+    maker: Any = SimpleNamespace(options=options, kept=kept, may_use_source=False, check=lambda slots: None)
+
     def call(features: int = 2) -> None:
-        with Call(devices, kept, None, False) as around:
+        with Call(maker, Method("forward", module)) as around:
             for replica, device in zip(around.uses(kept.replicas(module, devices, 2**20)), devices, strict=True):
                 assert replica(torch.ones(1, features, device=device)).item() == 2
 

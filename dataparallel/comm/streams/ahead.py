@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from itertools import chain
 from types import TracebackType
 
 import torch
@@ -198,28 +197,23 @@ def send(
     tensors: Iterable[tuple[Tensor, Sequence[int] | None]],
     slots: Sequence[torch.device],
     dim: int,
-    to_some: Iterable[tuple[Tensor, Sequence[int]]] = (),
 ) -> SentBatch:
     """Starts to copy tensors to ``slots``, which are accelerators. `can_be_sent` is true for each tensor.
 
     Each tensor comes with its chunks' sizes along ``dim``, or with ``None``: then the whole tensor goes to every slot.
-    ``to_some``: tensors that go whole to some slots only, with the numbers of these slots. `take_sent_chunks` finds the
-    chunks until `SentBatch.release`.
+    `take_sent_chunks` finds the chunks until `SentBatch.release`.
 
     A side stream waits for no other stream, so a copy starts while the previous step still runs. Memory of that stream
     serves these copies only. If the host is some steps ahead, chunks and pinned memory of all these steps exist.
     """
     tensors = list(tensors)
-    with_slots = [(tensor, [slots[slot] for slot in numbers]) for tensor, numbers in to_some]
     used = max((len(slots if sizes is None else sizes) for _, sizes in tensors), default=0)
-    devices = chain(slots[:used], *(some_slots for _, some_slots in with_slots))
     # One stream on each device for the whole process, because torch keeps a pool of memory for each stream.
-    sides = {device: kept_stream(device, "inputs") for device in dict.fromkeys(devices)}
+    sides = {device: kept_stream(device, "inputs") for device in dict.fromkeys(slots[:used])}
     copy_events = {}
     try:
         with streams_set(sides):
             sent = [SentTensor(tensor, slots, sizes, dim) for tensor, sizes in tensors]
-            sent += [SentTensor(tensor, some_slots, None, dim) for tensor, some_slots in with_slots]
             for device, side in sides.items():
                 for tensor in sent:
                     tensor.copy_to(device)

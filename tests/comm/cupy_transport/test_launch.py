@@ -1,19 +1,24 @@
-"""Launching the kernels: the reasons why it is impossible here, and what comes before a first launch.
+"""Launching the kernels: the reasons why it is impossible here, and what comes before it."""
 
-The order of the streams is in ``nogpu/cuda/test_cupy.py``, where a launch really runs.
-"""
-
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from clocked import counted
 from dataparallel.comm import kernels as launching
-from dataparallel.comm.kernels import COPY_KERNEL, launch, why_not
+from dataparallel.comm.kernels import make_reachable, why_not
+from processes import run_script
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
+
+
+def test_without_a_cuda_device_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert why_not() == "torch sees no CUDA device"
 
 
 @pytest.fixture
@@ -23,77 +28,133 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
 
 
+@pytest.fixture
+def install_cupy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that puts a CuPy with this text where it is imported from. After the test it was never imported."""
+
+    def install(text: str) -> None:
+        (tmp_path / "cupy.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setitem(sys.modules, "cupy", None)  # so that what is there now is put back, also where nothing is
+        del sys.modules["cupy"]
+
+    return install
+
+
 def test_without_cupy_it_says_so(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert why_not() == "CuPy is not installed"
 
 
-def test_devices_without_peer_access_in_both_directions_are_a_reason(
-    on_cuda: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+BROKEN = {
+    "ImportError": "libnvrtc.so.12: cannot open shared object file",
+    "RuntimeError": "CuPy failed to load libnvrtc",
+    "AttributeError": "module 'numpy' has no attribute 'bool'",
+    "OSError": "libcublas.so.12: undefined symbol",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_cupy_that_cannot_be_imported_is_a_reason(
+    name: str, on_cuda: None, install_cupy: Callable[[str], None]
 ) -> None:
-    (tmp_path / "cupy.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "cupy", None)  # so that what is there is put back, also where nothing is
-    del sys.modules["cupy"]
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one.index, other.index) != (2, 1))
+    install_cupy(f"raise {name}({BROKEN[name]!r})")
+    assert why_not() == f"cupy cannot be imported ({name}: {BROKEN[name]})"
+
+
+def test_what_is_said_without_an_import_imports_nothing(on_cuda: None, install_cupy: Callable[[str], None]) -> None:
+    install_cupy("raise SystemExit('imported')")
+    assert launching.why_not_installed() is None
+
+
+@pytest.mark.parametrize("one_way", [(1, 2), (2, 1)])
+def test_devices_without_peer_access_in_both_directions_are_a_reason(
+    one_way: tuple[int, int],
+    on_cuda: None,
+    install_cupy: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install_cupy("")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one.index, other.index) != one_way)
     devices = [torch.device("cuda", index) for index in (0, 1, 2, 1)]
-    assert why_not(devices) == "it needs peer access between all devices, and cuda:2 and cuda:1 have none"
+    one, other = (f"cuda:{index}" for index in one_way)
+    assert why_not(devices) == f"it needs peer access between all devices, and {one} and {other} have none"
     assert why_not([torch.device("cpu"), *devices[:2]]) is None
 
 
-def test_memory_off_cuda_is_refused() -> None:
-    for device, other in (("cpu", "cuda:0"), ("cuda:0", "cpu")):
-        with pytest.raises(ValueError, match="memory of CUDA devices; got cpu"):
-            launch(COPY_KERNEL, [[0], [0]], [4], torch.device(device), [torch.device(other)])
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """The copies between pairs of devices, which are not made."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(launching, "_copy", lambda source, target: found.append((source.index, target.index)))
+    launching.forget()
+    yield found
+    launching.forget()
 
 
-def test_where_nothing_has_an_element_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", None)
-    for counts in ([], [0, 0]):
-        launch(COPY_KERNEL, [counts, counts], counts, torch.device("cuda", 0), [torch.device("cuda", 1)])
+def test_each_pair_is_copied_between_once_in_both_directions(copied: list[tuple[int, int]]) -> None:
+    """Only in a copy torch enables peer access, which kernels need."""
+    devices = [torch.device("cpu", index) for index in range(4)]
+    make_reachable(devices[0], [devices[1], devices[2], devices[1]])
+    assert copied == [(0, 1), (1, 0), (0, 2), (2, 0)]
+    make_reachable(devices[2], [devices[0], devices[1]])
+    assert copied[4:] == [(2, 1), (1, 2)]
+    make_reachable(devices[3], [])
+    assert len(copied) == 6
 
 
-class TestPeerAccess:
-    """torch enables it in a copy, and for one direction. The check of peers copies too, but may be turned off."""
+def test_a_copy_that_fails_is_made_again(copied: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(source: torch.device, target: torch.device) -> None:
+        raise RuntimeError("out of memory")
 
-    @pytest.fixture
-    def copied(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
-        found: list[tuple] = []
-        launching.forget()
-        monkeypatch.setattr(launching, "_copy", lambda *pair: found.append(tuple(device.index for device in pair)))
-        yield found
-        launching.forget()
+    one, other = torch.device("cpu", 0), torch.device("cpu", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(launching, "_copy", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            make_reachable(one, [other])
+    make_reachable(one, [other])
+    assert copied == [(0, 1), (1, 0)]
 
-    def test_each_pair_is_copied_between_once_in_both_directions(self, copied: list[tuple]) -> None:
-        zero, one, two = (torch.device("cuda", index) for index in range(3))
-        launching.make_reachable(zero, [one, two, one])
-        assert copied == [(0, 1), (1, 0), (0, 2), (2, 0)]
-        launching.make_reachable(two, [zero, one])
-        assert copied[4:] == [(2, 1), (1, 2)]
 
-    def test_a_copy_that_fails_is_no_launch_and_is_made_again(
-        self, copied: list[tuple], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def fails(*pair: torch.device) -> None:
-            raise RuntimeError("out of memory")
+@pytest.mark.devices("sim", "stand-in")
+def test_what_is_copied_is_one_byte_from_device_to_device(slots: list) -> None:
+    with counted() as counts:
+        launching._copy(slots[0], slots[1])
+    assert counts.copied == {(slots[0].index, slots[1].index): 1}
 
-        zero, one = (torch.device("cuda", index) for index in range(2))
-        with monkeypatch.context() as patch:
-            patch.setattr(launching, "_copy", fails)
-            patch.setattr(torch.cuda, "current_stream", None)  # which a launch asks for
-            with pytest.raises(RuntimeError, match="out of memory"):
-                launch(COPY_KERNEL, [[0], [0]], [4], zero, [one])
-        launching.make_reachable(zero, [one])
-        assert copied == [(0, 1), (1, 0)]
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_child_copies_again_and_waits_for_nobody() -> None:
+    run_script("""
+import os, warnings
+import torch
+from dataparallel.comm import kernels as launching
+warnings.simplefilter("ignore")
+copied = []
+launching._copy = lambda source, target: copied.append((source.index, target.index))
+one, other = torch.device("cpu", 0), torch.device("cpu", 1)
+launching.make_reachable(one, [other])
+assert copied == [(0, 1), (1, 0)]
+launching._reaching.acquire()
+child = os.fork()
+if child == 0:
+    launching.make_reachable(one, [other])
+    os._exit(0 if len(copied) == 4 else 1)
+assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 0
+""")
+
+
+class CompileException(Exception):
+    """As CuPy's, which is no RuntimeError."""
 
 
 def test_a_compiler_that_fails_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuPy's own error is no RuntimeError."""
-
     def fails(index: int) -> None:
-        raise LookupError("nvrtc: error: invalid value for --gpu-architecture")
+        raise CompileException("nvrtc: error: invalid value for --gpu-architecture")
 
-    launching._function.cache_clear()
     monkeypatch.setattr(launching, "_module", fails)
-    with pytest.raises(RuntimeError, match=r"cannot compile the kernels \(LookupError: nvrtc: error"):
-        launching._function("copy_many", 0)
+    launching._function.cache_clear()
+    with pytest.raises(RuntimeError, match=r"cannot compile the kernels \(CompileException: nvrtc: error") as caught:
+        launching._function("sum_float32", 0)
+    assert isinstance(caught.value.__cause__, CompileException)

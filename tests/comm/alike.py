@@ -1,40 +1,12 @@
-"""What tests of the cupy transport share: launches that are noted, tensors of many kinds, and how results compare."""
+"""Tensors of many kinds, and how results of transports compare."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from tensor_kinds import strides
 from torch import Tensor
-
-from dataparallel.comm.kernels import Kernel
-
-
-class Launches:
-    """In the place of ``comm.kernels``: notes each launch, and has ``launch`` do it."""
-
-    def __init__(self, launch: Callable) -> None:
-        self._launch = launch
-        self.noted: list[tuple[str, list[list[int]], list[int]]] = []
-
-    def launch(
-        self,
-        kernel: Kernel,
-        pointers: Sequence[Sequence[int]],
-        counts: Sequence[int],
-        device: torch.device,
-        others: Iterable[torch.device],
-    ) -> None:
-        self.noted.append((kernel.name, [[*row] for row in pointers], [*counts]))
-        self._launch(kernel, pointers, counts, device, others)
-
-    def kinds(self) -> Counter:
-        return Counter("sum" if name.startswith("sum") else name for name, *_ in self.noted)
-
-    def tensors(self) -> int:
-        return sum(len(counts) for *_, counts in self.noted)
 
 
 def made(device: torch.device | str) -> list[Tensor]:
