@@ -2,14 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
 
-from dataparallel.machines.arguments import (
-    machines_of,
-    one_device,
-    refuse_tensor_parallel,
-    shard_and_replicate_groups,
-)
+from dataparallel.machines.arguments import machines_of, shard_and_replicate_groups
 from machine_ranks import on_machines, said
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
@@ -121,31 +115,3 @@ def test_what_is_refused():
     assert "rank 1 of all, is no member of the group" in second["no member"]
     assert "the mesh (1): this process, rank 1 of all, is not in the mesh" in second["not in the mesh"]
     assert "process_group has been destroyed" in first["destroyed"]
-
-
-def test_device_id_is_a_list_of_one_device():
-    assert one_device(None, None) is None
-    assert one_device(["cpu", "cpu"], None) == ["cpu", "cpu"]
-    assert one_device(None, 0) == [0]
-    assert one_device(None, "cpu") == ["cpu"]
-    with pytest.raises(ValueError, match=r"pass devices or device_id, not both: device_id=1 is devices=\[1\]"):
-        one_device([0], 1)
-    with pytest.raises(TypeError, match=r"device_id=\[0, 1\]: expected one device"):
-        one_device(None, [0, 1])
-
-
-def parallelised(rank, devices):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
-    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return [said(refuse_tensor_parallel, each) for each in (model, model[0], model[3])]
-
-
-def test_tensor_parallel_modules_are_refused_by_name():
-    for whole, part, plain in on_machines(parallelised, ranks=2, slots=1):
-        assert whole.startswith("TypeError: '0.weight', '0.bias', '2.weight' and 1 more of the Sequential are DTensors")
-        assert "use torch.distributed.fsdp.fully_shard on a mesh of two dimensions" in whole
-        assert part.startswith("TypeError: 'weight', 'bias' of the Linear are DTensors")
-        assert plain == "nothing was raised"

@@ -39,19 +39,6 @@ class TestValues:
         found = parallel(lambda chunk, _: peers.reduce_scatter(chunk, sizes), slots)(batch)
         torch.testing.assert_close(found, batch.view(3, 5, 3).sum(0))
 
-    def test_all_to_all(self, slots):
-        batch = samples(9).to(slots[0])
-
-        def swapped(chunk: Tensor, _: Tensor) -> Tensor:
-            # Shapes differ between pairs: replica i sends j + 1 of its rows to replica j.
-            found = peers.all_to_all([chunk[: target + 1] for target in range(3)])
-            assert [len(one) for one in found] == [peers.index() + 1] * 3
-            return torch.cat(found)
-
-        found = parallel(swapped, slots)(batch)
-        rows = [batch[3 * source : 3 * source + target + 1] for target in range(3) for source in range(3)]
-        assert torch.equal(found, torch.cat(rows))
-
     def test_structures_of_several_dtypes(self, slots):
         def nested(chunk: Tensor, _: Tensor) -> Tensor:
             found = peers.all_reduce({"a": chunk[0], "b": (chunk.sum(), torch.tensor(2, device=chunk.device))})
@@ -67,7 +54,7 @@ class TestValues:
         def changed(chunk: Tensor, _: Tensor) -> Tensor:
             results = [
                 peers.all_reduce(chunk), peers.all_gather(chunk), peers.broadcast(chunk, 1),
-                *peers.all_to_all([chunk] * 3), peers.reduce_scatter(chunk.expand(3, -1)),
+                peers.reduce_scatter(chunk.expand(3, -1)),
             ]  # fmt: skip
             peers.barrier()
             for result in results:
@@ -182,7 +169,6 @@ class TestAlone:
         assert torch.equal(peers.all_gather(tensor), tensor)
         assert torch.equal(peers.broadcast(tensor, 0), tensor)
         assert torch.equal(peers.reduce_scatter(tensor), tensor)
-        assert torch.equal(peers.all_to_all([tensor])[0], tensor)
         peers.barrier()
         peers.all_reduce(tensor, "prod").sum().backward()
         assert tensor.grad.tolist() == [1.0] * 3
@@ -205,7 +191,6 @@ class TestErrors:
             (lambda x: peers.all_gather(x.sum()), IndexError, "unsqueeze"),
             (lambda x: peers.broadcast(x, 7), IndexError, "source=7"),
             (lambda x: peers.reduce_scatter(x, [1]), ValueError, "one size for each replica"),
-            (lambda x: peers.all_to_all([x]), ValueError, "one a replica"),
         ],
     )
     def test_bad_arguments(self, slots, function, error, words):
