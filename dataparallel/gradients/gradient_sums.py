@@ -1,8 +1,7 @@
-"""`KeptToSlots` has gradients of kept replicas summed in backward, or `GradientSums` keeps them for a later one.
+"""`SourceBucket` sums a bucket's gradients of kept replicas in backward, or `GradientSums` keeps them for a later one.
 
-``autograd.bucket_gradients`` adds them. Each bucket of parameters has one such node, which many passes use. The module
-has one `GradientSums` for all buckets. `ReducerBucket` and `ReducerSums` are for modules whose sums go on to a
-`Reducer`.
+The node of the bucket calls it when the last slot has the gradients (`ToSlots`). Many passes use one bucket. The module
+has one `GradientSums` for all buckets. `ReducerSums` is for modules whose sums go on to a `Reducer`.
 """
 
 from __future__ import annotations
@@ -20,19 +19,30 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
-from dataparallel.autograd.bucket_gradients import GradientStreams, ReadyEvent, SlotGradients, SourceGradients, ToSlots
+from dataparallel.autograd.bucket_gradients import ReadyEvent, SlotGradients, SourceGradients, ToSlots
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.comm.buckets import Bucket, flatten, has_strides
 from dataparallel.comm.streams.current import streams_joined, streams_set
 
 
-class KeptToSlots(ToSlots):
-    """The `ToSlots` node of a bucket that many passes use. ``node.bucket`` is its `SourceBucket`.
+def written_sources(from_source: Any, sources: Sequence[Tensor]) -> set[int]:
+    """Asks the engine for the positions of the sources whose ``.grad`` the running pass writes.
 
-    Its backward runs once in each pass, when the last slot has the bucket's gradients. Its last input is a token: the
-    last output of the node that was made before it. So the engine runs the new node before the older one, and every
-    pass launches sums in the same order, even if gradients arrive in another order. Collectives with other machines,
-    which may follow the sums, need one order everywhere.
+    ``from_source``: the `FromSource` of their bucket. A buffer may be the result of a computation: then its gradient
+    goes on into the computation's graph.
+    """
+    written = set()
+    for position, (following, _) in enumerate(from_source.next_functions):
+        try:
+            if _torch.will_engine_execute_node(following) and sources[position].is_leaf:
+                written.add(position)
+        except RuntimeError:  # torch raises it for a leaf whose gradient `torch.autograd.grad` is to return
+            pass
+    return written
+
+
+class SourceBucket:
+    """The parameters and buffers of the user's module that are in one bucket (``sources``), and how they are summed.
 
     ``backward(inputs=...)`` may write ``.grad`` of some parameters only, so backward asks the engine which they are.
 
@@ -46,56 +56,6 @@ class KeptToSlots(ToSlots):
 
     The user may throw gradients away. So waiting gradients are void, and dropped, if the source's ``.grad`` is
     ``None``, is another tensor, or has been set to zero.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, slots: Sequence[torch.device], gradient_streams: GradientStreams | None, handle: Tensor, token: Tensor
-    ) -> tuple[Tensor, ...]:
-        """See `ToSlots.forward`. The last output is the token."""
-        return (*ToSlots.forward(ctx, slots, gradient_streams, handle), token.detach())
-
-    @staticmethod
-    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
-        """Returns the sums over the slots, or slot 0's gradients."""
-        bucket: SourceBucket = ctx.bucket
-        from_source = next(following for following, _ in ctx.next_functions if following is not None)
-        is_reached, written = reached_sources(from_source, bucket.sources)
-        by_slot = ToSlots.take_gradients(envelopes[:-1])
-        if not is_reached:  # the engine runs this node only for the sake of its token
-            return None, None, None, None
-        sums = bucket.sums
-        with ToSlots.computing_streams_set(ctx):
-            if written:
-                if bucket.has_leaves_only and not sums.are_on and not torch.is_grad_enabled():
-                    return None, None, ToSlots.envelope_of(ctx, sums.keep(bucket, by_slot, written)), None
-                if taken := sums.take(bucket, written):
-                    with ToSlots.adding_streams_set(ctx):
-                        by_slot = bucket.with_kept_gradients(by_slot, taken)
-            return None, None, ToSlots.sum_into_envelope(ctx, by_slot), None
-
-
-def reached_sources(from_source: Any, sources: Sequence[Tensor]) -> tuple[bool, set[int]]:
-    """Asks the engine what the running pass does behind a bucket's node ``from_source``, a `FromSource`.
-
-    Returns True if the pass uses a source's gradient; and the positions of the sources whose ``.grad`` it writes. These
-    are leaves. A buffer may be the result of a computation: then its gradient goes on into the computation's graph.
-    """
-    is_reached, written = False, set()
-    for position, (following, _) in enumerate(from_source.next_functions):
-        try:
-            if not _torch.will_engine_execute_node(following):
-                continue
-            if sources[position].is_leaf:
-                written.add(position)
-        except RuntimeError:  # torch raises it for a leaf whose gradient `torch.autograd.grad` is to return
-            pass
-        is_reached = True
-    return is_reached, written
-
-
-class SourceBucket:
-    """The parameters and buffers of the user's module that are in one bucket (``sources``).
 
     ``streams``: the computing streams of the forward that uses the bucket.
     """
@@ -107,25 +67,37 @@ class SourceBucket:
         # A buffer that is the result of a computation has no `.grad`.
         self.has_leaves_only = all(source.is_leaf for source in sources)
 
+    def sum(self, node: Any, by_slot: Sequence[SlotGradients | None]) -> SourceGradients | None:
+        """Returns the sums over the slots, or slot 0's gradients; see `SumsOfBucket`. ``node``: the `ToSlots`."""
+        (from_source,) = [following for following, _ in node.next_functions if following is not None]
+        written = written_sources(from_source, self.sources)
+        if written:
+            if self.has_leaves_only and not self.sums.are_on and not torch.is_grad_enabled():
+                return SourceGradients(self.sums.keep(self, by_slot, written), None, node.source_device)
+            if taken := self.sums.take(self, written):
+                by_slot = self.with_kept_gradients(node, by_slot, taken)
+        return ToSlots.sum_over_slots(node, by_slot)
+
     def as_lists(self, by_slot: Sequence[SlotGradients | None]) -> list[list[Tensor | None]]:
         """Returns for each slot the gradient of each source, or ``None``."""
         return [[None] * len(self.sources) if of_slot is None else of_slot.as_list() for of_slot in by_slot]
 
     def with_kept_gradients(
-        self, by_slot: Sequence[SlotGradients | None], taken: Mapping[tuple[int, int], KeptGradient]
+        self, node: Any, by_slot: Sequence[SlotGradients | None], taken: Mapping[tuple[int, int], KeptGradient]
     ) -> list[SlotGradients | None]:
-        """Adds gradients that `GradientSums.take` has taken to the gradients of this pass, on the current streams."""
-        for of_slot in by_slot:
-            if of_slot is not None:
-                of_slot.receive_flat()
-                of_slot.receive_separate()
-        lists = self.as_lists(by_slot)
-        positions = {id(source): position for position, source in enumerate(self.sources)}
-        for (slot, source_id), kept in taken.items():
-            position = positions[source_id]
-            grad = lists[slot][position]
-            lists[slot][position] = kept.receive() if grad is None else kept.receive() + grad
-        return [*map(SlotGradients, lists)]
+        """Adds gradients that `GradientSums.take` has taken to the gradients of this pass, on the adding streams."""
+        with ToSlots.adding_streams_set(node):
+            for of_slot in by_slot:
+                if of_slot is not None:
+                    of_slot.receive_flat()
+                    of_slot.receive_separate()
+            lists = self.as_lists(by_slot)
+            positions = {id(source): position for position, source in enumerate(self.sources)}
+            for (slot, source_id), kept in taken.items():
+                position = positions[source_id]
+                grad = lists[slot][position]
+                lists[slot][position] = kept.receive() if grad is None else kept.receive() + grad
+            return [*map(SlotGradients, lists)]
 
 
 class KeptGradient(NamedTuple):
