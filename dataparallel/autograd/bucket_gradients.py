@@ -451,7 +451,7 @@ class ToSlots(Node):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.gradient_streams, ctx.source_device, ctx.count = gradient_streams, handle.device, 4 + len(tokens)
-        ctx.sums = sums or ToSlots.sum_over_slots
+        ctx.sums = sums
         if gradient_streams is None:
             note_forward_streams(ctx, [handle.device], slots)
         ctx.settings = settings.current()  # backward may run in a thread without the caller's settings
@@ -462,7 +462,7 @@ class ToSlots(Node):
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
         by_slot: list[SlotGradients | None] = [*map(take_contents, envelopes)]
         with ToSlots.computing_streams_set(ctx):
-            sums = ctx.sums(ctx, by_slot)
+            sums = (ctx.sums or ToSlots.sum_over_slots)(ctx, by_slot)
         grads: list[Tensor | None] = [None] * ctx.count
         if sums is not None:
             grads[3] = envelope_with(sums, ctx.source_device)

@@ -6,14 +6,13 @@ has one `GradientSums` for all buckets. `ReducerSums` is for modules whose sums 
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -141,17 +140,23 @@ class GradSnapshot:
         return _torch.version_of(grad) != self._version and not bool(grad.any())
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def one_at_a_time(method: F) -> F:
-
-    @functools.wraps(method)
-    def run(self: GradientSums, *args: Any, **kwargs: Any) -> Any:
-        with self.lock:
-            return method(self, *args, **kwargs)
-
-    return cast(F, run)
+def hooked(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Returns a gradient as the hooks on its parameter change it, where no node of the engine calls them."""
+    for hook in [*(_torch.hooks_of(parameter) or {}).values()]:
+        returned = hook(gradient)
+        if returned is None:
+            continue
+        if not isinstance(returned, Tensor):
+            raise TypeError(
+                f"a hook on a parameter returns a tensor or None; {hook!r} returned {type(returned).__name__}"
+            )
+        if returned.dtype != gradient.dtype or returned.shape != gradient.shape:
+            raise ValueError(
+                f"a hook on a parameter was given a gradient of shape {tuple(gradient.shape)} and {gradient.dtype}, "
+                f"and has to return one; {hook!r} returned one of shape {tuple(returned.shape)} and {returned.dtype}"
+            )
+        gradient = returned
+    return gradient
 
 
 class GradientSums:
@@ -180,7 +185,6 @@ class GradientSums:
         """In a forked child: a thread of the parent may have held the lock."""
         self.lock = threading.RLock()
 
-    @one_at_a_time
     def keep(
         self, bucket: SourceBucket, by_slot: Sequence[SlotGradients | None], written: Set[int]
     ) -> list[Tensor | None]:
@@ -189,26 +193,26 @@ class GradientSums:
         If only other slots have a gradient, slot 0's gradient is zeros: a ``.grad`` of ``None`` would say that the
         waiting gradients are void.
         """
-        self._slot_count = max(self._slot_count, len(by_slot))
-        self.drop_void(bucket.sources)
-        lists = bucket.as_lists(by_slot)
-        slot_0, *others = lists
-        for position in written:
-            if any(grads[position] is not None for grads in lists[self.first_waiting_slot :]):
-                source = bucket.sources[position]
-                if id(source) not in self._snapshots:
-                    self.begin_keeping(source)
-                if slot_0[position] is None:
-                    slot_0[position] = torch.zeros_like(source)
-        for slot, grads in enumerate(others, start=1):
-            if (of_slot := by_slot[slot]) is not None:
-                kept = [
-                    KeptGradient(bucket.sources[position], grad, of_slot.ready_event, bucket.streams)
-                    for position in written
-                    if (grad := grads[position]) is not None
-                ]
-                self._add_to_kept(slot, kept, of_slot.ready_event)
-        self._note_pass({id(bucket.sources[position]) for position in written})
+        slot_0, *others = lists = bucket.as_lists(by_slot)
+        with self.lock:
+            self._slot_count = max(self._slot_count, len(by_slot))
+            self.drop_void(bucket.sources)
+            for position in written:
+                if any(grads[position] is not None for grads in lists[self.first_waiting_slot :]):
+                    source = bucket.sources[position]
+                    if id(source) not in self._snapshots:
+                        self.begin_keeping(source)
+                    if slot_0[position] is None:
+                        slot_0[position] = torch.zeros_like(source)
+            for slot, grads in enumerate(others, start=1):
+                if (of_slot := by_slot[slot]) is not None:
+                    event = of_slot.ready_event
+                    found = [(bucket.sources[i], grad) for i in written if (grad := grads[i]) is not None]
+                    self._add_to_kept(slot, [KeptGradient(*each, event, bucket.streams) for each in found])
+            running = running_pass()
+            if running.is_first((self, "keep")):
+                running.on_end(partial(self._end_pass, running))
+            self._kept_by_pass.setdefault(running, set()).update(id(bucket.sources[i]) for i in written)
         return [grad if position in written else None for position, grad in enumerate(slot_0)]
 
     def begin_keeping(self, source: Tensor) -> None:
@@ -218,34 +222,34 @@ class GradientSums:
         """
         self._snapshots[id(source)] = GradSnapshot(source)
 
-    @one_at_a_time
     def take(self, bucket: SourceBucket, written: Set[int]) -> dict[tuple[int, int], KeptGradient]:
         """Removes and returns the waiting gradients of the ``written`` sources. The running pass is to add them."""
         running = running_pass()
-        if self.are_on and running.is_first((self, "add_kept")):
-            # Gradients of sources that this pass does not reach are added to ``.grad`` when it ends.
-            running.on_end(lambda ok: self.add_kept() if ok else None)
-        self.drop_void(bucket.sources)
-        return self._take({id(bucket.sources[position]) for position in written})
+        with self.lock:
+            if self.are_on and running.is_first((self, "add_kept")):
+                # Gradients of sources that this pass does not reach are added to ``.grad`` when it ends.
+                running.on_end(lambda ok: self.add_kept() if ok else None)
+            self.drop_void(bucket.sources)
+            return self._take({id(bucket.sources[position]) for position in written})
 
-    @one_at_a_time
     def drop_void(self, sources: Sequence[Tensor] | None = None) -> None:
         """Frees the void gradients of ``sources``, or of all sources, except where a running pass writes ``.grad``."""
         if not self._snapshots:
             return
-        ids = {*self._snapshots} if sources is None else {*map(id, sources)} & {*self._snapshots}
-        ids -= self._kept_by_running_passes()
-        self._take({each for each in ids if (found := self._snapshots.get(each)) and found.is_void()})
+        with self.lock:
+            ids = {*self._snapshots} if sources is None else {*map(id, sources)} & {*self._snapshots}
+            ids -= self._kept_by_running_passes()
+            self._take({each for each in ids if (found := self._snapshots.get(each)) and found.is_void()})
 
-    @one_at_a_time
     @torch.no_grad()
     def add_kept(self) -> None:
         """Adds all waiting gradients, as the hooks on their sources change them, to ``.grad``, except void ones."""
-        self.drop_void()
         terms: dict[int, list[KeptGradient]] = defaultdict(list)  # by the id of the source, in slot order
-        source_ids = {each for _, each in [*self._kept]} - self._kept_by_running_passes()
-        for (_, source_id), kept in sorted(self._take(source_ids).items(), key=itemgetter(0)):
-            terms[source_id].append(kept)
+        with self.lock:
+            self.drop_void()
+            source_ids = {each for _, each in [*self._kept]} - self._kept_by_running_passes()
+            for (_, source_id), kept in sorted(self._take(source_ids).items(), key=itemgetter(0)):
+                terms[source_id].append(kept)
         # Kept gradients were made on the streams of their forward; ``.grad`` may have been written on other streams.
         for _, group in groupby(terms.values(), lambda of_source: id(of_source[0].streams)):
             of_forward = [*group]
@@ -254,45 +258,33 @@ class GradientSums:
                     source = of_source[0].source
                     if source.grad is not None:  # else void: the engine still holds a pass that has failed
                         total = comm.reduce_add([kept.receive() for kept in of_source], source.device)
-                        for hook in [*(_torch.hooks_of(source) or {}).values()]:  # no node of the engine calls them
-                            changed = hook(total)
-                            total = total if changed is None else changed
-                        source.grad.add_(total)
+                        source.grad.add_(hooked(source, total))
 
     def _kept_by_running_passes(self) -> set[int]:
         """Ids of the sources for which a running pass has kept gradients. It may not have written ``.grad`` yet."""
         return set().union(*[*self._kept_by_pass.values()])
 
-    def _note_pass(self, source_ids: set[int]) -> None:
-        running = running_pass()
-        if running.is_first((self, "keep")):
-            running.on_end(partial(self._end_pass, running))
-        self._kept_by_pass[running] = self._kept_by_pass.get(running, set()) | source_ids
-
-    @one_at_a_time
     def _end_pass(self, ended: PassOfBackward, ok: bool) -> None:
         """If the pass has succeeded, its kept gradients belong to the ``.grad`` that it has written."""
-        for source_id in self._kept_by_pass.pop(ended, ()):
-            snapshot = self._snapshots.get(source_id)
-            if ok and snapshot is not None and snapshot.source.grad is not None:
-                snapshot.update()
+        with self.lock:
+            for source_id in self._kept_by_pass.pop(ended, ()):
+                snapshot = self._snapshots.get(source_id)
+                if ok and snapshot is not None and snapshot.source.grad is not None:
+                    snapshot.update()
 
-    def _add_to_kept(self, slot: int, gradients: Sequence[KeptGradient], ready_event: ReadyEvent | None) -> None:
-        """Adds gradients to those that wait on a slot, on the stream that makes the slot's gradients.
-
-        Each step is atomic: passes in several threads may add and take at the same time.
-        """
-        left = {id(each.source): each for each in gradients}
-        while left:
-            waiting = {each: kept for each in left if (kept := self._kept.pop((slot, each), None)) is not None}
-            if waiting:
-                with streams_set({} if ready_event is None else {ready_event.stream.device: ready_event.stream}):
-                    sums = {each: kept.receive() + left[each].grad for each, kept in waiting.items()}
-                event = None if ready_event is None else ReadyEvent(ready_event.stream)
-                left.update({each: left[each]._replace(grad=total, ready_event=event) for each, total in sums.items()})
-            for each, kept in [*left.items()]:
-                if self._kept.setdefault((slot, each), kept) is kept:
-                    del left[each]
+    def _add_to_kept(self, slot: int, gradients: Sequence[KeptGradient]) -> None:
+        """Adds gradients to those that wait on a slot, on the stream that makes the slot's gradients."""
+        waiting = [self._kept.pop((slot, id(each.source)), None) for each in gradients]
+        event = gradients[0].ready_event if gradients else None
+        with streams_set({} if event is None else {event.stream.device: event.stream}):
+            sums = [
+                each if kept is None else each._replace(grad=kept.receive() + each.grad)
+                for each, kept in zip(gradients, waiting, strict=True)
+            ]
+        if event is not None and any(waiting):
+            event = ReadyEvent(event.stream)
+        for each, kept in zip(sums, waiting, strict=True):
+            self._kept[slot, id(each.source)] = each if kept is None else each._replace(ready_event=event)
 
     def _take(self, source_ids: Set[int]) -> dict[tuple[int, int], KeptGradient]:
         """Removes and returns the waiting gradients of some sources, by slot and the id of the source."""
@@ -333,23 +325,21 @@ class ReducerSums(GradientSums):
     def add_kept(self) -> None:
         """Does nothing: gradients are added to ``.grad`` only after the reducer has had them."""
 
-    @one_at_a_time
     def take_to_send(self, bucket: SourceBucket, written: Set[int]) -> TakenGradients:
         """Takes the gradients of all slots that wait for the ``written`` sources. The forward's streams are current."""
-        self.drop_void(bucket.sources)
         ids = {id(bucket.sources[position]) for position in written}
-        snapshots = [snapshot for each in ids if (snapshot := self._snapshots.get(each)) is not None]
-        if not snapshots:
-            return TakenGradients({}, [])
-        # Without a ``.grad`` the gradients are void, and the engine still holds the pass that has failed.
-        grads = [(snapshot, snapshot.source.grad) for snapshot in snapshots if snapshot.source.grad is not None]
-        slot_0_grads = [grad if snapshot.reduced is None else grad - snapshot.reduced for snapshot, grad in grads]
-        valid = {id(snapshot.source) for snapshot, _ in grads}
-        taken = TakenGradients({key: kept for key, kept in self._take(ids).items() if key[1] in valid}, grads)
+        with self.lock:
+            self.drop_void(bucket.sources)
+            snapshots = [snapshot for each in ids if (snapshot := self._snapshots.get(each)) is not None]
+            # Without a ``.grad`` the gradients are void, and the engine still holds the pass that has failed.
+            grads = [(snapshot, grad) for snapshot in snapshots if (grad := snapshot.source.grad) is not None]
+            valid = {id(snapshot.source) for snapshot, _ in grads}
+            taken = TakenGradients({key: kept for key, kept in self._take(ids).items() if key[1] in valid}, grads)
+        of_slot_0 = [grad if snapshot.reduced is None else grad - snapshot.reduced for snapshot, grad in grads]
         device = bucket.sources[0].device
-        ready_event = None if device.type == "cpu" else ReadyEvent(torch.accelerator.current_stream(device))
-        for (snapshot, _), grad in zip(grads, slot_0_grads, strict=True):
-            taken.kept[0, id(snapshot.source)] = KeptGradient(snapshot.source, grad, ready_event, bucket.streams)
+        event = None if device.type == "cpu" or not grads else ReadyEvent(torch.accelerator.current_stream(device))
+        for (snapshot, _), grad in zip(grads, of_slot_0, strict=True):
+            taken.kept[0, id(snapshot.source)] = KeptGradient(snapshot.source, grad, event, bucket.streams)
         return taken
 
     def remove_from_grads(self, taken: TakenGradients) -> None:
@@ -364,14 +354,14 @@ class ReducerSums(GradientSums):
             else:
                 grad.copy_(snapshot.reduced)
 
-    @one_at_a_time
     def put_back(self, taken: TakenGradients) -> None:
         """Lets gradients wait again after the pass that has taken them has failed. No ``.grad`` has changed."""
-        for snapshot, _ in taken.grads:
-            self._snapshots.setdefault(id(snapshot.source), snapshot)
-        for (slot, _), kept in taken.kept.items():
-            if slot:
-                self._add_to_kept(slot, [kept], kept.ready_event)
+        with self.lock:
+            for snapshot, _ in taken.grads:
+                self._snapshots.setdefault(id(snapshot.source), snapshot)
+            for (slot, _), kept in taken.kept.items():
+                if slot:
+                    self._add_to_kept(slot, [kept])
 
 
 class ReducerBucket(SourceBucket):

@@ -63,7 +63,7 @@ class BucketRow:
         self.number = next(_numbers)
         self.contents = "\n".join(f"{i}: {bucket.describe()}" for i, bucket in enumerate(buckets))
         self.first_positions = [0, *accumulate(len(bucket.names) for bucket in self.buckets)]
-        self._copy_nodes: list[list[weakref.ref[Any]]] = [[] for _ in self.buckets]
+        self._sum_nodes: dict[int, weakref.ref[Any]] = {}  # the `ToSlots` of each bucket
 
     def make_source_nodes(self) -> tuple[list[Tensor], Tensor]:
         """Makes the nodes behind `ToSlots` in backward. Returns a handle for each bucket, and a token for all. ::
@@ -91,8 +91,9 @@ class BucketRow:
         return handles, token
 
     def note_copies(self, index: int, on_slots: Sequence[Sequence[Tensor]]) -> None:
-        """Notes the nodes of a bucket's copies on the slots, for `has_gradients`."""
-        self._copy_nodes[index] = [weakref.ref(copies[0].grad_fn) for copies in on_slots]
+        """Notes the `ToSlots` of a bucket, which the nodes of the bucket's copies lead to."""
+        node: Any = on_slots[0][0].grad_fn
+        self._sum_nodes[index] = weakref.ref(node.next_functions[0][0])
 
     def sum(self, index: int, node: Any, by_slot: Sequence[SlotGradients | None]) -> SourceGradients | None:
         """Sums a bucket over the slots and launches it, or keeps its gradients on the slots; see `SumsOfBucket`."""
@@ -120,12 +121,10 @@ class BucketRow:
         nodes = [node for node, _ in wait_node.next_functions if node is not None]
         return [written_sources(node, bucket.sources) for node, bucket in zip(nodes, self.buckets, strict=True)]
 
-    def has_gradients(self) -> list[bool]:
-        """Returns for each bucket True if the running backward reaches the bucket's copies on some slot."""
-        return [
-            any(_torch.will_engine_execute_node(node) for reference in references if (node := reference()) is not None)
-            for references in self._copy_nodes
-        ]
+    def without_gradients(self) -> list[int]:
+        """Returns the numbers of the buckets whose copies the running backward does not reach on any slot."""
+        nodes = [(index, reference()) for index, reference in sorted(self._sum_nodes.items())]
+        return [index for index, node in nodes if node is None or not _torch.will_engine_execute_node(node)]
 
 
 class WaitForAll(Node):
@@ -313,7 +312,7 @@ class OrderedPass:
         self._written = row.written_sources()
         self._kept_gradients = row.passes.sums
         self.is_reduced = self._kept_gradients.are_on or not any(self._written)
-        self._without_gradients = [i for i, has_some in enumerate(row.has_gradients()) if not has_some]
+        self._without_gradients = row.without_gradients()
         self._reducer_pass = row.passes.reducer.begin_pass(row.contents) if self.is_reduced else None
         self._ready: dict[int, _Bucket] = {}  # by its number: a bucket that waits for its turn
         self._in_flight: list[_Bucket] = []

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from at_once import in_threads
 from dataparallel import DataParallel
 from dataparallel.autograd.bucket_gradients import OnSlot, ToSlots
-from dataparallel.gradients.gradient_sums import GradientSums, SourceBucket
 from dataparallel.testing.cases import seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
@@ -133,42 +132,6 @@ def test_buckets_follow_the_order_in_which_gradients_came(net: Branched, slots: 
     assert len(made.buckets) > 2
 
 
-def test_sums_are_launched_in_the_order_of_buckets(
-    slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The order in which gradients arrive may change from step to step, and some layers may not be used."""
-
-    class EitherWay(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
-
-        def forward(self, x: Tensor, order: list[int]) -> Tensor:
-            for k in order:
-                x = torch.tanh(self.layers[k](x))
-            return x
-
-    net = EitherWay().double().to(root)
-    wrapped = with_kept_replicas(net, slots)
-    for _ in range(2):
-        loss(wrapped(x, [0, 1, 2, 3, 4])).backward()
-    take = GradientSums.take
-    copies = tensors_of(wrapped).copies
-    assert len(copies.buckets) > 3
-    numbers = {id(copies.plan.tensors[group[0]]): number for number, group in enumerate(copies.buckets)}
-    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4], [3, 1]):
-        launched: list[int] = []
-
-        def noted(sums: GradientSums, bucket: SourceBucket, *arguments, launched=launched, numbers=numbers):
-            launched.append(numbers[id(bucket.sources[0])])
-            return take(sums, bucket, *arguments)
-
-        monkeypatch.setattr(GradientSums, "take", noted)
-        loss(wrapped(x, order)).backward()
-        assert launched == sorted(launched)
-        assert len(launched) >= len(order) - 1
-
-
 @pytest.mark.devices("sim", "cuda")
 def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread takes ready buckets in any order. Here all are ready before it takes the second one."""
@@ -176,7 +139,7 @@ def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeyp
     root, other = torch.device(0), torch.device(1)
     left = {root: 2 * layers, other: 2 * layers}
     done = {device: threading.Event() for device in left}
-    backward, brought = OnSlot.backward, ToSlots.take_gradients
+    backward, summed = OnSlot.backward, ToSlots.sum_over_slots
 
     def noted(ctx, *grads):
         if ctx.device == other:
@@ -189,13 +152,13 @@ def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeyp
 
     def late(*arguments):
         assert done[other].wait(20)
-        return brought(*arguments)
+        return summed(*arguments)
 
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))).double().to(root)
     wrapped = with_kept_replicas(net, [root, other])
     with monkeypatch.context() as patch:
         patch.setattr(OnSlot, "backward", noted)
-        patch.setattr(ToSlots, "take_gradients", late)
+        patch.setattr(ToSlots, "sum_over_slots", late)
         loss(wrapped(numbers(root, 4))).backward()
     loss(wrapped(numbers(root, 4))).backward()
     order = [i // 2 for group in tensors_of(wrapped).copies.buckets for i in group]

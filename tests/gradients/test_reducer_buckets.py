@@ -86,17 +86,6 @@ def test_grad_is_what_was_there_and_slot_0s(model, twin, slots, root, has_sums):
     assert_same(gradients(model), [a + 2 * b for a, b in zip(expected, gradients(twin), strict=True)])
 
 
-@EACH
-def test_hooks_on_parameters_see_it(model, twin, slots, root):
-    seen: list[Tensor] = []
-    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
-    x = batches(root, slots)[0]
-    with model.no_sync():
-        loss(model(x)).backward()
-    loss(twin(x[:2])).backward()
-    assert_same(seen, [twin.first.weight.grad])
-
-
 @freed_later
 @EACH
 @pytest.mark.parametrize("has_sums", [False, True], ids=["none before", "sums before"])

@@ -8,7 +8,6 @@ hooks on the outputs and nodes on the inputs of the module (`ModuleCall`) do the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -270,7 +269,7 @@ class RootCall:
         tree.last_call = self
         for unit in tree.units:
             unit.begin_gathers(len(slots), tree.gathers)
-            unit.binding = tree.bindings[unit]
+            unit.bind(tree)
         self.computing = current_streams(tree.slots)
         ready = tree.take_post_optim_event() or tree.units[0].streams.meet("calls", map(Event, self.computing.values()))
         self.ready = {} if ready is None else dict.fromkeys(self.computing, ready)
@@ -338,11 +337,9 @@ class RootCall:
     def gather_for_backward(self, slot_unit: SlotUnit, position: int, running: BackwardPass) -> None:
         """Gathers a unit whose backward comes next, and starts the gathers of units before ``position`` in forward."""
         unit = slot_unit.unit
-        binding = self._tree.bindings[unit]
-        if unit.binding is not binding:
-            # A later call of another tree has bound the unit. The copies of that tree stay, because its gathers may
-            # be under way; the gradients are for this tree.
-            unit.binding = replace(unit.binding, deliver=binding.deliver)
+        # A later call of another tree may have bound the unit. The copies of that tree stay, because its gathers may be
+        # under way; the gradients are for this tree.
+        unit.delivers_to = self._tree
         running.note_unit_begun(slot_unit.slot, position, self._ended)
         running.wait_for_others(slot_unit.slot)
         if unit.unshard_in_backward:

@@ -266,7 +266,8 @@ class Receiver:
             )
         chosen: Any = running_pass().contents.get(CHOSEN)
         grads = [g if self._takes(i, chosen) else None for i, g in zip(self._unit.trainable, grads, strict=True)]
-        self._unit.binding.deliver(self._unit, self._slot_unit.slot, grads)
+        assert self._unit.delivers_to is not None  # a call has made the graph
+        self._unit.delivers_to.deliver(self._unit, self._slot_unit.slot, grads)
         self._slot_unit.note_gradients()
 
     def takes_any(self, chosen: Collection[int]) -> bool:

@@ -435,7 +435,6 @@ class SumsOverMachines:
                 gradients.partial = PartialSums(gradients.groups, parameters, parts, present)
             return
         gradients.set_sums(parts, present, summed)
-        summed.note(parameters[i] for i in present)
 
     def _stays_partial(self, entry: _UnitEntry) -> bool:
         return self._machines.replicate is not None and not entry.is_for_all

@@ -193,7 +193,7 @@ class PullSource:
 
     def __init__(self, unit: Unit, owned: OwnedShards, pulls: int) -> None:
         self._owned, self._pulls, self._dtype = owned, pulls, unit.dtype_on_slots(owned.dtype)
-        self._streams, self._last_copies = unit.streams.casting, unit.binding.copies
+        self._streams, self._last_copies = unit.streams.casting, unit.copies
         self._meet = partial(unit.streams.meet, "casts")
         self._lock = threading.Lock()
         self._copies: list[Tensor] | None = None

@@ -1,13 +1,13 @@
 """`Unit` has the parameters that one application of ``fully_shard`` gathers and frees together.
 
-Its ties are to the user (`UnitSettings`), to the user's modules (`ModuleRegistries`), and to its tree (`TreeBinding`).
+Its ties are to the user (`UnitSettings`), to the user's modules (`ModuleRegistries`), and to its `Tree`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
@@ -41,7 +41,7 @@ from dataparallel.weak_members import WeakMembers
 if TYPE_CHECKING:
     from dataparallel.machines.lanes import Lane
     from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
-    from dataparallel.sharded.units.tree import BackwardPass
+    from dataparallel.sharded.units.tree import Tree
 
 
 RegistryEntry: TypeAlias = "tuple[dict[str, Any], str, int]"
@@ -101,26 +101,6 @@ class UnitSettings:
     all_reduce_hook: Callable[[Tensor], None] | None = None
     post_optim_event: torch.Event | Sequence[torch.Event] | None = None
     is_last_backward: bool = True
-
-
-def _no_tree(unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
-    raise RuntimeError(f"the unit {unit.name!r} belongs to no tree")
-
-
-@dataclass
-class TreeBinding:
-    """What a tree gives a unit that its calls use. A unit may belong to several trees, one after the other.
-
-    Attributes:
-        copies: notes the last copies of shards that slots have pulled from.
-        join_pass: joins the pass of backward that runs, for a parameter that a loss uses directly. ``None``: no tree
-            has called the unit.
-    """
-
-    deliver: Callable[[Unit, int, Sequence[Tensor | None]], None] = _no_tree
-    settle: Callable[[], None] = lambda: None
-    copies: LastCopies = field(default_factory=LastCopies)
-    join_pass: Callable[[], BackwardPass] | None = None
 
 
 class ModuleRegistries:
@@ -198,7 +178,9 @@ class Unit(UnitSettings):
     """The parameters of one unit at their owners, and a `SlotUnit` for each slot (``slot_units``).
 
     Attributes:
-        binding: what the tree gives the unit whose call uses it. Each call sets it.
+        tree: the tree of the last call. A unit may belong to several trees, one after the other.
+        delivers_to: the tree that takes the gradients.
+        copies: notes the last copies of shards that slots have pulled from; those of its tree.
         indices: for each dtype the positions of its parameters; ``owned`` has their flat shards.
         trainable: positions of the parameters that need gradients.
         tables: the tables of the unit if kernels serve it in this call.
@@ -222,7 +204,9 @@ class Unit(UnitSettings):
         self.graphs: WeakMembers[Any] = WeakMembers()
         self.parameters = list(parameters)
         self.number_of_modules = 1
-        self.binding = TreeBinding()
+        self.tree: Tree | None = None
+        self.delivers_to: Tree | None = None
+        self.copies = LastCopies()
         self.registries = ModuleRegistries(self)
         self.streams = TreeStreams(self.slots)
         self._lock = threading.Lock()
@@ -302,7 +286,7 @@ class Unit(UnitSettings):
         ``before_packing`` is called before shards are copied. Once parameters have got memory, the first call over
         machines gives the machines that replicate them the same values.
         """
-        self.binding.settle()
+        self._settle()
         self.refuse_overwritten()
         self.registries.adopt()
         self.registries.show_sharded()
@@ -379,6 +363,15 @@ class Unit(UnitSettings):
                 "forward changes it, use replicate. An Embedding with max_norm does: leave max_norm out, and after "
                 "each step call shard.renorm_(norm_type, 0, max_norm) for each shard of weight.shards, in no_grad()"
             )
+
+    def bind(self, tree: Tree) -> None:
+        """Begins a call of a tree that the unit is in."""
+        self.tree = self.delivers_to = tree
+        self.copies = tree.copies
+
+    def _settle(self) -> None:
+        if self.tree is not None:
+            self.tree.settle()
 
     # ---- sources of pulls --------------------------------------------------------------------------------------------
 
@@ -492,7 +485,7 @@ class Unit(UnitSettings):
         if not async_op:
             handle.wait()
         elif self.is_offloaded:
-            note_host_reads(self.binding.copies.last())
+            note_host_reads(self.copies.last())
         return handle
 
     def reshard(self) -> None:
@@ -500,7 +493,7 @@ class Unit(UnitSettings):
         if _torch.is_in_backward():
             self.registries.show_sharded()
             return
-        self.binding.settle()
+        self._settle()
         self.free()
         self.make_owners_wait()
         self.registries.show_current()
@@ -508,7 +501,7 @@ class Unit(UnitSettings):
 
     def make_owners_wait(self) -> None:
         """Orders later writes to the shards, by streams and by the host, after all pulls and copies of shards."""
-        copies = self.binding.copies.last()
+        copies = self.copies.last()
         wait_for([*copies, *self.streams.after_pulls()], current_streams(self.slots).values())
         if self.is_offloaded:
             note_host_reads(copies)
