@@ -290,6 +290,8 @@ class _KeptCopies:
         """Makes the copies of tensors that need gradients, bucket by bucket."""
         sources = [[self.plan.tensors[i] for i in group] for group in self.buckets]
         row: BucketRow | None = None
+        handles: Sequence[Tensor | None] = [None] * len(sources)
+        tokens: list[Tensor] = []
         if passes is not None and sources:
             names = names_of(self.plan)
             reduced = [
@@ -297,9 +299,6 @@ class _KeptCopies:
                 for of_bucket, group in zip(sources, self.buckets, strict=True)
             ]
             row = BucketRow(passes, reduced, self._streams, order)
-        handles: Sequence[Tensor | None] = [None] * len(sources)
-        tokens: list[Tensor] = []
-        if row is not None:
             handles, token = row.make_source_nodes()
             tokens = [token]
         gradient_streams = GradientStreams.for_forward(self.slots, self._streams)

@@ -89,7 +89,7 @@ class PassGradients:
 
     def __init__(self) -> None:
         self._parameters: dict[int, ShardedTensor] = {}
-        self._new: dict[int, ShardedTensor] = {}  # that are not in `.grad` yet
+        self._new: dict[int, list[ShardedTensor]] = {}  # what is not in `.grad` yet
         self._direct: list[tuple[ShardedTensor, Any]] = []  # parameters, and what the engine has brought
         self._open_passes = 0
         self._has_failed = False
@@ -109,13 +109,10 @@ class PassGradients:
         self._direct = [pair for pair in self._direct if id(pair[0]) not in keys]
         return taken
 
-    def gradient_of(self, parameter: ShardedTensor) -> ShardedTensor | None:
-        """Returns the gradient that further sums of this pass are added to, if there is one."""
-        return self._new.get(id(parameter))
-
-    def set_gradient(self, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
-        """Sets the gradient that further sums of this pass are added to."""
-        self._parameters[id(parameter)], self._new[id(parameter)] = parameter, gradient
+    def add_sum(self, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
+        """Adds a sum that nobody else holds."""
+        self._parameters[id(parameter)] = parameter
+        self._new.setdefault(id(parameter), []).append(gradient)
 
     def publish(self) -> None:
         """Makes new gradients the parameters' ``.grad`` where there is none, except those that hooks have to see."""
@@ -124,24 +121,28 @@ class PassGradients:
                 "this backward has lost gradients: it shares modules with another one, which has failed. Zero the "
                 "gradients, and run it again"
             )
-        for key in [*self._new]:
-            parameter = self._parameters[key]
-            if parameter.grad is None and not _torch.hooks_of(parameter):
-                parameter.grad = self._new.pop(key)
+        for parameter, gradients in self._unhooked():
+            if parameter.grad is None:
+                parameter.grad = gradients.pop(0)
 
     @torch.no_grad()
     def add(self) -> None:
-        """Publishes new gradients, or adds them to ``.grad`` on the current streams, which have waited for the sums."""
+        """Publishes new gradients, and adds others to ``.grad`` on the current streams, which wait for the sums."""
         self.publish()
-        by_owner: defaultdict[int, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for key in [*self._new]:
-            parameter = self._parameters[key]
-            if parameter.grad is not None and not _torch.hooks_of(parameter):
-                for owner, shards in enumerate(zip(parameter.grad._shards, self._new.pop(key)._shards, strict=True)):
-                    for of_owner, shard in zip(by_owner[owner], shards, strict=True):
-                        of_owner.append(shard)
-        for grads, additions in by_owner.values():
-            _torch.foreach_add_(grads, additions)
+        while unhooked := self._unhooked():
+            by_device: defaultdict[torch.device, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+            for parameter, gradients in unhooked:
+                assert parameter.grad is not None
+                for shard, addition in zip(parameter.grad._shards, gradients.pop(0)._shards, strict=True):
+                    shards, additions = by_device[shard.device]
+                    shards.append(shard)
+                    additions.append(addition)
+            for shards, additions in by_device.values():
+                _torch.foreach_add_(shards, additions)
+
+    def _unhooked(self) -> list[tuple[ShardedTensor, list[ShardedTensor]]]:
+        pairs = [(self._parameters[key], self._new[key]) for key in [*self._new]]
+        return [(parameter, found) for parameter, found in pairs if found and not _torch.hooks_of(parameter)]
 
     def fail_pass(self) -> None:
         self._open_passes -= 1
@@ -157,16 +158,14 @@ class PassGradients:
         if self._open_passes:
             return
         for parameter, direct in self._direct:
-            gradient = self.gradient_of(parameter)
-            if gradient is None:
-                self.set_gradient(parameter, direct.clone())  # other code may hold `direct`
-            else:
-                gradient.add_(direct)
+            self.add_sum(parameter, direct.clone())  # other code may hold `direct`
         self._direct.clear()
-        self.publish()
-        for parameter in self._parameters.values():
-            gradient = self._new.pop(id(parameter), None)
-            if gradient is not None:
+        self.add()
+        for key, parameter in self._parameters.items():
+            if found := self._new.pop(key, []):
+                gradient, *others = found
+                for other in others:
+                    gradient.add_(other)
                 changed = hooked(parameter, gradient)
                 gradient = changed if is_divided_alike(changed, parameter) else divided_like(changed, gradient)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -207,7 +206,7 @@ class UnitSums:
                 for owner, own in enumerate(of_owners):
                     stream = streams.adding.get(slots[owner])
                     with streams_set({} if stream is None else {slots[owner]: stream}):
-                        self._end_sum(owner, own, totals, present, sums)
+                        self._end_sum(owner, own, totals, sums)
             except BaseException:
                 # Sums that have been launched read the deliveries, which are dropped now.
                 launched = [Event(stream) for stream in streams.adding.values()]
@@ -222,15 +221,18 @@ class UnitSums:
             sums.over_machines.end_unit(self._unit, present)
             return
         if self._unit.is_offloaded:
-            sums.host_additions.append(partial(self.add_parts, totals, present, sums.summed))
+            sums.host_additions.append(partial(self.add_to_pass, totals, present, sums.summed))
         else:
-            self._set_gradients(totals, present, sums.summed)
+            self.add_to_pass(totals, present, sums.summed)
 
-    def add_parts(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients) -> None:
-        """Adds all owners' parts to the gradients of the pass, on the current streams."""
-        for owner in range(len(self._unit.slots)):
-            self._add_to_gradients(owner, totals, present, summed)
-        self._set_gradients(totals, present, summed)
+    def add_to_pass(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients) -> None:
+        """Gives the pass the gradients of which all owners' parts are in ``totals``."""
+        for (kept, layout, _), of_owners in zip(self._groups, totals, strict=True):
+            parts = [layout.parts_of(flat, owner) for owner, flat in enumerate(of_owners)]
+            for at, i in enumerate(kept):
+                if i in present:
+                    like, shards = self._unit.parameters[i], [of_owner[at] for of_owner in parts]
+                    summed.add_sum(like, ShardedTensor(shards, like.placement, like.shape, devices=like.devices))
 
     def _empty_delivery(self, owner: int, sums: SumsOfPass) -> Delivery:
         """Returns a delivery without gradients, for an owner whose slot has no memory for a sum."""
@@ -260,10 +262,8 @@ class UnitSums:
         with naming_out_of_memory("summed gradients", self._unit.name, device, like.nbytes):
             return torch.empty_like(like, device=device)
 
-    def _end_sum(
-        self, owner: int, own: Delivery, totals: Sequence[list[Tensor]], present: Collection[int], sums: SumsOfPass
-    ) -> None:
-        """Puts the owner's part into ``totals`` and adds it to earlier sums, or over machines passes it on."""
+    def _end_sum(self, owner: int, own: Delivery, totals: Sequence[list[Tensor]], sums: SumsOfPass) -> None:
+        """Puts the owner's part into ``totals``, or over machines passes it on."""
         unit = self._unit
         factor = unit.gradient_divide_factor * (1 if unit.machines is None else unit.machines.ranks)
         for at, (total, part, parts_of_owners) in enumerate(zip(own.sums, own.parts, totals, strict=True)):
@@ -277,39 +277,6 @@ class UnitSums:
             if part is not total:
                 part.copy_(total)
             parts_of_owners.append(unit.to_host(part) if unit.is_offloaded else part)
-        if sums.over_machines is None and not unit.is_offloaded:
-            self._add_to_gradients(owner, totals, present, sums.summed)
-
-    def _add_to_gradients(
-        self, owner: int, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients
-    ) -> None:
-        """Adds the owner's part of each sum to its shards of the gradients that the pass has so far."""
-        shards: list[Tensor] = []
-        additions: list[Tensor] = []
-        for (kept, layout, _), of_owners in zip(self._groups, totals, strict=True):
-            grads = [summed.gradient_of(self._unit.parameters[i]) for i in kept]
-            if all(grad is None for grad in grads):
-                continue
-            for i, grad, part in zip(kept, grads, layout.parts_of(of_owners[owner], owner), strict=True):
-                if grad is not None and i in present:
-                    shards.append(grad._shards[owner])
-                    additions.append(part)
-        if shards:
-            _torch.foreach_add_(shards, additions)
-
-    def _set_gradients(
-        self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients
-    ) -> None:
-        for (kept, layout, _), of_owners in zip(self._groups, totals, strict=True):
-            if all(summed.gradient_of(self._unit.parameters[i]) is not None for i in kept):
-                continue
-            parts = [layout.parts_of(flat, owner) for owner, flat in enumerate(of_owners)]
-            for at, i in enumerate(kept):
-                parameter = self._unit.parameters[i]
-                if summed.gradient_of(parameter) is None and i in present:
-                    shards = [of_owner[at] for of_owner in parts]
-                    gradient = ShardedTensor(shards, parameter.placement, parameter.shape, devices=parameter.devices)
-                    summed.set_gradient(parameter, gradient)
 
 
 class FormerGrad:
@@ -390,9 +357,8 @@ class UnitGradients:
                 layout = Layout(shapes, cuts, len(unit.slots), machines=machines, machine=machine)
                 self.groups.append((kept, layout, owned.dtype))
         self.full_bytes = sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in self.groups)
-        self._sums = UnitSums(unit, self.groups)
+        self.sums = UnitSums(unit, self.groups)
         self._rounds: list[dict[int, Delivery]] = []  # deliveries by slot that wait for other slots
-        self._number_delivered: dict[int, int] = {}  # by each slot in this pass
         self._held: dict[int, Delivery] = {}
         self._held_direct: dict[int, Tensor] = {}  # by the parameters' positions
         self._newly_holding: set[int] = set()  # slots whose held gradients are of this pass alone
@@ -431,7 +397,6 @@ class UnitGradients:
             return self._take(slot, grads, sums)
 
     def _take(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
-        """Does the work of `deliver`, on the computing stream of the pass."""
         sums.release_deliveries(slot)
         is_new = slot not in self._held or slot in self._newly_holding
         with naming_out_of_memory("gradients", self._unit.name, self._unit.slots[slot], self.full_bytes):
@@ -446,15 +411,13 @@ class UnitGradients:
             held = self._held.pop(slot, None)
             if held is not None:
                 sums.restorers.append(partial(self._put_back, slot, held))
-            number = self._number_delivered.get(slot, 0)
-            self._number_delivered[slot] = number + 1
-            while len(self._rounds) <= number:
-                self._rounds.append({})
-            self._rounds[number][slot] = delivery
-            if len(self._rounds[number]) == sums.slots:
+            deliveries = next((each for each in self._rounds if slot not in each), None)
+            if deliveries is None:
+                self._rounds.append(deliveries := {})
+            deliveries[slot] = delivery
+            if len(deliveries) == sums.slots:
                 # The lock is held, so that later rounds of this unit are summed after this one.
-                deliveries, self._rounds[number] = self._rounds[number], {}
-                self._sums.add_up(deliveries, sums)
+                self.sums.add_up(self._rounds.pop(0), sums)
                 return True
             return False
 
@@ -467,7 +430,7 @@ class UnitGradients:
         """
         with self._lock:
             new, self._newly_holding = self._newly_holding, set()
-            rounds, self._rounds, self._number_delivered = self._rounds, [], {}
+            rounds, self._rounds = self._rounds, []
             if sums is None:
                 for slot in new:
                     self._held.pop(slot, None)
@@ -480,8 +443,7 @@ class UnitGradients:
                     sums.restorers.append(partial(self._put_back, slot, delivery))
                 rounds.append(held)
             for deliveries in rounds:
-                if deliveries:
-                    self._sums.add_up(deliveries, sums)
+                self.sums.add_up(deliveries, sums)
             self._former = {}
             with streams_set(sums.computing):
                 self._note_held()
@@ -504,7 +466,6 @@ class UnitGradients:
         self._held_direct = held
 
     def _put_back(self, slot: int, held: Delivery) -> None:
-        """Holds gradients of earlier passes on the slot again."""
         self._held[slot] = held
 
     def note_lost(self, computing: Mapping[torch.device, torch.Stream]) -> None:
@@ -548,11 +509,6 @@ class UnitGradients:
             if self.partial is not None:
                 self.partial.drop_void()
                 self.partial = self.partial if self.partial.present else None
-
-    def set_sums(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients) -> None:
-        """Adds sums over machines to ``.grad``, on the current streams."""
-        with self._lock:
-            self._sums.add_parts(totals, present, summed)
 
     def _note_held(self) -> None:
         """Notes to which ``.grad`` the held gradients belong. The computing streams are current."""

@@ -108,7 +108,6 @@ def _lies_in(addresses: set[int], part: Any) -> bool:
 
 
 def _makers(tensors: Mapping[int, Tensor]) -> set[Any]:
-    """Returns the nodes that have made these tensors."""
     return {tensor.grad_fn for tensor in tensors.values()} - {None}
 
 

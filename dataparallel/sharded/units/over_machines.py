@@ -1,4 +1,4 @@
-"""`MachinesOfTree` has the process groups of a tree, and `SourcesOverMachines` all-gathers shards over processes.
+"""`MachinesOfTree` has the process groups of a tree, and `SourceOverMachines` all-gathers shards over processes.
 
 A machine is one process. Parameters are sharded over the owners of this machine and, if there is a *shard* group, over
 the owners of all its machines. The machines of the *replicate* group have the same shards; `SumsOverMachines` averages
@@ -8,7 +8,7 @@ what the slots of each have summed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -101,7 +101,7 @@ class SourceOverMachines(PullSource):
     def __init__(self, unit: Unit, owned: OwnedShards, pulls: int, lane: Lane, epoch: int) -> None:
         super().__init__(unit, owned, pulls)
         self._lane, self._epoch, self._name = lane, epoch, unit.name
-        self._launched: list[Result] | None = None
+        self._launched: list[Result] = []
 
     @property
     def is_plain(self) -> bool:
@@ -109,17 +109,12 @@ class SourceOverMachines(PullSource):
         return False
 
     def send(self, ready: Mapping[torch.device, Event]) -> None:
-        """Launches the all-gather, once. ``ready``: for each device an event after which its shards may be read."""
-        with self._lock:
-            if self._launched is None:
-                self._launched = self._launch(ready)
-
-    def _launch(self, ready: Mapping[torch.device, Event]) -> list[Result]:
+        """Launches the all-gather. ``ready``: for each device an event after which its shards may be read."""
         machines, owned = self._lane.machines, self._owned
         with self._copying(ready):
             flats = map(self._cast, owned.flats, owned.owners)
             staged = [stage(machines, flat, machines.size * flat.numel()) for flat in flats]
-        return self._lane.launch(
+        self._launched = self._lane.launch(
             "gather",
             [f"the parameters of {self._name!r} for {owner}" for owner in owned.owners],
             [partial(all_gather, shard) for shard in staged],
@@ -134,44 +129,13 @@ class SourceOverMachines(PullSource):
 
     def pieces(self, ready: Mapping[torch.device, Event]) -> tuple[list[Tensor], Mapping[torch.device, Event]]:
         """See `PullSource.pieces`. The calling thread waits until the shards of all machines are there, or raises."""
-        self.send(ready)
         return super().pieces({})
 
     def _copy(self) -> list[Tensor]:
-        assert self._launched is not None
         return [
             launched.wait().to(owner, non_blocking=True)
             for launched, owner in zip(self._launched, self._owned.owners, strict=True)
         ]
-
-
-class SourcesOverMachines:
-    """The sources of one unit in one call or pass of backward. The unit's lock is held around its methods.
-
-    All machines have to gather the same units in one order, whichever of their slots comes first. So the first gathers
-    of a unit by all slots use the same sources, their second gathers the next, and so on. Then the order is that of any
-    one slot, because each slot runs the same units in the same order. ``make``: makes the sources of one gather.
-    """
-
-    def __init__(self, slots: int, make: Callable[[], Sequence[SourceOverMachines]]) -> None:
-        self._make = make
-        self._gathers: list[Sequence[SourceOverMachines]] = []
-        self._next = [0] * slots
-
-    def all(self) -> Iterator[SourceOverMachines]:
-        """Yields all sources of all gathers."""
-        for sources in self._gathers:
-            yield from sources
-
-    def next_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[SourceOverMachines]:
-        """Returns the sources of the slot's next gather, whose all-gather has been launched."""
-        number = self._next[slot]
-        self._next[slot] += 1
-        if number == len(self._gathers):
-            self._gathers.append(self._make())
-            for source in self._gathers[number]:
-                source.send(ready)
-        return self._gathers[number]
 
 
 @dataclass
@@ -434,7 +398,7 @@ class SumsOverMachines:
             if present:
                 gradients.partial = PartialSums(gradients.groups, parameters, parts, present)
             return
-        gradients.set_sums(parts, present, summed)
+        gradients.sums.add_to_pass(parts, present, summed)
 
     def _stays_partial(self, entry: _UnitEntry) -> bool:
         return self._machines.replicate is not None and not entry.is_for_all

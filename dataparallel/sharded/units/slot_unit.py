@@ -94,7 +94,6 @@ class SlotUnit:
                 self._start(ready)
 
     def _start(self, ready: Mapping[torch.device, Event]) -> None:
-        """Does the work of `start`, under the lock."""
         unit, receiving = self.unit, self.unit.streams.receiving[self.slot]
         self._versions = unit.versions()
         with torch.no_grad(), self._naming_out_of_memory():
@@ -194,7 +193,6 @@ class SlotUnit:
                     self._fill(ready)
 
     def _fill(self, ready: Mapping[torch.device, Event]) -> None:
-        """Finishes a gather that has been started, under the lock."""
         computing, receiving = current_streams([self.device]), self.unit.streams.receiving[self.slot]
         with torch.no_grad(), self._naming_out_of_memory():
             if self._sent_sources is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
@@ -40,7 +41,7 @@ from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
     from dataparallel.machines.lanes import Lane
-    from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
+    from dataparallel.sharded.units.over_machines import MachinesOfTree, SourceOverMachines
     from dataparallel.sharded.units.tree import Tree
 
 
@@ -235,7 +236,10 @@ class Unit(UnitSettings):
         self.slot_units: list[SlotUnit] = []
         self._receivers: list[Receiver] = []  # kept here, because nodes refer to them weakly
         self._sources: list[PullSource] = []
-        self._sources_over_machines: SourcesOverMachines | None = None
+        # All machines have to gather the same units in one order, whichever of their slots comes first. So the first
+        # gathers of all slots use the same sources, their second ones the next, and so on.
+        self._sent: list[list[SourceOverMachines]] = []
+        self._number_sent = [0] * len(self.slots)  # for each slot
         self._gathers: Lane | None = None  # of the last tree that has called the unit
         self._epoch: int | None = None  # of the machines, in which the call or pass has begun
         self._pulls = len(self.slots)  # how many slots pull in a round
@@ -383,28 +387,28 @@ class Unit(UnitSettings):
             return self._sources
 
     def sent_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[PullSource] | None:
-        """Has machines send the shards that this slot pulls next. ``None``: the unit is not sharded over them."""
+        """Returns the sources of the slot's next gather, which machines have begun to send; ``None`` without them."""
         if self.machines is None or self.machines.gathers is None:
             return None
         lane = self._gathers or self.machines.gathers
         epoch = lane.machines.epoch if self._epoch is None else self._epoch  # outside of a call there is none
-        from dataparallel.sharded.units.over_machines import SourceOverMachines, SourcesOverMachines
+        from dataparallel.sharded.units.over_machines import SourceOverMachines
 
         with self._lock:
-            if self._sources_over_machines is None:
-                pulls = self._pulls
-                self._sources_over_machines = SourcesOverMachines(
-                    len(self.slots),
-                    lambda: [SourceOverMachines(self, owned, pulls, lane, epoch) for owned in self.owned],
-                )
-            return self._sources_over_machines.next_sources(slot, ready)
+            number = self._number_sent[slot]
+            self._number_sent[slot] += 1
+            if number == len(self._sent):
+                self._sent.append([SourceOverMachines(self, owned, self._pulls, lane, epoch) for owned in self.owned])
+                for source in self._sent[number]:
+                    source.send(ready)
+            return self._sent[number]
 
     def _renew_sources(self, pulls: int) -> None:
         """Drops all sources, so that shards are cast or sent again for the next ``pulls`` slots."""
         with self._lock:
-            sources, over_machines = self._sources, self._sources_over_machines
-            self._sources, self._sources_over_machines, self._pulls = [], None, pulls
-        for source in (*sources, *(over_machines.all() if over_machines is not None else ())):
+            old = [*self._sources, *chain.from_iterable(self._sent)]
+            self._sources, self._sent, self._number_sent, self._pulls = [], [], [0] * len(self.slots), pulls
+        for source in old:
             source.drop()
 
     # ---- a call or a pass of backward --------------------------------------------------------------------------------
