@@ -54,7 +54,7 @@ class FullyShardedModule(ManagedModule):
         if unit is None:
             return state_of(self).run(method, args, kwargs)
         # The slots call `forward` of the outermost replica, because hooks run around the call on the whole batch.
-        is_outermost = unit.is_root and not unit.runner.is_running and method.name == "forward"
+        is_outermost = unit.is_root and not unit.is_running and method.name == "forward"
         compiled = self._compiled_call_impl if is_outermost else None
         return unit.run(compiled or method.of_module, *args, **kwargs)
 
