@@ -140,14 +140,15 @@ class WaitForAll(Node):
     @staticmethod
     def backward(ctx: Any, token: Tensor | None) -> tuple[None, ...]:
         this_pass = ctx.row.passes.pass_over(ctx.row)
-        for each in running_pass().get(OrderedPass, _no_passes):
+        for each in _passes_of(running_pass()):
             each.end_if_launched()  # before the wait: other machines may wait for another module's first
         this_pass.wait_for_all()
         return (None,) * (1 + ctx.count)
 
 
-def _no_passes(backward: PassOfBackward) -> list[OrderedPass]:
-    return []
+def _passes_of(backward: PassOfBackward) -> list[OrderedPass]:
+    """Returns a list for the passes of all modules in one backward."""
+    return backward.get(OrderedPass, lambda _: [])
 
 
 class FromReducer(FromSource):
@@ -211,7 +212,7 @@ class ModulePasses:
                 previous = passes[row] if passes[row].is_reduced else previous
         if passes:
             self._backward_passes.add(backward)
-        backward.get(OrderedPass, _no_passes).extend(passes.values())
+        _passes_of(backward).extend(passes.values())
         backward.on_end(partial(self._end_passes, backward, passes))
         return passes
 
