@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from buckets import broadcast, check, expected, loss_of
+from dataparallel import comm
+from dataparallel.autograd.bucket_gradients import Packing, SlotGradients
 from graphs import nodes_of
 
 
@@ -116,6 +118,21 @@ def test_anomaly_detection_finds_none_in_envelopes(slots: list, root: torch.devi
     with torch.autograd.detect_anomaly(check_nan=True):
         loss_of(broadcast(slots, sources), root).backward()
     check(sources, expected(sources, slots))
+
+
+def test_gradients_are_taken_out_of_a_flat_buffer(make_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm, "sums_travel_flat", lambda slots, tensors: True)
+    root = torch.device(make_slots(2)[0])
+    grads = [torch.arange(3.0, device=root), None, torch.ones(2, 2, device=root)]
+    packing = Packing([root], [grads[0], torch.ones(1, device=root), grads[2]], None)
+    with torch.no_grad():
+        brought = SlotGradients(grads, packing.bucket_of(grads))
+    assert brought.flat is not None
+    assert brought.flat.numel() == 7
+    first, second, third = brought.as_list()
+    assert torch.equal(first, grads[0])
+    assert second is None
+    assert torch.equal(third, grads[2])
 
 
 def test_no_two_gradients_meet_between_the_nodes(slots: list, root: torch.device, sources: list) -> None:

@@ -131,6 +131,12 @@ class TestTheEnd:
         in_backward(*[partial(running.join, only_if_alone=True)] * 2)
         assert ended.told == DONE
 
+    def test_lets_no_more_tasks_join(self, running):
+        joined = []
+        for _ in range(2):
+            in_backward(lambda: joined.append(running.join()))
+        assert joined == [True, False]
+
 
 def waits(running: BackwardPass, slot: int) -> threading.Thread:
     """A thread in which the slot waits for others, and does so already."""

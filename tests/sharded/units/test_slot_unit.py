@@ -119,6 +119,18 @@ class TestAGather:
         assert_full(slot_unit, [WHOLE[0] + 1, WHOLE[1]])
 
 
+class TestAFree:
+    def test_after_forward_comes_when_all_modules_have_run_or_at_the_end(self, unit, slot_unit):
+        unit.number_of_modules = 2
+        for last in (lambda: slot_unit.note_module_end(0, True), lambda: slot_unit.note_forward_end(has_failed=False)):
+            slot_unit.make_full(ready(unit))
+            slot_unit.note_module_end(1, True)
+            slot_unit.note_module_end(1, True)
+            assert slot_unit.is_full
+            last()
+            assert is_freed(slot_unit)
+
+
 @pytest.mark.devices("sim", "stand-in")
 class TestOrders:
     """The clocks raise if an event is missing."""

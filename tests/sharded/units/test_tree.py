@@ -104,6 +104,9 @@ class TestSettling:
             thread.join(60)
         assert has_settled.is_set()
 
+    def test_does_nothing_inside_the_backward(self, tree, call, units):
+        in_backward(lambda: tree.join_pass(call), tree.prepare, units[0].reshard)
+
     def test_a_backward_waits_while_the_last_one_frees_the_units(self, tree, call, units, slots, monkeypatch):
         """As with a backward in the forward of each replica: what it has gathered would be freed."""
         is_ending, stays_full = threading.Event(), []
