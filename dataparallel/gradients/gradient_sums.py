@@ -7,11 +7,9 @@ has one `GradientSums` for all buckets. `ReducerSums` is for modules whose sums 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from functools import partial
 from itertools import groupby
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +80,7 @@ class SourceBucket:
         return [[None] * len(self.sources) if of_slot is None else of_slot.as_list() for of_slot in by_slot]
 
     def with_kept_gradients(
-        self, node: Any, by_slot: Sequence[SlotGradients | None], taken: Mapping[tuple[int, int], KeptGradient]
+        self, node: Any, by_slot: Sequence[SlotGradients | None], taken: Sequence[WaitingGradients]
     ) -> list[SlotGradients | None]:
         """Adds gradients that `GradientSums.take` has taken to the gradients of this pass, on the adding streams."""
         with ToSlots.adding_streams_set(node):
@@ -92,17 +90,17 @@ class SourceBucket:
                     of_slot.receive_separate()
             lists = self.as_lists(by_slot)
             positions = {id(source): position for position, source in enumerate(self.sources)}
-            for (slot, source_id), kept in taken.items():
-                position = positions[source_id]
-                grad = lists[slot][position]
-                lists[slot][position] = kept.receive() if grad is None else kept.receive() + grad
+            for waiting in taken:
+                position = positions[id(waiting.source)]
+                for slot, kept in waiting.by_slot.items():
+                    grad = lists[slot][position]
+                    lists[slot][position] = kept.receive() if grad is None else kept.receive() + grad
             return [*map(SlotGradients, lists)]
 
 
 class KeptGradient(NamedTuple):
     """A gradient that waits on its slot. ``ready_event`` has the stream that made it; see `SlotGradients`."""
 
-    source: Tensor
     grad: Tensor
     ready_event: ReadyEvent | None
     streams: dict[torch.device, torch.Stream]  # the computing streams of the forward
@@ -114,15 +112,18 @@ class KeptGradient(NamedTuple):
         return self.grad
 
 
-class GradSnapshot:
-    """The identity and the version of a source's ``.grad`` while gradients wait. It shows if the user throws it away.
+class WaitingGradients:
+    """The gradients of one source that wait on slots, and the ``.grad`` that they belong to: the user may drop it.
 
     Attributes:
+        passes: running passes that have kept gradients. They may not have written ``.grad`` yet.
         reduced: a copy of the ``.grad`` from before gradients waited, for `ReducerSums`.
     """
 
     def __init__(self, source: Tensor) -> None:
         self.source = source
+        self.by_slot: dict[int, KeptGradient] = {}
+        self.passes: set[PassOfBackward] = set()  # reentrant checkpoints nest passes
         self.reduced: Tensor | None = None
         self.update()
 
@@ -174,12 +175,7 @@ class GradientSums:
     def __init__(self) -> None:
         self.are_on = True
         self.lock = threading.RLock()
-        # The keys are the slot and the id of the source, or the id alone. Values hold the source.
-        self._kept: dict[tuple[int, int], KeptGradient] = {}
-        self._snapshots: dict[int, GradSnapshot] = {}
-        self._slot_count = 0
-        # Ids of the sources whose gradients a running pass has kept. Reentrant checkpoints nest passes.
-        self._kept_by_pass: dict[PassOfBackward, set[int]] = {}
+        self._waiting: dict[int, WaitingGradients] = {}  # by the id of the source
 
     def start_afresh_after_fork(self) -> None:
         """In a forked child: a thread of the parent may have held the lock."""
@@ -194,35 +190,36 @@ class GradientSums:
         waiting gradients are void.
         """
         slot_0, *others = lists = bucket.as_lists(by_slot)
+        running = running_pass()
         with self.lock:
-            self._slot_count = max(self._slot_count, len(by_slot))
             self.drop_void(bucket.sources)
-            for position in written:
-                if any(grads[position] is not None for grads in lists[self.first_waiting_slot :]):
-                    source = bucket.sources[position]
-                    if id(source) not in self._snapshots:
-                        self.begin_keeping(source)
-                    if slot_0[position] is None:
-                        slot_0[position] = torch.zeros_like(source)
-            for slot, grads in enumerate(others, start=1):
-                if (of_slot := by_slot[slot]) is not None:
-                    event = of_slot.ready_event
-                    found = [(bucket.sources[i], grad) for i in written if (grad := grads[i]) is not None]
-                    self._add_to_kept(slot, [KeptGradient(*each, event, bucket.streams) for each in found])
-            running = running_pass()
             if running.is_first((self, "keep")):
                 running.on_end(partial(self._end_pass, running))
-            self._kept_by_pass.setdefault(running, set()).update(id(bucket.sources[i]) for i in written)
+            found: dict[int, WaitingGradients] = {}
+            for position in written:
+                source = bucket.sources[position]
+                has_some = any(grads[position] is not None for grads in lists[self.first_waiting_slot :])
+                if has_some or id(source) in self._waiting:
+                    found[position] = self._waiting.get(id(source)) or self.begin_keeping(source)
+                    found[position].passes.add(running)
+                if has_some and slot_0[position] is None:
+                    slot_0[position] = torch.zeros_like(source)
+            for slot, grads in enumerate(others, start=1):
+                if (of_slot := by_slot[slot]) is not None:
+                    event, streams = of_slot.ready_event, bucket.streams
+                    of_sources = [(each, grad) for i, each in found.items() if (grad := grads[i]) is not None]
+                    _add_to_kept(slot, [(each, KeptGradient(grad, event, streams)) for each, grad in of_sources])
         return [grad if position in written else None for position, grad in enumerate(slot_0)]
 
-    def begin_keeping(self, source: Tensor) -> None:
+    def begin_keeping(self, source: Tensor) -> WaitingGradients:
         """Called before the first pass that keeps gradients of the source writes the source's ``.grad``.
 
         If the pass fails, its kept gradients belong to the present ``.grad``; without one they are void.
         """
-        self._snapshots[id(source)] = GradSnapshot(source)
+        self._waiting[id(source)] = WaitingGradients(source)
+        return self._waiting[id(source)]
 
-    def take(self, bucket: SourceBucket, written: Set[int]) -> dict[tuple[int, int], KeptGradient]:
+    def take(self, bucket: SourceBucket, written: Set[int]) -> list[WaitingGradients]:
         """Removes and returns the waiting gradients of the ``written`` sources. The running pass is to add them."""
         running = running_pass()
         with self.lock:
@@ -230,78 +227,58 @@ class GradientSums:
                 # Gradients of sources that this pass does not reach are added to ``.grad`` when it ends.
                 running.on_end(lambda ok: self.add_kept() if ok else None)
             self.drop_void(bucket.sources)
-            return self._take({id(bucket.sources[position]) for position in written})
+            return self._take([id(bucket.sources[position]) for position in written])
 
     def drop_void(self, sources: Sequence[Tensor] | None = None) -> None:
         """Frees the void gradients of ``sources``, or of all sources, except where a running pass writes ``.grad``."""
-        if not self._snapshots:
+        if not self._waiting:
             return
         with self.lock:
-            ids = {*self._snapshots} if sources is None else {*map(id, sources)} & {*self._snapshots}
-            ids -= self._kept_by_running_passes()
-            self._take({each for each in ids if (found := self._snapshots.get(each)) and found.is_void()})
+            ids = [*self._waiting] if sources is None else [*map(id, sources)]
+            found = [(each, self._waiting[each]) for each in ids if each in self._waiting]
+            self._take([each for each, waiting in found if not waiting.passes and waiting.is_void()])
 
     @torch.no_grad()
     def add_kept(self) -> None:
         """Adds all waiting gradients, as the hooks on their sources change them, to ``.grad``, except void ones."""
-        terms: dict[int, list[KeptGradient]] = defaultdict(list)  # by the id of the source, in slot order
         with self.lock:
             self.drop_void()
-            source_ids = {each for _, each in [*self._kept]} - self._kept_by_running_passes()
-            for (_, source_id), kept in sorted(self._take(source_ids).items(), key=itemgetter(0)):
-                terms[source_id].append(kept)
+            taken = self._take([each for each, waiting in self._waiting.items() if not waiting.passes])
+        of_sources = [(each.source, [each.by_slot[slot] for slot in sorted(each.by_slot)]) for each in taken]
         # Kept gradients were made on the streams of their forward; ``.grad`` may have been written on other streams.
-        for _, group in groupby(terms.values(), lambda of_source: id(of_source[0].streams)):
+        for _, group in groupby(of_sources, lambda pair: id(pair[1][0].streams)):
             of_forward = [*group]
-            with streams_joined(of_forward[0][0].streams):
-                for of_source in of_forward:
-                    source = of_source[0].source
+            with streams_joined(of_forward[0][1][0].streams):
+                for source, terms in of_forward:
                     if source.grad is not None:  # else void: the engine still holds a pass that has failed
-                        total = comm.reduce_add([kept.receive() for kept in of_source], source.device)
+                        total = comm.reduce_add([kept.receive() for kept in terms], source.device)
                         source.grad.add_(hooked(source, total))
-
-    def _kept_by_running_passes(self) -> set[int]:
-        """Ids of the sources for which a running pass has kept gradients. It may not have written ``.grad`` yet."""
-        return set().union(*[*self._kept_by_pass.values()])
 
     def _end_pass(self, ended: PassOfBackward, ok: bool) -> None:
         """If the pass has succeeded, its kept gradients belong to the ``.grad`` that it has written."""
         with self.lock:
-            for source_id in self._kept_by_pass.pop(ended, ()):
-                snapshot = self._snapshots.get(source_id)
-                if ok and snapshot is not None and snapshot.source.grad is not None:
-                    snapshot.update()
+            for waiting in [*self._waiting.values()]:
+                if ended in waiting.passes:
+                    waiting.passes.discard(ended)
+                    if ok and waiting.source.grad is not None:
+                        waiting.update()
 
-    def _add_to_kept(self, slot: int, gradients: Sequence[KeptGradient]) -> None:
-        """Adds gradients to those that wait on a slot, on the stream that makes the slot's gradients."""
-        waiting = [self._kept.pop((slot, id(each.source)), None) for each in gradients]
-        event = gradients[0].ready_event if gradients else None
-        with streams_set({} if event is None else {event.stream.device: event.stream}):
-            sums = [
-                each if kept is None else each._replace(grad=kept.receive() + each.grad)
-                for each, kept in zip(gradients, waiting, strict=True)
-            ]
-        if event is not None and any(waiting):
-            event = ReadyEvent(event.stream)
-        for each, kept in zip(sums, waiting, strict=True):
-            self._kept[slot, id(each.source)] = each if kept is None else each._replace(ready_event=event)
-
-    def _take(self, source_ids: Set[int]) -> dict[tuple[int, int], KeptGradient]:
-        """Removes and returns the waiting gradients of some sources, by slot and the id of the source."""
-        taken = {}
-        for source_id in source_ids:
-            for slot in range(self._slot_count):
-                if (kept := self._kept.pop((slot, source_id), None)) is not None:
-                    taken[slot, source_id] = kept
-            self._snapshots.pop(source_id, None)
-        return taken
+    def _take(self, source_ids: Sequence[int]) -> list[WaitingGradients]:
+        return [self._waiting.pop(each) for each in source_ids if each in self._waiting]
 
 
-class TakenGradients(NamedTuple):
-    """Gradients that a pass has taken, and for each source the ``.grad`` in which the one of slot 0 has waited."""
-
-    kept: dict[tuple[int, int], KeptGradient]
-    grads: list[tuple[GradSnapshot, Tensor]]
+def _add_to_kept(slot: int, gradients: Sequence[tuple[WaitingGradients, KeptGradient]]) -> None:
+    """Adds gradients to those that wait on a slot, on the stream that makes the slot's gradients."""
+    event = gradients[0][1].ready_event if gradients else None
+    with streams_set({} if event is None else {event.stream.device: event.stream}):
+        sums = {
+            waiting: waiting.by_slot[slot].receive() + new.grad for waiting, new in gradients if slot in waiting.by_slot
+        }
+    if event is not None and sums:
+        event = ReadyEvent(event.stream)
+    for waiting, new in gradients:
+        is_added = waiting in sums
+        waiting.by_slot[slot] = new._replace(grad=sums[waiting], ready_event=event) if is_added else new
 
 
 class ReducerSums(GradientSums):
@@ -317,51 +294,50 @@ class ReducerSums(GradientSums):
     first_waiting_slot = 0
     """Slot 0's gradients wait too, in ``.grad``."""
 
-    def begin_keeping(self, source: Tensor) -> None:
+    def begin_keeping(self, source: Tensor) -> WaitingGradients:
         """See `GradientSums.begin_keeping`. The running pass adds to the ``.grad`` that is copied here."""
-        super().begin_keeping(source)
-        self._snapshots[id(source)].reduced = None if source.grad is None else source.grad.clone()
+        waiting = super().begin_keeping(source)
+        waiting.reduced = None if source.grad is None else source.grad.clone()
+        return waiting
 
     def add_kept(self) -> None:
         """Does nothing: gradients are added to ``.grad`` only after the reducer has had them."""
 
-    def take_to_send(self, bucket: SourceBucket, written: Set[int]) -> TakenGradients:
+    def take_to_send(self, bucket: SourceBucket, written: Set[int]) -> list[WaitingGradients]:
         """Takes the gradients of all slots that wait for the ``written`` sources. The forward's streams are current."""
-        ids = {id(bucket.sources[position]) for position in written}
         with self.lock:
             self.drop_void(bucket.sources)
-            snapshots = [snapshot for each in ids if (snapshot := self._snapshots.get(each)) is not None]
-            # Without a ``.grad`` the gradients are void, and the engine still holds the pass that has failed.
-            grads = [(snapshot, grad) for snapshot in snapshots if (grad := snapshot.source.grad) is not None]
-            valid = {id(snapshot.source) for snapshot, _ in grads}
-            taken = TakenGradients({key: kept for key, kept in self._take(ids).items() if key[1] in valid}, grads)
-        of_slot_0 = [grad if snapshot.reduced is None else grad - snapshot.reduced for snapshot, grad in grads]
+            taken = self._take([id(bucket.sources[position]) for position in written])
+        # Without a ``.grad`` the gradients are void, and the engine still holds the pass that has failed.
+        found = [(waiting, grad) for waiting in taken if (grad := waiting.source.grad) is not None]
+        of_slot_0 = [grad if waiting.reduced is None else grad - waiting.reduced for waiting, grad in found]
         device = bucket.sources[0].device
-        event = None if device.type == "cpu" or not grads else ReadyEvent(torch.accelerator.current_stream(device))
-        for (snapshot, _), grad in zip(grads, of_slot_0, strict=True):
-            taken.kept[0, id(snapshot.source)] = KeptGradient(snapshot.source, grad, event, bucket.streams)
-        return taken
+        event = None if device.type == "cpu" or not found else ReadyEvent(torch.accelerator.current_stream(device))
+        for (waiting, _), grad in zip(found, of_slot_0, strict=True):
+            waiting.by_slot[0] = KeptGradient(grad, event, bucket.streams)
+        return [waiting for waiting, _ in found]
 
-    def remove_from_grads(self, taken: TakenGradients) -> None:
+    def remove_from_grads(self, taken: Sequence[WaitingGradients]) -> None:
         """Removes slot 0's gradients from ``.grad`` after the pass has succeeded.
 
         The reduced gradients, which the pass adds next, contain them. The streams of the forward are current, and the
         engine orders the additions after them.
         """
-        for snapshot, grad in taken.grads:
-            if snapshot.reduced is None:
-                snapshot.source.grad = None
+        for waiting in taken:
+            if waiting.reduced is None or waiting.source.grad is None:
+                waiting.source.grad = None
             else:
-                grad.copy_(snapshot.reduced)
+                waiting.source.grad.copy_(waiting.reduced)
 
-    def put_back(self, taken: TakenGradients) -> None:
+    def put_back(self, taken: Sequence[WaitingGradients]) -> None:
         """Lets gradients wait again after the pass that has taken them has failed. No ``.grad`` has changed."""
         with self.lock:
-            for snapshot, _ in taken.grads:
-                self._snapshots.setdefault(id(snapshot.source), snapshot)
-            for (slot, _), kept in taken.kept.items():
-                if slot:
-                    self._add_to_kept(slot, [kept])
+            for waiting in taken:
+                del waiting.by_slot[0]
+                waiting.passes.clear()
+                present = self._waiting.setdefault(id(waiting.source), waiting)
+                for slot, kept in waiting.by_slot.items() if present is not waiting else ():
+                    _add_to_kept(slot, [(present, kept)])
 
 
 class ReducerBucket(SourceBucket):

@@ -24,7 +24,7 @@ from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.buckets import unflatten
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.gradients.comm_hooks import GradBucket
-from dataparallel.gradients.gradient_sums import ReducerBucket, ReducerSums, TakenGradients, written_sources
+from dataparallel.gradients.gradient_sums import ReducerBucket, ReducerSums, WaitingGradients, written_sources
 from dataparallel.weak_members import WeakMembers
 
 _numbers = count()
@@ -318,7 +318,7 @@ class OrderedPass:
         self._ready: dict[int, _Bucket] = {}  # by its number: a bucket that waits for its turn
         self._in_flight: list[_Bucket] = []
         self._used_here: list[list[bool]] = [[] for _ in row.buckets]
-        self._taken: list[TakenGradients] = []
+        self._taken: list[WaitingGradients] = []
         self._end_result: AsyncResult | None = None
         self._is_over = threading.Event()  # set when the end was sent, or the pass has failed
         self._reduced: list[Tensor | None] = []  # the flat tensor of each bucket
@@ -350,9 +350,9 @@ class OrderedPass:
     def _make_ready(self, node: Any, index: int, by_slot: Sequence[SlotGradients | None]) -> None:
         bucket = self._row.buckets[index]
         taken = self._kept_gradients.take_to_send(bucket, self._written[index])
-        if taken.kept:
-            self._taken.append(taken)
-            by_slot = bucket.with_kept_gradients(node, by_slot, taken.kept)
+        if taken:
+            self._taken += taken
+            by_slot = bucket.with_kept_gradients(node, by_slot, taken)
         sums = ToSlots.sum_over_slots(node, by_slot)
         grads = [None] * len(bucket.names) if sums is None else sums.grads_on_side_streams
         self._used_here[index] = [grad is not None for grad in grads]
@@ -422,8 +422,9 @@ class OrderedPass:
         assert self._end_result is not None
         self._used_anywhere, order = self._end_result.wait()
         with streams_set(streams):
-            while self._taken:
-                self._kept_gradients.remove_from_grads(self._taken.pop())
+            taken, self._taken = self._taken, []
+            self._kept_gradients.remove_from_grads(taken)
+            del taken
         self._row.order.agree(order)
 
     def take_gradients(self, index: int) -> list[Tensor | None]:
@@ -449,7 +450,6 @@ class OrderedPass:
                     self._launch(_Bucket(self._row.buckets[index].zeros(), None, {}))
                 self._reducer_pass.fail(error)
         finally:
-            for taken in self._taken:
-                self._kept_gradients.put_back(taken)
+            self._kept_gradients.put_back(self._taken)
             self._taken.clear()
             self._in_flight.clear()
