@@ -78,6 +78,10 @@ class Delivery:
         return found
 
 
+NewGradients: TypeAlias = dict[int, list[ShardedTensor]]
+"""By the ``id`` of a parameter: sums of one pass that are not in ``.grad`` yet."""
+
+
 class PassGradients:
     """The gradients of one backward: what units have summed, and what the engine has brought to parameters directly.
 
@@ -89,14 +93,16 @@ class PassGradients:
 
     def __init__(self) -> None:
         self._parameters: dict[int, ShardedTensor] = {}
-        self._new: dict[int, list[ShardedTensor]] = {}  # what is not in `.grad` yet
+        self._new: list[NewGradients] = []  # of each pass
         self._direct: list[tuple[ShardedTensor, Any]] = []  # parameters, and what the engine has brought
         self._open_passes = 0
         self._has_failed = False
 
-    def begin_pass(self) -> None:
-        """Begins a pass. `end_pass` or `fail_pass` follows."""
+    def begin_pass(self) -> NewGradients:
+        """Begins a pass, and returns what it fills. `end_pass` or `fail_pass` follows."""
         self._open_passes += 1
+        self._new.append({})
+        return self._new[-1]
 
     def add_direct(self, parameter: ShardedTensor, gradient: Tensor) -> None:
         """Adds a part of a gradient at the end of the backward, when the streams have waited for all sums."""
@@ -109,27 +115,27 @@ class PassGradients:
         self._direct = [pair for pair in self._direct if id(pair[0]) not in keys]
         return taken
 
-    def add_sum(self, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
+    def add_sum(self, of_pass: NewGradients, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
         """Adds a sum that nobody else holds."""
         self._parameters[id(parameter)] = parameter
-        self._new.setdefault(id(parameter), []).append(gradient)
+        of_pass.setdefault(id(parameter), []).append(gradient)
 
-    def publish(self) -> None:
+    def publish(self, of_pass: NewGradients) -> None:
         """Makes new gradients the parameters' ``.grad`` where there is none, except those that hooks have to see."""
         if self._has_failed:
             raise RuntimeError(
                 "this backward has lost gradients: it shares modules with another one, which has failed. Zero the "
                 "gradients, and run it again"
             )
-        for parameter, gradients in self._unhooked():
+        for parameter, gradients in self._unhooked(of_pass):
             if parameter.grad is None:
                 parameter.grad = gradients.pop(0)
 
     @torch.no_grad()
-    def add(self) -> None:
+    def add(self, of_pass: NewGradients) -> None:
         """Publishes new gradients, and adds others to ``.grad`` on the current streams, which wait for the sums."""
-        self.publish()
-        while unhooked := self._unhooked():
+        self.publish(of_pass)
+        while unhooked := self._unhooked(of_pass):
             by_device: defaultdict[torch.device, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
             for parameter, gradients in unhooked:
                 assert parameter.grad is not None
@@ -140,9 +146,9 @@ class PassGradients:
             for shards, additions in by_device.values():
                 _torch.foreach_add_(shards, additions)
 
-    def _unhooked(self) -> list[tuple[ShardedTensor, list[ShardedTensor]]]:
-        pairs = [(self._parameters[key], self._new[key]) for key in [*self._new]]
-        return [(parameter, found) for parameter, found in pairs if found and not _torch.hooks_of(parameter)]
+    def _unhooked(self, of_pass: NewGradients) -> list[tuple[ShardedTensor, list[ShardedTensor]]]:
+        pairs = [(self._parameters[key], found) for key, found in [*of_pass.items()] if found]
+        return [(parameter, found) for parameter, found in pairs if not _torch.hooks_of(parameter)]
 
     def fail_pass(self) -> None:
         self._open_passes -= 1
@@ -158,11 +164,11 @@ class PassGradients:
         if self._open_passes:
             return
         for parameter, direct in self._direct:
-            self.add_sum(parameter, direct.clone())  # other code may hold `direct`
+            self.add_sum(self._new[0], parameter, direct.clone())  # other code may hold `direct`
         self._direct.clear()
-        self.add()
+        self.add(self._new[0])
         for key, parameter in self._parameters.items():
-            if found := self._new.pop(key, []):
+            if found := [gradient for of_pass in self._new for gradient in of_pass.pop(key, [])]:
                 gradient, *others = found
                 for other in others:
                     gradient.add_(other)
@@ -221,18 +227,19 @@ class UnitSums:
             sums.over_machines.end_unit(self._unit, present)
             return
         if self._unit.is_offloaded:
-            sums.host_additions.append(partial(self.add_to_pass, totals, present, sums.summed))
+            sums.host_additions.append(partial(self.add_to_pass, totals, present, sums))
         else:
-            self.add_to_pass(totals, present, sums.summed)
+            self.add_to_pass(totals, present, sums)
 
-    def add_to_pass(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients) -> None:
+    def add_to_pass(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], sums: SumsOfPass) -> None:
         """Gives the pass the gradients of which all owners' parts are in ``totals``."""
         for (kept, layout, _), of_owners in zip(self._groups, totals, strict=True):
             parts = [layout.parts_of(flat, owner) for owner, flat in enumerate(of_owners)]
             for at, i in enumerate(kept):
                 if i in present:
                     like, shards = self._unit.parameters[i], [of_owner[at] for of_owner in parts]
-                    summed.add_sum(like, ShardedTensor(shards, like.placement, like.shape, devices=like.devices))
+                    gradient = ShardedTensor(shards, like.placement, like.shape, devices=like.devices)
+                    sums.summed.add_sum(sums.new, like, gradient)
 
     def _empty_delivery(self, owner: int, sums: SumsOfPass) -> Delivery:
         """Returns a delivery without gradients, for an owner whose slot has no memory for a sum."""

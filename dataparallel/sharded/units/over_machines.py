@@ -24,11 +24,11 @@ from dataparallel.machines.peer_rounds import PeerRounds
 from dataparallel.machines.start import send_values
 from dataparallel.sharded.placements import Owners
 from dataparallel.sharded.units.buffers import added_in
-from dataparallel.sharded.units.gradients import PartialSums, PassGradients, UnitGradients
+from dataparallel.sharded.units.gradients import PartialSums, UnitGradients
 from dataparallel.sharded.units.shards import OwnedShards, PullSource
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.tree import Tree
+    from dataparallel.sharded.units.tree import SumsOfPass, Tree
     from dataparallel.sharded.units.unit import Unit
 
 _BACKWARD = "backward"
@@ -330,7 +330,7 @@ class SumsOverMachines:
                 self._add_partial(entry, at, owner, zeros)
                 entry.staged[at].append(self._staged(entry, zeros.to(entry.sent_dtype(at))))
 
-    def add_to_gradients(self, summed: PassGradients) -> None:
+    def add_to_gradients(self, sums: SumsOfPass) -> None:
         """Waits for all sums, and adds them to ``.grad``. If a machine is gone or has failed, none is changed."""
         if not self._entries:
             return
@@ -338,18 +338,18 @@ class SumsOverMachines:
         with torch.no_grad(), streams_set(self._computing):
             present = [[i for i in each.unit.trainable if next(mask)] for each in self._entries]
             rests = self._sums_of_rests([each for each in self._entries if next(mask)])
-            sums = [[self._results(each, at, rests) for at in range(len(each.results))] for each in self._entries]
-            for entry, totals in zip(self._entries, sums, strict=True):
+            of_entries = [[self._results(each, at, rests) for at in range(len(each.results))] for each in self._entries]
+            for entry, totals in zip(self._entries, of_entries, strict=True):
                 if (hook := entry.unit.all_reduce_hook) is not None and not self._stays_partial(entry):
                     for of_owners in totals:
                         for total in of_owners:
                             hook(total)
-            parts = [self._parts(entry, totals) for entry, totals in zip(self._entries, sums, strict=True)]
+            parts = [self._parts(entry, totals) for entry, totals in zip(self._entries, of_entries, strict=True)]
             if any(entry.unit.is_offloaded for entry in self._entries):
                 for stream in self._computing.values():
                     Event(stream).synchronize()
             for entry, of_dtypes, found in zip(self._entries, parts, present, strict=True):
-                self._set(entry, of_dtypes, found, summed)
+                self._set(entry, of_dtypes, found, sums)
 
     def _said(self, end: Result) -> list[bool]:
         """Waits for all masks, and learns the order of rank 0. An entry is true if it is true on any machine."""
@@ -390,7 +390,7 @@ class SumsOverMachines:
         return [[*map(unit.to_host, of_owners)] for of_owners in parts] if unit.is_offloaded else parts
 
     def _set(
-        self, entry: _UnitEntry, parts: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients
+        self, entry: _UnitEntry, parts: Sequence[Sequence[Tensor]], present: Collection[int], sums: SumsOfPass
     ) -> None:
         gradients, parameters = entry.gradients, entry.unit.parameters
         gradients.partial = None
@@ -398,7 +398,7 @@ class SumsOverMachines:
             if present:
                 gradients.partial = PartialSums(gradients.groups, parameters, parts, present)
             return
-        gradients.sums.add_to_pass(parts, present, summed)
+        gradients.sums.add_to_pass(parts, present, sums)
 
     def _stays_partial(self, entry: _UnitEntry) -> bool:
         return self._machines.replicate is not None and not entry.is_for_all

@@ -70,6 +70,9 @@ class SumsOfPass:
     callers: set[torch.Stream] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def __post_init__(self) -> None:
+        self.new = self.summed.begin_pass()
+
     def hold_delivery(self, slot: int, delivery: Delivery, after_reads: Event | None) -> None:
         """Keeps a delivery until `release_deliveries`. ``after_reads``: an event after all reads of it."""
         with self._lock:
@@ -137,7 +140,7 @@ class SumsOfPass:
         self._make_computing_wait()
         self._drop_deliveries()
         if self.over_machines is not None:
-            self.over_machines.add_to_gradients(self.summed)
+            self.over_machines.add_to_gradients(self)
         if self.host_additions:
             for event in self.last_sums.values():
                 event.synchronize()
@@ -145,7 +148,7 @@ class SumsOfPass:
                 add()
         self.restorers.clear()
         with streams_set(self.computing):
-            self.summed.add()
+            self.summed.add(self.new)
         self.make_callers_wait()
         self.summed.end_pass()  # uses gradients on the current streams, which wait for the sums now
 
@@ -176,7 +179,6 @@ class BackwardPass:
         self._tree = tree
         self.epoch = None if tree.gathers is None else tree.gathers.machines.epoch
         self._has_returned = self.has_finished = self.reaches_units = False
-        summed.begin_pass()
         self.sums = SumsOfPass(len(slots), computing, summed, over_machines=over_machines)
         self._have_own_threads, self._number_included = False, 0
         self.include(slots)
@@ -293,7 +295,7 @@ class BackwardPass:
             self.sums.note_callers()
             if self._tasks and not has_failed:
                 self._has_returned = True
-                self.sums.summed.publish()
+                self.sums.summed.publish(self.sums.new)
                 self._tree.note_backward_returned()
                 return
             self._is_over = True
@@ -320,7 +322,7 @@ class BackwardPass:
     def _finish(self) -> None:
         for unit in self._tree.units:
             unit.gradients.end_pass(self.sums)
-        self.sums.summed.publish()
+        self.sums.summed.publish(self.sums.new)
         if self.sums.over_machines is not None:
             self.sums.over_machines.end()
         if all(unit.is_last_backward for unit in self._tree.units):

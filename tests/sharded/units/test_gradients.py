@@ -28,7 +28,6 @@ def begin(slots: Sequence[Any], count: int | None = None) -> SumsOfPass:
     """A pass of the first ``count`` slots."""
     computing = current_streams([torch.device(slot) for slot in slots])
     summed = PassGradients()
-    summed.begin_pass()
     return SumsOfPass(len(slots) if count is None else count, computing, summed)
 
 
