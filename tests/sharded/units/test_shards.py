@@ -121,7 +121,7 @@ class TestStreams:
         """Trees share them."""
         used: set[torch.Stream] = set()
         for tree_streams in (TreeStreams(slots), TreeStreams(slots), TreeStreams([*slots, *slots])):
-            used.update(tree_streams.receiving, tree_streams.meeting.values())
+            used.update(tree_streams.receiving)
             for streams in (tree_streams.adding, tree_streams.casting, *tree_streams.pulling):
                 used.update(streams.values())
         for device in slots:
