@@ -113,6 +113,7 @@ class SumsOfPass:
             self.over_machines.fail(error_of_failed_pass())
         self._drop_deliveries()
         self.host_additions.clear()
+        self.new.clear()
         self.summed.fail_pass()
         while self.restorers:
             self.restorers.pop()()
@@ -146,9 +147,9 @@ class SumsOfPass:
                 event.synchronize()
             for add in self.host_additions:
                 add()
-        self.restorers.clear()
         with streams_set(self.computing):
             self.summed.add(self.new)
+        self.restorers.clear()
         self.make_callers_wait()
         self.summed.end_pass()  # uses gradients on the current streams, which wait for the sums now
 
