@@ -281,6 +281,10 @@ def _add_to_kept(slot: int, gradients: Sequence[tuple[WaitingGradients, KeptGrad
         waiting.by_slot[slot] = new._replace(grad=sums[waiting], ready_event=event) if is_added else new
 
 
+def _put_hooks_back(hooks: dict[int, Any], resting: dict[int, Any], ok: bool) -> None:
+    hooks.update(resting)
+
+
 class ReducerSums(GradientSums):
     """The gradients of a module that has a `Reducer`.
 
@@ -293,6 +297,17 @@ class ReducerSums(GradientSums):
 
     first_waiting_slot = 0
     """Slot 0's gradients wait too, in ``.grad``."""
+
+    def keep(
+        self, bucket: SourceBucket, by_slot: Sequence[SlotGradients | None], written: Set[int]
+    ) -> list[Tensor | None]:
+        """See `GradientSums.keep`. Hooks on the sources rest in this pass: they see what waits later, in the sum."""
+        for position in written:
+            hooks = _torch.hooks_of(bucket.sources[position])
+            if hooks:
+                running_pass().on_end(partial(_put_hooks_back, hooks, dict(hooks)))
+                hooks.clear()
+        return super().keep(bucket, by_slot, written)
 
     def begin_keeping(self, source: Tensor) -> WaitingGradients:
         """See `GradientSums.begin_keeping`. The running pass adds to the ``.grad`` that is copied here."""

@@ -86,6 +86,18 @@ def test_grad_is_what_was_there_and_slot_0s(model, twin, slots, root, has_sums):
     assert_same(gradients(model), [a + 2 * b for a, b in zip(expected, gradients(twin), strict=True)])
 
 
+@EACH
+def test_a_hook_on_a_parameter_changes_each_gradient_once(model, twin, slots, root):
+    first, second, _ = batches(root, slots)
+    for net in (model, twin):
+        net.first.weight.register_hook(lambda grad: grad * 3)
+    with model.no_sync():
+        loss(model(first)).backward()
+    loss(model(second)).backward()
+    (loss(twin(first)) + loss(twin(second))).backward()
+    assert_same(gradients(model), doubled(gradients(twin)))
+
+
 @freed_later
 @EACH
 @pytest.mark.parametrize("has_sums", [False, True], ids=["none before", "sums before"])
