@@ -172,7 +172,7 @@ class PassGradients:
                 gradient, *others = found
                 for other in others:
                     gradient.add_(other)
-                changed = hooked(parameter, gradient)
+                changed: Any = hooked(parameter, gradient)
                 gradient = changed if is_divided_alike(changed, parameter) else divided_like(changed, gradient)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             for hook in [*(_torch.hooks_after_accumulation_of(parameter) or {}).values()]:
