@@ -72,7 +72,7 @@ class UnitModule:
 
     def __init__(self, unit_number: int, number: int, places: Sequence[tuple[int, str, int]]) -> None:
         self.unit_number, self.number, self._places = unit_number, number, places
-        self._entries: list[RegistryEntry] = []  # `places` with the registries of this replica
+        self.entries: list[RegistryEntry] = []  # `places` with the registries of this replica
         self.lower_unit_modules: list[UnitModule] = []  # at the root, of all modules below
         self.is_root = False
 
@@ -83,7 +83,7 @@ class UnitModule:
     def find_registries(self, modules: Sequence[nn.Module]) -> None:
         """Looks up the registries in a new replica's ``modules``, the root first, once all of them have theirs."""
         registries = [vars(module)["_parameters"] for module in modules]
-        self._entries = [(registries[at], name, position) for at, name, position in self._places]
+        self.entries = [(registries[at], name, position) for at, name, position in self._places]
         self.is_root = vars(modules[0])[UNIT_MODULE] is self
         if self.is_root:
             below = [vars(module).get(UNIT_MODULE) for module in modules[1:]]
@@ -97,7 +97,7 @@ class UnitModule:
 
     def register(self, parameters: Sequence[Tensor]) -> None:
         """Registers ``parameters`` in the replica: the full ones, or the sharded ones while the unit is not full."""
-        for registry, name, position in self._entries:
+        for registry, name, position in self.entries:
             registry[name] = parameters[position]
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
