@@ -18,15 +18,13 @@ def values(count: int = 2, rows: int = 6, dtype: torch.dtype = torch.float64) ->
     return [torch.arange(2 * rows * i, 2 * rows * (i + 1)).to(dtype).view(rows, 2) for i in range(count)]
 
 
-def parameters(
-    tensors: Sequence[Tensor], slots: Sequence[Any], requires_grad: bool = True, is_offloaded: bool = False
-) -> list[ShardedTensor]:
+def parameters(tensors: Sequence[Tensor], slots: Sequence[Any], is_offloaded: bool = False) -> list[ShardedTensor]:
     """Sharded parameters with these values; their shards are in host memory if they are offloaded."""
     found: list[Any] = []
     for tensor in tensors:
         made = distribute_tensor(tensor, ["cpu"] * len(slots) if is_offloaded else slots, Shard(0))
         owned = ShardedTensor(made.shards, made.placement, made.shape, devices=[*map(torch.device, slots)])
-        found.append(nn.Parameter(owned, requires_grad=requires_grad))
+        found.append(nn.Parameter(owned))
     return found
 
 
@@ -35,13 +33,12 @@ def unit_of(
     slots: Sequence[Any],
     precision: Precision | None = None,
     *,
-    requires_grad: bool = True,
     is_offloaded: bool = False,
 ) -> Unit:
     """A unit that is ready for a call. What is offloaded is pinned."""
     made = Unit(
         "made",
-        parameters(tensors, slots, requires_grad, is_offloaded),
+        parameters(tensors, slots, is_offloaded),
         [torch.device(slot) for slot in slots],
         precision or Precision(),
         is_offloaded=is_offloaded,

@@ -17,14 +17,14 @@ class Overlap:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._events: list[str] = []
         self._lock = threading.Lock()
-        summed = ToSlots.sum_into_envelope
+        summed = ToSlots.sum_over_slots
 
         def noted(*arguments):
-            envelope = summed(*arguments)
+            sums = summed(*arguments)
             self._note("sum")
-            return envelope
+            return sums
 
-        monkeypatch.setattr(ToSlots, "sum_into_envelope", noted)
+        monkeypatch.setattr(ToSlots, "sum_over_slots", noted)
 
     def note_first_layer(self, *_: object) -> None:
         """A hook for the node that has the first layer's gradient."""

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -344,12 +344,13 @@ def broadcast_bucket(
     slots: Sequence[torch.device],
     tensors: Sequence[Tensor],
     gradient_streams: GradientStreams | None,
-    to_slots: Callable[..., Sequence[Tensor]] | None = None,
+    sums: SumsOfBucket | None = None,
     may_flatten: Callable[[], bool] | None = None,
     when_complete: Callable[[], None] | None = None,
     later: Later | None = None,
     handle: Tensor | None = None,
     held: object = None,
+    tokens: Sequence[Tensor] = (),
 ) -> list[tuple[Tensor, ...]]:
     """The tensors on every slot, with nodes that sum a bucket's gradients as soon as the last slot has them.
 
@@ -357,12 +358,13 @@ def broadcast_bucket(
         slots: devices.
         tensors: tensors of one dtype on one device that need gradients.
         gradient_streams: side streams for the gradients. The tensors are then on the first slot's accelerator.
-        to_slots: applies a subclass of `ToSlots`, with the same arguments.
+        sums: see `ToSlots`.
         may_flatten: called in each backward; False if a slot's gradients stay there, so that flattening is of no use.
         when_complete: called in each backward when a slot has its last gradient, by the thread of the slot's device.
         later: see `comm.broadcast_coalesced`.
         handle: the output of the caller's `FromSource` for the tensors; by default this function makes one.
         held: see `saved_instead`.
+        tokens: outputs of nodes that have to run after the sum.
     """
     packing = Packing(slots, tensors, may_flatten)
     if handle is None:
@@ -371,7 +373,7 @@ def broadcast_bucket(
             run_last(handle.grad_fn)
     # A node belongs to the stream that is current when it is made.
     with streams_set({} if gradient_streams is None else {handle.device: gradient_streams.sides[handle.device]}):
-        handles = (to_slots or ToSlots.apply)(slots, gradient_streams, handle)
+        handles = ToSlots.apply(slots, gradient_streams, sums, handle, *tokens)
     outputs = []
     needs_event, is_held = gradient_streams is not None, held is not None
     with saved_instead(held):
@@ -420,8 +422,18 @@ class OnSlot(Node):
         return envelope_with(slot_grads, ctx.device), None, None, None, None, None, None
 
 
+SumsOfBucket: TypeAlias = "Callable[[Any, Sequence[SlotGradients | None]], SourceGradients | None]"
+"""Called in the backward of `ToSlots`, with the node and each slot's gradients. The streams of the forward are current.
+
+Returns the gradients for `FromSource`; ``None`` if there are none.
+"""
+
+
 class ToSlots(Node):
-    """``ToSlots.apply(slots, gradient_streams, handle)`` returns a handle for each slot. Backward sums over the slots.
+    """``ToSlots.apply(slots, gradient_streams, sums, handle, *tokens)`` returns a handle for each slot.
+
+    Backward runs when the last slot has its gradients, and calls ``sums``, or without it `sum_over_slots`. Nodes that
+    have made ``tokens`` run after it.
 
     With ``gradient_streams`` the root's side stream has to be current around ``apply``, so that the node belongs to it.
     The engine makes a node's stream wait for all that the node receives, and only the side stream may wait for the
@@ -430,10 +442,16 @@ class ToSlots(Node):
 
     @staticmethod
     def forward(
-        ctx: Any, slots: Sequence[torch.device], gradient_streams: GradientStreams | None, handle: Tensor
+        ctx: Any,
+        slots: Sequence[torch.device],
+        gradient_streams: GradientStreams | None,
+        sums: SumsOfBucket | None,
+        handle: Tensor,
+        *tokens: Tensor,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.gradient_streams, ctx.source_device = gradient_streams, handle.device
+        ctx.gradient_streams, ctx.source_device, ctx.count = gradient_streams, handle.device, 4 + len(tokens)
+        ctx.sums = sums
         if gradient_streams is None:
             note_forward_streams(ctx, [handle.device], slots)
         ctx.settings = settings.current()  # backward may run in a thread without the caller's settings
@@ -442,8 +460,13 @@ class ToSlots(Node):
 
     @staticmethod
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
+        by_slot: list[SlotGradients | None] = [*map(take_contents, envelopes)]
         with ToSlots.computing_streams_set(ctx):
-            return None, None, ToSlots.sum_into_envelope(ctx, ToSlots.take_gradients(envelopes))
+            sums = (ctx.sums or ToSlots.sum_over_slots)(ctx, by_slot)
+        grads: list[Tensor | None] = [None] * ctx.count
+        if sums is not None:
+            grads[3] = envelope_with(sums, ctx.source_device)
+        return tuple(grads)
 
     @staticmethod
     def computing_streams_set(ctx: Any) -> AbstractContextManager[None]:
@@ -459,16 +482,6 @@ class ToSlots(Node):
         return streams_set({} if (gradient_streams := _side_streams(ctx)) is None else gradient_streams.sides)
 
     @staticmethod
-    def take_gradients(envelopes: Sequence[Tensor | None]) -> list[SlotGradients | None]:
-        """Takes each slot's gradients out of the envelopes."""
-        return [*map(take_contents, envelopes)]
-
-    @staticmethod
-    def sum_into_envelope(ctx: Any, by_slot: Sequence[SlotGradients | None]) -> Tensor | None:
-        sums = ToSlots.sum_over_slots(ctx, by_slot)
-        return None if sums is None else envelope_with(sums, ctx.source_device)
-
-    @staticmethod
     def sum_over_slots(ctx: Any, by_slot: Sequence[SlotGradients | None]) -> SourceGradients | None:
         """The sums over the slots, in slot order; ``None`` without gradients. The forward's streams are current."""
         present = [slot_grads for slot_grads in by_slot if slot_grads is not None and not slot_grads.is_empty]
@@ -476,11 +489,6 @@ class ToSlots(Node):
             return None
         with stage("reduce_add"), settings.held(ctx.settings):
             return _sums(present, ctx)
-
-    @staticmethod
-    def envelope_of(ctx: Any, grads: Sequence[Tensor | None]) -> Tensor:
-        """An envelope with gradients that are already on the source's device, on its computing stream."""
-        return envelope_with(SourceGradients(grads, None, ctx.source_device), ctx.source_device)
 
 
 def _side_streams(ctx: Any) -> GradientStreams | None:

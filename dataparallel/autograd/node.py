@@ -59,11 +59,6 @@ def run_last(node: Any) -> None:
     _torch.set_sequence_nr(node, 0)
 
 
-def run_before_last(node: Any) -> None:
-    """As `run_last`, but before the nodes for which `run_last` was called."""
-    _torch.set_sequence_nr(node, 1)
-
-
 def note_forward_streams(node: Any, inputs: Sequence[torch.device], outputs: Sequence[torch.device]) -> None:
     """Called in a forward: notes the streams for `forward_streams_set` in the backward."""
     node.streams = current_streams([*inputs, *outputs])

@@ -24,7 +24,7 @@ from dataparallel.comm.kinds import inner_tensors
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
-from dataparallel.gradients.gradient_sums import GradientSums, KeptToSlots, ReducerBucket, SourceBucket
+from dataparallel.gradients.gradient_sums import GradientSums, ReducerBucket, SourceBucket
 from dataparallel.gradients.ordered_pass import BucketRow, ModulePasses, Reducer
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.build import make_parameters
@@ -284,6 +284,8 @@ class _KeptCopies:
         """Makes the copies of tensors that need gradients, bucket by bucket."""
         sources = [[self.plan.tensors[i] for i in group] for group in self.buckets]
         row: BucketRow | None = None
+        handles: Sequence[Tensor | None] = [None] * len(sources)
+        tokens: list[Tensor] = []
         if passes is not None and sources:
             names = names_of(self.plan)
             reduced = [
@@ -291,36 +293,22 @@ class _KeptCopies:
                 for of_bucket, group in zip(sources, self.buckets, strict=True)
             ]
             row = BucketRow(passes, reduced, self._streams, order)
-        handles: Sequence[Tensor | None] = [None] * len(sources)
-        token = first_token = torch.empty(0, requires_grad=True)
-        if row is not None:
             handles, token = row.make_source_nodes()
-
-        def to_slots(position: int, *arguments: Any) -> Sequence[Tensor]:
-            """Makes a bucket's `ToSlots` node. It takes the token of the bucket made before, and outputs a new one."""
-            nonlocal token
-            if row is not None:
-                *on_slots, token = row.make_launch_node(position, arguments, token)
-            else:
-                *on_slots, token = KeptToSlots.apply(*arguments, token)
-                token.grad_fn.bucket = SourceBucket(sums, sources[position], self._streams)
-            return on_slots
-
+            tokens = [token]
         gradient_streams = GradientStreams.for_forward(self.slots, self._streams)
         for position, group in reversed([*enumerate(self.buckets)]):
             outputs = broadcast_bucket(
                 self.slots,
                 sources[position],
                 None if gradient_streams is None else gradient_streams.for_bucket(position),
-                partial(to_slots, position),
+                SourceBucket(sums, sources[position], self._streams).sum if row is None else partial(row.sum, position),
                 lambda: sums.are_on,
                 # The slots' threads note an arrival: the root's thread may be late and then take buckets in any order.
                 None if order.known is not None else partial(order.arrived.append, group[0]),
                 at_positions(group, later),
                 handles[position],
+                tokens=tokens,
             )
-            if order.known is None and row is None:  # the tokens would impose an order
-                token = first_token
             put(self.by_slot, group, outputs)
             if row is not None:
                 row.note_copies(position, outputs)

@@ -24,7 +24,7 @@ from dataparallel.replicas.kept_values import CurrentValues
 from dataparallel.replicas.plan import UNIT_MODULE, ModuleEntry, ModulePlan, dotted
 from dataparallel.replicas.references import Rebinding, reached
 from dataparallel.replicas.replicate import copy_buffers, put
-from dataparallel.sharded.units.calls import ModuleRunner, RootCall, UnitModule
+from dataparallel.sharded.units.calls import RootCall, UnitModule
 from dataparallel.sharded.units.unit import Unit
 
 
@@ -108,9 +108,7 @@ class UnitTensors(TensorStore):
         for slot, replica in enumerate(replicas):
             root: UnitModule = vars(replica)[UNIT_MODULE]
             for each in (root, *root.lower_unit_modules):
-                unit = self._units[each.unit_number]
-                each.runner = ModuleRunner(unit.slot_units[slot], each.number, each.entries, call)
-                each.runner.register(unit.parameters)
+                each.begin_call(self._units[each.unit_number].slot_units[slot], call)
             modules = dict(replica.named_modules()) if self._outer_references else {}
             for path, key, units in self._outer_references:
                 attributes = modules[path].__dict__

@@ -189,45 +189,33 @@ def _kind_of(value: object) -> str:
 
 
 class HookedSums:
-    """A `Reducer` that calls a hook, without other machines."""
-
-    def __init__(self, hook: CommHook) -> None:
-        self.hook = hook
-        self._lock = threading.Lock()  # several threads may have a pass each
-        self._last_future: Any = None  # of the last call, if it was not done at once
-
-    def begin_pass(self, contents: str) -> _HookedPass:
-        return _HookedPass(self)
-
-    def call(self, bucket: GradBucket) -> HookCall:
-        """Calls the hook, once the future of the previous bucket is done."""
-        with self._lock:
-            previous, self._last_future = self._last_future, None
-            if previous is not None:
-                wait_for(previous)
-            hook_call = HookCall(self.hook, bucket)
-            self._last_future = None if hook_call.future.done() else hook_call.future
-        return hook_call
-
-
-class _HookedPass:
-    """The `ReducerPass` of `HookedSums`."""
+    """A `Reducer` that calls a hook, without other machines. It is its `ReducerPass` too: one pass runs at a time."""
 
     takes_all_or_none = True
 
-    def __init__(self, sums: HookedSums) -> None:
-        self._sums = sums
+    def __init__(self, hook: CommHook) -> None:
+        self.hook = hook
+        self._has_failed = False  # in this pass
+        self._last_future: Any = None  # of the last call, if it was not done at once
+
+    def begin_pass(self, contents: str) -> HookedSums:
         self._has_failed = False
+        return self
 
     def launch(self, bucket: GradBucket) -> HookCall | None:
-        """See `ReducerPass`. After an error of the hook itself, the hook is not called again in this pass."""
+        """Calls the hook, once the future of the previous bucket is done, unless the hook has failed in this pass."""
         if self._has_failed:
             return None
+        previous, self._last_future = self._last_future, None
         try:
-            return self._sums.call(bucket)
+            if previous is not None:
+                wait_for(previous)
+            hook_call = HookCall(self.hook, bucket)
         except BaseException:
             self._has_failed = True
             raise
+        self._last_future = None if hook_call.future.done() else hook_call.future
+        return hook_call
 
     def fail(self, error: BaseException) -> None:
         """See `ReducerPass`. There is no other process to tell."""

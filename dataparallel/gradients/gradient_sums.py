@@ -1,38 +1,45 @@
-"""`KeptToSlots` has gradients of kept replicas summed in backward, or `GradientSums` keeps them for a later one.
+"""`SourceBucket` sums a bucket's gradients of kept replicas in backward, or `GradientSums` keeps them for a later one.
 
-``autograd.bucket_gradients`` adds them. Each bucket of parameters has one such node, which many passes use. The module
-has one `GradientSums` for all buckets. `ReducerBucket` and `ReducerSums` are for modules whose sums go on to a
-`Reducer`.
+The node of the bucket calls it when the last slot has the gradients (`ToSlots`). Many passes use one bucket. The module
+has one `GradientSums` for all buckets. `ReducerSums` is for modules whose sums go on to a `Reducer`.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from functools import partial
 from itertools import groupby
-from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
-from dataparallel.autograd.bucket_gradients import GradientStreams, ReadyEvent, SlotGradients, SourceGradients, ToSlots
+from dataparallel.autograd.bucket_gradients import ReadyEvent, SlotGradients, SourceGradients, ToSlots
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.comm.buckets import Bucket, flatten, has_strides
 from dataparallel.comm.streams.current import streams_joined, streams_set
 
 
-class KeptToSlots(ToSlots):
-    """The `ToSlots` node of a bucket that many passes use. ``node.bucket`` is its `SourceBucket`.
+def written_sources(from_source: Any, sources: Sequence[Tensor]) -> set[int]:
+    """Asks the engine for the positions of the sources whose ``.grad`` the running pass writes.
 
-    Its backward runs once in each pass, when the last slot has the bucket's gradients. Its last input is a token: the
-    last output of the node that was made before it. So the engine runs the new node before the older one, and every
-    pass launches sums in the same order, even if gradients arrive in another order. Collectives with other machines,
-    which may follow the sums, need one order everywhere.
+    ``from_source``: the `FromSource` of their bucket. A buffer may be the result of a computation: then its gradient
+    goes on into the computation's graph.
+    """
+    written = set()
+    for position, (following, _) in enumerate(from_source.next_functions):
+        try:
+            if _torch.will_engine_execute_node(following) and sources[position].is_leaf:
+                written.add(position)
+        except RuntimeError:  # torch raises it for a leaf whose gradient `torch.autograd.grad` is to return
+            pass
+    return written
+
+
+class SourceBucket:
+    """The parameters and buffers of the user's module that are in one bucket (``sources``), and how they are summed.
 
     ``backward(inputs=...)`` may write ``.grad`` of some parameters only, so backward asks the engine which they are.
 
@@ -46,56 +53,6 @@ class KeptToSlots(ToSlots):
 
     The user may throw gradients away. So waiting gradients are void, and dropped, if the source's ``.grad`` is
     ``None``, is another tensor, or has been set to zero.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, slots: Sequence[torch.device], gradient_streams: GradientStreams | None, handle: Tensor, token: Tensor
-    ) -> tuple[Tensor, ...]:
-        """See `ToSlots.forward`. The last output is the token."""
-        return (*ToSlots.forward(ctx, slots, gradient_streams, handle), token.detach())
-
-    @staticmethod
-    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
-        """Returns the sums over the slots, or slot 0's gradients."""
-        bucket: SourceBucket = ctx.bucket
-        from_source = next(following for following, _ in ctx.next_functions if following is not None)
-        is_reached, written = reached_sources(from_source, bucket.sources)
-        by_slot = ToSlots.take_gradients(envelopes[:-1])
-        if not is_reached:  # the engine runs this node only for the sake of its token
-            return None, None, None, None
-        sums = bucket.sums
-        with ToSlots.computing_streams_set(ctx):
-            if written:
-                if bucket.has_leaves_only and not sums.are_on and not torch.is_grad_enabled():
-                    return None, None, ToSlots.envelope_of(ctx, sums.keep(bucket, by_slot, written)), None
-                if taken := sums.take(bucket, written):
-                    with ToSlots.adding_streams_set(ctx):
-                        by_slot = bucket.with_kept_gradients(by_slot, taken)
-            return None, None, ToSlots.sum_into_envelope(ctx, by_slot), None
-
-
-def reached_sources(from_source: Any, sources: Sequence[Tensor]) -> tuple[bool, set[int]]:
-    """Asks the engine what the running pass does behind a bucket's node ``from_source``, a `FromSource`.
-
-    Returns True if the pass uses a source's gradient; and the positions of the sources whose ``.grad`` it writes. These
-    are leaves. A buffer may be the result of a computation: then its gradient goes on into the computation's graph.
-    """
-    is_reached, written = False, set()
-    for position, (following, _) in enumerate(from_source.next_functions):
-        try:
-            if not _torch.will_engine_execute_node(following):
-                continue
-            if sources[position].is_leaf:
-                written.add(position)
-        except RuntimeError:  # torch raises it for a leaf whose gradient `torch.autograd.grad` is to return
-            pass
-        is_reached = True
-    return is_reached, written
-
-
-class SourceBucket:
-    """The parameters and buffers of the user's module that are in one bucket (``sources``).
 
     ``streams``: the computing streams of the forward that uses the bucket.
     """
@@ -107,31 +64,43 @@ class SourceBucket:
         # A buffer that is the result of a computation has no `.grad`.
         self.has_leaves_only = all(source.is_leaf for source in sources)
 
+    def sum(self, node: Any, by_slot: Sequence[SlotGradients | None]) -> SourceGradients | None:
+        """Returns the sums over the slots, or slot 0's gradients; see `SumsOfBucket`. ``node``: the `ToSlots`."""
+        (from_source,) = [following for following, _ in node.next_functions if following is not None]
+        written = written_sources(from_source, self.sources)
+        if written:
+            if self.has_leaves_only and not self.sums.are_on and not torch.is_grad_enabled():
+                return SourceGradients(self.sums.keep(self, by_slot, written), None, node.source_device)
+            if taken := self.sums.take(self, written):
+                by_slot = self.with_kept_gradients(node, by_slot, taken)
+        return ToSlots.sum_over_slots(node, by_slot)
+
     def as_lists(self, by_slot: Sequence[SlotGradients | None]) -> list[list[Tensor | None]]:
         """Returns for each slot the gradient of each source, or ``None``."""
         return [[None] * len(self.sources) if of_slot is None else of_slot.as_list() for of_slot in by_slot]
 
     def with_kept_gradients(
-        self, by_slot: Sequence[SlotGradients | None], taken: Mapping[tuple[int, int], KeptGradient]
+        self, node: Any, by_slot: Sequence[SlotGradients | None], taken: Sequence[WaitingGradients]
     ) -> list[SlotGradients | None]:
-        """Adds gradients that `GradientSums.take` has taken to the gradients of this pass, on the current streams."""
-        for of_slot in by_slot:
-            if of_slot is not None:
-                of_slot.receive_flat()
-                of_slot.receive_separate()
-        lists = self.as_lists(by_slot)
-        positions = {id(source): position for position, source in enumerate(self.sources)}
-        for (slot, source_id), kept in taken.items():
-            position = positions[source_id]
-            grad = lists[slot][position]
-            lists[slot][position] = kept.receive() if grad is None else kept.receive() + grad
-        return [*map(SlotGradients, lists)]
+        """Adds gradients that `GradientSums.take` has taken to the gradients of this pass, on the adding streams."""
+        with ToSlots.adding_streams_set(node):
+            for of_slot in by_slot:
+                if of_slot is not None:
+                    of_slot.receive_flat()
+                    of_slot.receive_separate()
+            lists = self.as_lists(by_slot)
+            positions = {id(source): position for position, source in enumerate(self.sources)}
+            for waiting in taken:
+                position = positions[id(waiting.source)]
+                for slot, kept in waiting.by_slot.items():
+                    grad = lists[slot][position]
+                    lists[slot][position] = kept.receive() if grad is None else kept.receive() + grad
+            return [*map(SlotGradients, lists)]
 
 
 class KeptGradient(NamedTuple):
     """A gradient that waits on its slot. ``ready_event`` has the stream that made it; see `SlotGradients`."""
 
-    source: Tensor
     grad: Tensor
     ready_event: ReadyEvent | None
     streams: dict[torch.device, torch.Stream]  # the computing streams of the forward
@@ -143,15 +112,18 @@ class KeptGradient(NamedTuple):
         return self.grad
 
 
-class GradSnapshot:
-    """The identity and the version of a source's ``.grad`` while gradients wait. It shows if the user throws it away.
+class WaitingGradients:
+    """The gradients of one source that wait on slots, and the ``.grad`` that they belong to: the user may drop it.
 
     Attributes:
+        passes: running passes that have kept gradients. They may not have written ``.grad`` yet.
         reduced: a copy of the ``.grad`` from before gradients waited, for `ReducerSums`.
     """
 
     def __init__(self, source: Tensor) -> None:
         self.source = source
+        self.by_slot: dict[int, KeptGradient] = {}
+        self.passes: set[PassOfBackward] = set()  # reentrant checkpoints nest passes
         self.reduced: Tensor | None = None
         self.update()
 
@@ -169,17 +141,23 @@ class GradSnapshot:
         return _torch.version_of(grad) != self._version and not bool(grad.any())
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def one_at_a_time(method: F) -> F:
-
-    @functools.wraps(method)
-    def run(self: GradientSums, *args: Any, **kwargs: Any) -> Any:
-        with self.lock:
-            return method(self, *args, **kwargs)
-
-    return cast(F, run)
+def hooked(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Returns a gradient as the hooks on its parameter change it, where no node of the engine calls them."""
+    for hook in [*(_torch.hooks_of(parameter) or {}).values()]:
+        returned = hook(gradient)
+        if returned is None:
+            continue
+        if not isinstance(returned, Tensor):
+            raise TypeError(
+                f"a hook on a parameter returns a tensor or None; {hook!r} returned {type(returned).__name__}"
+            )
+        if returned.dtype != gradient.dtype or returned.shape != gradient.shape:
+            raise ValueError(
+                f"a hook on a parameter was given a gradient of shape {tuple(gradient.shape)} and {gradient.dtype}, "
+                f"and has to return one; {hook!r} returned one of shape {tuple(returned.shape)} and {returned.dtype}"
+            )
+        gradient = returned
+    return gradient
 
 
 class GradientSums:
@@ -197,18 +175,12 @@ class GradientSums:
     def __init__(self) -> None:
         self.are_on = True
         self.lock = threading.RLock()
-        # The keys are the slot and the id of the source, or the id alone. Values hold the source.
-        self._kept: dict[tuple[int, int], KeptGradient] = {}
-        self._snapshots: dict[int, GradSnapshot] = {}
-        self._slot_count = 0
-        # Ids of the sources whose gradients a running pass has kept. Reentrant checkpoints nest passes.
-        self._kept_by_pass: dict[PassOfBackward, set[int]] = {}
+        self._waiting: dict[int, WaitingGradients] = {}  # by the id of the source
 
     def start_afresh_after_fork(self) -> None:
         """In a forked child: a thread of the parent may have held the lock."""
         self.lock = threading.RLock()
 
-    @one_at_a_time
     def keep(
         self, bucket: SourceBucket, by_slot: Sequence[SlotGradients | None], written: Set[int]
     ) -> list[Tensor | None]:
@@ -217,127 +189,100 @@ class GradientSums:
         If only other slots have a gradient, slot 0's gradient is zeros: a ``.grad`` of ``None`` would say that the
         waiting gradients are void.
         """
-        self._slot_count = max(self._slot_count, len(by_slot))
-        self.drop_void(bucket.sources)
-        lists = bucket.as_lists(by_slot)
-        slot_0, *others = lists
-        for position in written:
-            if any(grads[position] is not None for grads in lists[self.first_waiting_slot :]):
+        slot_0, *others = lists = bucket.as_lists(by_slot)
+        running = running_pass()
+        with self.lock:
+            self.drop_void(bucket.sources)
+            if running.is_first((self, "keep")):
+                running.on_end(partial(self._end_pass, running))
+            found: dict[int, WaitingGradients] = {}
+            for position in written:
                 source = bucket.sources[position]
-                if id(source) not in self._snapshots:
-                    self.begin_keeping(source)
-                if slot_0[position] is None:
+                has_some = any(grads[position] is not None for grads in lists[self.first_waiting_slot :])
+                if has_some or id(source) in self._waiting:
+                    found[position] = self._waiting.get(id(source)) or self.begin_keeping(source)
+                    found[position].passes.add(running)
+                if has_some and slot_0[position] is None:
                     slot_0[position] = torch.zeros_like(source)
-        for slot, grads in enumerate(others, start=1):
-            if (of_slot := by_slot[slot]) is not None:
-                kept = [
-                    KeptGradient(bucket.sources[position], grad, of_slot.ready_event, bucket.streams)
-                    for position in written
-                    if (grad := grads[position]) is not None
-                ]
-                self._add_to_kept(slot, kept, of_slot.ready_event)
-        self._note_pass({id(bucket.sources[position]) for position in written})
+            for slot, grads in enumerate(others, start=1):
+                if (of_slot := by_slot[slot]) is not None:
+                    event, streams = of_slot.ready_event, bucket.streams
+                    of_sources = [(each, grad) for i, each in found.items() if (grad := grads[i]) is not None]
+                    _add_to_kept(slot, [(each, KeptGradient(grad, event, streams)) for each, grad in of_sources])
         return [grad if position in written else None for position, grad in enumerate(slot_0)]
 
-    def begin_keeping(self, source: Tensor) -> None:
+    def begin_keeping(self, source: Tensor) -> WaitingGradients:
         """Called before the first pass that keeps gradients of the source writes the source's ``.grad``.
 
         If the pass fails, its kept gradients belong to the present ``.grad``; without one they are void.
         """
-        self._snapshots[id(source)] = GradSnapshot(source)
+        self._waiting[id(source)] = WaitingGradients(source)
+        return self._waiting[id(source)]
 
-    @one_at_a_time
-    def take(self, bucket: SourceBucket, written: Set[int]) -> dict[tuple[int, int], KeptGradient]:
+    def take(self, bucket: SourceBucket, written: Set[int]) -> list[WaitingGradients]:
         """Removes and returns the waiting gradients of the ``written`` sources. The running pass is to add them."""
         running = running_pass()
-        if self.are_on and running.is_first((self, "add_kept")):
-            # Gradients of sources that this pass does not reach are added to ``.grad`` when it ends.
-            running.on_end(lambda ok: self.add_kept() if ok else None)
-        self.drop_void(bucket.sources)
-        return self._take({id(bucket.sources[position]) for position in written})
+        with self.lock:
+            if self.are_on and running.is_first((self, "add_kept")):
+                # Gradients of sources that this pass does not reach are added to ``.grad`` when it ends.
+                running.on_end(lambda ok: self.add_kept() if ok else None)
+            self.drop_void(bucket.sources)
+            return self._take([id(bucket.sources[position]) for position in written])
 
-    @one_at_a_time
     def drop_void(self, sources: Sequence[Tensor] | None = None) -> None:
         """Frees the void gradients of ``sources``, or of all sources, except where a running pass writes ``.grad``."""
-        if not self._snapshots:
+        if not self._waiting:
             return
-        ids = {*self._snapshots} if sources is None else {*map(id, sources)} & {*self._snapshots}
-        ids -= self._kept_by_running_passes()
-        self._take({each for each in ids if (found := self._snapshots.get(each)) and found.is_void()})
+        with self.lock:
+            ids = [*self._waiting] if sources is None else [*map(id, sources)]
+            found = [(each, self._waiting[each]) for each in ids if each in self._waiting]
+            self._take([each for each, waiting in found if not waiting.passes and waiting.is_void()])
 
-    @one_at_a_time
     @torch.no_grad()
     def add_kept(self) -> None:
         """Adds all waiting gradients, as the hooks on their sources change them, to ``.grad``, except void ones."""
-        self.drop_void()
-        terms: dict[int, list[KeptGradient]] = defaultdict(list)  # by the id of the source, in slot order
-        source_ids = {each for _, each in [*self._kept]} - self._kept_by_running_passes()
-        for (_, source_id), kept in sorted(self._take(source_ids).items(), key=itemgetter(0)):
-            terms[source_id].append(kept)
+        with self.lock:
+            self.drop_void()
+            taken = self._take([each for each, waiting in self._waiting.items() if not waiting.passes])
+        of_sources = [(each.source, [each.by_slot[slot] for slot in sorted(each.by_slot)]) for each in taken]
         # Kept gradients were made on the streams of their forward; ``.grad`` may have been written on other streams.
-        for _, group in groupby(terms.values(), lambda of_source: id(of_source[0].streams)):
+        for _, group in groupby(of_sources, lambda pair: id(pair[1][0].streams)):
             of_forward = [*group]
-            with streams_joined(of_forward[0][0].streams):
-                for of_source in of_forward:
-                    source = of_source[0].source
+            with streams_joined(of_forward[0][1][0].streams):
+                for source, terms in of_forward:
                     if source.grad is not None:  # else void: the engine still holds a pass that has failed
-                        total = comm.reduce_add([kept.receive() for kept in of_source], source.device)
-                        for hook in [*(_torch.hooks_of(source) or {}).values()]:  # no node of the engine calls them
-                            changed = hook(total)
-                            total = total if changed is None else changed
-                        source.grad.add_(total)
+                        total = comm.reduce_add([kept.receive() for kept in terms], source.device)
+                        source.grad.add_(hooked(source, total))
 
-    def _kept_by_running_passes(self) -> set[int]:
-        """Ids of the sources for which a running pass has kept gradients. It may not have written ``.grad`` yet."""
-        return set().union(*[*self._kept_by_pass.values()])
-
-    def _note_pass(self, source_ids: set[int]) -> None:
-        running = running_pass()
-        if running.is_first((self, "keep")):
-            running.on_end(partial(self._end_pass, running))
-        self._kept_by_pass[running] = self._kept_by_pass.get(running, set()) | source_ids
-
-    @one_at_a_time
     def _end_pass(self, ended: PassOfBackward, ok: bool) -> None:
         """If the pass has succeeded, its kept gradients belong to the ``.grad`` that it has written."""
-        for source_id in self._kept_by_pass.pop(ended, ()):
-            snapshot = self._snapshots.get(source_id)
-            if ok and snapshot is not None and snapshot.source.grad is not None:
-                snapshot.update()
+        with self.lock:
+            for waiting in [*self._waiting.values()]:
+                if ended in waiting.passes:
+                    waiting.passes.discard(ended)
+                    if ok and waiting.source.grad is not None:
+                        waiting.update()
 
-    def _add_to_kept(self, slot: int, gradients: Sequence[KeptGradient], ready_event: ReadyEvent | None) -> None:
-        """Adds gradients to those that wait on a slot, on the stream that makes the slot's gradients.
-
-        Each step is atomic: passes in several threads may add and take at the same time.
-        """
-        left = {id(each.source): each for each in gradients}
-        while left:
-            waiting = {each: kept for each in left if (kept := self._kept.pop((slot, each), None)) is not None}
-            if waiting:
-                with streams_set({} if ready_event is None else {ready_event.stream.device: ready_event.stream}):
-                    sums = {each: kept.receive() + left[each].grad for each, kept in waiting.items()}
-                event = None if ready_event is None else ReadyEvent(ready_event.stream)
-                left.update({each: left[each]._replace(grad=total, ready_event=event) for each, total in sums.items()})
-            for each, kept in [*left.items()]:
-                if self._kept.setdefault((slot, each), kept) is kept:
-                    del left[each]
-
-    def _take(self, source_ids: Set[int]) -> dict[tuple[int, int], KeptGradient]:
-        """Removes and returns the waiting gradients of some sources, by slot and the id of the source."""
-        taken = {}
-        for source_id in source_ids:
-            for slot in range(self._slot_count):
-                if (kept := self._kept.pop((slot, source_id), None)) is not None:
-                    taken[slot, source_id] = kept
-            self._snapshots.pop(source_id, None)
-        return taken
+    def _take(self, source_ids: Sequence[int]) -> list[WaitingGradients]:
+        return [self._waiting.pop(each) for each in source_ids if each in self._waiting]
 
 
-class TakenGradients(NamedTuple):
-    """Gradients that a pass has taken, and for each source the ``.grad`` in which the one of slot 0 has waited."""
+def _add_to_kept(slot: int, gradients: Sequence[tuple[WaitingGradients, KeptGradient]]) -> None:
+    """Adds gradients to those that wait on a slot, on the stream that makes the slot's gradients."""
+    event = gradients[0][1].ready_event if gradients else None
+    with streams_set({} if event is None else {event.stream.device: event.stream}):
+        sums = {
+            waiting: waiting.by_slot[slot].receive() + new.grad for waiting, new in gradients if slot in waiting.by_slot
+        }
+    if event is not None and sums:
+        event = ReadyEvent(event.stream)
+    for waiting, new in gradients:
+        is_added = waiting in sums
+        waiting.by_slot[slot] = new._replace(grad=sums[waiting], ready_event=event) if is_added else new
 
-    kept: dict[tuple[int, int], KeptGradient]
-    grads: list[tuple[GradSnapshot, Tensor]]
+
+def _put_hooks_back(hooks: dict[int, Any], resting: dict[int, Any], ok: bool) -> None:
+    hooks.update(resting)
 
 
 class ReducerSums(GradientSums):
@@ -353,53 +298,61 @@ class ReducerSums(GradientSums):
     first_waiting_slot = 0
     """Slot 0's gradients wait too, in ``.grad``."""
 
-    def begin_keeping(self, source: Tensor) -> None:
+    def keep(
+        self, bucket: SourceBucket, by_slot: Sequence[SlotGradients | None], written: Set[int]
+    ) -> list[Tensor | None]:
+        """See `GradientSums.keep`. Hooks on the sources rest in this pass: they see what waits later, in the sum."""
+        for position in written:
+            hooks = _torch.hooks_of(bucket.sources[position])
+            if hooks:
+                running_pass().on_end(partial(_put_hooks_back, hooks, dict(hooks)))
+                hooks.clear()
+        return super().keep(bucket, by_slot, written)
+
+    def begin_keeping(self, source: Tensor) -> WaitingGradients:
         """See `GradientSums.begin_keeping`. The running pass adds to the ``.grad`` that is copied here."""
-        super().begin_keeping(source)
-        self._snapshots[id(source)].reduced = None if source.grad is None else source.grad.clone()
+        waiting = super().begin_keeping(source)
+        waiting.reduced = None if source.grad is None else source.grad.clone()
+        return waiting
 
     def add_kept(self) -> None:
         """Does nothing: gradients are added to ``.grad`` only after the reducer has had them."""
 
-    @one_at_a_time
-    def take_to_send(self, bucket: SourceBucket, written: Set[int]) -> TakenGradients:
+    def take_to_send(self, bucket: SourceBucket, written: Set[int]) -> list[WaitingGradients]:
         """Takes the gradients of all slots that wait for the ``written`` sources. The forward's streams are current."""
-        self.drop_void(bucket.sources)
-        ids = {id(bucket.sources[position]) for position in written}
-        snapshots = [snapshot for each in ids if (snapshot := self._snapshots.get(each)) is not None]
-        if not snapshots:
-            return TakenGradients({}, [])
+        with self.lock:
+            self.drop_void(bucket.sources)
+            taken = self._take([id(bucket.sources[position]) for position in written])
         # Without a ``.grad`` the gradients are void, and the engine still holds the pass that has failed.
-        grads = [(snapshot, snapshot.source.grad) for snapshot in snapshots if snapshot.source.grad is not None]
-        slot_0_grads = [grad if snapshot.reduced is None else grad - snapshot.reduced for snapshot, grad in grads]
-        valid = {id(snapshot.source) for snapshot, _ in grads}
-        taken = TakenGradients({key: kept for key, kept in self._take(ids).items() if key[1] in valid}, grads)
+        found = [(waiting, grad) for waiting in taken if (grad := waiting.source.grad) is not None]
+        of_slot_0 = [grad if waiting.reduced is None else grad - waiting.reduced for waiting, grad in found]
         device = bucket.sources[0].device
-        ready_event = None if device.type == "cpu" else ReadyEvent(torch.accelerator.current_stream(device))
-        for (snapshot, _), grad in zip(grads, slot_0_grads, strict=True):
-            taken.kept[0, id(snapshot.source)] = KeptGradient(snapshot.source, grad, ready_event, bucket.streams)
-        return taken
+        event = None if device.type == "cpu" or not found else ReadyEvent(torch.accelerator.current_stream(device))
+        for (waiting, _), grad in zip(found, of_slot_0, strict=True):
+            waiting.by_slot[0] = KeptGradient(grad, event, bucket.streams)
+        return [waiting for waiting, _ in found]
 
-    def remove_from_grads(self, taken: TakenGradients) -> None:
+    def remove_from_grads(self, taken: Sequence[WaitingGradients]) -> None:
         """Removes slot 0's gradients from ``.grad`` after the pass has succeeded.
 
         The reduced gradients, which the pass adds next, contain them. The streams of the forward are current, and the
         engine orders the additions after them.
         """
-        for snapshot, grad in taken.grads:
-            if snapshot.reduced is None:
-                snapshot.source.grad = None
+        for waiting in taken:
+            if waiting.reduced is None or waiting.source.grad is None:
+                waiting.source.grad = None
             else:
-                grad.copy_(snapshot.reduced)
+                waiting.source.grad.copy_(waiting.reduced)
 
-    @one_at_a_time
-    def put_back(self, taken: TakenGradients) -> None:
+    def put_back(self, taken: Sequence[WaitingGradients]) -> None:
         """Lets gradients wait again after the pass that has taken them has failed. No ``.grad`` has changed."""
-        for snapshot, _ in taken.grads:
-            self._snapshots.setdefault(id(snapshot.source), snapshot)
-        for (slot, _), kept in taken.kept.items():
-            if slot:
-                self._add_to_kept(slot, [kept], kept.ready_event)
+        with self.lock:
+            for waiting in taken:
+                del waiting.by_slot[0]
+                waiting.passes.clear()
+                present = self._waiting.setdefault(id(waiting.source), waiting)
+                for slot, kept in waiting.by_slot.items() if present is not waiting else ():
+                    _add_to_kept(slot, [(present, kept)])
 
 
 class ReducerBucket(SourceBucket):

@@ -1,17 +1,16 @@
 """`OrderedPass` launches the summed buckets of one backward in a fixed order, each as a call of a `Reducer`.
 
 All machines launch the same buckets in the same order, with zeros for what a machine has not got, and end the pass. If
-backward fails on one of them, it tells the others. `BucketRow` has the nodes of the buckets: tokens link them, so that
-backward runs them in one order.
+backward fails on one of them, it tells the others. `BucketRow` has the buckets of one forward.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, count
+from itertools import accumulate, chain, count
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,19 +18,13 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.autograd.bucket_gradients import FromSource, SlotGradients, SourceGradients, ToSlots
-from dataparallel.autograd.node import Node, run_before_last, run_last
+from dataparallel.autograd.node import Node, run_last
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass, wait_for_passes
 from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.buckets import unflatten
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.gradients.comm_hooks import GradBucket
-from dataparallel.gradients.gradient_sums import (
-    KeptToSlots,
-    ReducerBucket,
-    ReducerSums,
-    TakenGradients,
-    reached_sources,
-)
+from dataparallel.gradients.gradient_sums import ReducerBucket, ReducerSums, WaitingGradients, written_sources
 from dataparallel.weak_members import WeakMembers
 
 _numbers = count()
@@ -70,19 +63,18 @@ class BucketRow:
         self.number = next(_numbers)
         self.contents = "\n".join(f"{i}: {bucket.describe()}" for i, bucket in enumerate(buckets))
         self.first_positions = [0, *accumulate(len(bucket.names) for bucket in self.buckets)]
-        self._copy_nodes: list[list[weakref.ref[Any]]] = [[] for _ in self.buckets]
+        self._sum_nodes: dict[int, weakref.ref[Any]] = {}  # the `ToSlots` of each bucket
 
     def make_source_nodes(self) -> tuple[list[Tensor], Tensor]:
-        """Makes the nodes behind `LaunchBucket` in backward. Returns a handle for each bucket, and the first token. ::
+        """Makes the nodes behind `ToSlots` in backward. Returns a handle for each bucket, and a token for all. ::
 
-            parameters <-- FromReducer <-- WaitForAll <-- EndLaunches <-- LaunchBucket of the last bucket
-                                                                        <-- ... <-- LaunchBucket of the first bucket
+            parameters <-- FromReducer <-- WaitForAll <-- ToSlots of all buckets
 
         Every `FromReducer` follows `WaitForAll`, even if the pass does not reach its bucket. So nobody waits before all
         buckets are launched, and no ``.grad`` is written before the pass has succeeded on all machines.
 
-        On the CPU one thread runs all nodes, `EndLaunches` and `WaitForAll` last, so after any error of this machine's
-        backward. Threads of accelerators never block: `WaitForAll` runs in the thread that has called ``backward``.
+        On the CPU one thread runs all nodes, `WaitForAll` last, so after any error of this machine's backward. Threads
+        of accelerators never block: `WaitForAll` runs in the thread that has called ``backward``.
         """
         handles: list[Tensor] = []
         tokens: list[Tensor] = []
@@ -93,83 +85,46 @@ class BucketRow:
             run_last(handle.grad_fn)
             handles.append(handle)
             tokens.append(token)
-        token = EndLaunches.apply(self, WaitForAll.apply(self, *tokens))
-        self._end_node: weakref.ref[Any] = weakref.ref(token.grad_fn)
+        token = WaitForAll.apply(self, *tokens)
+        self._wait_node: weakref.ref[Any] = weakref.ref(token.grad_fn)
         self.passes.rows.add(self)
         return handles, token
 
-    def make_launch_node(self, index: int, arguments: Sequence[Any], token: Tensor) -> Sequence[Tensor]:
-        """Makes a bucket's `LaunchBucket` node. Its last output is the token for the previous bucket's node."""
-        outputs: tuple[Tensor, ...] = LaunchBucket.apply(*arguments, token)
-        node: Any = outputs[-1].grad_fn
-        node.row, node.index = self, index
-        return outputs
-
     def note_copies(self, index: int, on_slots: Sequence[Sequence[Tensor]]) -> None:
-        """Notes the nodes of a bucket's copies on the slots, for `has_gradients`."""
-        self._copy_nodes[index] = [weakref.ref(copies[0].grad_fn) for copies in on_slots]
+        """Notes the `ToSlots` of a bucket, which the nodes of the bucket's copies lead to."""
+        node: Any = on_slots[0][0].grad_fn
+        self._sum_nodes[index] = weakref.ref(node.next_functions[0][0])
 
-    def is_reached(self) -> bool:
-        """True if the running backward reaches these buckets."""
-        end_node = self._end_node()
-        return end_node is not None and _torch.will_engine_execute_node(end_node)
-
-    def reached_sources(self) -> list[tuple[bool, set[int]]]:
-        """Calls `reached_sources` for each bucket, in the running backward."""
-        end_node = self._end_node()
-        assert end_node is not None
-        ((wait_node, _),) = [following for following in end_node.next_functions if following[0] is not None]
-        nodes = [node for node, _ in wait_node.next_functions if node is not None]
-        return [reached_sources(node, bucket.sources) for node, bucket in zip(nodes, self.buckets, strict=True)]
-
-    def has_gradients(self) -> list[bool]:
-        """Returns for each bucket True if the running backward reaches the bucket's copies on some slot."""
-        return [
-            any(_torch.will_engine_execute_node(node) for reference in references if (node := reference()) is not None)
-            for references in self._copy_nodes
-        ]
-
-
-class LaunchBucket(KeptToSlots):
-    """The `KeptToSlots` of a bucket in a `BucketRow`: bucket ``node.index`` of ``node.row``.
-
-    The engine runs the first node that it reaches and all later ones. The first one launches the earlier buckets too,
-    which have no gradients. So each pass launches all buckets in their order, on every machine.
-    """
-
-    @staticmethod
-    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
-        """Sums the bucket over the slots and launches it, or keeps its gradients on the slots."""
-        by_slot = ToSlots.take_gradients(envelopes[:-1])
-        this_pass = ctx.row.passes.pass_over(ctx.row)
+    def sum(self, index: int, node: Any, by_slot: Sequence[SlotGradients | None]) -> SourceGradients | None:
+        """Sums a bucket over the slots and launches it, or keeps its gradients on the slots; see `SumsOfBucket`."""
+        this_pass = self.passes.pass_over(self)
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a backward with create_graph=True leads to the parameters of a module that is replicated over "
                 "machines or has a communication hook: what happens to its sums cannot be recorded. Use "
                 "create_graph=True with inputs= that do not include its parameters, or leave it out"
             )
-        with ToSlots.computing_streams_set(ctx):
-            if this_pass.is_reduced:
-                this_pass.launch_bucket(ctx, ctx.index, by_slot)
-                return None, None, None, None
-            slot_0 = this_pass.keep_on_slots(ctx.index, by_slot)
-            return None, None, None if slot_0 is None else ToSlots.envelope_of(ctx, slot_0), None
+        if not this_pass.is_reduced:
+            return this_pass.keep_on_slots(node, index, by_slot)
+        this_pass.launch(node, index, by_slot)
+        return None
 
+    def is_reached(self) -> bool:
+        """True if the running backward reaches these buckets."""
+        wait_node = self._wait_node()
+        return wait_node is not None and _torch.will_engine_execute_node(wait_node)
 
-class EndLaunches(Node):
-    """``EndLaunches.apply(row, token)`` returns the last bucket's token. Backward ends the launches of the pass."""
+    def written_sources(self) -> list[set[int]]:
+        """Calls `written_sources` for each bucket, in the running backward."""
+        wait_node = self._wait_node()
+        assert wait_node is not None
+        nodes = [node for node, _ in wait_node.next_functions if node is not None]
+        return [written_sources(node, bucket.sources) for node, bucket in zip(nodes, self.buckets, strict=True)]
 
-    @staticmethod
-    def forward(ctx: Any, row: BucketRow, token: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.row = row
-        run_before_last(ctx)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, token: Tensor | None) -> tuple[None, None]:
-        ctx.row.passes.pass_over(ctx.row).end_launches()
-        return None, None
+    def without_gradients(self) -> list[int]:
+        """Returns the numbers of the buckets whose copies the running backward does not reach on any slot."""
+        nodes = [(index, reference()) for index, reference in sorted(self._sum_nodes.items())]
+        return [index for index, node in nodes if node is None or not _torch.will_engine_execute_node(node)]
 
 
 class WaitForAll(Node):
@@ -184,8 +139,16 @@ class WaitForAll(Node):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None) -> tuple[None, ...]:
-        ctx.row.passes.pass_over(ctx.row).wait_for_all()
+        this_pass = ctx.row.passes.pass_over(ctx.row)
+        for each in _passes_of(running_pass()):
+            each.end_if_launched()  # before the wait: other machines may wait for another module's first
+        this_pass.wait_for_all()
         return (None,) * (1 + ctx.count)
+
+
+def _passes_of(backward: PassOfBackward) -> list[OrderedPass]:
+    """Returns a list for the passes of all modules in one backward."""
+    return backward.get(OrderedPass, lambda _: [])
 
 
 class FromReducer(FromSource):
@@ -245,9 +208,11 @@ class ModulePasses:
         passes: dict[BucketRow, OrderedPass] = {}
         for row in sorted(self.rows, key=lambda row: row.number):
             if row.is_reached():
-                previous = passes[row] = OrderedPass(row, previous)
+                passes[row] = OrderedPass(row, previous)
+                previous = passes[row] if passes[row].is_reduced else previous
         if passes:
             self._backward_passes.add(backward)
+        _passes_of(backward).extend(passes.values())
         backward.on_end(partial(self._end_passes, backward, passes))
         return passes
 
@@ -320,17 +285,18 @@ class Reducer(Protocol):
         """Begins a pass. ``contents`` says which parameters are in which bucket, and is equal on all machines."""
 
 
-class _BucketInFlight(NamedTuple):
-    """A bucket that was launched and not waited for."""
+class _Bucket(NamedTuple):
+    """A bucket that is to be launched, or was launched and not waited for."""
 
-    result: AsyncResult | None
     flat: Tensor
     sums: SourceGradients | None  # holds the memory of ``flat``
-    launch_event: Event | None  # recorded on the side stream after the launch; None without side streams
+    sides: dict[torch.device, torch.Stream]  # the side streams that have made ``flat``
+    result: AsyncResult | None = None
+    launch_event: Event | None = None  # recorded on the side stream after the launch; None without side streams
 
 
 class OrderedPass:
-    """One backward over one `BucketRow`. In each thread of the engine one node at a time uses it.
+    """One backward over one `BucketRow`. Buckets are launched in their order, whenever they come.
 
     A backward over several forwards has one `OrderedPass` for each row, and they launch one after the other.
 
@@ -339,136 +305,104 @@ class OrderedPass:
     """
 
     def __init__(self, row: BucketRow, previous: OrderedPass | None) -> None:
-        self._row = row
-        self._previous, self._next = previous, None  # `_previous` becomes None when that pass has ended
+        self._row, self._previous = row, previous
+        self._next: OrderedPass | None = None
+        self._lock: threading.RLock = threading.RLock() if previous is None else previous._lock
         if previous is not None:
             previous._next = self
-        self._sources_reached = row.reached_sources()  # of each bucket: if it is reached, and the positions written
-        self._has_gradients = row.has_gradients()
+        self._written = row.written_sources()
         self._kept_gradients = row.passes.sums
-        self.is_reduced = self._kept_gradients.are_on or not any(written for _, written in self._sources_reached)
-        self._lock = threading.RLock()
-        self._postponed: list[Callable[[], None]] = []  # launches that wait for `_previous`
-        self._next_index = 0  # the first bucket that no node has launched or postponed
+        self.is_reduced = self._kept_gradients.are_on or not any(self._written)
+        self._without_gradients = row.without_gradients()
         self._reducer_pass = row.passes.reducer.begin_pass(row.contents) if self.is_reduced else None
-        self._in_flight: list[_BucketInFlight] = []
-        self._used_here: list[bool] = []
-        self._taken: list[TakenGradients] = []
-        self._is_end_requested = self._is_end_sent = False  # the end is sent after that of `_previous`
+        self._ready: dict[int, _Bucket] = {}  # by its number: a bucket that waits for its turn
+        self._in_flight: list[_Bucket] = []
+        self._used_here: list[list[bool]] = [[] for _ in row.buckets]
+        self._taken: list[WaitingGradients] = []
         self._end_result: AsyncResult | None = None
-        self._may_wait = threading.Event()  # set when the end was sent, or the pass has failed
+        self._is_over = threading.Event()  # set when the end was sent, or the pass has failed
         self._reduced: list[Tensor | None] = []  # the flat tensor of each bucket
         self._used_anywhere: Sequence[bool] = ()
 
-    def keep_on_slots(self, index: int, by_slot: Sequence[SlotGradients | None]) -> list[Tensor | None] | None:
+    def keep_on_slots(self, node: Any, index: int, by_slot: Sequence[SlotGradients | None]) -> SourceGradients:
         """Keeps a bucket's gradients on the slots; see `GradientSums.keep`."""
-        is_reached, written = self._sources_reached[index]
-        if not is_reached:
-            return None
         bucket = self._row.buckets[index]
         if not bucket.has_leaves_only:
             raise RuntimeError(
                 "gradients cannot stay on the slots here: a buffer of the module is the result of a computation, and "
                 "its gradient goes on into that graph. Leave out no_sync, or detach the buffer"
             )
-        return self._kept_gradients.keep(bucket, by_slot, written)
+        grads = self._kept_gradients.keep(bucket, by_slot, self._written[index])
+        return SourceGradients(grads, None, node.source_device)
 
-    def launch_bucket(self, ctx: Any, index: int, by_slot: Sequence[SlotGradients | None]) -> None:
-        """Launches a bucket, and the buckets next to it that have no gradients in this backward.
+    def launch(self, node: Any, index: int, by_slot: Sequence[SlotGradients | None]) -> None:
+        """Launches a bucket and those after it that are ready, or notes that this one is ready.
 
-        On an accelerator the thread that launches the last bucket also ends the launches: the thread that called
-        ``backward`` may already block in `wait_for_all` of another module.
+        The first call makes those ready that have no gradients in this backward.
         """
-        if index < self._next_index:  # it was launched together with an earlier bucket
-            return
-        nothing = [None] * len(by_slot)
-        while self._next_index < index:
-            self._launch_next(ctx, nothing)
-        self._launch_next(ctx, by_slot)
-        while self._next_index < len(self._row.buckets) and not self._has_gradients[self._next_index]:
-            self._launch_next(ctx, nothing)
-        if self._next_index == len(self._row.buckets) and ctx.source_device.type != "cpu":
-            self.end_launches()
+        without, self._without_gradients = self._without_gradients, []
+        for each in without:
+            self._make_ready(node, each, [None] * len(by_slot))
+        self._make_ready(node, index, by_slot)
+        with self._lock:
+            self._launch_ready()
 
-    def _launch_next(self, ctx: Any, by_slot: Sequence[SlotGradients | None]) -> None:
-        bucket = self._row.buckets[self._next_index]
-        taken = self._kept_gradients.take_to_send(bucket, self._sources_reached[self._next_index][1])
-        if taken.kept:
-            self._taken.append(taken)
-            with ToSlots.adding_streams_set(ctx):
-                by_slot = bucket.with_kept_gradients(by_slot, taken.kept)
-        sums = ToSlots.sum_over_slots(ctx, by_slot)
+    def _make_ready(self, node: Any, index: int, by_slot: Sequence[SlotGradients | None]) -> None:
+        bucket = self._row.buckets[index]
+        taken = self._kept_gradients.take_to_send(bucket, self._written[index])
+        if taken:
+            self._taken += taken
+            by_slot = bucket.with_kept_gradients(node, by_slot, taken)
+        sums = ToSlots.sum_over_slots(node, by_slot)
         grads = [None] * len(bucket.names) if sums is None else sums.grads_on_side_streams
-        self._used_here += [grad is not None for grad in grads]
-        streams = ctx.gradient_streams
-        sides = {} if streams is None else dict(streams.sides)
-        with ToSlots.adding_streams_set(ctx):
+        self._used_here[index] = [grad is not None for grad in grads]
+        streams = node.gradient_streams
+        with ToSlots.adding_streams_set(node):
             if sums is not None and sums.flat is not None and bucket.is_laid_out(sums):
                 flat = sums.flat
             else:
                 flat = bucket.zeros() if sums is None else bucket.flatten(grads)
                 if streams is not None:  # allocated on a side stream, used on the computing stream
-                    flat.record_stream(streams.computing[ctx.source_device])
-        self._launch(self._next_index, flat, sums, sides)
-        self._next_index += 1
+                    flat.record_stream(streams.computing[node.source_device])
+        self._ready[index] = _Bucket(flat, sums, {} if streams is None else dict(streams.sides))
 
-    def _launch(
-        self, index: int, flat: Tensor, sums: SourceGradients | None, sides: dict[torch.device, torch.Stream]
-    ) -> None:
-        """Launches a bucket with the side streams ``sides`` current, now or when the previous pass has ended."""
-        row, bucket = self._row, self._row.buckets[index]
-        members = bucket.layout.indices
-        parameters, names = [bucket.sources[i] for i in members], [bucket.names[i] for i in members]
-        summed, reducer_pass = GradBucket(index, len(row.buckets), flat, parameters, names), self._reducer_pass
-
-        def launch() -> None:
-            assert reducer_pass is not None
-            with streams_set(sides):
-                result = reducer_pass.launch(summed)
-                launch_event = Event(sides[flat.device]) if sides else None
-            self._in_flight.append(_BucketInFlight(result, flat, sums, launch_event))
-
-        self._run_or_postpone(launch)
-
-    def end_launches(self) -> None:
-        """Ends the pass after its last launch. Later calls do nothing."""
-        if self._is_end_requested:
+    def _launch_ready(self) -> None:
+        """Launches the buckets whose turn it is, under the lock."""
+        if self._previous is not None and not self._previous._is_over.is_set():
             return
-        self._is_end_requested = True
-        if self.is_reduced:
-            self._run_or_postpone(self._send_end)
-        self._release_next_pass()
+        while (ready := self._ready.pop(len(self._in_flight), None)) is not None:
+            self._launch(ready)
+        # The thread that called ``backward`` may already wait for another module. On the CPU it runs all nodes.
+        if self._row.buckets[0].sources[0].device.type != "cpu":
+            self.end_if_launched()
 
-    def _send_end(self) -> None:
+    def _launch(self, bucket: _Bucket) -> None:
+        row, index = self._row, len(self._in_flight)
+        layout, names, sources = row.buckets[index].layout, row.buckets[index].names, row.buckets[index].sources
+        parameters = [sources[i] for i in layout.indices]
+        summed = GradBucket(index, len(row.buckets), bucket.flat, parameters, [names[i] for i in layout.indices])
         assert self._reducer_pass is not None
-        self._is_end_sent = True
-        self._end_result = self._reducer_pass.end_pass(self._used_here, self._row.order.proposal())
-        self._may_wait.set()
+        with streams_set(bucket.sides):
+            result = self._reducer_pass.launch(summed)
+            launch_event = Event(bucket.sides[bucket.flat.device]) if bucket.sides else None
+        self._in_flight.append(bucket._replace(result=result, launch_event=launch_event))
 
-    def _run_or_postpone(self, action: Callable[[], None]) -> None:
+    def end_if_launched(self) -> None:
+        """Ends the pass after its last launch, unless it has ended. Then the next pass launches."""
         with self._lock:
-            if self._previous is not None:
-                self._postponed.append(action)
+            if self._is_over.is_set() or self._reducer_pass is None or len(self._in_flight) < len(self._row.buckets):
                 return
-        action()
-
-    def _release_next_pass(self) -> None:
-        """Runs what the next pass has postponed, unless this pass still waits for the previous one itself."""
-        following = self._next
-        if following is not None and self._previous is None:
-            with following._lock:
-                following._previous = None
-                postponed, following._postponed = following._postponed, []
-                for action in postponed:
-                    action()
-            if following._is_end_sent or not following.is_reduced:
-                following._release_next_pass()
+            used = [*chain.from_iterable(self._used_here)]
+            self._end_result = self._reducer_pass.end_pass(used, self._row.order.proposal())
+            self._is_over.set()
+            if self._next is not None:
+                self._next._launch_ready()
 
     def wait_for_all(self) -> None:
         """Blocks until all buckets are reduced; the computing streams are ordered after them."""
         if not self.is_reduced:
             return
-        if not self._may_wait.wait(_PREVIOUS_PASS_TIMEOUT):  # only in a pass over several forwards, on accelerators
+        if not self._is_over.wait(_PREVIOUS_PASS_TIMEOUT):  # only in a pass over several forwards, on accelerators
             raise RuntimeError(
                 f"after {_PREVIOUS_PASS_TIMEOUT:g} s the gradients of an earlier forward of this backward have not "
                 "been launched: an error has ended their part of it"
@@ -477,19 +411,20 @@ class OrderedPass:
         streams = self._row.streams
         with streams_set(streams):
             while self._in_flight:
-                result, flat, sums, launch_event = self._in_flight[0]
-                if launch_event is not None:
-                    launch_event.make_wait(streams[flat.device])
-                assert result is not None
-                self._reduced.append(result.wait())
-                if sums is not None:
-                    sums.take()
-                del self._in_flight[0], result, flat, sums
+                bucket = self._in_flight[0]
+                if bucket.launch_event is not None:
+                    bucket.launch_event.make_wait(streams[bucket.flat.device])
+                assert bucket.result is not None
+                self._reduced.append(bucket.result.wait())
+                if bucket.sums is not None:
+                    bucket.sums.take()
+                del self._in_flight[0], bucket
         assert self._end_result is not None
         self._used_anywhere, order = self._end_result.wait()
-        with streams_set(self._row.streams):
-            while self._taken:
-                self._kept_gradients.remove_from_grads(self._taken.pop())
+        with streams_set(streams):
+            taken, self._taken = self._taken, []
+            self._kept_gradients.remove_from_grads(taken)
+            del taken
         self._row.order.agree(order)
 
     def take_gradients(self, index: int) -> list[Tensor | None]:
@@ -508,17 +443,13 @@ class OrderedPass:
     def fail(self, error: BaseException) -> None:
         """Backward has failed here: tells the other machines, and puts kept gradients back."""
         try:
-            self._postponed.clear()
-            if self._reducer_pass is not None and not self._is_end_sent:
-                self._is_end_sent = True
+            if self._reducer_pass is not None and not self._is_over.is_set():
+                self._is_over.set()
                 missing = range(len(self._in_flight), len(self._row.buckets))
                 for index in missing if self._in_flight and self._reducer_pass.takes_all_or_none else ():
-                    self._launch(index, self._row.buckets[index].zeros(), None, {})
+                    self._launch(_Bucket(self._row.buckets[index].zeros(), None, {}))
                 self._reducer_pass.fail(error)
         finally:
-            for taken in self._taken:
-                self._kept_gradients.put_back(taken)
+            self._kept_gradients.put_back(self._taken)
             self._taken.clear()
             self._in_flight.clear()
-            self._may_wait.set()
-            self._release_next_pass()

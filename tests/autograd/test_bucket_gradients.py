@@ -1,7 +1,6 @@
 """Gradients travel in buckets while backward still runs. The size of buckets changes only the order of events."""
 
 import functools
-import importlib
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import dataparallel as dp
 from dataparallel import DataParallel
-from dataparallel.autograd.bucket_gradients import broadcast_bucket
 from dataparallel.testing.models import CASES
 from dataparallel.testing.parity import assert_same_training
 from graphs import nodes_of
@@ -53,26 +51,6 @@ def test_a_sum_is_accumulated_before_the_slowest_slot_has_the_gradient_of_its_fi
     assert events == ["first layer", "accumulated", "first layer"]
 
 
-def test_buckets_are_filled_from_the_last_layer_and_are_small_at_both_ends(make_slots, monkeypatch):
-    slots = make_slots(2)
-    # The package has a function of that name, which hides the module.
-    room = importlib.import_module("dataparallel.replicas.replicate")
-    monkeypatch.setattr(room, "FIRST_BUCKET_BYTES", int(LAYER_MB * 2**20 / 2))
-    model = Layers(5, WIDTH).double().to(slots[0])
-    sent = []
-    monkeypatch.setattr(
-        room,
-        "broadcast_bucket",
-        lambda *arguments, **named: sent.append(arguments[1]) or broadcast_bucket(*arguments, **named),
-    )
-    dp.replicate(model, slots, bucket_cap_mb=2 * LAYER_MB)
-    position = {parameter.data_ptr(): i for i, parameter in enumerate(model.parameters())}
-    buckets = [sorted((position[tensor.data_ptr()] for tensor in tensors), reverse=True) for tensors in sent]
-    # Of a layer the bias comes first; its weights alone are more than half of it.
-    assert [len(bucket) for bucket in buckets] == [1, 2, 3, 2, 1, 1]
-    assert [i for bucket in buckets for i in bucket] == list(range(9, -1, -1))
-
-
 @pytest.mark.slots(2, 3)
 @pytest.mark.parametrize("bucket_cap_mb", [1e-9, LAYER_MB, 25])
 def test_a_node_for_each_bucket_and_the_same_bits(slots, root, bucket_cap_mb):
@@ -106,19 +84,6 @@ def test_gradcheck_and_gradgradcheck_through_several_buckets(slots, root):
     assert gradgradcheck(call, (x, *parameters))
 
 
-@pytest.mark.slots(2, 3)
-def test_gradients_of_some_parameters_only(slots, root):
-    """Buckets without a wanted gradient are not summed."""
-    model = Layers(4, WIDTH).double().to(root)
-    x = torch.randn(6, WIDTH, dtype=torch.float64, device=root)
-    wanted = [model.layers[3].bias, model.layers[1].weight]
-    expected = torch.autograd.grad(model(x).square().sum(), wanted)
-    output = DataParallel(model, slots, bucket_cap_mb=1e-9)(x)
-    actual = torch.autograd.grad(output.square().sum(), wanted)
-    for gradient, reference in zip(actual, expected, strict=True):
-        torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-9)
-
-
 @pytest.mark.slots(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_training_is_the_same_with_a_bucket_for_each_parameter(case, slots):
@@ -131,19 +96,6 @@ def test_training_is_the_same_with_a_bucket_for_each_parameter(case, slots):
         by_chunks=case.by_chunks,
         wrap=functools.partial(DataParallel, bucket_cap_mb=1e-9),
     )
-
-
-@pytest.mark.slots(2)
-def test_without_sequence_numbers_only_the_order_goes(slots, root, monkeypatch):
-    monkeypatch.setattr("dataparallel._torch.set_sequence_nr", lambda node, number: None)
-    model = Layers(4, WIDTH).double().to(root)
-    x = torch.randn(6, WIDTH, dtype=torch.float64, device=root)
-    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    wrapped = DataParallel(model, slots, bucket_cap_mb=LAYER_MB)
-    for gradient, reference in zip(
-        torch.autograd.grad(wrapped(x).square().sum(), list(model.parameters())), expected, strict=True
-    ):
-        torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-9)
 
 
 @pytest.mark.devices("cpu")

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from buckets import broadcast, check, expected, loss_of
 from dataparallel import comm
-from dataparallel.autograd.bucket_gradients import OnSlot, Packing, SlotGradients, take_contents
-from dataparallel.comm import using
+from dataparallel.autograd.bucket_gradients import Packing, SlotGradients
 from graphs import nodes_of
 
 
@@ -121,30 +120,6 @@ def test_anomaly_detection_finds_none_in_envelopes(slots: list, root: torch.devi
     check(sources, expected(sources, slots))
 
 
-@pytest.mark.slots(2, 3)
-@pytest.mark.parametrize("route", ["star", "chain"])
-def test_the_route_is_that_of_the_forward(slots: list, root: torch.device, sources: list, route: str) -> None:
-    with using(route=route):
-        loss = loss_of(broadcast(slots, sources), root)
-    loss.backward()
-    check(sources, expected(sources, slots))
-
-
-def test_a_bucket_is_planned_once_for_the_same_gradients(make_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = [torch.device(slot) for slot in make_slots(2)]
-    tensors = [torch.ones(3, device=slots[0]), torch.ones(2, device=slots[0])]
-    monkeypatch.setattr(comm, "sums_travel_flat", lambda slots, tensors: True)
-    packing = Packing(slots, tensors, None)
-    with torch.no_grad():
-        whole, part = packing.bucket_of(tensors), packing.bucket_of([tensors[0], None])
-        assert whole is packing.bucket_of([*tensors])
-        assert part is packing.bucket_of([tensors[1].new_ones(3), None])
-        assert sorted(whole.indices) == [0, 1]
-        assert part.indices == [0]
-        assert packing.bucket_of([None, None]) is None
-    assert packing.bucket_of(tensors) is None, "while gradients are recorded"
-
-
 def test_gradients_are_taken_out_of_a_flat_buffer(make_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm, "sums_travel_flat", lambda slots, tensors: True)
     root = torch.device(make_slots(2)[0])
@@ -158,25 +133,6 @@ def test_gradients_are_taken_out_of_a_flat_buffer(make_slots: Any, monkeypatch: 
     assert torch.equal(first, grads[0])
     assert second is None
     assert torch.equal(third, grads[2])
-
-
-def test_no_gradient_at_all(slots: list, root: torch.device, sources: list) -> None:
-    """The engine runs the nodes without any gradient."""
-
-    class Nothing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.sum()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> None:
-            return None
-
-    copies = broadcast(slots, sources)
-    sum(Nothing.apply(copy).to(root) for of_slot in copies for copy in of_slot).backward()
-    assert all(source.grad is None for source in sources)
-    assert take_contents(None) is None
-    assert OnSlot.__name__ in copies[0][0].grad_fn.name()
 
 
 def test_no_two_gradients_meet_between_the_nodes(slots: list, root: torch.device, sources: list) -> None:

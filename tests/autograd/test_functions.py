@@ -121,12 +121,6 @@ def test_an_undefined_gradient_stays_undefined(slots: list, root: torch.device, 
     assert grads[1] is None
 
 
-def test_unused_chunks_count_as_zeros(slots: list, root: torch.device) -> None:
-    source = leaf(6, device=root)
-    Scatter.apply(slots, None, 0, source)[1].sum().backward()
-    assert source.grad.tolist() == [0, 0, 1, 1, 0, 0]
-
-
 def test_what_needs_no_gradient_gets_none(slots: list, root: torch.device) -> None:
     weight, buffer, count = leaf(2, device=root), torch.randn(2, device=root), torch.tensor([3], device=root)
     outputs = Broadcast.apply(slots, weight, buffer, count)
@@ -155,21 +149,7 @@ def test_sparse_gradients_add_up(slots: list, root: torch.device, dense_slot: in
     assert table.grad.to_dense()[:, 0].tolist() == expected.tolist()
 
 
-def test_some_slots_may_have_sparse_gradients_of_their_chunk(slots: list, root: torch.device) -> None:
-    tables = leaf(6, 2, device=root)
-    chunks = Scatter.apply(slots, None, 0, tables)
-    F.embedding(torch.tensor([0], device=chunks[0].device), chunks[0], sparse=True).sum().backward()
-    assert tables.grad.to_dense().sum(1).tolist() == [2, 0, 0, 0, 0, 0]
-
-
 # Memory and version counters
-
-
-def test_leaves_of_one_sum_do_not_share_their_grad(slots: list, root: torch.device) -> None:
-    pairs = [leaf(2, device=slots[0]) for _ in range(4)]
-    sum(total.sum() for total in ReduceAddCoalesced.apply(root, 2, *pairs)).backward()
-    pairs[0].grad.zero_()
-    assert all(other.grad.tolist() == [1.0] * 2 for other in pairs[1:])
 
 
 @on_a_single_slot
@@ -193,46 +173,12 @@ def test_chunks_may_be_changed_in_place(slots: list, root: torch.device) -> None
     assert source.grad.tolist() == [3.0] * 6
 
 
-def test_one_slots_change_of_its_chunk_is_not_anothers(slots: list, root: torch.device) -> None:
-    batch, weight = torch.ones(6, device=root).double(), leaf(1, device=root)
-    outputs = []
-    for chunk, replica in zip(Scatter.apply(slots, None, 0, batch), Broadcast.apply(slots, weight), strict=True):
-        chunk.add_(1)
-        outputs.append(chunk * replica)
-    Gather.apply(root, 0, *outputs).sum().backward()
-    assert weight.grad.item() == 12.0
-
-
-@on_a_single_slot
-def test_what_is_handed_through_may_be_changed_in_place(root: torch.device, function: Callable) -> None:
-    source = leaf(2, device=root)
-    output = function(root, source * 1)
-    output.mul_(3)
-    output.sum().backward()
-    assert source.grad.tolist() == [3.0] * 2
-
-
-def test_an_optimizer_between_forward_and_backward_is_noticed(slots: list, root: torch.device) -> None:
-    weight = leaf(2, device=root)
-    loss = Broadcast.apply(slots, weight)[0].square().sum()
-    with torch.no_grad():
-        weight.sub_(0.1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_a_batch_changed_between_forward_and_backward_is_noticed(slots: list, root: torch.device) -> None:
     batch, weight = torch.ones(6, device=root).double(), leaf(1, device=root)
     loss = (Scatter.apply(slots, None, 0, batch)[0] * weight).sum()
     batch.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_outputs_keep_python_attributes(slots: list, root: torch.device) -> None:
-    weight = leaf(2, device=root)
-    weight.tag = "mine"
-    assert all(output.tag == "mine" for output in Broadcast.apply(slots, weight))
 
 
 # Errors and the shape of the graph
@@ -276,12 +222,6 @@ def test_collect_is_twice_differentiable(slots: list, root: torch.device) -> Non
     assert_twice_differentiable(function, *of_slots(slots))
 
 
-def test_all_that_is_collected_has_one_node(slots: list, root: torch.device) -> None:
-    found = Collect.apply([root], *of_slots(slots))
-    assert {each.device for each in found} == {root}
-    assert len({each.grad_fn for each in found}) == 1
-
-
 def test_what_is_collected_and_gets_no_gradient_has_none(slots: list, root: torch.device) -> None:
     sources = of_slots(slots)
     found = Collect.apply([root], *sources, torch.arange(3, device=root))
@@ -289,16 +229,6 @@ def test_what_is_collected_and_gets_no_gradient_has_none(slots: list, root: torc
     found[1].sum().backward()
     assert [source.grad is None for source in sources] == [True, False, True]
     assert sources[1].grad.device == sources[1].device
-
-
-def test_each_that_is_collected_may_be_changed_in_place(slots: list, root: torch.device) -> None:
-    sources = of_slots(slots)
-    first, second, _ = Collect.apply([root], *(source * 1 for source in sources))
-    square = first**2
-    second.mul_(3)
-    (square.sum() + second.sum()).backward()
-    torch.testing.assert_close(sources[0].grad, 2 * sources[0].detach())
-    assert sources[1].grad.unique().tolist() == [3]
 
 
 # Checkpoints

@@ -7,8 +7,8 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from clocked import check_clocks
 from dataparallel import DataParallel
 from dataparallel.autograd.bucket_gradients import GradientStreams, ReadyEvent, SourceGradients, ToSlots
 from dataparallel.comm.routes import TorchCopies
-from dataparallel.comm.streams.current import kept_stream
 from dataparallel.composable import replicate
 from graphs import nodes_of
 from memory import WITHOUT_LOCK
@@ -113,52 +112,18 @@ def are_freed(buffers: list[weakref.ref]) -> bool:
     return len(buffers) > 0 and all(buffer() is None for buffer in buffers)
 
 
-def streams_of(slots: list) -> dict[torch.device, torch.Stream]:
-    return {torch.device(slot): torch.accelerator.current_stream(torch.device(slot)) for slot in slots}
-
-
-@pytest.mark.slots(2, 8)
-def test_gradients_travel_on_side_streams_and_arrive_on_the_callers(
-    slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build(root)
-    travelled, arrived = [], []
-    side_streams_set = GradientStreams.side_streams_set
-
-    @contextmanager
-    def noted(self: GradientStreams, buffers: Sequence[Tensor], ready_events: Sequence[ReadyEvent]) -> Iterator[None]:
-        with side_streams_set(self, buffers, ready_events):
-            travelled.append(torch.accelerator.current_stream(root))
-            yield
-
-    def arrive(*_: object) -> None:
-        arrived.append(torch.accelerator.current_stream(root))
-
-    monkeypatch.setattr(GradientStreams, "side_streams_set", noted)
-    handles = [parameter.register_post_accumulate_grad_hook(arrive) for parameter in model.parameters()]
-    expected = gradients(model, x)
-    wrap(model, slots)(x).square().sum().backward()
-    # The buckets' order, in which they take turns, is not that of their sums.
-    turns = [kept_stream(root, "gradients", bucket).stream_id for bucket in range(len(handles))]
-    assert sorted(stream.stream_id for stream in travelled) == sorted(turns)
-    assert arrived == [torch.accelerator.current_stream(root)] * len(handles)
-    check(model, expected)
-
-
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Collects the sums, in the order in which they are launched."""
     launched: list[Tensor] = []
-    summed = ToSlots.sum_into_envelope
+    summed = ToSlots.sum_over_slots
 
-    def noted(ctx: Any, brought: Any) -> Tensor:
-        envelope = summed(ctx, brought)
-        grads = envelope.contents.take()
-        envelope.contents = SourceGradients(grads, None, grads[0].device)
+    def noted(ctx: Any, brought: Any) -> SourceGradients:
+        grads = summed(ctx, brought).take()
         launched.extend(total.detach() for total in grads)
-        return envelope
+        return SourceGradients(grads, None, grads[0].device)
 
-    monkeypatch.setattr(ToSlots, "sum_into_envelope", noted)
+    monkeypatch.setattr(ToSlots, "sum_over_slots", noted)
     return launched
 
 
@@ -255,25 +220,6 @@ def test_gradients_are_accumulated(slots: list, root: torch.device, x: Tensor) -
     check(model, expected, 3)
 
 
-def test_an_optimizer_in_backward(slots: list, root: torch.device, x: Tensor) -> None:
-    model, twin = build(root), build(root)
-    for module in (model, twin):
-        for parameter in module.parameters():
-            optimizer = torch.optim.AdamW([parameter], lr=0.1)
-
-            def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-                optimizer.step()
-                optimizer.zero_grad()
-
-            parameter.register_post_accumulate_grad_hook(step)
-    wrapped = wrap(model, slots)
-    for _ in range(3):
-        wrapped(x).square().sum().backward()
-        twin(x).square().sum().backward()
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
-
-
 def test_a_backward_that_fails_leaves_nothing_behind(
     slots: list, root: torch.device, x: Tensor, buffers: list[weakref.ref]
 ) -> None:
@@ -308,43 +254,6 @@ def test_a_graph_that_is_kept_holds_no_buffers(
     for _ in range(2):
         loss.backward(retain_graph=True)
         assert are_freed(buffers)
-
-
-def test_what_is_held_is_two_buckets(slots: list, root: torch.device) -> None:
-    streams = streams_of(slots)
-    made: list[weakref.ref] = []
-    sums: list[Tensor] = []
-    held = []
-
-    def travel(gradient_streams: GradientStreams) -> None:
-        total, *flats = (torch.zeros(3, device=slot) for slot in slots)
-        made.extend(map(weakref.ref, flats))
-        events = [ReadyEvent(streams[torch.device(slot)]) for slot in slots]
-        with gradient_streams.side_streams_set([total, *flats, total], events):
-            assert streams_of(slots) == {device: kept_stream(device, "gradients") for device in streams}
-            for flat in flats:
-                total.add_(flat.to(root))
-        assert streams_of(slots) == streams
-        sums.append(total)
-
-    class Step(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient: Tensor) -> Tensor:
-            gradient_streams = GradientStreams(streams)
-            for _ in range(4):
-                travel(gradient_streams)
-                held.append(sum(flat() is not None for flat in made) // (len(slots) - 1))
-            gradient_streams.release_sum(root)
-            sums.clear()
-            return gradient
-
-    Step.apply(torch.ones(2, device=root, requires_grad=True)).sum().backward()
-    assert held == [1, 2, 2, 2]
-    assert are_freed(made)
 
 
 @pytest.mark.devices("sim", "stand-in")

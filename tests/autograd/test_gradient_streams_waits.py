@@ -155,8 +155,8 @@ def test_the_root_computes_its_whole_backward_without_waiting_for_another_slot(
 ) -> None:
     step = Step(form, slots, late=LAYERS)
     ordered, controls, sums = [], [], []
-    summed = ToSlots.sum_into_envelope
-    monkeypatch.setattr(ToSlots, "sum_into_envelope", lambda ctx, brought: sums.append(1) or summed(ctx, brought))
+    summed = ToSlots.sum_over_slots
+    monkeypatch.setattr(ToSlots, "sum_over_slots", lambda ctx, brought: sums.append(1) or summed(ctx, brought))
 
     def look(layer: int) -> None:
         if layer > 0:
@@ -182,16 +182,16 @@ def test_a_sum_waits_for_its_gradients_only(form: str, slots: list, monkeypatch:
     """The root's thread is late: the other slots have launched all of their backward before the first sum."""
     step = Step(form, slots, late=0)
     after: list[Event] = []
-    summed = ToSlots.sum_into_envelope
+    summed = ToSlots.sum_over_slots
     watches = []
 
     def noted(ctx: Any, brought: Any) -> Any:
-        envelope = summed(ctx, brought)
+        total = summed(ctx, brought)
         if watches and not after:
             after.extend(Event(kept_stream(device, "gradients")) for device in {*slots})
-        return envelope
+        return total
 
-    monkeypatch.setattr(ToSlots, "sum_into_envelope", noted)
+    monkeypatch.setattr(ToSlots, "sum_over_slots", noted)
     ordered, controls, own = [], [], []
 
     def look(layer: int) -> None:

@@ -77,16 +77,6 @@ def test_what_raises_after_a_failure_keeps_nobody_from_hearing_of_it(recwarn: An
     assert heard == ["first", False]
 
 
-def test_functions_may_be_added_at_the_end():
-    heard: list[Any] = []
-
-    def more(ok: bool) -> None:
-        running_pass().on_end(heard.append)
-
-    watched(lambda: running_pass().on_end(more)).sum().backward()
-    assert heard == [True]
-
-
 def test_all_nodes_of_a_pass_get_one_object_and_each_pass_its_own():
     seen: list[Any] = []
     x = watched(lambda: seen.append(running_pass()), lambda: seen.append(running_pass()))
@@ -125,13 +115,6 @@ def test_what_belongs_to_a_pass_is_made_once_and_goes_with_it(ends: Callable[[],
         x.sum().backward()
     assert [reference() for reference in made] == [None]
     assert pass_of_backward._passes == {}
-
-
-def test_only_the_first_call_with_a_key_is_the_first():
-    found: list[bool] = []
-    x = watched(*[lambda key=key: found.append(running_pass().is_first(key)) for key in ("a", "a", "b")])
-    x.sum().backward()
-    assert found == [True, False, True]
 
 
 def test_there_is_none_outside_of_a_backward():

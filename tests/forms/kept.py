@@ -91,4 +91,4 @@ def tensors_of(module: nn.Module) -> KeptTensors:
 
 def kept_on_slots(module: nn.Module) -> int:
     """How many gradients wait on the slots. No public name tells: a user sees only what a later backward adds."""
-    return len(tensors_of(module).sums._kept)
+    return sum(len(waiting.by_slot) for waiting in tensors_of(module).sums._waiting.values())

@@ -320,8 +320,8 @@ def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lag
         "no prefetch": bound(len(slots), UNIT + UNIT // len(slots)),
         "no reshard": bound(len(slots), everything),
         "in twos": bound(len(slots), everything // 2 + 2 * UNIT),
-        # All gradients wait on each slot. Sums are added to zeros, so they take memory of their own.
-        "no sync": bound(len(slots), 2 * UNIT, everything + 2 * UNIT + 3 * UNIT // len(slots)),
+        # All gradients wait on each slot. Sums take memory of their own until the pass has succeeded.
+        "no sync": bound(len(slots), 2 * UNIT, everything + 2 * UNIT + everything // len(slots)),
         "auto": bound(len(slots), 2 * UNIT),
         # An owner also has rows that it receives, and a unit that is copied out of its matrix is there twice.
         "copies": bound(len(slots), 2 * UNIT, 2 * UNIT + UNIT // len(slots)),

@@ -72,21 +72,3 @@ def test_power_sgd_in_several_buckets_leaves_the_same_on_all_ranks() -> None:
     first, second = on_machines(powers_in_several_buckets)
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def batched(rank: int, devices: list[torch.device]) -> None:
-    model = replicate(build().to(devices[0]), devices=devices, process_group=torch.distributed.group.WORLD)
-    model.register_comm_hook(*hook_of("batched_powerSGD"))
-    for step in range(2):
-        model.zero_grad()
-        model(batch(rank, step).to(devices[0])).square().mean().backward()
-    model.zero_grad()
-    with pytest.raises(RuntimeError, match="hook batched_powerSGD_hook has failed for bucket 0 of 1") as raised:
-        model(batch(rank, 2).to(devices[0])).square().mean().backward()
-    assert isinstance(raised.value.__cause__, AssertionError)
-    assert all(each.grad is None for each in model.parameters())
-
-
-def test_batched_power_sgd_fails_as_under_ddp() -> None:
-    """In torch 2.11 to 2.15 it gives its own helper a matrix where that asks for a batch of them."""
-    on_machines(batched)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -77,11 +75,6 @@ def test_gradients_are_those_of_one_device(slots: int) -> None:
     on_machines(averaged, slots=slots)
 
 
-@pytest.mark.long
-def test_on_three_machines_too() -> None:
-    on_machines(averaged, 3, ranks=3, slots=1)
-
-
 def local(rank: int, devices: list[torch.device], average: bool) -> None:
     """The hook sends nothing: each rank keeps its own sum, whatever ``average`` is."""
     model = over_machines(build(devices[0]), devices, average=average)
@@ -139,60 +132,6 @@ def without_sync(rank: int, devices: list[torch.device]) -> None:
 @BOTH
 def test_after_no_sync_it_gets_the_sum_of_all_backwards(slots: int) -> None:
     on_machines(without_sync, slots=slots)
-
-
-def delayed(rank: int, devices: list[torch.device], delays: bool) -> list[list[torch.Tensor | None]]:
-    model = over_machines(build(devices[0]), devices)
-    generator = torch.Generator().manual_seed(rank)
-
-    def hook(state: Any, bucket: GradBucket) -> Any:
-        """Its future sends more when it is done, as PowerSGD does."""
-        if delays:
-            time.sleep(float(torch.rand(1, generator=generator)) / 100)
-
-        def more(future: Any) -> torch.Tensor:
-            (value,) = future.value()
-            dist.all_reduce(value[:1].clone())
-            if delays:
-                time.sleep(float(torch.rand(1, generator=generator)) / 100)
-            return value
-
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(more)
-
-    model.register_comm_hook(None, hook)
-    return [step(model, rank, number, devices[0]) for number in range(10)]
-
-
-def test_delays_change_no_bit() -> None:
-    plain, late = on_machines(delayed, False), on_machines(delayed, True)
-    for one, other in zip(plain, late, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert [each is None for each in a] == [each is None for each in b]
-            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None)
-
-
-def holds_nothing(rank: int, devices: list[torch.device]) -> None:
-    model = over_machines(build(devices[0]), devices)
-    buckets: list[weakref.ref] = []
-
-    def noted(state: Any, bucket: GradBucket) -> Future:
-        buckets.extend([weakref.ref(bucket), weakref.ref(bucket.buffer())])
-        return done(bucket.buffer() + 1)
-
-    model.register_comm_hook(None, noted)
-    for number in range(2):
-        step(model, rank, number, devices[0])
-    gc.disable()
-    buckets.clear()
-    step(model, rank, 3, devices[0])
-    assert buckets
-    assert [each for each in buckets if each() is not None] == []
-
-
-@BOTH
-def test_nothing_of_a_step_is_held(slots: int) -> None:
-    """Neither by a circle of references, nor by the launcher's thread."""
-    on_machines(holds_nothing, slots=slots)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------

@@ -41,30 +41,6 @@ def test_until_then_the_source_has_slot_0s(both: Any) -> None:
         torch.testing.assert_close(ours, torch.zeros_like(ours) if theirs is None else theirs, rtol=0, atol=1e-9)
 
 
-def test_a_parameter_that_slot_0_does_not_use(both: Any) -> None:
-    """If only other slots have a gradient, the source's ``.grad`` is zeros: ``None`` would make the kept ones void."""
-    x = both.x(positive=True)
-    y = x.clone()
-    y[2:, 0] *= -1
-    both.backward(y, False)
-    assert both.net.branch.weight.grad is not None
-    both.backward(x)
-    both.compare()
-
-
-@pytest.mark.parametrize("are_on", [False, True])
-def test_gradients_thrown_away_between_a_forward_and_its_backward(both: Any, are_on: bool) -> None:
-    both.backward(both.x(0))
-    both.backward(both.x(0), False)
-    for call, module in both.calls:
-        value = loss(call(both.x(1)))
-        module.zero_grad()
-        both.sums_are(are_on)
-        value.backward()
-    both.backward(both.x(2))
-    both.compare()
-
-
 @pytest.mark.devices("sim", "cuda")
 def test_on_streams_of_the_callers(both: Any) -> None:
     devices = [*dict.fromkeys(torch.device(slot) for slot in both.slots)]
@@ -119,51 +95,6 @@ def test_what_is_thrown_away_is_freed_at_the_next_forward(both: Any) -> None:
     assert both.kept() == 0
 
 
-def test_another_backward_may_add_to_the_source_in_between(both: Any) -> None:
-    both.backward(both.x(0), False)
-    for module in both.modules:
-        sum(parameter.square().sum() for parameter in module.parameters()).backward()
-    both.backward(both.x(1))
-    both.compare()
-
-
-class Two(nn.Module):
-    """A call uses one half."""
-
-    def __init__(self, root: torch.device) -> None:
-        super().__init__()
-        self.left, self.right = build(root), build(root)
-
-    def forward(self, x: Tensor, take_left: bool) -> Tensor:
-        return self.left(x) if take_left else self.right(x)
-
-
-def test_what_a_summed_pass_does_not_reach_is_summed_too(both_of: Callable) -> None:
-    both = both_of(Two)
-    for _ in range(2):
-        both.zero_grad()
-        for are_on in (False, True):
-            both.sums_are(are_on)
-            for call, _ in both.calls:
-                loss(call(both.x(), not are_on)).backward()
-        assert both.kept() == 0
-        both.compare()
-
-
-def test_questions_for_gradients_neither_keep_nor_take_any(both: Any) -> None:
-    both.learn()
-    for _ in range(2):
-        both.zero_grad()
-        both.backward(both.x(0), False)
-        for are_on in (False, True):
-            both.sums_are(are_on)
-            found, expected = (torch.autograd.grad(loss(call(both.x(1))), [*m.parameters()]) for call, m in both.calls)
-            assert_same([*found], [*expected])
-            assert both.kept() > 0
-        both.backward(both.x(2))
-        both.compare()
-
-
 def test_a_changed_module_loses_nothing(both: Any) -> None:
     """Its tensors are made anew. Before that, waiting gradients are added to the source's."""
     both.backward(both.x(0), False)
@@ -182,21 +113,6 @@ def test_hooks_see_the_complete_sum(both: Any) -> None:
     both.backward(both.x(1))
     assert [*map(len, seen)] == [2, 2]
     assert_same([seen[0][1]], [seen[1][1]])
-
-
-def test_an_optimizer_in_backward(both: Any) -> None:
-    for module in both.modules:
-        for parameter in module.parameters():
-            optimizer = torch.optim.AdamW([parameter], lr=0.01)
-
-            def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-                optimizer.step()
-                optimizer.zero_grad()
-
-            parameter.register_post_accumulate_grad_hook(step)
-    for step in range(6):
-        both.backward(both.x(step % 3))
-    assert_same([*both.net.parameters()], [*both.twin.parameters()])
 
 
 @freed_later

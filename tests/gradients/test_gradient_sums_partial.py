@@ -8,12 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kept import Branched, assert_same, loss, numbers, tensors_of
+from kept import Branched, assert_same, loss, numbers
 from loops import assert_same_loop, mean_square, waits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel import comm
 from dataparallel.testing.cases import seeded
 
 pytestmark = [
@@ -21,13 +20,6 @@ pytestmark = [
 ]
 
 NAMES = [name for name, _ in Branched().named_parameters()]
-SUBSETS = [
-    ["first.weight"],
-    ["last.bias"],
-    ["last.weight"],
-    ["branch.bias", "second.weight"],
-    ["first.bias", "first.weight"],
-]
 
 
 def inputs_of(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
@@ -38,59 +30,6 @@ def inputs_of(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
 def learnt(both: Any) -> Any:
     both.learn()
     return both
-
-
-@pytest.mark.parametrize("names", SUBSETS, ids=", ".join)
-def test_what_waits_is_there_when_a_pass_has_ended_that_reaches_some(learnt: Any, names: list[str]) -> None:
-    for _ in range(2):
-        learnt.zero_grad()
-        learnt.backward(learnt.x(1), False)
-        assert learnt.kept() > 0
-        learnt.backward(learnt.x(2), names=names)
-        assert learnt.kept() == 0
-        learnt.compare()
-        learnt.backward(learnt.x(3))
-        learnt.compare()
-
-
-@pytest.mark.parametrize("names", SUBSETS, ids=", ".join)
-def test_a_pass_that_keeps_gradients_keeps_those_that_it_writes(learnt: Any, names: list[str]) -> None:
-    learnt.backward(learnt.x(1), False, names)
-    assert {name for name, parameter in learnt.net.named_parameters() if parameter.grad is not None} == {*names}
-    sources = [kept.source for kept in tensors_of(learnt.wrapped).sums._kept.values()]
-    assert {*map(id, sources)} == {*map(id, inputs_of(learnt.net, names))}
-    learnt.backward(learnt.x(2))
-    learnt.compare()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_hooks_see_the_complete_sum(learnt: Any, name: str) -> None:
-    """The parameter that the pass reaches need not be the first of its bucket."""
-    learnt.backward(learnt.x(1), False)
-    seen: list[list[Tensor]] = [[], []]
-    for module, found in zip(learnt.modules, seen, strict=True):
-        parameter = module.get_parameter(name)
-        parameter.register_post_accumulate_grad_hook(lambda p, found=found: found.append(p.grad.clone()))
-    learnt.backward(learnt.x(2), names=[name])
-    assert len(seen[0]) == 1
-    assert_same(*seen)
-
-
-def test_a_bucket_that_is_not_reached_sends_nothing(learnt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its node runs nevertheless, because the order of sums needs it."""
-    assert len(tensors_of(learnt.wrapped).copies.buckets) > 2
-    sums: list[Any] = []
-    for name in ("add_flat", "reduce_add_coalesced"):
-        plain: Callable = getattr(comm, name)
-        monkeypatch.setattr(
-            comm, name, lambda *args, plain=plain, **kwargs: (sums.append(1), plain(*args, **kwargs))[1]
-        )
-    for name in NAMES:
-        sums.clear()
-        loss(learnt.wrapped(learnt.x())).backward(inputs=inputs_of(learnt.net, [name]))
-        assert len(sums) == 1
-        torch.autograd.grad(loss(learnt.wrapped(learnt.x())), inputs_of(learnt.net, [name]))
-        assert len(sums) == 2
 
 
 @pytest.mark.parametrize("are_on", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -90,6 +91,35 @@ def test_every_pass_launches_every_bucket_once_and_in_order(model: Any, recorder
     assert len(recorder.passes[0].launched) == len([*model.parameters()])  # before the order is known
     assert len(recorder.passes[-1].launched) < len(recorder.passes[0].launched)
     assert all(each.failures == [] for each in recorder.passes)
+
+
+class EitherWay(torch.nn.Module):
+    """Runs some of its layers, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for k in order:
+            x = torch.tanh(self.layers[k](x))
+        return x
+
+
+def test_buckets_are_launched_in_one_order_in_whatever_order_gradients_come(
+    root: torch.device, slots: list, recorder: Recorder
+) -> None:
+    net = EitherWay().double().to(root)
+    one = copy.deepcopy(net)
+    model = replicate(net, devices=slots, bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    replicate.state(model).tensors.reduce_by(recorder)
+    for order in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4]):
+        for each in (model, one):
+            each(torch.ones(6, 4, dtype=torch.float64, device=root), order).sum().backward()
+        assert_close(gradients(model), gradients(one))
+    first, *others = [names_in(each) for each in recorder.passes[1:]]
+    assert len(recorder.passes[1].launched) > 5
+    assert others == [first, first]
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -87,14 +87,15 @@ def test_grad_is_what_was_there_and_slot_0s(model, twin, slots, root, has_sums):
 
 
 @EACH
-def test_hooks_on_parameters_see_it(model, twin, slots, root):
-    seen: list[Tensor] = []
-    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
-    x = batches(root, slots)[0]
+def test_a_hook_on_a_parameter_changes_each_gradient_once(model, twin, slots, root):
+    first, second, _ = batches(root, slots)
+    for net in (model, twin):
+        net.first.weight.register_hook(lambda grad: grad * 3)
     with model.no_sync():
-        loss(model(x)).backward()
-    loss(twin(x[:2])).backward()
-    assert_same(seen, [twin.first.weight.grad])
+        loss(model(first)).backward()
+    loss(model(second)).backward()
+    (loss(twin(first)) + loss(twin(second))).backward()
+    assert_same(gradients(model), doubled(gradients(twin)))
 
 
 @freed_later

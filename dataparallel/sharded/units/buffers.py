@@ -152,7 +152,6 @@ class Layout:
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a contiguous tensor."""
     return tuple(prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
 
 

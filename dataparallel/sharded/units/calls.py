@@ -1,4 +1,4 @@
-"""`ModuleRunner` runs a unit's module on one slot with full parameters; `RootCall` is one call of the root.
+"""`UnitModule` runs a unit's module on one slot with full parameters; `RootCall` is one call of the root.
 
 Before a module runs, its unit and the next one are gathered; afterwards its unit is freed (``slot_unit``). In backward,
 hooks on the outputs and nodes on the inputs of the module (`ModuleCall`) do the same, from the last unit to the first.
@@ -8,7 +8,6 @@ hooks on the outputs and nodes on the inputs of the module (`ModuleCall`) do the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -39,61 +38,6 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Precision, RegistryEntry, Unit
 
 
-class ModuleRunner:
-    """Runs one of a unit's modules in the replica of one slot, during one call of the root.
-
-    ``number``: which of the unit's modules. ``entries``: where the unit's parameters are registered in this replica.
-    """
-
-    def __init__(self, slot_unit: SlotUnit, number: int, entries: Sequence[RegistryEntry], root_call: RootCall) -> None:
-        self.slot_unit, self._number, self._entries, self.root_call = slot_unit, number, entries, root_call
-        self._is_running = self._is_gathered = False
-
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls ``function``, a method of the module, with full parameters."""
-        if self._is_running:  # the module's `forward` inside of its `__call__`, or a recursion
-            return function(*args, **kwargs)
-        slot_unit, unit = self.slot_unit, self.slot_unit.unit
-        if _torch.is_inside_functorch_transform():
-            raise RuntimeError(
-                f"a torch.func transform (vmap, grad, jvp) runs around the unit {unit.name!r}, whose parameters come "
-                "and go in its calls. Make one unit of all that the transform runs: the module whose forward applies it"
-            )
-        args, kwargs = unit.precision.of_inputs((args, kwargs))
-        call = ModuleCall(slot_unit, self.root_call, self)
-        inputs = InputNodes(slot_unit.device, call.end_backward)
-        args, kwargs = call.begin_forward(args, kwargs, inputs)
-        self._is_running = True
-        try:
-            output = function(*args, **kwargs)
-        except BaseException:
-            slot_unit.end_use()
-            raise
-        finally:
-            self._is_running = False
-        return call.end_forward(unit.precision.of_outputs(output), self._number, (args, kwargs), inputs)
-
-    def gather_for_graph(self) -> None:
-        """Makes the parameters full for a captured graph, which reads them where they are."""
-        if not self._is_gathered:
-            self._is_gathered = True
-            self.slot_unit.use(self.root_call.ready, self)
-            try:
-                self.root_call.begin_unit_of_graph(self.slot_unit)
-            finally:
-                self.slot_unit.end_use()
-
-    @property
-    def is_running(self) -> bool:
-        """True inside of a call of the module."""
-        return self._is_running
-
-    def register(self, parameters: Sequence[Tensor]) -> None:
-        """Registers ``parameters`` in the replica: the full ones, or the sharded ones while the unit is not full."""
-        for registry, name, position in self._entries:
-            registry[name] = parameters[position]
-
-
 class CapturedModule:
     """One of a unit's modules in what a graph captures: it has full parameters, and gathers nothing."""
 
@@ -114,22 +58,23 @@ class CapturedModule:
             self._is_running = False
 
 
-_run_not_traced = _torch.not_traced(ModuleRunner.run)
-
-
 class UnitModule:
-    """One of a unit's modules in a replica, as long as the replica lives. Each call of the root sets its ``runner``.
+    """One of a unit's modules in a replica, as long as the replica lives. Each call of the root calls `begin_call`.
 
     It is an attribute of the module from the beginning, so that a call leaves the module's attributes as they were.
+    ``number``: which of the unit's modules.
     ``places``: where the parameters are registered: number of the module in the replica, name, position in the unit.
     """
+
+    slot_unit: SlotUnit
+    root_call: RootCall
+    is_running: bool  # inside of a call of the module
 
     def __init__(self, unit_number: int, number: int, places: Sequence[tuple[int, str, int]]) -> None:
         self.unit_number, self.number, self._places = unit_number, number, places
         self.entries: list[RegistryEntry] = []  # `places` with the registries of this replica
         self.lower_unit_modules: list[UnitModule] = []  # at the root, of all modules below
         self.is_root = False
-        self.runner: ModuleRunner | None = None
 
     def for_replica(self) -> UnitModule:
         """Returns the same for a new replica, whose registries `find_registries` finds."""
@@ -144,26 +89,71 @@ class UnitModule:
             below = [vars(module).get(UNIT_MODULE) for module in modules[1:]]
             self.lower_unit_modules = [unit_module for unit_module in below if unit_module is not None]
 
+    def begin_call(self, slot_unit: SlotUnit, root_call: RootCall) -> None:
+        """Lets the module run in a call of the root, with a slot's parameters. Until then it has the sharded ones."""
+        self.slot_unit, self.root_call = slot_unit, root_call
+        self.is_running = self._is_gathered = False
+        self.register(slot_unit.unit.parameters)
+
+    def register(self, parameters: Sequence[Tensor]) -> None:
+        """Registers ``parameters`` in the replica: the full ones, or the sharded ones while the unit is not full."""
+        for registry, name, position in self.entries:
+            registry[name] = parameters[position]
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls ``function``, a method of the module, with full parameters.
+
+        If a function that the user has compiled calls the module, this runs between two graphs.
+        """
+        run = _run_not_traced if _torch.is_compiler_loaded() else UnitModule._run
+        return run(self, function, *args, **kwargs)
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.is_running:  # the module's `forward` inside of its `__call__`, or a recursion
+            return function(*args, **kwargs)
+        slot_unit, unit = self.slot_unit, self.slot_unit.unit
+        if _torch.is_inside_functorch_transform():
+            raise RuntimeError(
+                f"a torch.func transform (vmap, grad, jvp) runs around the unit {unit.name!r}, whose parameters come "
+                "and go in its calls. Make one unit of all that the transform runs: the module whose forward applies it"
+            )
+        args, kwargs = unit.precision.of_inputs((args, kwargs))
+        call = ModuleCall(self)
+        inputs = InputNodes(slot_unit.device, call.end_backward)
+        args, kwargs = call.begin_forward(args, kwargs, inputs)
+        self.is_running = True
+        try:
+            output = function(*args, **kwargs)
+        except BaseException:
+            slot_unit.end_use()
+            raise
+        finally:
+            self.is_running = False
+        return call.end_forward(unit.precision.of_outputs(output), (args, kwargs), inputs)
+
+    # ---- captured graphs ---------------------------------------------------------------------------------------------
+
     def for_capture(self) -> CapturedModule:
         """Returns what takes its place in a graph that is captured."""
-        assert self.runner is not None
-        return CapturedModule(self.runner.slot_unit.unit.precision)
+        return CapturedModule(self.slot_unit.unit.precision)
 
     def wait_for_all(self) -> None:
-        """Gathers the parameters for a graph that is launched next."""
-        assert self.runner is not None
-        self.runner.gather_for_graph()
+        """Makes the parameters full for a graph that is launched next, which reads them where they are."""
+        if not self._is_gathered:
+            self._is_gathered = True
+            self.slot_unit.use(self.root_call.ready, self)
+            try:
+                self.root_call.begin_unit_of_graph(self.slot_unit)
+            finally:
+                self.slot_unit.end_use()
 
     @property
     def ends_with_sums(self) -> bool:
         """True if each backward ends after the sums of its gradients, so that the next one may overwrite these."""
-        return self.runner is not None and self.runner.root_call.ends_with_sums
+        return self.root_call.ends_with_sums
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls `ModuleRunner.run`, between two graphs if a function that the user has compiled calls the module."""
-        run = _run_not_traced if _torch.is_compiler_loaded() else ModuleRunner.run
-        assert self.runner is not None
-        return run(self.runner, function, *args, **kwargs)
+
+_run_not_traced = _torch.not_traced(UnitModule._run)
 
 
 class ModuleCall:
@@ -174,8 +164,8 @@ class ModuleCall:
     before its gradient is complete. Otherwise it ends with the pass.
     """
 
-    def __init__(self, slot_unit: SlotUnit, root_call: RootCall, runner: ModuleRunner) -> None:
-        self._slot_unit, self._root_call, self._runner = slot_unit, root_call, runner
+    def __init__(self, module: UnitModule) -> None:
+        self._module, self._slot_unit, self._root_call = module, module.slot_unit, module.root_call
         self._is_recomputation = _torch.is_in_backward()
         self._versions: list[int] = []
         self._position = -1
@@ -188,7 +178,7 @@ class ModuleCall:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Makes the parameters full, and starts the gathers of the units that come next. Returns the arguments."""
         slot_unit = self._slot_unit
-        slot_unit.use(self._root_call.ready, self._runner)
+        slot_unit.use(self._root_call.ready, self._module)
         try:
             if not self._is_recomputation:
                 self._versions = self._root_call.begin_unit(slot_unit)
@@ -206,7 +196,7 @@ class ModuleCall:
             slot_unit.end_use()
             raise
 
-    def end_forward(self, output: Any, number: int, given: Any, inputs: InputNodes) -> Any:
+    def end_forward(self, output: Any, given: Any, inputs: InputNodes) -> Any:
         """Watches the gradients of the output, and frees the parameters unless they stay.
 
         Returns the output, in whose graph the call is one node if it needs to be. ``given``: the call's arguments.
@@ -229,7 +219,7 @@ class ModuleCall:
             # Gradients may also come to tensors that are hidden in the output, or in attributes of modules.
             may_be_hidden = self._needs_gradients or (not tensors and self._root_call.is_trained)
             has_backward = bool(needing) or (is_recorded and may_be_hidden)
-            slot_unit.note_module_end(number, has_backward, is_announced=bool(needing))
+            slot_unit.note_module_end(self._module.number, has_backward, is_announced=bool(needing))
         slot_unit.unit.refuse_overwritten(slot_unit.slot)  # freeing has compared the parameters' versions
         if is_recorded and not self._is_recomputation and self._root_call.gives_one_node(slot_unit):
             return with_one_node(output, given)
@@ -252,7 +242,7 @@ class ModuleCall:
             self._root_call.gather_for_backward(slot_unit, self._position, running)
             self._root_call.gather_for_graphs(slot_unit.slot, self)
         if slot_unit.is_full:
-            slot_unit.show_in(self._runner)
+            slot_unit.show_in(self._module)
 
     def end_backward(self) -> None:
         """Frees the unit, unless another call needs it: no node of this call is left to run."""
@@ -270,7 +260,7 @@ class RootCall:
         tree.last_call = self
         for unit in tree.units:
             unit.begin_gathers(len(slots), tree.gathers)
-            unit.binding = tree.bindings[unit]
+            unit.bind(tree)
         self.computing = current_streams(tree.slots)
         ready = tree.take_post_optim_event() or tree.units[0].streams.meet("calls", map(Event, self.computing.values()))
         self.ready = {} if ready is None else dict.fromkeys(self.computing, ready)
@@ -338,11 +328,9 @@ class RootCall:
     def gather_for_backward(self, slot_unit: SlotUnit, position: int, running: BackwardPass) -> None:
         """Gathers a unit whose backward comes next, and starts the gathers of units before ``position`` in forward."""
         unit = slot_unit.unit
-        binding = self._tree.bindings[unit]
-        if unit.binding is not binding:
-            # A later call of another tree has bound the unit. The copies of that tree stay, because its gathers may
-            # be under way; the gradients are for this tree.
-            unit.binding = replace(unit.binding, deliver=binding.deliver)
+        # A later call of another tree may have bound the unit. The copies of that tree stay, because its gathers may be
+        # under way; the gradients are for this tree.
+        unit.delivers_to = self._tree
         running.note_unit_begun(slot_unit.slot, position, self._ended)
         running.wait_for_others(slot_unit.slot)
         if unit.unshard_in_backward:

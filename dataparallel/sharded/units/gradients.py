@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.comm.streams.current import Event, current_streams, streams_joined, streams_set
+from dataparallel.gradients.gradient_sums import hooked
 from dataparallel.profiling import stage
 from dataparallel.sharded import operators
 from dataparallel.sharded.tensor import ShardedTensor, Taker, divided_like, hand_over, is_divided_alike
@@ -76,29 +78,31 @@ class Delivery:
         return found
 
 
+NewGradients: TypeAlias = dict[int, list[ShardedTensor]]
+"""By the ``id`` of a parameter: sums of one pass that are not in ``.grad`` yet."""
+
+
 class PassGradients:
     """The gradients of one backward: what units have summed, and what the engine has brought to parameters directly.
 
     Passes of several trees in one backward share it, because these trees may share units, and hooks run once.
 
-    Where a parameter has a ``.grad``, sums are added to it as they come. A new gradient goes to ``.grad`` when the pass
-    has succeeded: threads of a failed pass may still sum when the caller has zeroed all gradients, and what they sum
-    must not become part of the next step. A gradient that hooks have to see goes to ``.grad`` after them.
+    They go to ``.grad`` when the pass has succeeded, and a pass that fails changes no ``.grad``: its threads may still
+    sum when the caller has zeroed all gradients.
     """
 
     def __init__(self) -> None:
         self._parameters: dict[int, ShardedTensor] = {}
-        self._new: dict[int, ShardedTensor] = {}  # that are not in `.grad` yet
+        self._new: list[NewGradients] = []  # of each pass
         self._direct: list[tuple[ShardedTensor, Any]] = []  # parameters, and what the engine has brought
-        self._found: list[tuple[ShardedTensor, int]] = []
         self._open_passes = 0
         self._has_failed = False
 
-    def begin_pass(self, parameters: Iterable[ShardedTensor]) -> None:
-        """Begins a pass. ``parameters``: all that it may reach. `end_pass` or `fail_pass` follows."""
+    def begin_pass(self) -> NewGradients:
+        """Begins a pass, and returns what it fills. `end_pass` or `fail_pass` follows."""
         self._open_passes += 1
-        grads = [grad for parameter in parameters if isinstance(grad := parameter.grad, ShardedTensor)]
-        self._found += [(grad, grad._zeroed) for grad in grads]
+        self._new.append({})
+        return self._new[-1]
 
     def add_direct(self, parameter: ShardedTensor, gradient: Tensor) -> None:
         """Adds a part of a gradient at the end of the backward, when the streams have waited for all sums."""
@@ -111,49 +115,44 @@ class PassGradients:
         self._direct = [pair for pair in self._direct if id(pair[0]) not in keys]
         return taken
 
-    def note(self, parameters: Iterable[ShardedTensor]) -> None:
-        """Notes that these parameters have got gradients."""
-        self._parameters.update((id(parameter), parameter) for parameter in parameters)
+    def add_sum(self, of_pass: NewGradients, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
+        """Adds a sum that nobody else holds."""
+        self._parameters[id(parameter)] = parameter
+        of_pass.setdefault(id(parameter), []).append(gradient)
 
-    def gradient_of(self, parameter: ShardedTensor) -> ShardedTensor | None:
-        """Returns the gradient that further sums of this pass are added to, if there is one."""
-        new = self._new.get(id(parameter))
-        return parameter.grad if new is None and not _torch.hooks_of(parameter) else new
-
-    def set_gradient(self, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
-        """Sets the gradient that further sums of this pass are added to."""
-        self.note([parameter])
-        self._new[id(parameter)] = gradient
-
-    def publish(self) -> None:
-        """Makes new gradients the parameters' ``.grad``, except those that hooks have to see first.
-
-        Those of parameters that other code has given a ``.grad`` meanwhile are added at the end of the backward.
-        """
+    def publish(self, of_pass: NewGradients) -> None:
+        """Makes new gradients the parameters' ``.grad`` where there is none, except those that hooks have to see."""
         if self._has_failed:
             raise RuntimeError(
                 "this backward has lost gradients: it shares modules with another one, which has failed. Zero the "
                 "gradients, and run it again"
             )
-        for key in [*self._new]:
-            parameter = self._parameters[key]
-            if parameter.grad is None and not _torch.hooks_of(parameter):
-                # In this order: another thread may add a sum meanwhile, and has to find the gradient.
-                parameter.grad = self._new[key]
-                del self._new[key]
+        for parameter, gradients in self._unhooked(of_pass):
+            if parameter.grad is None:
+                parameter.grad = gradients.pop(0)
 
     @torch.no_grad()
-    def fail_pass(self) -> None:
-        """Zeroes what was zeroed in place while the pass ran, which has failed: sums may have been added after that.
+    def add(self, of_pass: NewGradients) -> None:
+        """Publishes new gradients, and adds others to ``.grad`` on the current streams, which wait for the sums."""
+        self.publish(of_pass)
+        while unhooked := self._unhooked(of_pass):
+            by_device: defaultdict[torch.device, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+            for parameter, gradients in unhooked:
+                assert parameter.grad is not None
+                for shard, addition in zip(parameter.grad._shards, gradients.pop(0)._shards, strict=True):
+                    shards, additions = by_device[shard.device]
+                    shards.append(shard)
+                    additions.append(addition)
+            for shards, additions in by_device.values():
+                _torch.foreach_add_(shards, additions)
 
-        The computing streams are current, and wait for these sums.
-        """
+    def _unhooked(self, of_pass: NewGradients) -> list[tuple[ShardedTensor, list[ShardedTensor]]]:
+        pairs = [(self._parameters[key], found) for key, found in [*of_pass.items()] if found]
+        return [(parameter, found) for parameter, found in pairs if not _torch.hooks_of(parameter)]
+
+    def fail_pass(self) -> None:
         self._open_passes -= 1
         self._has_failed = True
-        for grad, zeroed in self._found:
-            if grad._zeroed != zeroed:
-                for shard in grad._shards:  # an operator on the sharded tensor would use other streams in a backward
-                    shard.zero_()
 
     @torch.no_grad()
     def end_pass(self) -> None:
@@ -165,51 +164,26 @@ class PassGradients:
         if self._open_passes:
             return
         for parameter, direct in self._direct:
-            gradient = self.gradient_of(parameter)
-            self.note([parameter])
-            if gradient is None:
-                self.set_gradient(parameter, direct.clone())  # other code may hold `direct`
-            else:
-                gradient.add_(direct)
+            self.add_sum(self._new[0], parameter, direct.clone())  # other code may hold `direct`
         self._direct.clear()
-        self.publish()
-        for parameter in self._parameters.values():
-            gradient = self._new.pop(id(parameter), None)
-            if gradient is not None:
-                gradient = _hooked(parameter, gradient)
+        self.add(self._new[0])
+        for key, parameter in self._parameters.items():
+            if found := [gradient for of_pass in self._new for gradient in of_pass.pop(key, [])]:
+                gradient, *others = found
+                for other in others:
+                    gradient.add_(other)
+                changed: Any = hooked(parameter, gradient)
+                gradient = changed if is_divided_alike(changed, parameter) else divided_like(changed, gradient)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             for hook in [*(_torch.hooks_after_accumulation_of(parameter) or {}).values()]:
                 hook(parameter)
 
 
-def _hooked(parameter: ShardedTensor, gradient: ShardedTensor) -> ShardedTensor:
-    for hook in [*(_torch.hooks_of(parameter) or {}).values()]:
-        returned = hook(gradient)
-        if returned is None:
-            continue
-        if not isinstance(returned, Tensor):
-            raise TypeError(
-                f"a hook on a parameter returns a tensor or None; {hook!r} returned {type(returned).__name__}"
-            )
-        if returned.dtype != gradient.dtype or returned.shape != gradient.shape:
-            raise ValueError(
-                f"a hook on a parameter was given a gradient of shape {tuple(gradient.shape)} and {gradient.dtype}, "
-                f"and has to return one; {hook!r} returned one of shape {tuple(returned.shape)} and {returned.dtype}"
-            )
-        gradient = returned if is_divided_alike(returned, gradient) else divided_like(returned, gradient)  # type: ignore[assignment]
-    return gradient
-
-
 class UnitSums:
-    """Sums the deliveries for one unit. One thread at a time uses it.
-
-    Attributes:
-        is_torn: `add_up` has failed after some owners, not all, had added their part to existing gradients.
-    """
+    """Sums the deliveries for one unit. One thread at a time uses it."""
 
     def __init__(self, unit: Unit, groups: Sequence[DtypeGroup]) -> None:
         self._unit, self._groups = unit, groups
-        self.is_torn = False
 
     def add_up(self, deliveries: Mapping[int, Delivery], sums: SumsOfPass) -> None:
         """Launches the sums of one round: a delivery of each slot, or of some slots at the end of the pass."""
@@ -238,9 +212,8 @@ class UnitSums:
                 for owner, own in enumerate(of_owners):
                     stream = streams.adding.get(slots[owner])
                     with streams_set({} if stream is None else {slots[owner]: stream}):
-                        self._end_sum(owner, own, totals, present, sums)
+                        self._end_sum(owner, own, totals, sums)
             except BaseException:
-                self.is_torn = any(totals) and self.adds_at_once(sums)
                 # Sums that have been launched read the deliveries, which are dropped now.
                 launched = [Event(stream) for stream in streams.adding.values()]
                 wait_for(launched, sums.computing.values())
@@ -254,16 +227,19 @@ class UnitSums:
             sums.over_machines.end_unit(self._unit, present)
             return
         if self._unit.is_offloaded:
-            sums.host_additions.append(partial(self.add_parts, totals, present, sums.summed))
+            sums.host_additions.append(partial(self.add_to_pass, totals, present, sums))
         else:
-            self._set_gradients(totals, present, sums.summed)
-        sums.summed.note(self._unit.parameters[i] for kept, _, _ in self._groups for i in kept if i in present)
+            self.add_to_pass(totals, present, sums)
 
-    def add_parts(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients) -> None:
-        """Adds all owners' parts to ``.grad``, or makes them ``.grad`` where there is none, on the current streams."""
-        for owner in range(len(self._unit.slots)):
-            self._add_to_gradients(owner, totals, present, summed)
-        self._set_gradients(totals, present, summed)
+    def add_to_pass(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], sums: SumsOfPass) -> None:
+        """Gives the pass the gradients of which all owners' parts are in ``totals``."""
+        for (kept, layout, _), of_owners in zip(self._groups, totals, strict=True):
+            parts = [layout.parts_of(flat, owner) for owner, flat in enumerate(of_owners)]
+            for at, i in enumerate(kept):
+                if i in present:
+                    like, shards = self._unit.parameters[i], [of_owner[at] for of_owner in parts]
+                    gradient = ShardedTensor(shards, like.placement, like.shape, devices=like.devices)
+                    sums.summed.add_sum(sums.new, like, gradient)
 
     def _empty_delivery(self, owner: int, sums: SumsOfPass) -> Delivery:
         """Returns a delivery without gradients, for an owner whose slot has no memory for a sum."""
@@ -293,10 +269,8 @@ class UnitSums:
         with naming_out_of_memory("summed gradients", self._unit.name, device, like.nbytes):
             return torch.empty_like(like, device=device)
 
-    def _end_sum(
-        self, owner: int, own: Delivery, totals: Sequence[list[Tensor]], present: Collection[int], sums: SumsOfPass
-    ) -> None:
-        """Puts the owner's part into ``totals`` and adds it to existing gradients, or over machines passes it on."""
+    def _end_sum(self, owner: int, own: Delivery, totals: Sequence[list[Tensor]], sums: SumsOfPass) -> None:
+        """Puts the owner's part into ``totals``, or over machines passes it on."""
         unit = self._unit
         factor = unit.gradient_divide_factor * (1 if unit.machines is None else unit.machines.ranks)
         for at, (total, part, parts_of_owners) in enumerate(zip(own.sums, own.parts, totals, strict=True)):
@@ -310,44 +284,6 @@ class UnitSums:
             if part is not total:
                 part.copy_(total)
             parts_of_owners.append(unit.to_host(part) if unit.is_offloaded else part)
-        if self.adds_at_once(sums):
-            sums.added_to += self._add_to_gradients(owner, totals, present, sums.summed)
-
-    def adds_at_once(self, sums: SumsOfPass) -> bool:
-        """True if sums are added to ``.grad`` when they are launched, not at the end of the pass."""
-        return sums.over_machines is None and not self._unit.is_offloaded
-
-    def _add_to_gradients(
-        self, owner: int, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients
-    ) -> list[Tensor]:
-        """Adds the owner's part of each sum to its shards of existing gradients, and returns these shards."""
-        shards: list[Tensor] = []
-        additions: list[Tensor] = []
-        for (kept, layout, _), of_owners in zip(self._groups, totals, strict=True):
-            grads = [summed.gradient_of(self._unit.parameters[i]) for i in kept]
-            if all(grad is None for grad in grads):
-                continue
-            for i, grad, part in zip(kept, grads, layout.parts_of(of_owners[owner], owner), strict=True):
-                if grad is not None and i in present:
-                    shards.append(grad._shards[owner])
-                    additions.append(part)
-        if shards:
-            _torch.foreach_add_(shards, additions)
-        return shards
-
-    def _set_gradients(
-        self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients
-    ) -> None:
-        for (kept, layout, _), of_owners in zip(self._groups, totals, strict=True):
-            if all(summed.gradient_of(self._unit.parameters[i]) is not None for i in kept):
-                continue
-            parts = [layout.parts_of(flat, owner) for owner, flat in enumerate(of_owners)]
-            for at, i in enumerate(kept):
-                parameter = self._unit.parameters[i]
-                if summed.gradient_of(parameter) is None and i in present:
-                    shards = [of_owner[at] for of_owner in parts]
-                    gradient = ShardedTensor(shards, parameter.placement, parameter.shape, devices=parameter.devices)
-                    summed.set_gradient(parameter, gradient)
 
 
 class FormerGrad:
@@ -428,9 +364,8 @@ class UnitGradients:
                 layout = Layout(shapes, cuts, len(unit.slots), machines=machines, machine=machine)
                 self.groups.append((kept, layout, owned.dtype))
         self.full_bytes = sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in self.groups)
-        self._sums = UnitSums(unit, self.groups)
+        self.sums = UnitSums(unit, self.groups)
         self._rounds: list[dict[int, Delivery]] = []  # deliveries by slot that wait for other slots
-        self._number_delivered: dict[int, int] = {}  # by each slot in this pass
         self._held: dict[int, Delivery] = {}
         self._held_direct: dict[int, Tensor] = {}  # by the parameters' positions
         self._newly_holding: set[int] = set()  # slots whose held gradients are of this pass alone
@@ -445,12 +380,12 @@ class UnitGradients:
             hand_over(self._unit.parameters[i], weakref.WeakMethod(self._find_taker))
 
     def _find_taker(self) -> Taker | None:
-        return None if self._unit.binding.join_pass is None else self._take_direct
+        return None if self._unit.tree is None else self._take_direct
 
     def _take_direct(self, parameter: ShardedTensor, gradient: Tensor) -> None:
         """Takes the gradient of a parameter that a loss uses directly, in the backward of its node."""
-        assert self._unit.binding.join_pass is not None
-        running = self._unit.binding.join_pass()
+        assert self._unit.tree is not None
+        running = self._unit.tree.join_directly()
         if not is_divided_alike(gradient, parameter):
             with torch.no_grad(), operators.ordered_in_backward({shard.device for shard in parameter._shards}):
                 gradient = divided_like(gradient, parameter)
@@ -469,7 +404,6 @@ class UnitGradients:
             return self._take(slot, grads, sums)
 
     def _take(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
-        """Does the work of `deliver`, on the computing stream of the pass."""
         sums.release_deliveries(slot)
         is_new = slot not in self._held or slot in self._newly_holding
         with naming_out_of_memory("gradients", self._unit.name, self._unit.slots[slot], self.full_bytes):
@@ -483,16 +417,14 @@ class UnitGradients:
                 return None
             held = self._held.pop(slot, None)
             if held is not None:
-                sums.restorers[id(self), slot] = partial(self._put_back, slot, held)
-            number = self._number_delivered.get(slot, 0)
-            self._number_delivered[slot] = number + 1
-            while len(self._rounds) <= number:
-                self._rounds.append({})
-            self._rounds[number][slot] = delivery
-            if len(self._rounds[number]) == sums.slots:
+                sums.restorers.append(partial(self._put_back, slot, held))
+            deliveries = next((each for each in self._rounds if slot not in each), None)
+            if deliveries is None:
+                self._rounds.append(deliveries := {})
+            deliveries[slot] = delivery
+            if len(deliveries) == sums.slots:
                 # The lock is held, so that later rounds of this unit are summed after this one.
-                deliveries, self._rounds[number] = self._rounds[number], {}
-                self._add_up(deliveries, sums)
+                self.sums.add_up(self._rounds.pop(0), sums)
                 return True
             return False
 
@@ -505,7 +437,7 @@ class UnitGradients:
         """
         with self._lock:
             new, self._newly_holding = self._newly_holding, set()
-            rounds, self._rounds, self._number_delivered = self._rounds, [], {}
+            rounds, self._rounds = self._rounds, []
             if sums is None:
                 for slot in new:
                     self._held.pop(slot, None)
@@ -515,11 +447,10 @@ class UnitGradients:
             if self._unit.requires_gradient_sync and self._held:
                 held, self._held = self._held, {}
                 for slot, delivery in held.items():
-                    sums.restorers[id(self), slot] = partial(self._put_back, slot, delivery)
+                    sums.restorers.append(partial(self._put_back, slot, delivery))
                 rounds.append(held)
             for deliveries in rounds:
-                if deliveries:
-                    self._add_up(deliveries, sums)
+                self.sums.add_up(deliveries, sums)
             self._former = {}
             with streams_set(sums.computing):
                 self._note_held()
@@ -532,7 +463,7 @@ class UnitGradients:
         has_replicas = unit.machines is not None and unit.machines.replicate is not None
         if unit.requires_gradient_sync and (unit.requires_all_reduce or not has_replicas):
             if held:
-                sums.restorers[id(self), len(unit.slots)] = partial(self._held_direct.update, held)
+                sums.restorers.append(partial(self._held_direct.update, held))
             for i, gradient in held.items():
                 sums.summed.add_direct(unit.parameters[i], gradient)
             return
@@ -541,24 +472,7 @@ class UnitGradients:
             held[i] = held[i] + gradient if i in held else gradient.clone()  # other code may hold `gradient`
         self._held_direct = held
 
-    def _add_up(self, deliveries: dict[int, Delivery], sums: SumsOfPass) -> None:
-        """Sums one round. If this fails, held gradients that are part of it are put back on their slots."""
-        try:
-            self._sums.add_up(deliveries, sums)
-        except BaseException:
-            for slot in deliveries:
-                if (put_back := sums.restorers.pop((id(self), slot), None)) is not None:
-                    put_back()
-            if self._sums.is_torn:
-                self._note_torn()
-            raise
-        # Gradients in host memory and over machines can be put back until the pass ends, when sums are added to them.
-        if sums.restorers and self._sums.adds_at_once(sums):
-            for slot in deliveries:
-                sums.restorers.pop((id(self), slot), None)
-
     def _put_back(self, slot: int, held: Delivery) -> None:
-        """Holds gradients of earlier passes on the slot again."""
         self._held[slot] = held
 
     def note_lost(self, computing: Mapping[torch.device, torch.Stream]) -> None:
@@ -568,12 +482,6 @@ class UnitGradients:
         """
         with self._lock, streams_set(computing), torch.inference_mode(False), torch.no_grad():
             self._lost.update({i: FormerGrad(self._unit.parameters[i]) for i in self._unit.trainable})
-
-    def _note_torn(self) -> None:
-        """Notes that a sum was added to some owners' shards of gradients only."""
-        trainable = [(i, self._unit.parameters[i]) for i in self._unit.trainable]
-        self._lost.update({i: FormerGrad(parameter) for i, parameter in trainable if parameter.grad is not None})
-        self._sums.is_torn = False
 
     def refuse_lost(self) -> None:
         """Raises if gradients are incomplete, and the user has not zeroed them."""
@@ -608,11 +516,6 @@ class UnitGradients:
             if self.partial is not None:
                 self.partial.drop_void()
                 self.partial = self.partial if self.partial.present else None
-
-    def set_sums(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients) -> None:
-        """Adds sums over machines to ``.grad``, on the current streams."""
-        with self._lock:
-            self._sums.add_parts(totals, present, summed)
 
     def _note_held(self) -> None:
         """Notes to which ``.grad`` the held gradients belong. The computing streams are current."""

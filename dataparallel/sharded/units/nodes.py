@@ -108,7 +108,6 @@ def _lies_in(addresses: set[int], part: Any) -> bool:
 
 
 def _makers(tensors: Mapping[int, Tensor]) -> set[Any]:
-    """Returns the nodes that have made these tensors."""
     return {tensor.grad_fn for tensor in tensors.values()} - {None}
 
 
@@ -266,7 +265,8 @@ class Receiver:
             )
         chosen: Any = running_pass().contents.get(CHOSEN)
         grads = [g if self._takes(i, chosen) else None for i, g in zip(self._unit.trainable, grads, strict=True)]
-        self._unit.binding.deliver(self._unit, self._slot_unit.slot, grads)
+        assert self._unit.delivers_to is not None  # a call has made the graph
+        self._unit.delivers_to.deliver(self._unit, self._slot_unit.slot, grads)
         self._slot_unit.note_gradients()
 
     def takes_any(self, chosen: Collection[int]) -> bool:

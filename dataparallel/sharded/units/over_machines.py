@@ -1,4 +1,4 @@
-"""`MachinesOfTree` has the process groups of a tree, and `SourcesOverMachines` all-gathers shards over processes.
+"""`MachinesOfTree` has the process groups of a tree, and `SourceOverMachines` all-gathers shards over processes.
 
 A machine is one process. Parameters are sharded over the owners of this machine and, if there is a *shard* group, over
 the owners of all its machines. The machines of the *replicate* group have the same shards; `SumsOverMachines` averages
@@ -8,7 +8,7 @@ what the slots of each have summed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,11 @@ from dataparallel.machines.peer_rounds import PeerRounds
 from dataparallel.machines.start import send_values
 from dataparallel.sharded.placements import Owners
 from dataparallel.sharded.units.buffers import added_in
-from dataparallel.sharded.units.gradients import PartialSums, PassGradients, UnitGradients
+from dataparallel.sharded.units.gradients import PartialSums, UnitGradients
 from dataparallel.sharded.units.shards import OwnedShards, PullSource
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.tree import Tree
+    from dataparallel.sharded.units.tree import SumsOfPass, Tree
     from dataparallel.sharded.units.unit import Unit
 
 _BACKWARD = "backward"
@@ -101,7 +101,7 @@ class SourceOverMachines(PullSource):
     def __init__(self, unit: Unit, owned: OwnedShards, pulls: int, lane: Lane, epoch: int) -> None:
         super().__init__(unit, owned, pulls)
         self._lane, self._epoch, self._name = lane, epoch, unit.name
-        self._launched: list[Result] | None = None
+        self._launched: list[Result] = []
 
     @property
     def is_plain(self) -> bool:
@@ -109,17 +109,12 @@ class SourceOverMachines(PullSource):
         return False
 
     def send(self, ready: Mapping[torch.device, Event]) -> None:
-        """Launches the all-gather, once. ``ready``: for each device an event after which its shards may be read."""
-        with self._lock:
-            if self._launched is None:
-                self._launched = self._launch(ready)
-
-    def _launch(self, ready: Mapping[torch.device, Event]) -> list[Result]:
+        """Launches the all-gather. ``ready``: for each device an event after which its shards may be read."""
         machines, owned = self._lane.machines, self._owned
         with self._copying(ready):
             flats = map(self._cast, owned.flats, owned.owners)
             staged = [stage(machines, flat, machines.size * flat.numel()) for flat in flats]
-        return self._lane.launch(
+        self._launched = self._lane.launch(
             "gather",
             [f"the parameters of {self._name!r} for {owner}" for owner in owned.owners],
             [partial(all_gather, shard) for shard in staged],
@@ -134,44 +129,13 @@ class SourceOverMachines(PullSource):
 
     def pieces(self, ready: Mapping[torch.device, Event]) -> tuple[list[Tensor], Mapping[torch.device, Event]]:
         """See `PullSource.pieces`. The calling thread waits until the shards of all machines are there, or raises."""
-        self.send(ready)
         return super().pieces({})
 
     def _copy(self) -> list[Tensor]:
-        assert self._launched is not None
         return [
             launched.wait().to(owner, non_blocking=True)
             for launched, owner in zip(self._launched, self._owned.owners, strict=True)
         ]
-
-
-class SourcesOverMachines:
-    """The sources of one unit in one call or pass of backward. The unit's lock is held around its methods.
-
-    All machines have to gather the same units in one order, whichever of their slots comes first. So the first gathers
-    of a unit by all slots use the same sources, their second gathers the next, and so on. Then the order is that of any
-    one slot, because each slot runs the same units in the same order. ``make``: makes the sources of one gather.
-    """
-
-    def __init__(self, slots: int, make: Callable[[], Sequence[SourceOverMachines]]) -> None:
-        self._make = make
-        self._gathers: list[Sequence[SourceOverMachines]] = []
-        self._next = [0] * slots
-
-    def all(self) -> Iterator[SourceOverMachines]:
-        """Yields all sources of all gathers."""
-        for sources in self._gathers:
-            yield from sources
-
-    def next_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[SourceOverMachines]:
-        """Returns the sources of the slot's next gather, whose all-gather has been launched."""
-        number = self._next[slot]
-        self._next[slot] += 1
-        if number == len(self._gathers):
-            self._gathers.append(self._make())
-            for source in self._gathers[number]:
-                source.send(ready)
-        return self._gathers[number]
 
 
 @dataclass
@@ -366,7 +330,7 @@ class SumsOverMachines:
                 self._add_partial(entry, at, owner, zeros)
                 entry.staged[at].append(self._staged(entry, zeros.to(entry.sent_dtype(at))))
 
-    def add_to_gradients(self, summed: PassGradients) -> None:
+    def add_to_gradients(self, sums: SumsOfPass) -> None:
         """Waits for all sums, and adds them to ``.grad``. If a machine is gone or has failed, none is changed."""
         if not self._entries:
             return
@@ -374,18 +338,18 @@ class SumsOverMachines:
         with torch.no_grad(), streams_set(self._computing):
             present = [[i for i in each.unit.trainable if next(mask)] for each in self._entries]
             rests = self._sums_of_rests([each for each in self._entries if next(mask)])
-            sums = [[self._results(each, at, rests) for at in range(len(each.results))] for each in self._entries]
-            for entry, totals in zip(self._entries, sums, strict=True):
+            of_entries = [[self._results(each, at, rests) for at in range(len(each.results))] for each in self._entries]
+            for entry, totals in zip(self._entries, of_entries, strict=True):
                 if (hook := entry.unit.all_reduce_hook) is not None and not self._stays_partial(entry):
                     for of_owners in totals:
                         for total in of_owners:
                             hook(total)
-            parts = [self._parts(entry, totals) for entry, totals in zip(self._entries, sums, strict=True)]
+            parts = [self._parts(entry, totals) for entry, totals in zip(self._entries, of_entries, strict=True)]
             if any(entry.unit.is_offloaded for entry in self._entries):
                 for stream in self._computing.values():
                     Event(stream).synchronize()
             for entry, of_dtypes, found in zip(self._entries, parts, present, strict=True):
-                self._set(entry, of_dtypes, found, summed)
+                self._set(entry, of_dtypes, found, sums)
 
     def _said(self, end: Result) -> list[bool]:
         """Waits for all masks, and learns the order of rank 0. An entry is true if it is true on any machine."""
@@ -426,7 +390,7 @@ class SumsOverMachines:
         return [[*map(unit.to_host, of_owners)] for of_owners in parts] if unit.is_offloaded else parts
 
     def _set(
-        self, entry: _UnitEntry, parts: Sequence[Sequence[Tensor]], present: Collection[int], summed: PassGradients
+        self, entry: _UnitEntry, parts: Sequence[Sequence[Tensor]], present: Collection[int], sums: SumsOfPass
     ) -> None:
         gradients, parameters = entry.gradients, entry.unit.parameters
         gradients.partial = None
@@ -434,8 +398,7 @@ class SumsOverMachines:
             if present:
                 gradients.partial = PartialSums(gradients.groups, parameters, parts, present)
             return
-        gradients.set_sums(parts, present, summed)
-        summed.note(parameters[i] for i in present)
+        gradients.sums.add_to_pass(parts, present, sums)
 
     def _stays_partial(self, entry: _UnitEntry) -> bool:
         return self._machines.replicate is not None and not entry.is_for_all

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,11 +26,6 @@ from dataparallel.sharded.units.buffers import Layout
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
-
-
-Purpose: TypeAlias = Literal["calls", "casts", "pulls", "deliveries", "sums"]
-"""Which events meet on one stream: the caller's before a call, casts of shards before pulls and pulls before their end,
-pulls before writes, deliveries before sums, or sums."""
 
 
 class TreeStreams:
@@ -52,7 +47,6 @@ class TreeStreams:
         self.receiving = [_kept(device, "gathers", i) for i, device in enumerate(slots)]
         self.adding = self._on_each("sums")
         self.casting = self._on_each("shards are cast")
-        self.meeting = {purpose: _kept(slots[0], f"{purpose} meet") for purpose in get_args(Purpose)}
         self.pulling: list[Mapping[torch.device, torch.Stream]] = []
         for slot, (device, stream) in enumerate(zip(slots, self.receiving, strict=True)):
             # Only one stream of a device can be current.
@@ -61,9 +55,9 @@ class TreeStreams:
     def _on_each(self, purpose: str, number: int = 0) -> dict[torch.device, torch.Stream]:
         return {d: stream for d in {*self.slots} if (stream := _kept(d, purpose, number)) is not None}
 
-    def meet(self, purpose: Purpose, events: Iterable[Event]) -> Event | None:
+    def meet(self, purpose: str, events: Iterable[Event]) -> Event | None:
         """Returns one event after all ``events`` and earlier ones of the same purpose; ``None`` on the CPU."""
-        stream = self.meeting[purpose]
+        stream = _kept(self.slots[0], f"{purpose} meet")
         if stream is None:
             return None
         wait_for(events, [stream])
@@ -193,7 +187,7 @@ class PullSource:
 
     def __init__(self, unit: Unit, owned: OwnedShards, pulls: int) -> None:
         self._owned, self._pulls, self._dtype = owned, pulls, unit.dtype_on_slots(owned.dtype)
-        self._streams, self._last_copies = unit.streams.casting, unit.binding.copies
+        self._streams, self._last_copies = unit.streams.casting, unit.copies
         self._meet = partial(unit.streams.meet, "casts")
         self._lock = threading.Lock()
         self._copies: list[Tensor] | None = None

@@ -24,7 +24,7 @@ from dataparallel.sharded.units.shards import PullSource, wait_for
 from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.calls import ModuleRunner
+    from dataparallel.sharded.units.calls import UnitModule
     from dataparallel.sharded.units.peer_tables import PeerTables
     from dataparallel.sharded.units.unit import Unit
 
@@ -67,8 +67,8 @@ class SlotUnit:
         self._versions: list[int] = []  # versions of the sharded parameters that this slot's values come from
         self._full_versions: list[int] = []  # versions of the full parameters, which our own writes do not move
         self._overwritten_position: int | None = None  # of a full parameter that other code has written to
-        # References are weak, because parameters may stay full over many forwards, each with runners of its own.
-        self._showing_modules: WeakMembers[ModuleRunner] = WeakMembers()
+        # References are weak, because parameters may stay full over many forwards, each with replicas of its own.
+        self._showing_modules: WeakMembers[UnitModule] = WeakMembers()
         self._running_calls = 0  # how many calls of the unit's modules run
         # Calls whose backward has begun and not ended. With a number it ends with the unit's gradients in this pass.
         self._open_calls: dict[object, int | None] = {}
@@ -94,7 +94,6 @@ class SlotUnit:
                 self._start(ready)
 
     def _start(self, ready: Mapping[torch.device, Event]) -> None:
-        """Does the work of `start`, under the lock."""
         unit, receiving = self.unit, self.unit.streams.receiving[self.slot]
         self._versions = unit.versions()
         with torch.no_grad(), self._naming_out_of_memory():
@@ -194,7 +193,6 @@ class SlotUnit:
                     self._fill(ready)
 
     def _fill(self, ready: Mapping[torch.device, Event]) -> None:
-        """Finishes a gather that has been started, under the lock."""
         computing, receiving = current_streams([self.device]), self.unit.streams.receiving[self.slot]
         with torch.no_grad(), self._naming_out_of_memory():
             if self._sent_sources is not None:
@@ -220,7 +218,7 @@ class SlotUnit:
         if not self._full_versions:
             self._full_versions = self._versions_of_full()
 
-    def use(self, ready: Mapping[torch.device, Event], module: ModuleRunner) -> None:
+    def use(self, ready: Mapping[torch.device, Event], module: UnitModule) -> None:
         """Makes the parameters full for a call of ``module``, and keeps them full until `end_use`."""
         with self._lock:
             self.make_full(ready)
@@ -228,7 +226,7 @@ class SlotUnit:
             self._running_calls += 1
             self._is_as_after_backward = False
 
-    def show_in(self, module: ModuleRunner) -> None:
+    def show_in(self, module: UnitModule) -> None:
         """Registers the parameters, which are full, in the replica of ``module`` until they are freed."""
         with self._lock:
             self._showing_modules.add(module)

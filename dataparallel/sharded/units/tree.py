@@ -30,7 +30,7 @@ from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.units.calls import RootCall
 from dataparallel.sharded.units.gradients import Delivery, PassGradients
 from dataparallel.sharded.units.shards import LastCopies, wait_for
-from dataparallel.sharded.units.unit import TreeBinding, Unit
+from dataparallel.sharded.units.unit import Unit
 
 if TYPE_CHECKING:
     from dataparallel.machines.lanes import Lane
@@ -54,10 +54,8 @@ class SumsOfPass:
         in_flight: for each slot the deliveries whose sums have been launched, each with an event after its last read.
         last_sums: for each owner an event after its last sum.
         host_additions: functions that add sums to gradients on the host, once the events in ``last_sums`` have passed.
-        added_to: gradients of earlier passes that sums are added to. They are kept here, as the user may drop them.
         latest_sum: an event after all sums launched so far, which have read their deliveries by then.
-        restorers: for the ``id`` of a unit's gradients and a slot, a function that holds gradients of earlier passes on
-            the slot again. It is called if the pass fails before it has summed them.
+        restorers: functions that hold gradients of earlier passes on the slots again, called if the pass fails.
     """
 
     slots: int
@@ -67,11 +65,13 @@ class SumsOfPass:
     last_sums: dict[int, Event] = field(default_factory=dict)
     host_additions: list[Callable[[], object]] = field(default_factory=list)
     latest_sum: Event | None = None
-    added_to: list[Tensor] = field(default_factory=list)
-    restorers: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
+    restorers: list[Callable[[], object]] = field(default_factory=list)
     over_machines: SumsOverMachines | None = None
     callers: set[torch.Stream] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.new = self.summed.begin_pass()
 
     def hold_delivery(self, slot: int, delivery: Delivery, after_reads: Event | None) -> None:
         """Keeps a delivery until `release_deliveries`. ``after_reads``: an event after all reads of it."""
@@ -113,11 +113,10 @@ class SumsOfPass:
             self.over_machines.fail(error_of_failed_pass())
         self._drop_deliveries()
         self.host_additions.clear()
-        self.added_to.clear()
+        self.new.clear()
         self.summed.fail_pass()
         while self.restorers:
-            _, put_back = self.restorers.popitem()
-            put_back()
+            self.restorers.pop()()
 
     def _make_computing_wait(self) -> None:
         wait_for([] if self.latest_sum is None else [self.latest_sum], self.computing.values())
@@ -141,14 +140,15 @@ class SumsOfPass:
         """Makes the computing and callers' streams wait for all sums, adds sums on the host, and runs hooks."""
         self._make_computing_wait()
         self._drop_deliveries()
-        self.added_to.clear()
         if self.over_machines is not None:
-            self.over_machines.add_to_gradients(self.summed)
+            self.over_machines.add_to_gradients(self)
         if self.host_additions:
             for event in self.last_sums.values():
                 event.synchronize()
             for add in self.host_additions:
                 add()
+        with streams_set(self.computing):
+            self.summed.add(self.new)
         self.restorers.clear()
         self.make_callers_wait()
         self.summed.end_pass()  # uses gradients on the current streams, which wait for the sums now
@@ -180,7 +180,6 @@ class BackwardPass:
         self._tree = tree
         self.epoch = None if tree.gathers is None else tree.gathers.machines.epoch
         self._has_returned = self.has_finished = self.reaches_units = False
-        summed.begin_pass(parameter for unit in tree.units for parameter in unit.parameters)
         self.sums = SumsOfPass(len(slots), computing, summed, over_machines=over_machines)
         self._have_own_threads, self._number_included = False, 0
         self.include(slots)
@@ -297,7 +296,7 @@ class BackwardPass:
             self.sums.note_callers()
             if self._tasks and not has_failed:
                 self._has_returned = True
-                self.sums.summed.publish()
+                self.sums.summed.publish(self.sums.new)
                 self._tree.note_backward_returned()
                 return
             self._is_over = True
@@ -324,7 +323,7 @@ class BackwardPass:
     def _finish(self) -> None:
         for unit in self._tree.units:
             unit.gradients.end_pass(self.sums)
-        self.sums.summed.publish()
+        self.sums.summed.publish(self.sums.new)
         if self.sums.over_machines is not None:
             self.sums.over_machines.end()
         if all(unit.is_last_backward for unit in self._tree.units):
@@ -337,7 +336,7 @@ class Tree:
     """The units of one tree, the root's first.
 
     Attributes:
-        bindings: for each unit the binding that a call of this tree gives it.
+        copies: notes the last copies of shards of all units.
         next_unit: for each unit the unit that came after it in the last forward.
         order_of_sums: the numbers of units, in the order of sums over machines: rank 0's if ``is_order_known``.
     """
@@ -350,10 +349,7 @@ class Tree:
         self._failed: list[BackwardPass] = []  # passes that have failed while tasks of the engine run on in them
         self._ending_thread: int | None = None  # ends a pass now
         self._changed = threading.Condition()
-        self._copies = LastCopies()
-        self.bindings = {
-            unit: TreeBinding(self.deliver, self.settle, self._copies, self._join_directly) for unit in self.units
-        }
+        self.copies = LastCopies()
         self._registering = threading.Lock()  # guards what a tree registers, and how many calls run
         self._number_of_calls = 0
         self._unfinished: list[SumsOfPass] = []  # of passes before the last one of a step
@@ -522,7 +518,7 @@ class Tree:
         if unit.gradients.deliver(slot, grads, running.sums) is not None:
             running.note_delivery(slot, unit, unit.gradients.full_bytes)
 
-    def _join_directly(self) -> BackwardPass:
+    def join_directly(self) -> BackwardPass:
         """Joins the pass in a backward that brings gradients to parameters which a loss uses directly."""
         call = self.last_call
         assert call is not None
@@ -555,7 +551,7 @@ class Tree:
 
     def _make_owners_wait(self, computing: Mapping[torch.device, torch.Stream]) -> None:
         """Orders later writes to the shards, by streams and by the host, after all pulls and copies of shards."""
-        copies = self._copies.take_last()
+        copies = self.copies.take_last()
         streams = self.units[0].streams
         after_reads = streams.meet("pulls", [*copies, *streams.after_pulls()])
         wait_for([] if after_reads is None else [after_reads], computing.values())

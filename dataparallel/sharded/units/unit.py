@@ -1,13 +1,14 @@
 """`Unit` has the parameters that one application of ``fully_shard`` gathers and frees together.
 
-Its ties are to the user (`UnitSettings`), to the user's modules (`ModuleRegistries`), and to its tree (`TreeBinding`).
+Its ties are to the user (`UnitSettings`), to the user's modules (`ModuleRegistries`), and to its `Tree`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
@@ -40,8 +41,8 @@ from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
     from dataparallel.machines.lanes import Lane
-    from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
-    from dataparallel.sharded.units.tree import BackwardPass
+    from dataparallel.sharded.units.over_machines import MachinesOfTree, SourceOverMachines
+    from dataparallel.sharded.units.tree import Tree
 
 
 RegistryEntry: TypeAlias = "tuple[dict[str, Any], str, int]"
@@ -101,26 +102,6 @@ class UnitSettings:
     all_reduce_hook: Callable[[Tensor], None] | None = None
     post_optim_event: torch.Event | Sequence[torch.Event] | None = None
     is_last_backward: bool = True
-
-
-def _no_tree(unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
-    raise RuntimeError(f"the unit {unit.name!r} belongs to no tree")
-
-
-@dataclass
-class TreeBinding:
-    """What a tree gives a unit that its calls use. A unit may belong to several trees, one after the other.
-
-    Attributes:
-        copies: notes the last copies of shards that slots have pulled from.
-        join_pass: joins the pass of backward that runs, for a parameter that a loss uses directly. ``None``: no tree
-            has called the unit.
-    """
-
-    deliver: Callable[[Unit, int, Sequence[Tensor | None]], None] = _no_tree
-    settle: Callable[[], None] = lambda: None
-    copies: LastCopies = field(default_factory=LastCopies)
-    join_pass: Callable[[], BackwardPass] | None = None
 
 
 class ModuleRegistries:
@@ -198,7 +179,9 @@ class Unit(UnitSettings):
     """The parameters of one unit at their owners, and a `SlotUnit` for each slot (``slot_units``).
 
     Attributes:
-        binding: what the tree gives the unit whose call uses it. Each call sets it.
+        tree: the tree of the last call. A unit may belong to several trees, one after the other.
+        delivers_to: the tree that takes the gradients.
+        copies: notes the last copies of shards that slots have pulled from; those of its tree.
         indices: for each dtype the positions of its parameters; ``owned`` has their flat shards.
         trainable: positions of the parameters that need gradients.
         tables: the tables of the unit if kernels serve it in this call.
@@ -222,7 +205,9 @@ class Unit(UnitSettings):
         self.graphs: WeakMembers[Any] = WeakMembers()
         self.parameters = list(parameters)
         self.number_of_modules = 1
-        self.binding = TreeBinding()
+        self.tree: Tree | None = None
+        self.delivers_to: Tree | None = None
+        self.copies = LastCopies()
         self.registries = ModuleRegistries(self)
         self.streams = TreeStreams(self.slots)
         self._lock = threading.Lock()
@@ -251,7 +236,10 @@ class Unit(UnitSettings):
         self.slot_units: list[SlotUnit] = []
         self._receivers: list[Receiver] = []  # kept here, because nodes refer to them weakly
         self._sources: list[PullSource] = []
-        self._sources_over_machines: SourcesOverMachines | None = None
+        # All machines have to gather the same units in one order, whichever of their slots comes first. So the first
+        # gathers of all slots use the same sources, their second ones the next, and so on.
+        self._sent: list[list[SourceOverMachines]] = []
+        self._number_sent = [0] * len(self.slots)  # for each slot
         self._gathers: Lane | None = None  # of the last tree that has called the unit
         self._epoch: int | None = None  # of the machines, in which the call or pass has begun
         self._pulls = len(self.slots)  # how many slots pull in a round
@@ -302,7 +290,7 @@ class Unit(UnitSettings):
         ``before_packing`` is called before shards are copied. Once parameters have got memory, the first call over
         machines gives the machines that replicate them the same values.
         """
-        self.binding.settle()
+        self._settle()
         self.refuse_overwritten()
         self.registries.adopt()
         self.registries.show_sharded()
@@ -380,6 +368,15 @@ class Unit(UnitSettings):
                 "each step call shard.renorm_(norm_type, 0, max_norm) for each shard of weight.shards, in no_grad()"
             )
 
+    def bind(self, tree: Tree) -> None:
+        """Begins a call of a tree that the unit is in."""
+        self.tree = self.delivers_to = tree
+        self.copies = tree.copies
+
+    def _settle(self) -> None:
+        if self.tree is not None:
+            self.tree.settle()
+
     # ---- sources of pulls --------------------------------------------------------------------------------------------
 
     def sources(self) -> list[PullSource]:
@@ -390,28 +387,28 @@ class Unit(UnitSettings):
             return self._sources
 
     def sent_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[PullSource] | None:
-        """Has machines send the shards that this slot pulls next. ``None``: the unit is not sharded over them."""
+        """Returns the sources of the slot's next gather, which machines have begun to send; ``None`` without them."""
         if self.machines is None or self.machines.gathers is None:
             return None
         lane = self._gathers or self.machines.gathers
         epoch = lane.machines.epoch if self._epoch is None else self._epoch  # outside of a call there is none
-        from dataparallel.sharded.units.over_machines import SourceOverMachines, SourcesOverMachines
+        from dataparallel.sharded.units.over_machines import SourceOverMachines
 
         with self._lock:
-            if self._sources_over_machines is None:
-                pulls = self._pulls
-                self._sources_over_machines = SourcesOverMachines(
-                    len(self.slots),
-                    lambda: [SourceOverMachines(self, owned, pulls, lane, epoch) for owned in self.owned],
-                )
-            return self._sources_over_machines.next_sources(slot, ready)
+            number = self._number_sent[slot]
+            self._number_sent[slot] += 1
+            if number == len(self._sent):
+                self._sent.append([SourceOverMachines(self, owned, self._pulls, lane, epoch) for owned in self.owned])
+                for source in self._sent[number]:
+                    source.send(ready)
+            return self._sent[number]
 
     def _renew_sources(self, pulls: int) -> None:
         """Drops all sources, so that shards are cast or sent again for the next ``pulls`` slots."""
         with self._lock:
-            sources, over_machines = self._sources, self._sources_over_machines
-            self._sources, self._sources_over_machines, self._pulls = [], None, pulls
-        for source in (*sources, *(over_machines.all() if over_machines is not None else ())):
+            old = [*self._sources, *chain.from_iterable(self._sent)]
+            self._sources, self._sent, self._number_sent, self._pulls = [], [], [0] * len(self.slots), pulls
+        for source in old:
             source.drop()
 
     # ---- a call or a pass of backward --------------------------------------------------------------------------------
@@ -492,7 +489,7 @@ class Unit(UnitSettings):
         if not async_op:
             handle.wait()
         elif self.is_offloaded:
-            note_host_reads(self.binding.copies.last())
+            note_host_reads(self.copies.last())
         return handle
 
     def reshard(self) -> None:
@@ -500,7 +497,7 @@ class Unit(UnitSettings):
         if _torch.is_in_backward():
             self.registries.show_sharded()
             return
-        self.binding.settle()
+        self._settle()
         self.free()
         self.make_owners_wait()
         self.registries.show_current()
@@ -508,7 +505,7 @@ class Unit(UnitSettings):
 
     def make_owners_wait(self) -> None:
         """Orders later writes to the shards, by streams and by the host, after all pulls and copies of shards."""
-        copies = self.binding.copies.last()
+        copies = self.copies.last()
         wait_for([*copies, *self.streams.after_pulls()], current_streams(self.slots).values())
         if self.is_offloaded:
             note_host_reads(copies)

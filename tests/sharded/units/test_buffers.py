@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from dataparallel import _torch
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.units.buffers import FullBuffer, Layout
 
@@ -76,16 +75,6 @@ class TestParameters:
         assert_all_equal(full_parameters(layout, full), parameters)
 
     @given(layouts())
-    def test_parts_are_views_of_the_flat_shard(self, drawn):
-        layout, parameters = drawn
-        gathered = packed(layout, parameters)
-        for owner in range(layout.owners):
-            for at, view in enumerate(layout.parts_of(gathered[owner], owner)):
-                assert view.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
-                assert view.shape == layout.columns[at].shard_shapes[owner]
-                torch.testing.assert_close(view, parts(layout, parameters[at], at)[owner], rtol=0, atol=0)
-
-    @given(layouts())
     def test_lie_apart_and_begin_where_kernels_read_16_bytes(self, drawn):
         layout, _ = drawn
         free = 0
@@ -143,28 +132,6 @@ class TestGradients:
             expected[owner, : part.numel()] = part.reshape(-1)
         assert torch.equal(gathered, expected)
 
-    def test_are_copied_by_one_operator_that_has_a_kernel_for_them(self, monkeypatch):
-        """On CUDA ``torch._chunk_cat`` is one kernel for contiguous bf16 tensors and a contiguous float32 result."""
-        shapes = [torch.Size(shape) for shape in ((8, 3), (7, 2), (3,), (), (4, 4))]
-        layout = Layout(shapes, [Shard(0)] * len(shapes), 4)
-        grads: list[Tensor | None] = [torch.ones(shape, dtype=torch.bfloat16) for shape in shapes]
-        grads[-1] = None
-        gathered = torch.full((4, layout.numel), -1.0)
-        asked: list[tuple[list[Tensor], Tensor]] = []
-        chunk_cat = _torch.chunk_cat
-
-        def noted(tensors: list[Tensor], dim: int, chunks: int, *, out: Tensor) -> None:
-            asked.append((tensors, out))
-            chunk_cat(tensors, dim, chunks, out=out)
-
-        monkeypatch.setattr(_torch, "chunk_cat", noted)
-        layout.copy_in(grads, gathered)
-        ((tensors, out),) = asked
-        assert out is gathered
-        assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
-        assert all(tensor.is_contiguous() for tensor in tensors)
-        assert gathered.sum() == 8 * 3 + 7 * 2 + 3 + 1
-
 
 SHAPES = [torch.Size([5, 3]), torch.Size([]), torch.Size([2])]
 
@@ -197,19 +164,6 @@ def test_it_has_the_values_of_all_pieces_and_no_bytes_once_it_is_free(full):
         assert full.gathered is None
         full.free()
     assert full.tensors[0].untyped_storage().nbytes() == 0
-
-
-def test_memory_that_forward_has_given_to_a_parameter_goes_too(full):
-    for _ in range(2):
-        values = fill(full)
-        moved = full.tensors[0]
-        moved.data = moved.data + 1
-        full.free()
-        assert moved.untyped_storage().nbytes() == 0
-        fill(full)
-        assert moved.shape == values[0].shape
-        assert moved.untyped_storage()._cdata == full.tensors[1].untyped_storage()._cdata
-        full.free()
 
 
 def test_autograd_refuses_to_read_a_free_one_and_reads_it_once_it_is_full_again(full):

@@ -14,36 +14,9 @@ from dataparallel.machines.collectives import reduce_scatter, stage
 from dataparallel.machines.errors import PeerFailed
 from dataparallel.machines.group import Machines
 from dataparallel.machines.lanes import masks_of
-from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
+from dataparallel.sharded.units.over_machines import MachinesOfTree
 from machine_ranks import on_machines
 from sharded_machines import spread
-
-
-class Sent:
-    """A source that counts how often it is sent."""
-
-    def __init__(self) -> None:
-        self.times = 0
-
-    def send(self, ready: Any) -> None:
-        self.times += 1
-
-
-class TestSources:
-    """The first gather of each slot is one gather, and so is the second."""
-
-    def test_slots_share_them_in_their_own_order(self):
-        sources: Any = SourcesOverMachines(2, lambda: [Sent()])  # type: ignore[list-item]
-        first, second = sources.next_sources(0, {}), sources.next_sources(0, {})
-        assert first is not second
-        assert sources.next_sources(1, {}) is first
-        assert sources.next_sources(1, {}) is second
-
-    def test_each_is_sent_once_by_the_slot_that_comes_first(self):
-        sources: Any = SourcesOverMachines(3, lambda: [Sent()])  # type: ignore[list-item]
-        for slot in (2, 0, 1):
-            (sent,) = sources.next_sources(slot, {})
-            assert sent.times == 1
 
 
 def gathers(rank: int, devices: list[Any]) -> list[str]:

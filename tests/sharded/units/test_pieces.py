@@ -276,18 +276,6 @@ class TestNothingIsKept:
 
 class TestTheSetting:
     @pytest.mark.slots(4)
-    def test_the_outermost_unit_decides_for_itself(self, slots):
-        """By default its parameters stay full."""
-        model = on_device(seeded(Layers), slots[0])
-        for layer in model.layers:
-            fully_shard(layer, devices=slots, reshard_after_forward=GROUP)
-        fully_shard(model, devices=slots)
-        model(rows(slots))
-        assert all(slot_unit.is_full for slot_unit in units(model)[-1].slot_units)
-        assert len(pieces(model)) == 4 * len(slots)
-        assert all(piece.group.stop - piece.group.start == GROUP for piece in pieces(model))
-
-    @pytest.mark.slots(4)
     def test_another_number_holds_from_the_next_forward(self, slots):
         model = make(slots, reshard_after_forward=True)
         model(rows(slots))

@@ -1,7 +1,6 @@
 """A unit on a slot: gathered once, full while it is used, freed by its events, and sharded whatever goes wrong."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from dataparallel.sharded.units.buffers import FullBuffer
 from dataparallel.sharded.units.shards import wait_for
 from dataparallel.sharded.units.slot_unit import SlotUnit
 from dataparallel.sharded.units.unit import Precision, Unit
-from made_units import Registry, unit_of, values
+from made_units import unit_of, values
 
 
 @pytest.fixture
@@ -90,17 +89,6 @@ class TestAGather:
             assert slot_unit.parameters[0].dtype == torch.float16
             assert_full(slot_unit, WHOLE)
 
-    def test_that_was_started_is_not_made_again(self, unit, slot_unit, pulls):
-        slot_unit.start(ready(unit))
-        slot_unit.start(ready(unit))
-        assert len(pulls) == len(unit.owned)
-        assert slot_unit.is_started
-        assert not slot_unit.is_full
-        slot_unit.make_full(ready(unit))
-        slot_unit.make_full(ready(unit))
-        assert len(pulls) == len(unit.owned)
-        assert_full(slot_unit, WHOLE)
-
     def test_is_made_once_by_threads_that_ask_at_the_same_time(self, unit, slot_unit, pulls):
         events = ready(unit)
         threads = [threading.Thread(target=slot_unit.make_full, args=(events,)) for _ in range(4)]
@@ -109,17 +97,6 @@ class TestAGather:
         for thread in threads:
             thread.join()
         assert len(pulls) == len(unit.owned)
-        assert_full(slot_unit, WHOLE)
-
-    def test_is_made_again_after_a_free_into_the_same_tensors(self, unit):
-        """Graphs have saved these tensors."""
-        slot_unit = unit.slot_units[1]
-        slot_unit.make_full(ready(unit))
-        before = [*slot_unit.parameters]
-        slot_unit.free()
-        assert is_freed(slot_unit)
-        slot_unit.make_full(ready(unit))
-        assert all(a is b for a, b in zip(before, slot_unit.parameters, strict=True))
         assert_full(slot_unit, WHOLE)
 
     @pytest.mark.parametrize("write", [lambda parameter: parameter.add_(1), lambda parameter: parameter.data.add_(1)])
@@ -141,54 +118,8 @@ class TestAGather:
         slot_unit.make_full(ready(unit))
         assert_full(slot_unit, [WHOLE[0] + 1, WHOLE[1]])
 
-    @pytest.mark.devices("sim")
-    def test_that_finds_no_room_names_the_unit_and_the_device(self, unit):
-        slot_unit = unit.slot_units[1]
-        torch.sim.set_memory_capacity(torch.sim.memory_allocated(1), 1)
-        try:
-            message = r"sim:1 has no room for the .* bytes of parameters of the unit 'made'"
-            with pytest.raises(torch.OutOfMemoryError, match=message):
-                slot_unit.make_full(ready(unit))
-        finally:
-            torch.sim.set_memory_capacity(None, 1)
-        assert is_freed(slot_unit)
-        assert not slot_unit.is_started
-        slot_unit.make_full(ready(unit))
-        assert_full(slot_unit, WHOLE)
-
 
 class TestAFree:
-    def test_waits_for_the_calls_that_use_the_parameters_and_show_them(self, unit):
-        slot_unit, registries = unit.slot_units[0], [Registry(), Registry()]
-        for registry in registries:
-            slot_unit.use(ready(unit), registry)
-        slot_unit.end_use()
-        slot_unit.free()
-        assert_full(slot_unit, WHOLE)
-        assert all(registry.registered == slot_unit.parameters for registry in registries)
-        slot_unit.end_use()
-        slot_unit.free()
-        assert is_freed(slot_unit)
-        for registry in registries:
-            assert all(a is b for a, b in zip(registry.registered, unit.parameters, strict=True))
-
-    @pytest.mark.parametrize(
-        ("reshard", "is_automatic", "has_backward", "is_free"),
-        [
-            (True, False, True, True),
-            (True, False, False, True),
-            (False, False, True, False),
-            (False, False, False, False),
-            (False, True, True, False),
-            (False, True, False, True),  # nothing will need it: an evaluation
-        ],
-    )
-    def test_after_forward_is_as_set(self, unit, slot_unit, reshard, is_automatic, has_backward, is_free):
-        unit.reshard_after_forward, unit.is_reshard_automatic = reshard, is_automatic
-        slot_unit.make_full(ready(unit))
-        slot_unit.note_module_end(0, has_backward)
-        assert is_freed(slot_unit) is is_free
-
     def test_after_forward_comes_when_all_modules_have_run_or_at_the_end(self, unit, slot_unit):
         unit.number_of_modules = 2
         for last in (lambda: slot_unit.note_module_end(0, True), lambda: slot_unit.note_forward_end(has_failed=False)):
@@ -198,113 +129,6 @@ class TestAFree:
             assert slot_unit.is_full
             last()
             assert is_freed(slot_unit)
-
-    def test_of_a_gather_in_vain_comes_at_the_end_of_forward(self, unit, slot_unit):
-        slot_unit.start(ready(unit))
-        slot_unit.note_forward_end(has_failed=False)
-        assert not slot_unit.is_started
-
-    def test_after_a_failed_forward_comes_whatever_is_set(self, unit, slot_unit):
-        unit.reshard_after_forward = False
-        slot_unit.make_full(ready(unit))
-        slot_unit.note_forward_end(has_failed=True)
-        assert is_freed(slot_unit)
-
-    def test_after_a_recomputation_is_left_to_the_backward(self, unit):
-        slot_unit, call = unit.slot_units[0], object()
-        slot_unit.begin_backward(call, ends_with_gradients=False)
-        slot_unit.make_full(ready(unit))
-        slot_unit.note_module_end(0, True)
-        assert slot_unit.is_full
-
-    @torch.no_grad()
-    @pytest.mark.parametrize("first", ["gradients", "inputs"])
-    def test_after_backward_needs_all_gradients(self, unit, first):
-        slot_unit, calls = unit.slot_units[0], [object(), object()]
-        slot_unit.make_full(ready(unit))
-        for call in calls:
-            slot_unit.begin_backward(call, ends_with_gradients=False)
-        slot_unit.end_backward(calls[0])
-        if first == "gradients":
-            slot_unit.note_gradients()
-            assert slot_unit.is_full
-            slot_unit.end_backward(calls[1])
-        else:
-            slot_unit.end_backward(calls[1])
-            assert slot_unit.is_full
-            slot_unit.note_gradients()
-        assert is_freed(slot_unit)
-
-    @torch.no_grad()
-    def test_after_backward_of_a_frozen_unit_needs_those_of_inputs_alone(self, slots):
-        unit = unit_of(WHOLE, slots, requires_grad=False)
-        slot_unit, call = unit.slot_units[0], object()
-        slot_unit.make_full(ready(unit))
-        slot_unit.begin_backward(call, ends_with_gradients=False)
-        slot_unit.end_backward(call)
-        assert is_freed(slot_unit)
-
-    def test_gradients_of_a_checkpoint_inside_of_a_call_are_not_all(self, unit, slot_unit):
-        """A reentrant checkpoint brings them in a pass of its own, while the pass around it still has nodes to run."""
-
-        class Within(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
-                ctx.function = function
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-                ctx.function()
-                return grad, None
-
-        def backward_with(function: Callable[[], None]) -> None:
-            Within.apply(torch.ones(1, requires_grad=True), function).backward()
-
-        def outer() -> None:
-            slot_unit.begin_backward("call", ends_with_gradients=True)
-            with torch.enable_grad():
-                backward_with(slot_unit.note_gradients)
-            assert slot_unit.is_full
-            slot_unit.note_gradients()
-            assert is_freed(slot_unit)
-
-        slot_unit.make_full(ready(unit))
-        backward_with(outer)
-
-    @torch.no_grad()
-    def test_gradients_of_an_earlier_backward_do_not_count(self, unit, slot_unit):
-        slot_unit.make_full(ready(unit))
-        slot_unit.begin_backward(object(), ends_with_gradients=True)
-        slot_unit.note_gradients()
-        call = object()
-        slot_unit.begin_backward(call, ends_with_gradients=False)
-        slot_unit.make_full(ready(unit))
-        slot_unit.end_backward(call)
-        assert slot_unit.is_full
-
-    @pytest.mark.parametrize("has_failed", [False, True])
-    @pytest.mark.parametrize("reshard", [False, True])
-    def test_at_the_end_of_a_pass(self, unit, reshard, has_failed):
-        unit.reshard_after_backward = reshard
-        slot_unit, call = unit.slot_units[0], object()
-        slot_unit.make_full(ready(unit))
-        slot_unit.begin_backward(call, ends_with_gradients=False)
-        slot_unit.note_gradients()
-        slot_unit.note_pass_end(has_failed, was_recorded=False)
-        assert is_freed(slot_unit) is (reshard or has_failed)
-        assert not slot_unit.is_in_backward
-
-    def test_a_recorded_pass_leaves_all_for_a_pass_through_its_graph(self, unit):
-        slot_unit, call = unit.slot_units[0], object()
-        slot_unit.make_full(ready(unit))
-        slot_unit.begin_backward(call, ends_with_gradients=False)
-        slot_unit.note_gradients()  # gradients are recorded here
-        slot_unit.end_backward(call)
-        slot_unit.note_pass_end(has_failed=False, was_recorded=True)
-        assert_full(slot_unit, WHOLE)
-        slot_unit.note_pass_end(has_failed=False, was_recorded=False)
-        assert is_freed(slot_unit)
 
 
 @pytest.mark.devices("sim", "stand-in")

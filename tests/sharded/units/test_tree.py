@@ -62,18 +62,6 @@ class TestForward:
         assert run(tree, [a, c, b, d], slots)[0] == [b]
         assert run(tree, [a, c, b, d], slots) == [[c], [b], [d], []]
 
-    def test_gathers_nothing_ahead_within_several_calls_of_one_unit(self, tree, units, slots):
-        a, b, *_ = units
-        for _ in range(2):
-            found = run(tree, [a, a, b], slots)
-        assert found == [[b], [b], []]
-
-    def test_lists_come_before_the_order(self, tree, units, slots):
-        a, b, c, d = units
-        run(tree, [a, b, c, d], slots)
-        a.forward_prefetch, b.forward_prefetch = [d, c], []
-        assert run(tree, [a, b, c, d], slots) == [[c, d], [c, d], [d], []]
-
     def test_that_fails_keeps_the_known_order_and_leaves_nothing(self, tree, units, slots):
         a, b, c, d = units
         run(tree, [a, b, c, d], slots)
@@ -85,48 +73,6 @@ class TestForward:
         c.slot_units[0].end_use()
         c.free()
         assert run(tree, [a, b, c, d], slots) == [[b], [c], [d], []]
-
-    def test_drops_what_was_gathered_in_vain(self, tree, units, slots):
-        a, b, *_ = units
-        run(tree, [a, b], slots)
-        run(tree, [a], slots)
-        assert not b.slot_units[0].is_started
-
-
-class TestBackward:
-    @pytest.fixture
-    def call(self, tree: Tree, units: list[Unit], slots: list) -> RootCall:
-        tree.prepare()
-        with tree.calling(1) as call:
-            call_units(call, units, slots[:1], lambda unit: None)
-        return call
-
-    def begin(self, call: RootCall, unit: Unit, position: int, units: list[Unit]) -> list[Unit]:
-        """The backward of a unit begins: which units it has started."""
-        found: list[Unit] = []
-
-        def begin() -> None:
-            call.gather_for_backward(unit.slot_units[0], position, call.join_pass())
-            found.extend(each for each in units if each.slot_units[0].is_started)
-
-        in_backward(begin)
-        assert not any(each.slot_units[0].is_started for each in units)  # the pass has ended
-        return found
-
-    def test_gathers_the_unit_and_the_one_that_ended_before_it(self, call, units):
-        assert self.begin(call, units[3], 3, units) == [units[2], units[3]]
-        assert self.begin(call, units[0], 0, units) == [units[0]]
-
-    def test_lists_come_before_the_order(self, call, units):
-        units[3].backward_prefetch = [units[0], units[1]]
-        units[2].backward_prefetch = []
-        assert self.begin(call, units[3], 3, units) == [units[0], units[1], units[3]]
-        assert self.begin(call, units[2], 2, units) == [units[2]]
-
-    def test_leaves_out_units_that_backward_does_not_read(self, call, units):
-        units[2].unshard_in_backward = False
-        assert self.begin(call, units[3], 3, units) == [units[3]]
-        assert self.begin(call, units[2], 2, units) == [units[1]]
 
 
 class TestSettling:
@@ -229,8 +175,3 @@ class TestOrders:
             for slot_unit in units[1].slot_units:
                 slot_unit.start(call.ready)
         self.write(units)
-
-    def test_owners_write_after_a_user_has_resharded(self, units):
-        units[0].unshard(async_op=True)
-        units[0].reshard()
-        self.write(units[:1])
