@@ -11,7 +11,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -20,8 +19,7 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.bucket_gradients import GradientStreams, broadcast_bucket
 from dataparallel.comm import settings
-from dataparallel.comm.buckets import PLAIN_TYPES, fill_buckets, has_strides
-from dataparallel.comm.kinds import inner_tensors
+from dataparallel.comm.buckets import fill_buckets, has_strides
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.comm.transport import FlatBroadcast, Later
@@ -31,9 +29,10 @@ from dataparallel.progress import progress
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.build import make_parameters
 from dataparallel.replicas.kept_replicas import TensorStore
-from dataparallel.replicas.kept_values import CurrentValues, MemoryOfCopies
+from dataparallel.replicas.kept_values import CurrentValues
 from dataparallel.replicas.plan import ModulePlan, names_of
 from dataparallel.replicas.replicate import at_positions, copy_buffers, copy_constants, put
+from dataparallel.replicas.stamp import kinds_of, layouts_of
 
 if TYPE_CHECKING:
     from dataparallel.machines.lanes import Lane
@@ -122,7 +121,7 @@ class KeptTensors(TensorStore):
             has_order = not self._order.learn(copies.order)
         else:  # a forward without grad mode may run on one machine alone, so it decides nothing
             has_order = copies.order is self._order.known or not record
-        return has_order and copies.still_fit(plan, self._slots) and copies.memory.restore()
+        return has_order and copies.still_fit(plan, self._slots)
 
     def _send_buffers(self, lane: Lane, plan: ModulePlan) -> None:
         """Begins a recorded forward on all machines."""
@@ -225,12 +224,12 @@ class _KeptCopies:
     """
 
     buckets: list[list[int]]
-    memory: MemoryOfCopies
 
     def __init__(self, plan: ModulePlan, slots: list[torch.device], order: BucketOrder, record: bool) -> None:
         self.plan, self.slots = plan, slots
         self.by_slot: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
         self.recorded = _positions_with_grad(plan)
+        self._has_sparse = any(tensor.layout not in (torch.strided, torch.jagged) for tensor in plan.tensors)
         self.order = order.known
         self.learns_order = record and order.known is None
         self._streams = current_streams(slots)
@@ -242,7 +241,8 @@ class _KeptCopies:
 
         False for another thread than the one that has made the copies: it would write values while the first one reads.
         """
-        return self._stamp == _stamp_of(plan, slots)
+        is_same = self._stamp == _stamp_of(plan, slots) and layouts_of(self._strided) == self._layouts
+        return is_same and not self._has_sparse  # whose values come with new indices
 
     def make(
         self,
@@ -275,14 +275,14 @@ class _KeptCopies:
         self.values.note_versions()
         # Slot 0's buffers are the source's. Buffers that are not sent keep what forward writes to them.
         not_sent = {*buffers} if not broadcast_buffers else ()
-        self.memory = MemoryOfCopies(
-            [
-                copy
-                for on_slot in self.by_slot
-                for i, (copy, tensor) in enumerate(zip(on_slot, tensors, strict=True))
-                if copy is not tensor and i not in not_sent and has_strides(tensor)
-            ]
-        )
+        # A forward may give others memory: by ``set_``, by ``.data =``, or by `flatten_parameters` of torch's RNNs.
+        self._strided = [
+            copy
+            for on_slot in self.by_slot
+            for i, (copy, tensor) in enumerate(zip(on_slot, tensors, strict=True))
+            if copy is not tensor and i not in not_sent and has_strides(tensor)
+        ]
+        self._layouts = layouts_of(self._strided)
 
     def _make_recorded(
         self, order: BucketOrder, sums: GradientSums, passes: ModulePasses | None, later: Later | None
@@ -331,19 +331,3 @@ class _KeptCopies:
             if row is not None:
                 row.note_copies(position, outputs)
             self.values.send_at_each_forward(group, sys.maxsize, False)
-
-
-_KIND = attrgetter("shape", "dtype", "device")
-
-
-def kinds_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """Returns all properties of the sources that copies depend on. ``.data =`` may change them in the same tensor."""
-    dense = [tensor for tensor in tensors if has_strides(tensor)]
-    return [
-        len(dense),
-        *map(type, tensors),
-        *map(_KIND, tensors),
-        *map(Tensor.stride, dense),
-        *map(Tensor.data_ptr, dense),
-        *[kinds_of([*inner_tensors(tensor).values()]) for tensor in tensors if type(tensor) not in PLAIN_TYPES],
-    ]

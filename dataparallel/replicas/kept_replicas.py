@@ -9,25 +9,24 @@ from __future__ import annotations
 import copy
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel._torch import HOOK_TABLES
-from dataparallel.comm.streams.arrivals import Arrivals, arrivals_for
+from dataparallel.comm.streams.arrivals import Arrivals, ExpectedArrivals, arrivals_for
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.forks import in_forked_child
-from dataparallel.replicas.build import collector_paused
+from dataparallel.replicas.build import build_replica, collector_paused
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import GraphedReplicas
-from dataparallel.replicas.kept_modules import KeptModules, Lease
 from dataparallel.replicas.plan import ModulePlan, names_of, placement_error, refuse_constants
 from dataparallel.replicas.replicate import build_replicas, copy_tensors, make_leaves
-from dataparallel.replicas.tree_state import TreeSnapshot
+from dataparallel.replicas.stamp import PlanStamp, Stamp
 from dataparallel.weak_members import WeakMembers
 
 
@@ -99,6 +98,89 @@ def constant_copies(
     return copies
 
 
+class KeptModules:
+    """Module objects of replicas that serve one call after the other, while their tensors stay.
+
+    They differ from the source in their tensors and children only (``ModulePlan.is_plain``). They serve one call at a
+    time. Graphs are not waited for: like the source itself, a replica may run for another call before the backward of
+    the last one. Replicas that ``forward`` has changed serve no other call. They are dropped at the end of the call if
+    it has failed, or if they have new attributes, which may hold much memory. Otherwise they are dropped before the
+    next call. ``copies``: a list of tensors for each slot.
+    """
+
+    def __init__(
+        self,
+        plan: ModulePlan,
+        copies: Sequence[list[Tensor]],
+        arrivals: Arrivals | None,
+        graphs: GraphedReplicas | None = None,
+    ) -> None:
+        self._plan, self._graphs = plan, graphs
+        self._expected = [None if arrivals is None else ExpectedArrivals() for _ in copies]
+        self._replicas = [
+            build_replica(plan, tensors, True, expected)
+            for tensors, expected in zip(copies, self._expected, strict=True)
+        ]
+        if graphs is not None:
+            graphs.attach_all(self._replicas, copies)
+        trees = [[replica.get_submodule(entry.name) for entry in plan.entries] for replica in self._replicas]
+        self._stamps = [Stamp(modules, ["_modules"]) for modules in trees]
+        positions = [each for entry in plan.entries for each in (entry.parameters, entry.buffers)]
+        tables = [[vars(each)[name] for each in tree for name in ("_parameters", "_buffers")] for tree in trees]
+        self._registries = [[*zip(of_tree, positions, strict=True)] for of_tree in tables]
+        self._is_leased = False
+
+    def serves(self, plan: ModulePlan, count: int, arrivals: Arrivals | None) -> bool:
+        """True if a call on ``count`` slots may lease replicas."""
+        return (
+            plan is self._plan
+            and not self._is_leased
+            and count <= len(self._replicas)
+            and (arrivals is None) == (self._expected[0] is None)
+            and all(stamp.holds() for stamp in self._stamps[:count])
+        )
+
+    def lease(self, copies: Sequence[list[Tensor]], arrivals: Arrivals | None) -> Lease:
+        if self._graphs is not None:
+            self._graphs.serve(copies)
+        for slot, (tensors, expected) in enumerate(zip(copies, self._expected, strict=False)):
+            if arrivals is not None and expected is not None:
+                arrivals.expect(expected, slot, len(tensors) + len(self._plan.shared) + 1)
+            table = self._plan.table(tensors)
+            for registry, positions in self._registries[slot]:
+                if registry.keys() != positions.keys():
+                    registry.clear()
+                for name, position in positions.items():
+                    registry[name] = table[position]
+        self._is_leased = True
+        return Lease(self._replicas[: len(copies)], self)
+
+    def end_lease(self) -> None:
+        """Lets another call lease the replicas, or drops them if they have new attributes."""
+        if all(stamp.sizes_hold() for stamp in self._stamps):
+            self._is_leased = False
+        else:
+            self._replicas, self._stamps, self._registries = [], [], []
+
+
+class _Owner(Protocol):
+    def end_lease(self) -> None: ...
+
+
+class Lease(list[Any]):
+    """The replicas of one call. Other calls get them only after this list is deleted.
+
+    A failed call's traceback keeps the list. Code that refers to a replica for longer does not: it may see other calls.
+    """
+
+    def __init__(self, replicas: Sequence[Any], owner: _Owner) -> None:
+        super().__init__(replicas)
+        self._owner = owner
+
+    def __del__(self) -> None:
+        self._owner.end_lease()
+
+
 MOST_FROZEN = 4
 """One ``frozen`` block keeps at most so many sets of replicas. If more calls run at a time, others are not kept."""
 
@@ -151,7 +233,7 @@ class KeptReplicas:
         return ModulePlan.of(network, root_call, self._hooks_follow)
 
     def _clear(self) -> None:
-        self._snapshot: TreeSnapshot | None = None  # ``None`` if the tree is not plain
+        self._stamp: PlanStamp | None = None  # ``None`` if the tree is not plain
         self._frozen_sets: list[_FrozenSet] = []
         self._is_from_before_fork = False  # the parent process has made everything that is kept
         self._tensors.clear()
@@ -206,7 +288,7 @@ class KeptReplicas:
 
     def _frozen_replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int) -> list[Any]:
         for kept in self._frozen_sets:
-            if kept.is_free and kept.serves(network, slots):
+            if kept.serves(network, slots):
                 return kept.lease(len(slots))
         plan = self._make_plan(network)
         _check_placement(plan, slots[0])
@@ -217,19 +299,20 @@ class KeptReplicas:
         if graphs is not None and graphs.prepare(plan, slots):
             graphs.attach_all(replicas, copies)
         new_set = _FrozenSet(network, slots, replicas, plan, graphs)
-        # A set for fewer slots was made for a smaller batch. It is dropped if the new set serves its calls too.
-        self._frozen_sets = [kept for kept in self._frozen_sets if not (kept.is_free and kept.is_covered_by(new_set))]
+        # A set for fewer slots was made for a smaller batch, whose calls the new set serves too.
+        sets = self._frozen_sets
+        self._frozen_sets = [kept for kept in sets if not kept.is_free or len(kept.slots) >= len(slots)]
         if len(self._frozen_sets) < MOST_FROZEN:
             self._frozen_sets.append(new_set)
         return new_set.lease(len(slots))
 
     def _new_replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int, record: bool) -> list[Any]:
-        if self._snapshot is not None and self._snapshot.still_holds(network):
-            plan = self._snapshot.plan
+        if self._stamp is not None and self._stamp.holds(network):
+            plan = self._stamp.plan
         else:
-            self._snapshot = None
+            self._stamp = None
             plan = self._make_plan(network)
-            self._snapshot = TreeSnapshot(plan) if plan.is_plain else None
+            self._stamp = PlanStamp(plan) if plan.is_plain else None
         if self._tensors.are_copies:
             _check_placement(plan, slots[0])
         refuse_constants(plan, slots)
@@ -237,7 +320,7 @@ class KeptReplicas:
         copies = self._tensors.for_call(plan, slots, cap_bytes, record, arrivals)
         if record and plan.cycles is not None and not plan.cycles.are_held_by_graph:
             plan.cycles = None  # nothing tells how long the graph needs the replicas
-        if self._snapshot is None or not self._tensors.stay:
+        if self._stamp is None or not self._tensors.stay:
             if self.graphs is not None:
                 self.graphs.prepare(plan, slots)
             return build_replicas(plan, copies, record, arrivals)
@@ -266,34 +349,21 @@ class _FrozenSet:
         plan: ModulePlan,
         graphs: GraphedReplicas | None,
     ) -> None:
-        self._replicas, self._graphs = replicas, graphs
+        self.slots, self._replicas, self._graphs = slots, replicas, graphs
         self._hold = None if plan.cycles is None else plan.cycles.hold("call")
-        self._network, self._slots = network, slots
         # Only these streams are ordered after the copies that made the set, and before its memory is used again.
-        self._streams = current_streams(slots)
+        self._network, self._streams = network, current_streams(slots)
         self._hooks = _hook_tables(network)
         self.is_free = True
 
     def serves(self, network: nn.Module, slots: list[torch.device]) -> bool:
         """True if a call of ``network`` on ``slots`` and on the current streams may use the set."""
-        return self._fits(network, _hook_tables(network), slots, current_streams(slots))
-
-    def is_covered_by(self, other: _FrozenSet) -> bool:
-        """True if ``other`` serves every call that this set serves."""
-        return other._fits(self._network, self._hooks, self._slots, self._streams)
-
-    def _fits(
-        self,
-        network: nn.Module,
-        hooks: list[Any],
-        slots: list[torch.device],
-        streams: dict[torch.device, torch.Stream],
-    ) -> bool:
         return (
-            network is self._network
-            and all(map(is_, hooks, self._hooks))
-            and self._slots[: len(slots)] == slots
-            and streams.items() <= self._streams.items()
+            self.is_free
+            and network is self._network
+            and all(map(is_, _hook_tables(network), self._hooks))
+            and self.slots[: len(slots)] == slots
+            and current_streams(slots).items() <= self._streams.items()
         )
 
     def lease(self, count: int) -> Lease:

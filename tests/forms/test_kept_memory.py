@@ -120,18 +120,6 @@ def test_every_replica_has_the_sources_values_at_each_call(
             output.sum().backward()
 
 
-def test_tensors_and_nodes_stay_when_their_memory_does_not(moved: Moved, slots: list, root: torch.device) -> None:
-    wrapped = with_kept_replicas(moved, slots)
-    x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
-    for _ in range(2):
-        wrapped(x).sum().backward()
-    made = tensors_of(wrapped).copies
-    moved.name, moved.move = "linear.weight", MOVES[".data ="]
-    for _ in range(3):
-        wrapped(x).sum().backward()
-        assert tensors_of(wrapped).copies is made
-
-
 def test_a_buffer_that_moves_on_slot_0_moves_in_the_module(moved: Moved, slots: list, root: torch.device) -> None:
     """As on one device; the other replicas get its values at the next call."""
     moved.name, moved.move = "shift", data(lambda old: old + 1)

@@ -1,7 +1,7 @@
 """The tensors of replicas in calls without a graph: they have the source's values, and are leaves, in every mode.
 
 On slots of one device parameters share the source's memory, and the promises hold trivially; distinct devices
-(``--devices=sim``) show them. What a forward leaves on tensors is in test_kept_replicas.
+(``--devices=sim``) show them.
 """
 
 from collections.abc import Callable
