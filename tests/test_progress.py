@@ -64,7 +64,7 @@ class Case(NamedTuple):
 CASES = [
     Case("checking copies between devices", lambda slots: partial(failed_pairs, slots), peers, "_copy"),
     Case("sharding Net", lambda slots: lambda: sharded(slots), fully_shard_state, "_shard_parameter"),
-    Case("making 3 replicas", call_replicated, kept_tensors, "copy_buffers"),
+    Case("making 3 replicas", call_replicated, kept_tensors.Copies, "send_buffers"),
     Case(
         "copying the state of Net to host memory",
         lambda slots: partial(fully_shard.full_state_dict, sharded(slots)),

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import comm
-from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.forms.managed import has_forward
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, Compiled, compiled_in_place
 from dataparallel.replicas.kept_replicas import TensorStore
 from dataparallel.replicas.kept_values import CurrentValues
 from dataparallel.replicas.plan import UNIT_MODULE, ModuleEntry, ModulePlan, dotted
 from dataparallel.replicas.references import Rebinding, reached
-from dataparallel.replicas.replicate import copy_buffers, put
+from dataparallel.replicas.replicate import Copies
 from dataparallel.replicas.stamp import kinds_of
 from dataparallel.sharded.units.calls import ModuleRunner, RootCall, UnitModule
 from dataparallel.sharded.units.unit import Unit
@@ -57,31 +56,24 @@ class UnitTensors(TensorStore):
         self._in_units: dict[int, tuple[Unit, int]] = {}
         self._outer_references: list[tuple[str, str, list[Unit]]] = []
 
-    def for_call(
-        self,
-        plan: ModulePlan,
-        slots: list[torch.device],
-        cap_bytes: int,
-        record: bool,
-        arrivals: Arrivals | None = None,
-    ) -> list[list[Tensor]]:
+    def for_call(self, copies: Copies) -> list[list[Tensor]]:
         """See `TensorStore.for_call`. Only buffers are sent. Other tensors that need gradients have to be in a unit."""
+        plan = copies.plan
         if plan is not self._plan:
             self._read(plan)
             self._plan = plan
-        by_slot: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
-        for slot, tensors in enumerate(by_slot):
+        for slot, tensors in enumerate(copies.by_slot):
             for i, (unit, number) in self._in_units.items():
                 tensors[i] = unit.slot_units[slot].parameters[number]
         buffers = [i for i in range(len(plan.tensors)) if i not in self._in_units]
         for i in buffers:
-            if record and plan.tensors[i].requires_grad:
+            if copies.record and plan.tensors[i].requires_grad:
                 raise _not_sharded(plan, i)
         if self._keeps_buffers:
-            put(by_slot, buffers, self._kept_buffers([plan.tensors[i] for i in buffers], slots, cap_bytes))
+            copies.put(buffers, self._kept_buffers([plan.tensors[i] for i in buffers], copies.slots, copies.cap_bytes))
         else:
-            copy_buffers(by_slot, plan, buffers, slots, cap_bytes)
-        return by_slot
+            copies.send_buffers(buffers)
+        return copies.by_slot
 
     def _kept_buffers(self, sources: list[Tensor], slots: list[torch.device], cap_bytes: int) -> list[list[Tensor]]:
         """Gives buffers their values where the last call had them: captured graphs read them there."""
@@ -89,7 +81,7 @@ class UnitTensors(TensorStore):
         if self._values is not None and self._sources == kinds and len(slots) <= len(self._buffers):
             self._values.refresh()
         else:
-            self._sources = kinds
+            self._sources, self.replicas = kinds, None  # their graphs read the former copies
             self._buffers = comm.broadcast_coalesced(sources, slots, cap_bytes, own_storage=True)
             self._values = CurrentValues(sources, slots, self._buffers)
             self._values.send_at_each_forward([*range(len(sources))], cap_bytes, True)

@@ -39,7 +39,7 @@ class WrapperOptions(CallOptions):
     def keep_replicas(self, compiled: CompileArgument | None, as_torch: bool, has_graphs: bool = False) -> None:
         """Sets ``compiled`` and ``kept``.
 
-        ``as_torch``: hooks stay functions of the source, and gradients are as `copy_tensors` says.
+        ``as_torch``: hooks stay functions of the source, and gradients are as `Copies.send` says.
         """
         slots = [resolve(slot) for slot in self.slots]
         fresh = FreshCopies(as_torch)

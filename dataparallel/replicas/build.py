@@ -152,10 +152,7 @@ def _rebind_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list
 
 def bare_module(cls: type[nn.Module]) -> nn.Module:
     """An instance without any attribute."""
-    try:
-        return object.__new__(cls)  # `cls.__new__` may require arguments
-    except TypeError:  # the class is also a built-in type
-        return original_class(cls).__new__(cls)  # `__new__` of a form's class makes instances of the original class
+    return object.__new__(cls)  # `cls.__new__` may require arguments
 
 
 def give_attributes(module: nn.Module, own: dict[str, Any], source: nn.Module, slots: Sequence[str]) -> nn.Module:
@@ -208,18 +205,14 @@ def _own_attributes(entry: ModuleEntry, module: nn.Module, flags: dict[str, Any]
     return own
 
 
-def parameter_registry(positions: Mapping[str, int], expected: ExpectedArrivals | None) -> dict[str, Any]:
-    """An empty registry for the parameters at these positions."""
-    return {} if expected is None or not positions else ParameterRegistry(positions, expected)
-
-
 def _add_registries(
     entry: ModuleEntry, own: dict[str, Any], modules: list[Any], tensors: list[Any], expected: ExpectedArrivals | None
 ) -> None:
     """Puts the replica's tensors and children where the source has its own. Both lists end with ``None``."""
-    own["_parameters"] = registry = parameter_registry(entry.parameters, expected)
-    for key, i in entry.parameters.items():
-        registry[key] = tensors[i]
+    is_late = expected is not None and entry.parameters
+    registry: dict[str, Any] = ParameterRegistry(entry.parameters, expected) if is_late else {}
+    registry.update({key: tensors[i] for key, i in entry.parameters.items()})
+    own["_parameters"] = registry
     own["_buffers"] = {key: tensors[i] for key, i in entry.buffers.items()} if entry.buffers else {}
     own["_modules"] = children = {key: modules[i] for key, i in entry.children.items()} if entry.children else {}
     for key in entry.proxied:
@@ -259,21 +252,19 @@ class ParameterRegistry(dict[str, Any]):
         self._positions, self._expected = positions, expected
 
     def __getitem__(self, name: str) -> Any:
-        position = self._positions.get(name)
-        if position is not None:
-            expected = self._expected
-            arrival = expected.by_position[position]
-            if arrival is not None and (stream := _current_stream(expected.device_index)) not in arrival.waited:
-                arrival.make_wait(stream)
+        if (position := self._positions.get(name)) is not None:
+            self._wait_for(position)
         return _get(self, name)
+
+    def _wait_for(self, position: int) -> None:
+        arrival = self._expected.by_position[position]
+        if arrival is not None and (stream := _current_stream(self._expected.device_index)) not in arrival.waited:
+            arrival.make_wait(stream)
 
     def wait_for_all(self) -> None:
         """Makes the current stream wait for all parameters of the module."""
-        expected = self._expected
         for position in self._positions.values():
-            arrival = expected.by_position[position]
-            if arrival is not None and (stream := _current_stream(expected.device_index)) not in arrival.waited:
-                arrival.make_wait(stream)
+            self._wait_for(position)
 
     def __iter__(self) -> Iterator[str]:
         # ``dict(registry)`` and ``**registry`` look every value up because this method exists: see `PyDict_Merge`.

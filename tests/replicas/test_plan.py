@@ -53,7 +53,7 @@ class TruthlessList(list):
         mock.Mock(spec=list),
         mock.Mock(spec=nn.Module),
         TruthlessList([1]),
-        a_dead_proxy(),
+        [a_dead_proxy()],
     ],
     ids=["array", "arrays", "MagicMock", "Mock of a list", "Mock of a module", "list without truth", "dead proxy"],
 )

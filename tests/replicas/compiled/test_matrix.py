@@ -43,14 +43,6 @@ def covering() -> list[Any]:
     return [pytest.param(*row, id=f"{row[3]}-{row[0]}-{row[1]}-{row[2]}slots") for row in rows]
 
 
-def test_each_two_values_meet():
-    values = [param.values for param in covering()]
-    kinds = [list(FORMS), WAYS, COUNTS, list(MODELS)]
-    for a in range(4):
-        for b in range(a):
-            assert {(row[a], row[b]) for row in values} == {(x, y) for x in kinds[a] for y in kinds[b]}
-
-
 def check(
     form: str, way: str, slots: list, name: str, *, on_one: int, steps: int, counting: Counting | None = None
 ) -> None:

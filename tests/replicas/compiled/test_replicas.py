@@ -114,23 +114,6 @@ def test_wrappers_of_one_module_share_its_graphs(slots: list, root: torch.device
 
 
 @pytest.mark.long
-@pytest.mark.slots(2)
-def test_changes_of_the_module_are_seen(whole: Way, slots: list, root: torch.device):
-    net, x = build(root).eval(), batch(root)
-    wrapper = whole(net, slots)
-    with torch.no_grad():
-        wrapper(x)
-        net.last.weight.mul_(2)
-        net.first.bias.data = net.first.bias.data + 1
-        expected = net.last(net.norm(net.first(x)).relu())
-        torch.testing.assert_close(wrapper(x), expected)
-        net.last = nn.Linear(6, 5).double().to(root)
-        torch.testing.assert_close(wrapper(x), net.last(net.norm(net.first(x)).relu()))
-        net.float()
-        torch.testing.assert_close(wrapper(x.float()), net.last(net.norm(net.first(x.float())).relu()))
-
-
-@pytest.mark.long
 def test_tied_weights_stay_tied_and_buffers_reach_slot_0(way: Way, slots: list, root: torch.device):
     batches = [batch(root), batch(root, 9), batch(root)]
     expected = expected_steps(slots, root, batches, Tied)
@@ -284,16 +267,6 @@ def test_an_error_of_the_backend_is_raised_and_the_gate_is_open(slots: list, roo
     assert not compile_lock.is_taken
     broken.clear()
     assert_same(steps(wrapper, net, [batch(root)]), expected_steps(slots, root, [batch(root)]))
-
-
-@pytest.mark.long
-def test_frozen_replicas_are_compiled(whole: Way, slots: list, root: torch.device):
-    net, x = build(root).eval(), batch(root)
-    expected = net(x).detach()
-    wrapper = whole(net, slots)
-    with torch.inference_mode(), wrapper.options.frozen():
-        for _ in range(3):
-            torch.testing.assert_close(wrapper(x).clone(), expected)
 
 
 def test_a_part_that_the_compiler_is_to_leave_alone(slots: list, root: torch.device, since: Since):
