@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from dataparallel import progress
 from dataparallel.comm import peers
-from dataparallel.composable import fully_shard, replicate
-from dataparallel.forms import full_state, fully_shard_state, kept_tensors
+from dataparallel.composable import fully_shard
+from dataparallel.forms import full_state, fully_shard_state
 from dataparallel.sharded import ShardedTensor, distribute
 from processes import run_script
 from terminals import Terminal, wait_until
@@ -35,11 +35,6 @@ def failed_pairs(slots: list) -> list:
 
 def sharded(slots: list) -> nn.Module:
     return fully_shard(Net(), devices=slots)
-
-
-def call_replicated(slots: list) -> Callable[[], Any]:
-    net = replicate(Net().to(slots[0]), devices=slots)
-    return lambda: net(torch.ones(8, 4)).sum().backward()
 
 
 def prepare_loading(slots: list) -> Callable[[], Any]:
@@ -64,7 +59,6 @@ class Case(NamedTuple):
 CASES = [
     Case("checking copies between devices", lambda slots: partial(failed_pairs, slots), peers, "_copy"),
     Case("sharding Net", lambda slots: lambda: sharded(slots), fully_shard_state, "_shard_parameter"),
-    Case("making 3 replicas", call_replicated, kept_tensors.Copies, "send_buffers"),
     Case(
         "copying the state of Net to host memory",
         lambda slots: partial(fully_shard.full_state_dict, sharded(slots)),
@@ -142,19 +136,6 @@ def test_without_a_terminal_not_a_byte_is_written(work: Callable[[], Any], termi
 def test_without_stderr_it_runs(work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress.sys, "stderr", None)
     work()
-
-
-def test_calls_draw_no_line_again(slots: list, terminal: Terminal) -> None:
-    """Nor do calls that make new copies."""
-    failed_pairs(slots)
-    net = replicate(Net().to(slots[0]), devices=slots)
-    net(torch.ones(8, 4))
-    written = terminal.getvalue()
-    assert "making 3 replicas" in written
-    for _ in range(3):
-        net[0].weight.data = net[0].weight.data.clone()
-        net(torch.ones(8, 4)).sum().backward()
-    assert terminal.getvalue() == written
 
 
 # ---- the line itself -------------------------------------------------------------------------------------------------

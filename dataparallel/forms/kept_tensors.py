@@ -9,9 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from dataparallel.comm.buckets import fill_buckets, has_strides
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.gradients.gradient_sums import GradientSums, KeptToSlots, ReducerBucket, SourceBucket
 from dataparallel.gradients.ordered_pass import BucketRow, ModulePasses, Reducer
-from dataparallel.progress import progress
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.build import make_parameters
 from dataparallel.replicas.kept_replicas import TensorStore
@@ -54,12 +52,11 @@ class KeptTensors(TensorStore):
         self._slots, self._broadcast_buffers = slots, broadcast_buffers
         self._first_bytes, self._cap_bytes = first_bytes, cap_bytes
         self._order = BucketOrder(None)
-        self._has_made = False
 
     stay = True
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("the tensors of kept replicas belong to one module and cannot be copied")
+    def __reduce__(self) -> tuple[type[KeptTensors], tuple[Any, ...]]:
+        return KeptTensors, (self._slots, self._first_bytes, self._cap_bytes, self._broadcast_buffers)
 
     def for_call(self, copies: Copies) -> list[list[Tensor]]:
         """See `TensorStore.for_call`. Parameters are `ReplicaParameter`, also if no graph is recorded.
@@ -133,11 +130,8 @@ class KeptTensors(TensorStore):
         if record or self._lane is None:
             self._order = order
         copies = _KeptCopies(plan, self._slots, self._cap_bytes, record, wanted.arrivals)
-        # Only the first time: a call that makes new copies in each step should start no thread for it.
-        shown = nullcontext() if self._has_made else progress(f"making {len(self._slots)} replicas")
-        with torch.enable_grad(), shown:
+        with torch.enable_grad():
             copies.make(self._first_bytes, order, self.sums, self.passes, self._broadcast_buffers)
-        self._has_made = True
         return copies
 
 

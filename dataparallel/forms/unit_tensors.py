@@ -20,7 +20,7 @@ from dataparallel.forms.managed import has_forward
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, Compiled, compiled_in_place
 from dataparallel.replicas.kept_replicas import TensorStore
 from dataparallel.replicas.kept_values import CurrentValues
-from dataparallel.replicas.plan import UNIT_MODULE, ModuleEntry, ModulePlan, dotted
+from dataparallel.replicas.plan import UNIT_MODULE, ModuleEntry, ModulePlan, names_of
 from dataparallel.replicas.references import Rebinding, reached
 from dataparallel.replicas.replicate import Copies
 from dataparallel.replicas.stamp import kinds_of
@@ -153,14 +153,8 @@ class UnitTensors(TensorStore):
 
 def _not_sharded(plan: ModulePlan, position: int) -> RuntimeError:
     """Makes the error for a tensor that belongs to no unit: nobody would sum its gradients."""
-    name, is_buffer = next(
-        (dotted(entry.name, key), names is entry.buffers)
-        for entry in plan.entries
-        for names in (entry.parameters, entry.buffers)
-        for key, at in names.items()
-        if at == position
-    )
-    if is_buffer:
+    name = names_of(plan)[position]
+    if position not in plan.parameters:
         return RuntimeError(
             f"the buffer {name!r} needs a gradient, and fully_shard sums gradients of parameters only. Make it a "
             "parameter before fully_shard, or let it need no gradient, requires_grad_(False)"
@@ -227,16 +221,7 @@ class _CompiledParts:
             entry.compiled = compile(entry.module, others=[each.compiled for each in self._entries])
 
     def _holds_units(self, at: int) -> bool:
-        seen: set[int] = set()
-        waiting = [*self._below[at]]
-        while waiting:
-            below = waiting.pop()
-            if below in self._tops:
-                return True
-            if below not in seen:
-                seen.add(below)
-                waiting += self._below[below]
-        return False
+        return any(below in self._tops or self._holds_units(below) for below in self._below[at])
 
     def _children(self, at: int) -> list[int]:
         """Returns positions of the children that are in the plan, except children that only refer back to a parent."""

@@ -43,7 +43,7 @@ class WrapperOptions(CallOptions):
         """
         slots = [resolve(slot) for slot in self.slots]
         fresh = FreshCopies(as_torch)
-        tensors = _TensorsOfWrapper(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else fresh
+        tensors = KeptTensors(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else fresh
         kept = KeptReplicas(tensors, compiled, not as_torch, GraphedReplicas() if has_graphs else None)
         vars(self).update(compiled=compiled, kept=kept)
 
@@ -69,13 +69,6 @@ class WrapperOptions(CallOptions):
         A call that records a graph raises ``RuntimeError``. Blocks may be nested.
         """
         return self.kept.frozen()
-
-
-class _TensorsOfWrapper(KeptTensors):
-    """The tensors of a wrapper whose replicas launch graphs. A copy of it, and an unpickled one, is empty."""
-
-    def __reduce__(self) -> Any:
-        return type(self), (self._slots, self._first_bytes, self._cap_bytes, self._broadcast_buffers)
 
 
 def own_options(wrapper: Any) -> WrapperOptions:

@@ -58,7 +58,6 @@ def build_replica(
     make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
     tensor_table = plan.table(tensors)
     flags: dict[str, Any] = {name: OrderedDict() for name in HOOK_FLAGS}  # shared: each hook has its own number
-    device = device_of(tensors)
     modules = [_by_its_own_rule(entry) if entry.has_own_rule else bare_module(entry.cls) for entry in plan.entries]
     module_table = plan.table(modules)
     for entry, module in zip(plan.entries, modules, strict=True):
@@ -70,15 +69,13 @@ def build_replica(
             give_attributes(module, own, entry.module, entry.slots)
     if plan.has_references:
         _rebind_attributes(plan, modules, tensors)
-    for call in call_compiled(plan, modules):
-        call.device = device
+    call_compiled(plan, modules, tensors[0].device if tensors else None)
     _give_units(plan, modules)
     return modules[0]
 
 
-def call_compiled(plan: ModulePlan, modules: list[nn.Module]) -> list[CompiledCall]:
-    """Makes modules that are compiled in the source call compiled code. Returns the calls, which need their device."""
-    calls: list[CompiledCall] = []
+def call_compiled(plan: ModulePlan, modules: list[nn.Module], device: torch.device | None) -> None:
+    """Makes modules that are compiled in the source call compiled code."""
     table = plan.table(modules)
     for i in plan.compiled:
         entry, module = plan.entries[i], modules[i]
@@ -86,12 +83,9 @@ def call_compiled(plan: ModulePlan, modules: list[nn.Module]) -> list[CompiledCa
         functions, attribute, child, _ = entry.compiled
         called = module if child is None else table[entry.children[child]]
         is_managed = child is None and original_class(entry.cls) is not entry.cls
-        call = CompiledCall(functions, called, _as_written if is_managed else None)
-        vars(module)[attribute] = call
-        calls.append(call)
-    if calls:
+        vars(module)[attribute] = CompiledCall(functions, called, device, _as_written if is_managed else None)
+    if plan.compiled:
         vars(modules[0])[HAS_COMPILED] = True
-    return calls
 
 
 def _as_written(module: Any, attributes: dict[str, Any] | None = None) -> nn.Module:
@@ -103,10 +97,6 @@ def _as_written(module: Any, attributes: dict[str, Any] | None = None) -> nn.Mod
     return give_attributes(
         bare_module(cls), vars(module) if attributes is None else attributes, module, instance_slots(cls)
     )
-
-
-def device_of(tensors: list[Tensor]) -> torch.device | None:
-    return tensors[0].device if tensors else None
 
 
 def _give_units(plan: ModulePlan, modules: list[nn.Module]) -> None:

@@ -63,13 +63,6 @@ UNIT_MODULE = "_dataparallel_unit_module"
 """Attribute of a replica's module: the `UnitModule` that gathers the parameters of the module's unit on the slot."""
 
 
-class UninitializedError(RuntimeError, ValueError):
-    """A parameter is lazy. ``torch.nn.DataParallel`` raises ValueError for it, and torch's lazy modules RuntimeError.
-
-    The message has the words of both, for which people search.
-    """
-
-
 @dataclass(frozen=True, eq=False)
 class TwinInfo:
     """Describes a twin: a root that has the children and tensors of another module, and is replicated in its place.
@@ -241,7 +234,8 @@ class ModulePlan:
             positions[id(tensor)] = self._share(tensor)
         else:
             if type(tensor) not in PLAIN_TYPES and is_lazy(tensor):
-                raise UninitializedError(
+                # As `torch.nn.DataParallel` raises, and also in the words of its successor: people search for both.
+                raise ValueError(
                     "Attempted to use an uninitialized parameter. Modules with uninitialized parameters can't be "
                     f"replicated: {dotted(entry.name, key)} is not initialised yet; run the module once on a sample "
                     "batch first"

@@ -55,7 +55,8 @@ def replicate(
 
     Raises:
         RuntimeError: the tree cannot be replicated; the message names the module.
-        TypeError, ValueError: devices as in ``dataparallel.devices.resolve_slots``; ``bucket_cap_mb`` is not above 0.
+        TypeError, ValueError: devices as in ``dataparallel.devices.resolve_slots``; ``bucket_cap_mb`` is not above 0;
+            a parameter is not initialised yet.
     """
     return make_replicas(network, resolve_slots(devices), cap_in_bytes(bucket_cap_mb), detach)
 

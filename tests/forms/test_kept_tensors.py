@@ -3,8 +3,6 @@
 Their buckets, and the sums, are in the order in which gradients arrived in the first pass.
 """
 
-import copy
-import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -107,13 +105,6 @@ def test_a_thread_writes_to_no_copies_of_another(net: Branched, slots: list, x: 
     mine = addresses()
     wrapped(x)
     assert addresses() == mine, "a thread that is alone again uses its copies again"
-
-
-def test_they_belong_to_one_module_and_cannot_be_copied(net: Branched, slots: list) -> None:
-    kept = with_kept_replicas(net, slots).options.kept
-    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="belong to one module and cannot be copied"):
-            copied(kept)
 
 
 def test_buckets_follow_the_order_in_which_gradients_came(net: Branched, slots: list, x: Tensor) -> None:
