@@ -54,12 +54,12 @@ def none_compiled() -> Iterator[None]:
 
 
 class _LookAgain(Exception):
-    """Raised where the compiler has found no graph, and another thread has made one before this one's turn."""
+    """Raised where the compiler has found no graph, and another thread has made one that may fit."""
 
 
 _LOOK_AGAIN_SECONDS = 0.002
-_RETURN_SECONDS = 1.0
-"""How long a graph is waited for that another thread has made. After ``torch.compiler.reset()`` it never comes."""
+_ADDED_SECONDS = 0.05
+"""How long after it was made a graph is found at the latest: torch adds it a moment after the turn of its thread."""
 
 
 class CompiledFunctions:
@@ -145,28 +145,24 @@ class _CompiledFunction:
         function = FunctionType(self._code, original.__globals__, self._code.co_name)
         self._compiled = torch_compile.compile_within(context, function, self._compile)
         torch_compile.let_backwards_run_at_once()
-        self._graphs, self._made_by, self._made_at = 0, 0, -math.inf
-        self._seen: dict[int, int] = {}  # for each thread that looks again: how many graphs there were before
+        self._made_at = -math.inf  # when the last graph was made
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            while True:
-                try:
-                    return self._compiled(module, *args, **kwargs)
-                except _LookAgain:
-                    time.sleep(_LOOK_AGAIN_SECONDS)
-        finally:
-            self._seen.pop(threading.get_ident(), None)
+        while True:
+            try:
+                return self._compiled(module, *args, **kwargs)
+            except _LookAgain:
+                time.sleep(_LOOK_AGAIN_SECONDS)
 
     def _compile(self, code: CodeType, convert: Callable[[], Any]) -> Any:
         """Called by the compiler, inside, where none of the code's graphs fits."""
         if getattr(_of_thread, "may_not_compile", False):
             raise RuntimeError("none of its compiled code fits the call that is captured")
-        return compile_lock.run_alone(self._convert, code, convert)
+        return compile_lock.run_alone(self._convert, code, convert, time.monotonic())
 
-    def _convert(self, code: CodeType, convert: Callable[[], Any]) -> Any:
-        if code is self._code:
-            self._check_that_it_has_seen_all_graphs()
+    def _convert(self, code: CodeType, convert: Callable[[], Any], looked_at: float) -> Any:
+        if code is self._code and looked_at < self._made_at + _ADDED_SECONDS:
+            raise _LookAgain
         torch_compile.refuse_parameters_in_graphs()
         family, failed, is_compiled = self._family(), torch_compile.frames_that_failed(), False
         try:
@@ -177,22 +173,7 @@ class _CompiledFunction:
         finally:
             _note(self._device, int(is_compiled), torch_compile.frames_that_failed() - failed)
             if code is self._code and is_compiled:
-                self._graphs = torch_compile.number_of_graphs(code) + 1
-                self._made_by, self._made_at = threading.get_ident(), time.monotonic()
-
-    def _check_that_it_has_seen_all_graphs(self) -> None:
-        """Raises `_LookAgain` if another thread has just made a graph that this one may not have seen.
-
-        torch adds a graph when the thread that has made it returns, a moment after its turn. So what counts is how many
-        graphs there were when this thread missed them the last time.
-        """
-        me = threading.get_ident()
-        if self._made_by == me or time.monotonic() > self._made_at + _RETURN_SECONDS:
-            return
-        before = self._seen.get(me, -1)
-        self._seen[me] = torch_compile.number_of_graphs(self._code)
-        if before < self._graphs:
-            raise _LookAgain
+                self._made_at = time.monotonic()
 
 
 _numbers = itertools.count()

@@ -174,12 +174,6 @@ class _ContextForEach:
         return self.copy().run(function, *args, **kwargs)
 
 
-def number_of_graphs(code: CodeType) -> int:
-    """How many graphs the compiler has for ``code``. The list of entries has those of one region only."""
-    count = _torch.of_compiler("count")
-    return count(code) if count else len(_torch.of_compiler("entries")(code))
-
-
 def has_graph(result: Any) -> bool:
     """True if what a compiler's callback has returned is code with graphs; otherwise the frame runs as it is."""
     return getattr(result, "guarded_code", None) is not None
