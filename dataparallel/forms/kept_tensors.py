@@ -131,7 +131,7 @@ class KeptTensors(TensorStore):
             self._order = order
         copies = _KeptCopies(plan, self._slots, self._cap_bytes, record, wanted.arrivals)
         with torch.enable_grad():
-            copies.make(self._first_bytes, order, self.sums, self.passes, self._broadcast_buffers)
+            copies.make(order, self._first_bytes, self._broadcast_buffers, self.sums, self.passes)
         return copies
 
 
@@ -221,12 +221,7 @@ class _KeptCopies(Copies):
         return is_same and not self._has_sparse  # whose values come with new indices
 
     def make(
-        self,
-        first_bytes: int,
-        order: BucketOrder,
-        sums: GradientSums,
-        passes: ModulePasses | None,
-        broadcast_buffers: bool,
+        self, order: BucketOrder, first_bytes: int, sends_buffers: bool, sums: GradientSums, passes: ModulePasses | None
     ) -> None:
         """Fills `by_slot`, with buckets in the order of the gradients."""
         plan, slots, tensors, parameters = self.plan, self.slots, self.plan.tensors, {*self.plan.parameters}
@@ -246,7 +241,7 @@ class _KeptCopies(Copies):
         self.send_constants(constant)
         self.values.send_at_each_forward(constant, self.cap_bytes, False)
         self.send_buffers(buffers)
-        if broadcast_buffers:
+        if sends_buffers:
             self.values.send_at_each_forward(buffers, self.cap_bytes, True)
         if self.arrivals is not None:
             self.values.launch(self.late, self.arrivals)
@@ -255,7 +250,7 @@ class _KeptCopies(Copies):
             make_parameters(plan, on_slot, ReplicaParameter)
         self.values.note_versions()
         # Slot 0's buffers are the source's. Buffers that are not sent keep what forward writes to them.
-        not_sent = {*buffers} if not broadcast_buffers else ()
+        not_sent = () if sends_buffers else {*buffers}
         # A forward may give others memory: by ``set_``, by ``.data =``, or by `flatten_parameters` of torch's RNNs.
         self._strided = [
             copy

@@ -199,8 +199,7 @@ def _add_registries(
     entry: ModuleEntry, own: dict[str, Any], modules: list[Any], tensors: list[Any], expected: ExpectedArrivals | None
 ) -> None:
     """Puts the replica's tensors and children where the source has its own. Both lists end with ``None``."""
-    is_late = expected is not None and entry.parameters
-    registry: dict[str, Any] = ParameterRegistry(entry.parameters, expected) if is_late else {}
+    registry: dict[str, Any] = {} if expected is None else ParameterRegistry(entry.parameters, expected)
     registry.update({key: tensors[i] for key, i in entry.parameters.items()})
     own["_parameters"] = registry
     own["_buffers"] = {key: tensors[i] for key, i in entry.buffers.items()} if entry.buffers else {}
