@@ -81,7 +81,7 @@ class UnitTensors(TensorStore):
         if self._values is not None and self._sources == kinds and len(slots) <= len(self._buffers):
             self._values.refresh()
         else:
-            self._sources, self.replicas = kinds, None  # their graphs read the former copies
+            self._sources = kinds
             self._buffers = comm.broadcast_coalesced(sources, slots, cap_bytes, own_storage=True)
             self._values = CurrentValues(sources, slots, self._buffers)
             self._values.send_at_each_forward([*range(len(sources))], cap_bytes, True)

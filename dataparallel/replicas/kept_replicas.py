@@ -122,7 +122,8 @@ class KeptModules(_LeasedInTurn):
     """
 
     def __init__(self, copies: Copies, by_slot: Sequence[list[Tensor]], graphs: GraphedReplicas | None) -> None:
-        self._plan = plan = copies.plan
+        self._plan, self._graphs = copies.plan, graphs
+        plan = copies.plan
         self._expected = [None if copies.arrivals is None else ExpectedArrivals() for _ in by_slot]
         pairs = zip(by_slot, self._expected, strict=True)
         super().__init__([build_replica(plan, tensors, True, expected) for tensors, expected in pairs])
@@ -146,6 +147,8 @@ class KeptModules(_LeasedInTurn):
         )
 
     def lease(self, copies: Copies, by_slot: Sequence[list[Tensor]]) -> Lease:
+        if self._graphs is not None:
+            self._graphs.serve(by_slot)
         for slot, tensors in enumerate(by_slot):
             copies.expect(self._expected[slot], slot)
             table = self._plan.table(tensors)

@@ -129,14 +129,19 @@ class GraphedReplicas:
             if why_none is not None:
                 graphed.say(why_none)
 
+    def serve(self, copies: Sequence[list[Tensor]]) -> None:
+        """Drops graphs of slots that have other tensors in the next call. ``copies``: see `attach_all`."""
+        for slot, tensors in enumerate(copies):
+            self._own[slot].serve(tensors)
+
     def attach_all(self, replicas: Sequence[nn.Module], copies: Sequence[list[Tensor]]) -> None:
         """Makes new replicas of a plan that was prepared launch graphs. ``copies``: their parameters and buffers.
 
         Graphs of an earlier replica of a slot are launched for this one if it has the same tensors.
         """
+        self.serve(copies)
         for slot, (replica, tensors) in enumerate(zip(replicas, copies, strict=True)):
             graphed = self._own[slot]
-            graphed.serve(tensors)
             if any(tensor.device != graphed.device for tensor in tensors):
                 graphed.say("it has tensors on several devices")
                 continue

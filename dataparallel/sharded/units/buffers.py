@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.comm.kernels import DeviceTable
+from dataparallel.replicas.stamp import layouts_of
 from dataparallel.sharded.placements import Shard, shard_shapes
 
 _ALIGNED_TO = 8
@@ -257,8 +258,9 @@ class FullBuffer:
         A backward that reads the parameters now raises, because their versions have moved.
         """
         if self._is_filled:
-            for tensor, memory in zip(self.tensors, self._memory, strict=True):
-                tensor.data = memory
+            if layouts_of(self.tensors) != layouts_of(self._memory):
+                for tensor, memory in zip(self.tensors, self._memory, strict=True):
+                    tensor.data = memory
             self._versions = tuple(map(_torch.version_of, self.tensors))
             torch.autograd.graph.increment_version(self.tensors)
         if not keeps_memory:
