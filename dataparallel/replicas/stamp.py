@@ -38,8 +38,9 @@ class Stamp:
         self._modules = modules
         # The attributes refer to these tables, so none is replaced unnoticed. Most are empty.
         tables = [vars(module)[name] for module in modules for name in (*registries, *HOOK_TABLES)]
-        self._filled, self._empty = [*filter(None, tables)], [table for table in tables if not table]
-        self._not_persistent = [vars(module)["_non_persistent_buffers_set"] for module in modules]
+        names = [vars(module)["_non_persistent_buffers_set"] for module in modules]
+        self._filled, self._not_persistent = [*filter(None, tables)], [*filter(None, names)]
+        self._empty = [each for each in (*tables, *names) if not each]
         self._seen, self._values = self._look()
 
     def _look(self) -> tuple[tuple[list[Any], ...], list[Any]]:
