@@ -483,9 +483,6 @@ def of_compiler(name: str) -> Any:
     return private(*_OF_COMPILER[name])
 
 
-BRANCHES = "torch._higher_order_ops"
-"""The package of ``torch.cond`` and its relatives."""
-
 ORIGINAL_OF_COMPILED = "_orig_mod"
 """The name of the module as a child of the one that ``torch.compile`` has made from it."""
 

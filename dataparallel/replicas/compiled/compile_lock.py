@@ -1,8 +1,7 @@
 """The lock: while one thread compiles, no other thread of the library is in compiled code.
 
 While ``torch.compile`` traces it sets flags of the whole process, and compiled code that another thread enters then
-raises or runs without its graphs. ``torch.cond`` and its relatives do the same, in each call and each backward. The
-lock is one that many share (`run_inside`) and one has alone (`run_alone`).
+raises or runs without its graphs. The lock is one that many share (`run_inside`) and one has alone (`run_alone`).
 """
 
 from __future__ import annotations
