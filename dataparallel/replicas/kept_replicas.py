@@ -224,10 +224,6 @@ class KeptReplicas:
         self._is_from_before_fork = False  # the parent process has made everything that is kept
         self._tensors.clear()
 
-    def clear(self) -> None:
-        with self.lock:
-            self._clear()
-
     def drop_modules(self) -> None:
         """Drops the modules of replicas that stay: a failed call may have left activations on them."""
         with self.lock:

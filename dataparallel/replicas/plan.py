@@ -351,7 +351,7 @@ def _check_replicatable(entries: list[ModuleEntry], allowed: type | None) -> Non
                     )
             continue
         try:
-            entry.compiled = compiled_here(module, [other.compiled for other in entries])
+            entry.compiled = compiled_here(module, (other.compiled for other in entries))
         except LookupError:
             raise RuntimeError(
                 f"cannot replicate {entry.name or type(module).__name__!r}: it was compiled, and torch does not say "
