@@ -20,7 +20,7 @@ from dataparallel.forms.managed import has_forward
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, Compiled, compiled_in_place
 from dataparallel.replicas.kept_replicas import TensorStore
 from dataparallel.replicas.kept_values import CurrentValues
-from dataparallel.replicas.plan import UNIT_MODULE, ModuleEntry, ModulePlan, names_of
+from dataparallel.replicas.plan import UNIT_MODULE, ModulePlan, names_of
 from dataparallel.replicas.references import Rebinding, reached
 from dataparallel.replicas.replicate import Copies
 from dataparallel.replicas.stamp import kinds_of
@@ -183,7 +183,11 @@ class _CompiledParts:
 
     def __init__(self, plan: ModulePlan, tops: Mapping[int, CompileArgument | None]) -> None:
         self._entries, self._tops = plan.entries, tops
-        self._below = [self._children(at) for at in range(len(plan.entries))]
+        # Without children that only refer back to a parent.
+        self._below = [
+            [child for key, child in entry.children.items() if child >= 0 and key not in entry.proxied]
+            for entry in plan.entries
+        ]
 
     def choose(self) -> None:
         """Changes the plan's entries."""
@@ -192,22 +196,14 @@ class _CompiledParts:
             if argument is not None:
                 self._compile(at, argument.of)
         for at, entry in enumerate(self._entries):
-            if entry.compiled is None:
+            how = entry.compiled
+            if how is None:
                 continue
-            called = at if entry.compiled.child is None else entry.children[entry.compiled.child]
+            called = at if how.child is None else entry.children[how.child]
             if self._holds_units(called) or (called != at and called in self._tops):
-                compile = partial(compiled_in_place, call=entry.attributes[CALL] if called == at else entry.module)
-                self._run_uncompiled(entry)
-                self._compile(called, compile)
-
-    def _run_uncompiled(self, entry: ModuleEntry) -> None:
-        """Makes replicas run the module's own code uncompiled."""
-        assert entry.compiled is not None
-        if entry.compiled.child is None:
-            entry.compiled = None
-            del entry.attributes[CALL]
-        else:
-            entry.compiled = entry.compiled._replace(functions=None)
+                entry.compiled = None if called == at else how._replace(functions=None)  # its own code runs uncompiled
+                call = entry.attributes.pop(CALL) if called == at else entry.module
+                self._compile(called, partial(compiled_in_place, call=call))
 
     def _compile(self, at: int, compile: Callable[..., Compiled | None]) -> None:
         """Compiles this module, or its children if it holds units or has no ``forward``."""
@@ -222,8 +218,3 @@ class _CompiledParts:
 
     def _holds_units(self, at: int) -> bool:
         return any(below in self._tops or self._holds_units(below) for below in self._below[at])
-
-    def _children(self, at: int) -> list[int]:
-        """Returns positions of the children that are in the plan, except children that only refer back to a parent."""
-        entry = self._entries[at]
-        return [child for key, child in entry.children.items() if child >= 0 and key not in entry.proxied]

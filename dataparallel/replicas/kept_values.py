@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from operator import is_
 from typing import Any
@@ -93,8 +93,14 @@ class CurrentValues:
         backward = _torch.current_graph_task_id()
         is_second = backward == self._backward != -1
         sent = {i for i in self._parameters if versions[i] == self._versions[i]} if is_second else set()
-        buckets = [each for each in self._buckets if not sent.issuperset(each[0].indices)]
-        late = send_buckets(buckets, tensors, () if arrivals is None else self._may_be_late)
+        late = []
+        for bucket, buffers in self._buckets:
+            if sent.issuperset(bucket.indices):
+                continue
+            if arrivals is not None and bucket.indices[0] in self._may_be_late:
+                late.append(comm.broadcast_into(buffers, bucket, tensors))
+            else:
+                comm.broadcast(flatten(bucket, tensors), out=buffers)
         if arrivals is not None:
             self.launch(late, arrivals)
         for i, copies in [each for each in self._singles if each[0] not in sent]:
@@ -127,22 +133,6 @@ class CurrentValues:
         constant = [broadcast for broadcast in late if not self._tensors[broadcast.indices[0]].requires_grad]
         merged = heapq.merge(recorded, constant, key=lambda broadcast: min(broadcast.indices))
         arrivals.launch(merged, self._needed_first)
-
-
-def send_buckets(
-    buckets: Iterable[tuple[Bucket, list[Tensor]]], tensors: Sequence[Tensor], may_be_late: Collection[int]
-) -> list[FlatBroadcast]:
-    """Sends the tensors of each bucket to the bucket's flat buffers, except tensors that may be late.
-
-    ``may_be_late`` has positions of tensors. Returns the broadcasts of their buckets, which the caller launches.
-    """
-    late = []
-    for bucket, buffers in buckets:
-        if bucket.indices[0] in may_be_late:
-            late.append(comm.broadcast_into(buffers, bucket, tensors))
-        else:
-            comm.broadcast(flatten(bucket, tensors), out=buffers)
-    return late
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
