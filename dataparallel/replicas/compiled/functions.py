@@ -67,29 +67,20 @@ class CompiledFunctions:
 
     Modules of one tree that have the same structure and were compiled alike share them, as the blocks of a model do
     that are compiled one by one. So do the replicas of all wrappers of a module. They live as long as the source or a
-    replica that calls them. ``body`` is `by_call` or `by_call_impl`.
+    replica that calls them. ``key``: the structure of these modules, and `by_call` or `by_call_impl`.
     """
 
-    def __init__(self, structure: Hashable, body: Callable[..., Any], context: Any) -> None:
-        self._structure, self._body = structure, body
-        self._context = torch_compile.copy_of_context(context)  # not the one whose end is the end of the functions
-        self._number = next(_numbers)
+    def __init__(self, key: tuple[Hashable, Callable[..., Any]], context: Any) -> None:
+        self.key, self.number = key, next(_numbers)
+        self.context = torch_compile.copy_of_context(context)  # not the one whose end is the end of the functions
         self.are_captured = False
         self._lock = threading.Lock()
         self._on: dict[torch.device | None, _CompiledFunction] = {}
 
-    def are_for(self, structure: Hashable, body: Callable[..., Any], context: Any) -> bool:
-        """True if a module of this structure, compiled in that way, can call these functions."""
-        return (
-            structure == self._structure
-            and body is self._body
-            and torch_compile.are_contexts_alike(context, self._context)
-        )
-
     @property
     def is_disabled(self) -> bool:
         """True if they run without the compiler, because the user said so with ``torch.compiler.disable``."""
-        return torch_compile.is_disabled(self._context)
+        return torch_compile.is_disabled(self.context)
 
     def call(self, device: torch.device | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the module, all of whose tensors are on ``device``, by the compiled function of this device."""
@@ -102,7 +93,7 @@ class CompiledFunctions:
         return len(self._on)
 
     def _make(self, device: torch.device | None) -> _CompiledFunction:
-        context = self._context
+        context = self.context
         if device is not None and device.type == "cuda" and torch_compile.uses_cuda_graphs(context):
             # The compiler's own graphs cannot follow several threads, nor parameters that move.
             context = torch_compile.without_cuda_graphs(context)
@@ -110,7 +101,7 @@ class CompiledFunctions:
                 _say_that_they_run_without()
         with self._lock:
             if device not in self._on:
-                self._on[device] = _CompiledFunction(self, self._body, self._number, device, context)
+                self._on[device] = _CompiledFunction(self, device, context)
             return self._on[device]
 
 
@@ -130,18 +121,11 @@ class _CompiledFunction:
     begun: in the function itself. A frame further inside is compiled again, once for each thread that has missed it.
     """
 
-    def __init__(
-        self,
-        family: CompiledFunctions,
-        body: Callable[..., Any],
-        number: int,
-        device: torch.device | None,
-        context: Any,
-    ) -> None:
+    def __init__(self, family: CompiledFunctions, device: torch.device | None, context: Any) -> None:
         self._family, self._device = weakref.ref(family), device
         # From the name the compiler remembers which sizes vary. Devices share that, other modules do not.
-        original = cast(FunctionType, body)
-        self._code = original.__code__.replace(co_name=f"{original.__name__}_{number}")
+        original = cast(FunctionType, family.key[1])
+        self._code = original.__code__.replace(co_name=f"{original.__name__}_{family.number}")
         function = FunctionType(self._code, original.__globals__, self._code.co_name)
         self._compiled = torch_compile.compile_within(context, function, self._compile)
         torch_compile.let_backwards_run_at_once()
@@ -191,11 +175,11 @@ def functions_for(
     """
     with _lock:
         held = _of_contexts.setdefault(context, {})
-        structure = _structure(module)
-        key = structure, body
+        key = _structure(module), body
         if key not in held:
-            alike = (functions for functions in others if functions.are_for(structure, body, context))
-            held[key] = next(alike, None) or CompiledFunctions(structure, body, context)
+            same = (functions for functions in others if functions.key == key)
+            alike = (each for each in same if torch_compile.are_contexts_alike(context, each.context))
+            held[key] = next(alike, None) or CompiledFunctions(key, context)
         return held[key]
 
 

@@ -355,8 +355,7 @@ class GraphedReplica:
         output = call_inside(module, *args, **kwargs)
         kind.threads.add(threading.current_thread())
         try:
-            if not before.is_as(Structure(Arguments((args, kwargs)), "arguments", self.device)):
-                raise CannotBeCaptured("its forward writes into a dict or list among its arguments")
+            before.check_unwritten(Arguments((args, kwargs)))
             if not state.holds():
                 raise CannotBeCaptured("its forward assigns to attributes")
             if reached != made.reads.reached():
