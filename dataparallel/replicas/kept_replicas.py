@@ -277,7 +277,7 @@ class KeptReplicas:
         graphs = None if self.graphs is None else self.graphs.another()
         if graphs is not None and graphs.prepare(plan, slots):
             graphs.attach_all(replicas, copies.by_slot)
-        new_set = _FrozenSet(network, slots, replicas, plan, graphs)
+        new_set = _FrozenSet(network, copies, replicas, graphs)
         # A set for fewer slots was made for a smaller batch, whose calls the new set serves too.
         sets = self._frozen_sets
         self._frozen_sets = [kept for kept in sets if not kept.is_free or len(kept.slots) >= len(slots)]
@@ -321,19 +321,12 @@ def _check_placement(plan: ModulePlan, root: torch.device) -> None:
 class _FrozenSet(_LeasedInTurn):
     """A set of replicas inside ``frozen``."""
 
-    def __init__(
-        self,
-        network: nn.Module,
-        slots: list[torch.device],
-        replicas: list[Any],
-        plan: ModulePlan,
-        graphs: GraphedReplicas | None,
-    ) -> None:
+    def __init__(self, network: nn.Module, copies: Copies, replicas: list[Any], graphs: GraphedReplicas | None) -> None:
         super().__init__(replicas)
-        self.slots, self._graphs = slots, graphs
-        self._hold = None if plan.cycles is None else plan.cycles.hold("call")
+        self.slots, self._graphs, cycles = copies.slots, graphs, copies.plan.cycles
+        self._hold = None if cycles is None else cycles.hold("call")
         # Only these streams are ordered after the copies that made the set, and before its memory is used again.
-        self._network, self._streams = network, current_streams(slots)
+        self._network, self._streams = network, current_streams(self.slots)
         self._hooks = _hook_tables(network)
 
     def serves(self, network: nn.Module, slots: list[torch.device]) -> bool:
