@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from dataparallel import DataParallel
-from nets import DOES, Net, build, on_one_device
+from nets import DOES, Net, on_one_device
 
 
 def constant_layer(net: Net) -> nn.Linear:
@@ -63,22 +60,6 @@ def test_a_change_is_seen_at_the_next_forward(mutate, net, wrapped, call, x) -> 
         mutate(net)
         for _ in range(2):
             torch.testing.assert_close(call(), on_one_device(net, x), rtol=0, atol=1e-9)
-
-
-@given(st.lists(st.sampled_from([*MUTATIONS, "call", "inference", "step", "frozen"]), max_size=12))
-def test_any_changes_and_calls_in_any_order(slots, root, x, names) -> None:
-    net = build(root)
-    wrapped = DataParallel(net, slots)
-    for name in names:
-        if name in MUTATIONS:
-            MUTATIONS[name](net)
-        elif name == "step":
-            wrapped(x).sum().backward()
-        elif name == "frozen":
-            with wrapped.options.frozen(), torch.no_grad():
-                torch.testing.assert_close(wrapped(x), net(x), rtol=0, atol=1e-9)
-        with torch.inference_mode() if name == "inference" else torch.no_grad():
-            torch.testing.assert_close(wrapped(x), net(x), rtol=0, atol=1e-9)
 
 
 def test_calls_from_several_threads(net, wrapped, root, without_graph) -> None:
