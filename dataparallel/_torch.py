@@ -470,8 +470,6 @@ _OF_COMPILER: dict[str, tuple[Any, ...]] = {
     "backends": ("torch._dynamo.eval_frame.cached_backends", "see whether anything is compiled"),
     "module": ("torch._dynamo.eval_frame.OptimizedModule", "recognise modules that torch.compile has made"),
     "context": ("torch._dynamo.eval_frame._TorchDynamoContext", "compile replicas as the module was compiled"),
-    "count": ("torch._dynamo.eval_frame._get_total_cache_entry_count", "count compiled graphs", False),  # from 2.13 on
-    "entries": ("torch._dynamo.eval_frame._debug_get_cache_entry_list", "count compiled graphs"),
     "counters": ("torch._dynamo.utils.counters", "count what could not be compiled"),
     "config": ("torch._dynamo.config", "raise the number of graphs for several devices"),
     "functorch": ("torch._functorch.config", "compile a backward together with its forward"),
@@ -484,9 +482,6 @@ def of_compiler(name: str) -> Any:
     """A part of the compiler. It is looked up when it is needed, because importing the compiler takes seconds."""
     return private(*_OF_COMPILER[name])
 
-
-BRANCHES = "torch._higher_order_ops"
-"""The package of ``torch.cond`` and its relatives."""
 
 ORIGINAL_OF_COMPILED = "_orig_mod"
 """The name of the module as a child of the one that ``torch.compile`` has made from it."""

@@ -55,10 +55,6 @@ class Watch(NamedTuple):
     def alive(self) -> int:
         return least(lambda: sum(replica() is not None for replica in self.replicas))
 
-    def end_another_call(self) -> None:
-        with torch.no_grad():
-            self.parallel(torch.randn(1, 3, device=self.parallel.src_device_obj))
-
     def intact(self) -> int:
         """Replicas that still have their attributes."""
         return sum(bool(vars(module)) for ref in self.replicas if (module := ref()) is not None)

@@ -1,12 +1,10 @@
 """Trains compiled models on slots, and their twins on one device without the compiler, and counts compilations.
 
-`FORMS` are the library's three forms, and `WAYS` say what is compiled and when. `trained` makes the steps;
-`compilations_of_one_device` says how many compilations torch itself needs for the same rows of chunks.
+`FORMS` are the library's three forms, and `WAYS` say what is compiled and when. `trained` makes the steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -145,37 +143,6 @@ def apart(module: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
     else:
         for child in module.children():
             yield from apart(child, units)
-
-
-def compilations_of_one_device(form: str, way: str, of: Model, count: int, options: Mapping[str, Any]) -> int:
-    """How many graphs torch compiles for the chunks of two steps on ``count`` slots, one after the other on the CPU.
-
-    Pieces that are alike share their graphs. What has been compiled before is forgotten, before and afterwards.
-    ``Module.compile()`` leaves torch's own modules as they are. So a function that calls a piece is compiled here.
-    """
-    found = 0
-    for alike in {kind(piece) for piece in pieces(form, way, on_device(of.build, "cpu"))}:
-        forget()
-        compiled_call = torch.compile(called, **options)
-        model = on_device(of.build, "cpu")
-        for piece in pieces(form, way, model):
-            if kind(piece) == alike:
-                vars(piece)["_compiled_call_impl"] = partial(compiled_call, piece)
-        for batch in batches(of, count, "cpu", 2):
-            for args, kwargs in chunks(batch, count, 0):
-                mean_square_loss(model(*args, **kwargs)).backward()
-        found += graphs()
-    forget()
-    return found
-
-
-def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)
-
-
-def kind(module: nn.Module) -> Any:
-    """What modules have in common that share their graphs."""
-    return type(module), tuple((name, parameter.shape) for name, parameter in module.named_parameters())
 
 
 def calls_of_pieces(form: str, way: str, of: Model) -> int:

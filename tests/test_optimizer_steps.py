@@ -68,10 +68,10 @@ def test_an_error_stops_the_step() -> None:
     assert value_of(optimizer) == 0.5
 
 
-def test_an_object_that_is_gone_has_nothing_to_do() -> None:
-    class Refuses:
+def test_an_object_whose_method_runs_may_go() -> None:
+    class Notes:
         def work(self, optimizer: torch.optim.Optimizer) -> bool:
-            raise AssertionError
+            raise AssertionError("it is gone")
 
-    before_steps(Refuses().work)
+    before_steps(Notes().work)
     sgd().step()

@@ -20,19 +20,6 @@ class Member:
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_members_are_told_apart_by_identity_and_come_in_order() -> None:
-    members: WeakMembers[Member] = WeakMembers()
-    first, second = Member(), Member()
-    for each in (first, second, first):
-        members.add(each)
-    assert [*map(id, members)] == [id(first), id(second)]
-    members.discard(first)
-    members.discard(first)
-    assert [*map(id, members)] == [id(second)]
-    members.clear()
-    assert not members
-
-
 def test_who_is_gone_is_gone_without_the_collector() -> None:
     members: WeakMembers[Member] = WeakMembers()
     member = Member()

@@ -22,7 +22,6 @@ from dataparallel.batches.structures import tensors_in
 from dataparallel.devices import DeviceLike, current_device, resolve, resolve_slots
 from dataparallel.environment import says_no
 from dataparallel.profiling import in_ranges
-from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.replicas.plan import HAS_COMPILED
 from dataparallel.threads.gang import Gang, SerialTasks
@@ -111,7 +110,6 @@ def run_replicas(
         for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
     meeting = Meeting(slots, machines, is_serial(serial))
-    torch_compile.trace_branches_by(compile_lock.run_alone)
     if len(calls) > 1 or machines is not None:  # otherwise the only replica meets no other
         calls = [partial(meeting.run_replica, slot, call) for slot, call in enumerate(calls)]
     calls = [*in_ranges(calls, slots)]

@@ -65,11 +65,11 @@ class WrapperOptions(CallOptions):
     def keep_replicas(self, compiled: CompileArgument | None, as_torch: bool, has_graphs: bool = False) -> None:
         """Sets ``compiled`` and ``kept``.
 
-        ``as_torch``: hooks stay functions of the source, and gradients are as `copy_tensors` says.
+        ``as_torch``: hooks stay functions of the source, and gradients are as `Copies.send` says.
         """
         slots = [resolve(slot) for slot in self.slots]
         fresh = FreshCopies(as_torch)
-        tensors = _TensorsOfWrapper(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else fresh
+        tensors = KeptTensors(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else fresh
         kept = KeptReplicas(tensors, compiled, not as_torch, GraphedReplicas() if has_graphs else None)
         vars(self).update(compiled=compiled, kept=kept)
 
@@ -95,13 +95,6 @@ class WrapperOptions(CallOptions):
         A call that records a graph raises ``RuntimeError``. Blocks may be nested.
         """
         return self.kept.frozen()
-
-
-class _TensorsOfWrapper(KeptTensors):
-    """The tensors of a wrapper whose replicas launch graphs. A copy of it, and an unpickled one, is empty."""
-
-    def __reduce__(self) -> Any:
-        return type(self), (self._slots, self._first_bytes, self._cap_bytes, self._broadcast_buffers)
 
 
 def own_options(wrapper: Any) -> WrapperOptions:

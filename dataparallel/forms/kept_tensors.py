@@ -10,8 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,19 +18,17 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.bucket_gradients import GradientStreams, broadcast_bucket
 from dataparallel.comm import settings
-from dataparallel.comm.buckets import PLAIN_TYPES, fill_buckets, has_strides
-from dataparallel.comm.kinds import inner_tensors
-from dataparallel.comm.streams.arrivals import Arrivals
+from dataparallel.comm.buckets import fill_buckets, has_strides
 from dataparallel.comm.streams.current import current_streams
-from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.gradients.gradient_sums import GradientSums, ReducerBucket, SourceBucket
 from dataparallel.gradients.ordered_pass import BucketRow, ModulePasses, Reducer
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.build import make_parameters
 from dataparallel.replicas.kept_replicas import TensorStore
-from dataparallel.replicas.kept_values import CurrentValues, MemoryOfCopies
+from dataparallel.replicas.kept_values import CurrentValues
 from dataparallel.replicas.plan import ModulePlan, names_of
-from dataparallel.replicas.replicate import at_positions, copy_buffers, copy_constants, put
+from dataparallel.replicas.replicate import Copies
+from dataparallel.replicas.stamp import kinds_of, layouts_of
 
 if TYPE_CHECKING:
     from dataparallel.machines.lanes import Lane
@@ -58,34 +55,28 @@ class KeptTensors(TensorStore):
 
     stay = True
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("the tensors of kept replicas belong to one module and cannot be copied")
+    def __reduce__(self) -> tuple[type[KeptTensors], tuple[Any, ...]]:
+        return KeptTensors, (self._slots, self._first_bytes, self._cap_bytes, self._broadcast_buffers)
 
-    def for_call(
-        self,
-        plan: ModulePlan,
-        slots: list[torch.device],
-        cap_bytes: int,
-        record: bool,
-        arrivals: Arrivals | None = None,
-    ) -> list[list[Tensor]]:
+    def for_call(self, copies: Copies) -> list[list[Tensor]]:
         """See `TensorStore.for_call`. Parameters are `ReplicaParameter`, also if no graph is recorded.
 
-        Slot 0's tensors, and parameters of other slots on its device, share the source's memory. ``cap_bytes`` is
-        ignored: the sizes of buckets were given before. The user of a wrapper may have assigned other slots.
+        Slot 0's tensors, and parameters of other slots on its device, share the source's memory. The sizes of buckets
+        were given before. The user of a wrapper may have assigned other slots.
         """
+        slots = copies.slots
         if self._slots[: len(slots)] != slots:
             self.clear()
             self._slots = list(slots)
         with torch.inference_mode(False):
-            if record and self._lane is not None:
-                self._send_buffers(self._lane, plan)
+            if copies.record and self._lane is not None:
+                self._send_buffers(self._lane, copies.plan)
             # No local variable may hold the old copies: the new ones need their memory.
-            if self.copies is None or not self._may_use_again(self.copies, plan, record):
-                self.copies = self._make_copies(plan, record, arrivals)
+            if self.copies is None or not self._may_use_again(self.copies, copies.plan, copies.record):
+                self.copies = self._make_copies(copies)
             else:
                 self.sums.drop_void()
-                self.copies.values.refresh(arrivals)
+                self.copies.values.refresh(copies.arrivals)
             return self.copies.by_slot[: len(slots)]
 
     def start_afresh_after_fork(self) -> None:
@@ -119,7 +110,7 @@ class KeptTensors(TensorStore):
             has_order = not self._order.learn(copies.order)
         else:  # a forward without grad mode may run on one machine alone, so it decides nothing
             has_order = copies.order is self._order.known or not record
-        return has_order and copies.still_fit(plan, self._slots) and copies.memory.restore()
+        return has_order and copies.still_fit(plan, self._slots)
 
     def _send_buffers(self, lane: Lane, plan: ModulePlan) -> None:
         """Begins a recorded forward on all machines."""
@@ -132,16 +123,15 @@ class KeptTensors(TensorStore):
         if not self._order.is_of(plan):
             self._order = BucketOrder(plan)
 
-    def _make_copies(self, plan: ModulePlan, record: bool, arrivals: Arrivals | None) -> _KeptCopies:
+    def _make_copies(self, wanted: Copies) -> _KeptCopies:
         self.clear()
+        plan, record = wanted.plan, wanted.record
         order = self._order if self._order.is_of(plan) else BucketOrder(plan)
         if record or self._lane is None:
             self._order = order
-        copies = _KeptCopies(plan, self._slots, order, record)
-        # Until the order is known, for one pass, each parameter is a bucket: so each gradient's arrival is noted.
-        first, cap = (1, 1) if copies.learns_order else (self._first_bytes, self._cap_bytes)
+        copies = _KeptCopies(plan, self._slots, self._cap_bytes, record, wanted.arrivals)
         with torch.enable_grad():
-            copies.make(first, cap, order, self.sums, self.passes, self._broadcast_buffers, arrivals)
+            copies.make(order, self._first_bytes, self._broadcast_buffers, self.sums, self.passes)
         return copies
 
 
@@ -211,7 +201,7 @@ def _stamp_of(plan: ModulePlan, slots: list[torch.device]) -> tuple[Any, ...]:
     )
 
 
-class _KeptCopies:
+class _KeptCopies(Copies):
     """Copies that were made together, with the state of the source and of the caller at that time.
 
     ``recorded``: positions in the plan of tensors that need gradients, and ``buckets`` the same positions, in buckets.
@@ -219,68 +209,58 @@ class _KeptCopies:
     """
 
     buckets: list[list[int]]
-    memory: MemoryOfCopies
-
-    def __init__(self, plan: ModulePlan, slots: list[torch.device], order: BucketOrder, record: bool) -> None:
-        self.plan, self.slots = plan, slots
-        self.by_slot: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
-        self.recorded = _positions_with_grad(plan)
-        self.order = order.known
-        self.learns_order = record and order.known is None
-        self._streams = current_streams(slots)
-        self._stamp = _stamp_of(plan, slots)
-        self.values = CurrentValues(plan.tensors, slots, self.by_slot, plan.parameters, plan.read_directly)
+    order: list[int] | None
+    learns_order: bool
 
     def still_fit(self, plan: ModulePlan, slots: list[torch.device]) -> bool:
         """True if new copies would differ from these in their values only, and the same streams would wait for them.
 
         False for another thread than the one that has made the copies: it would write values while the first one reads.
         """
-        return self._stamp == _stamp_of(plan, slots)
+        is_same = self._stamp == _stamp_of(plan, slots) and layouts_of(self._strided) == self._layouts
+        return is_same and not self._has_sparse  # whose values come with new indices
 
     def make(
-        self,
-        first_bytes: int,
-        cap_bytes: int,
-        order: BucketOrder,
-        sums: GradientSums,
-        passes: ModulePasses | None,
-        broadcast_buffers: bool,
-        arrivals: Arrivals | None,
+        self, order: BucketOrder, first_bytes: int, sends_buffers: bool, sums: GradientSums, passes: ModulePasses | None
     ) -> None:
-        """Fills `by_slot`, with buckets in the order of the gradients. ``arrivals``: as for `CurrentValues.refresh`."""
-        tensors, parameters = self.plan.tensors, {*self.plan.parameters}
-        self.buckets = fill_buckets(tensors, order.known or self.recorded[::-1], first_bytes, cap_bytes)
-        postponed: list[FlatBroadcast] = []
-        later = None if arrivals is None else postponed.append
-        self._make_recorded(order, sums, passes, later)
+        """Fills `by_slot`, with buckets in the order of the gradients."""
+        plan, slots, tensors, parameters = self.plan, self.slots, self.plan.tensors, {*self.plan.parameters}
+        self._streams, self._stamp = current_streams(slots), _stamp_of(plan, slots)
+        self.recorded = _positions_with_grad(plan)
+        self.order, self.learns_order = order.known, self.record and order.known is None
+        self._has_sparse = any(tensor.layout not in (torch.strided, torch.jagged) for tensor in tensors)
+        self.values = CurrentValues(tensors, slots, self.by_slot, plan.parameters, plan.read_directly)
+        # Until the order is known, for one pass, each parameter is a bucket: so each gradient's arrival is noted.
+        if self.learns_order:
+            first_bytes = self.cap_bytes = 1
+        self.buckets = fill_buckets(tensors, order.known or self.recorded[::-1], first_bytes, self.cap_bytes)
+        self._make_recorded(order, sums, passes)
         recorded = {*self.recorded}
-        constant = [i for i in self.plan.parameters if i not in recorded]
+        constant = [i for i in plan.parameters if i not in recorded]
         buffers = [i for i in range(len(tensors)) if i not in recorded and i not in parameters]
-        copy_constants(self.by_slot, self.plan, constant, self.slots, cap_bytes, later)
-        self.values.send_at_each_forward(constant, cap_bytes, False)
-        copy_buffers(self.by_slot, self.plan, buffers, self.slots, cap_bytes)
-        if broadcast_buffers:
-            self.values.send_at_each_forward(buffers, cap_bytes, True)
-        if arrivals is not None:
-            self.values.launch(postponed, arrivals)
+        self.send_constants(constant)
+        self.values.send_at_each_forward(constant, self.cap_bytes, False)
+        self.send_buffers(buffers)
+        if sends_buffers:
+            self.values.send_at_each_forward(buffers, self.cap_bytes, True)
+        if self.arrivals is not None:
+            self.values.launch(self.late, self.arrivals)
+        self.arrivals, self.late = None, []  # they belong to one call
         for on_slot in self.by_slot:
-            make_parameters(self.plan, on_slot, ReplicaParameter)
+            make_parameters(plan, on_slot, ReplicaParameter)
         self.values.note_versions()
         # Slot 0's buffers are the source's. Buffers that are not sent keep what forward writes to them.
-        not_sent = {*buffers} if not broadcast_buffers else ()
-        self.memory = MemoryOfCopies(
-            [
-                copy
-                for on_slot in self.by_slot
-                for i, (copy, tensor) in enumerate(zip(on_slot, tensors, strict=True))
-                if copy is not tensor and i not in not_sent and has_strides(tensor)
-            ]
-        )
+        not_sent = () if sends_buffers else {*buffers}
+        # A forward may give others memory: by ``set_``, by ``.data =``, or by `flatten_parameters` of torch's RNNs.
+        self._strided = [
+            copy
+            for on_slot in self.by_slot
+            for i, (copy, tensor) in enumerate(zip(on_slot, tensors, strict=True))
+            if copy is not tensor and i not in not_sent and has_strides(tensor)
+        ]
+        self._layouts = layouts_of(self._strided)
 
-    def _make_recorded(
-        self, order: BucketOrder, sums: GradientSums, passes: ModulePasses | None, later: Later | None
-    ) -> None:
+    def _make_recorded(self, order: BucketOrder, sums: GradientSums, passes: ModulePasses | None) -> None:
         """Makes the copies of tensors that need gradients, bucket by bucket."""
         sources = [[self.plan.tensors[i] for i in group] for group in self.buckets]
         row: BucketRow | None = None
@@ -305,27 +285,11 @@ class _KeptCopies:
                 lambda: sums.are_on,
                 # The slots' threads note an arrival: the root's thread may be late and then take buckets in any order.
                 None if order.known is not None else partial(order.arrived.append, group[0]),
-                at_positions(group, later),
+                self.later(group),
                 handles[position],
                 tokens=tokens,
             )
-            put(self.by_slot, group, outputs)
+            self.put(group, outputs)
             if row is not None:
                 row.note_copies(position, outputs)
             self.values.send_at_each_forward(group, sys.maxsize, False)
-
-
-_KIND = attrgetter("shape", "dtype", "device")
-
-
-def kinds_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """Returns all properties of the sources that copies depend on. ``.data =`` may change them in the same tensor."""
-    dense = [tensor for tensor in tensors if has_strides(tensor)]
-    return [
-        len(dense),
-        *map(type, tensors),
-        *map(_KIND, tensors),
-        *map(Tensor.stride, dense),
-        *map(Tensor.data_ptr, dense),
-        *[kinds_of([*inner_tensors(tensor).values()]) for tensor in tensors if type(tensor) not in PLAIN_TYPES],
-    ]

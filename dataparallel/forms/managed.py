@@ -399,7 +399,7 @@ class SlotsMethod:
             return original(*args, **kwargs)
         if (unit := vars(module).get(UNIT_MODULE)) is not None:
             # The slots call `forward` of the outermost replica, because hooks run around the call on the whole batch.
-            is_outermost = unit.is_root and not unit.runner.is_running and self._name == "forward"
+            is_outermost = unit.is_root and not unit.is_running and self._name == "forward"
             compiled = module._compiled_call_impl if is_outermost else None
             return unit.run(compiled or original, *args, **kwargs)
         run = state.run if state.slots else state.run_without_slots

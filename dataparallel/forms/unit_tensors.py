@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import comm
-from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.forms.managed import has_forward
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument, Compiled, compiled_in_place
 from dataparallel.replicas.kept_replicas import TensorStore
 from dataparallel.replicas.kept_values import CurrentValues
-from dataparallel.replicas.plan import UNIT_MODULE, ModuleEntry, ModulePlan, dotted
+from dataparallel.replicas.plan import UNIT_MODULE, ModulePlan, names_of
 from dataparallel.replicas.references import Rebinding, reached
-from dataparallel.replicas.replicate import copy_buffers, put
+from dataparallel.replicas.replicate import Copies
+from dataparallel.replicas.stamp import kinds_of
 from dataparallel.sharded.units.calls import RootCall, UnitModule
 from dataparallel.sharded.units.unit import Unit
 
@@ -47,52 +47,41 @@ class UnitTensors(TensorStore):
     ) -> None:
         self._keeps_buffers = keeps_buffers
         self._buffers: list[list[Tensor]] = []  # for each slot the copies that stay
-        self._sources: list[Any] = []  # where their sources are
+        self._sources: list[Any] = []  # what they are copies of
         self._values: CurrentValues | None = None
         self._units, self._compile = list(units), list(compile)
         self._modules = [[weakref.ref(module) for module in modules] for modules in tops]
-        # Of each unit, in the tree of the last call: paths of its modules, and path, name and number of its parameters.
-        self._tops: list[list[str]] = []
-        self._places: list[list[tuple[str, str, int]]] = []
+        # Of the plan of the last call: for each tensor that is in a unit the unit, and the parameter's number.
+        self._plan: ModulePlan | None = None
+        self._in_units: dict[int, tuple[Unit, int]] = {}
         self._outer_references: list[tuple[str, str, list[Unit]]] = []
 
-    def for_call(
-        self,
-        plan: ModulePlan,
-        slots: list[torch.device],
-        cap_bytes: int,
-        record: bool,
-        arrivals: Arrivals | None = None,
-    ) -> list[list[Tensor]]:
+    def for_call(self, copies: Copies) -> list[list[Tensor]]:
         """See `TensorStore.for_call`. Only buffers are sent. Other tensors that need gradients have to be in a unit."""
-        self._find_paths(plan)
-        self._outer_references = self._find_outer_references(plan) if plan.has_references else []
-        self._prepare(plan)
-        by_slot: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
-        unit_and_number = {id(p): (unit, i) for unit in self._units for i, p in enumerate(unit.parameters)}
-        buffers: list[int] = []
-        for i, tensor in enumerate(plan.tensors):
-            if id(tensor) in unit_and_number:
-                unit, number = unit_and_number[id(tensor)]
-                for slot, tensors in enumerate(by_slot):
-                    tensors[i] = unit.slot_units[slot].parameters[number]
-            elif record and tensor.requires_grad:
+        plan = copies.plan
+        if plan is not self._plan:
+            self._read(plan)
+            self._plan = plan
+        for slot, tensors in enumerate(copies.by_slot):
+            for i, (unit, number) in self._in_units.items():
+                tensors[i] = unit.slot_units[slot].parameters[number]
+        buffers = [i for i in range(len(plan.tensors)) if i not in self._in_units]
+        for i in buffers:
+            if copies.record and plan.tensors[i].requires_grad:
                 raise _not_sharded(plan, i)
-            else:
-                buffers.append(i)
         if self._keeps_buffers:
-            put(by_slot, buffers, self._kept_buffers([plan.tensors[i] for i in buffers], slots, cap_bytes))
+            copies.put(buffers, self._kept_buffers([plan.tensors[i] for i in buffers], copies.slots, copies.cap_bytes))
         else:
-            copy_buffers(by_slot, plan, buffers, slots, cap_bytes)
-        return by_slot
+            copies.send_buffers(buffers)
+        return copies.by_slot
 
     def _kept_buffers(self, sources: list[Tensor], slots: list[torch.device], cap_bytes: int) -> list[list[Tensor]]:
         """Gives buffers their values where the last call had them: captured graphs read them there."""
-        places = [(id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in sources]
-        if self._values is not None and self._sources == places and len(slots) <= len(self._buffers):
+        kinds = [*map(id, sources), *kinds_of(sources)]
+        if self._values is not None and self._sources == kinds and len(slots) <= len(self._buffers):
             self._values.refresh()
         else:
-            self._sources = places
+            self._sources = kinds
             self._buffers = comm.broadcast_coalesced(sources, slots, cap_bytes, own_storage=True)
             self._values = CurrentValues(sources, slots, self._buffers)
             self._values.send_at_each_forward([*range(len(sources))], cap_bytes, True)
@@ -101,7 +90,7 @@ class UnitTensors(TensorStore):
 
     def clear(self) -> None:
         """Drops the replicas. The parameters belong to the units."""
-        self.replicas = self._values = None
+        self.replicas = self._values = self._plan = None
 
     def bind(self, replicas: Sequence[nn.Module], call: RootCall) -> None:
         """Lets units' modules in new replicas gather parameters in ``call``, and registers sharded parameters there."""
@@ -119,43 +108,42 @@ class UnitTensors(TensorStore):
                 }
                 attributes[key] = Rebinding(sharded_by_id).rebound(attributes[key])
 
-    def _find_paths(self, plan: ModulePlan) -> None:
-        """Finds the units' modules and parameters in the tree, except in modules that were replaced or removed."""
-        paths = {id(entry.module): entry.name for entry in plan.entries} | {plan.source_id: ""}
-        registries = {id(entry.module._parameters): entry.name for entry in plan.entries}
-        ids = [[id(module()) for module in modules] for modules in self._modules]
-        self._tops = [[paths[module_id] for module_id in of_unit if module_id in paths] for of_unit in ids]
-        self._places = [
-            [(registries[id(own)], name, i) for own, name, i in unit.registries.entries if id(own) in registries]
-            for unit in self._units
-        ]
+    def _read(self, plan: ModulePlan) -> None:
+        """Finds the units in a plan, and gives its modules what gathers units, and compiled code.
 
-    def _prepare(self, plan: ModulePlan) -> None:
-        """Gives the plan's modules the objects that gather units, and compiled code, which replicas then have too."""
-        if UNIT_MODULE in plan.entries[0].attributes:
-            return
-        positions = {entry.name: position for position, entry in enumerate(plan.entries)}
-        for unit_number, (tops, places) in enumerate(zip(self._tops, self._places, strict=True)):
-            in_plan = [(positions[path], name, i) for path, name, i in places]
-            for number, path in enumerate(tops):
-                plan.entries[positions[path]].attributes[UNIT_MODULE] = UnitModule(unit_number, number, in_plan)
-        arguments = {
-            positions[path]: argument for argument, tops in zip(self._compile, self._tops, strict=True) for path in tops
-        }
+        Of a unit, modules and parameters count that have not been replaced or removed.
+        """
+        numbers = {id(p): (unit, number) for unit in self._units for number, p in enumerate(unit.parameters)}
+        self._in_units = {i: numbers[id(tensor)] for i, tensor in enumerate(plan.tensors) if id(tensor) in numbers}
+        positions = {id(entry.module): position for position, entry in enumerate(plan.entries)} | {plan.source_id: 0}
+        registries = {id(entry.module._parameters): position for position, entry in enumerate(plan.entries)}
+        arguments: dict[int, CompileArgument | None] = {}
+        paths: dict[Unit, list[str]] = {}
+        for unit_number, (unit, modules) in enumerate(zip(self._units, self._modules, strict=True)):
+            entries = [(id(own), name, i) for own, name, i in unit.registries.entries]
+            places = [(registries[own], name, i) for own, name, i in entries if own in registries]
+            tops = [positions[found] for found in (id(module()) for module in modules) if found in positions]
+            paths[unit] = [plan.entries[top].name for top in tops]
+            for number, top in enumerate(tops):
+                plan.entries[top].attributes[UNIT_MODULE] = UnitModule(unit_number, number, places)
+                arguments[top] = self._compile[unit_number]
         _CompiledParts(plan, arguments).choose()
+        self._outer_references = self._find_outer_references(plan, paths) if plan.has_references else []
 
-    def _find_outer_references(self, plan: ModulePlan) -> list[tuple[str, str, list[Unit]]]:
+    def _find_outer_references(
+        self, plan: ModulePlan, paths: Mapping[Unit, Sequence[str]]
+    ) -> list[tuple[str, str, list[Unit]]]:
         """Finds attributes of modules outside of a unit that refer to its parameters: path, name, units.
 
         The user's code may read them while the unit has no memory, which would crash the process. In replicas they
         refer to the sharded parameters, whose operators raise.
         """
-        unit_numbers = {id(p): number for number, unit in enumerate(self._units) for p in unit.parameters}
+        unit_of = {id(parameter): unit for unit in self._units for parameter in unit.parameters}
         references = []
         for entry in plan.entries:
             for key in entry.references:
-                found = {unit_numbers[id(item)] for item in reached(entry.attributes[key]) if id(item) in unit_numbers}
-                units = [self._units[each] for each in sorted(found) if not _is_below(entry.name, self._tops[each])]
+                found = {unit_of[id(item)] for item in reached(entry.attributes[key]) if id(item) in unit_of}
+                units = [unit for unit in self._units if unit in found and not _is_below(entry.name, paths[unit])]
                 if units:
                     references.append((entry.name, key, units))
         return references
@@ -163,14 +151,8 @@ class UnitTensors(TensorStore):
 
 def _not_sharded(plan: ModulePlan, position: int) -> RuntimeError:
     """Makes the error for a tensor that belongs to no unit: nobody would sum its gradients."""
-    name, is_buffer = next(
-        (dotted(entry.name, key), names is entry.buffers)
-        for entry in plan.entries
-        for names in (entry.parameters, entry.buffers)
-        for key, at in names.items()
-        if at == position
-    )
-    if is_buffer:
+    name = names_of(plan)[position]
+    if position not in plan.parameters:
         return RuntimeError(
             f"the buffer {name!r} needs a gradient, and fully_shard sums gradients of parameters only. Make it a "
             "parameter before fully_shard, or let it need no gradient, requires_grad_(False)"
@@ -199,7 +181,11 @@ class _CompiledParts:
 
     def __init__(self, plan: ModulePlan, tops: Mapping[int, CompileArgument | None]) -> None:
         self._entries, self._tops = plan.entries, tops
-        self._below = [self._children(at) for at in range(len(plan.entries))]
+        # Without children that only refer back to a parent.
+        self._below = [
+            [child for key, child in entry.children.items() if child >= 0 and key not in entry.proxied]
+            for entry in plan.entries
+        ]
 
     def choose(self) -> None:
         """Changes the plan's entries."""
@@ -208,22 +194,14 @@ class _CompiledParts:
             if argument is not None:
                 self._compile(at, argument.of)
         for at, entry in enumerate(self._entries):
-            if entry.compiled is None:
+            how = entry.compiled
+            if how is None:
                 continue
-            called = at if entry.compiled.child is None else entry.children[entry.compiled.child]
+            called = at if how.child is None else entry.children[how.child]
             if self._holds_units(called) or (called != at and called in self._tops):
-                compile = partial(compiled_in_place, call=entry.attributes[CALL] if called == at else entry.module)
-                self._run_uncompiled(entry)
-                self._compile(called, compile)
-
-    def _run_uncompiled(self, entry: ModuleEntry) -> None:
-        """Makes replicas run the module's own code uncompiled."""
-        assert entry.compiled is not None
-        if entry.compiled.child is None:
-            entry.compiled = None
-            del entry.attributes[CALL]
-        else:
-            entry.compiled = entry.compiled._replace(functions=None)
+                entry.compiled = None if called == at else how._replace(functions=None)  # its own code runs uncompiled
+                call = entry.attributes.pop(CALL) if called == at else entry.module
+                self._compile(called, partial(compiled_in_place, call=call))
 
     def _compile(self, at: int, compile: Callable[..., Compiled | None]) -> None:
         """Compiles this module, or its children if it holds units or has no ``forward``."""
@@ -237,18 +215,4 @@ class _CompiledParts:
             entry.compiled = compile(entry.module, others=[each.compiled for each in self._entries])
 
     def _holds_units(self, at: int) -> bool:
-        seen: set[int] = set()
-        waiting = [*self._below[at]]
-        while waiting:
-            below = waiting.pop()
-            if below in self._tops:
-                return True
-            if below not in seen:
-                seen.add(below)
-                waiting += self._below[below]
-        return False
-
-    def _children(self, at: int) -> list[int]:
-        """Returns positions of the children that are in the plan, except children that only refer back to a parent."""
-        entry = self._entries[at]
-        return [child for key, child in entry.children.items() if child >= 0 and key not in entry.proxied]
+        return any(below in self._tops or self._holds_units(below) for below in self._below[at])

@@ -58,7 +58,6 @@ def build_replica(
     make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
     tensor_table = plan.table(tensors)
     flags: dict[str, Any] = {name: OrderedDict() for name in HOOK_FLAGS}  # shared: each hook has its own number
-    device = device_of(tensors)
     modules = [_by_its_own_rule(entry) if entry.has_own_rule else bare_module(entry.cls) for entry in plan.entries]
     module_table = plan.table(modules)
     for entry, module in zip(plan.entries, modules, strict=True):
@@ -70,15 +69,13 @@ def build_replica(
             give_attributes(module, own, entry.module, entry.slots)
     if plan.has_references:
         _rebind_attributes(plan, modules, tensors)
-    for call in call_compiled(plan, modules):
-        call.device = device
+    call_compiled(plan, modules, tensors[0].device if tensors else None)
     _give_units(plan, modules)
     return modules[0]
 
 
-def call_compiled(plan: ModulePlan, modules: list[nn.Module]) -> list[CompiledCall]:
-    """Makes modules that are compiled in the source call compiled code. Returns the calls, which need their device."""
-    calls: list[CompiledCall] = []
+def call_compiled(plan: ModulePlan, modules: list[nn.Module], device: torch.device | None) -> None:
+    """Makes modules that are compiled in the source call compiled code."""
     table = plan.table(modules)
     for i in plan.compiled:
         entry, module = plan.entries[i], modules[i]
@@ -86,12 +83,9 @@ def call_compiled(plan: ModulePlan, modules: list[nn.Module]) -> list[CompiledCa
         functions, attribute, child, _ = entry.compiled
         called = module if child is None else table[entry.children[child]]
         is_managed = child is None and original_class(entry.cls) is not entry.cls
-        call = CompiledCall(functions, called, _as_written if is_managed else None)
-        vars(module)[attribute] = call
-        calls.append(call)
-    if calls:
+        vars(module)[attribute] = CompiledCall(functions, called, device, _as_written if is_managed else None)
+    if plan.compiled:
         vars(modules[0])[HAS_COMPILED] = True
-    return calls
 
 
 def _as_written(module: Any, attributes: dict[str, Any] | None = None) -> nn.Module:
@@ -103,10 +97,6 @@ def _as_written(module: Any, attributes: dict[str, Any] | None = None) -> nn.Mod
     return give_attributes(
         bare_module(cls), vars(module) if attributes is None else attributes, module, instance_slots(cls)
     )
-
-
-def device_of(tensors: list[Tensor]) -> torch.device | None:
-    return tensors[0].device if tensors else None
 
 
 def _give_units(plan: ModulePlan, modules: list[nn.Module]) -> None:
@@ -152,10 +142,7 @@ def _rebind_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list
 
 def bare_module(cls: type[nn.Module]) -> nn.Module:
     """An instance without any attribute."""
-    try:
-        return object.__new__(cls)  # `cls.__new__` may require arguments
-    except TypeError:  # the class is also a built-in type
-        return original_class(cls).__new__(cls)  # `__new__` of a form's class makes instances of the original class
+    return object.__new__(cls)  # `cls.__new__` may require arguments
 
 
 def give_attributes(module: nn.Module, own: dict[str, Any], source: nn.Module, slots: Sequence[str]) -> nn.Module:
@@ -208,18 +195,13 @@ def _own_attributes(entry: ModuleEntry, module: nn.Module, flags: dict[str, Any]
     return own
 
 
-def parameter_registry(positions: Mapping[str, int], expected: ExpectedArrivals | None) -> dict[str, Any]:
-    """An empty registry for the parameters at these positions."""
-    return {} if expected is None or not positions else ParameterRegistry(positions, expected)
-
-
 def _add_registries(
     entry: ModuleEntry, own: dict[str, Any], modules: list[Any], tensors: list[Any], expected: ExpectedArrivals | None
 ) -> None:
     """Puts the replica's tensors and children where the source has its own. Both lists end with ``None``."""
-    own["_parameters"] = registry = parameter_registry(entry.parameters, expected)
-    for key, i in entry.parameters.items():
-        registry[key] = tensors[i]
+    registry: dict[str, Any] = {} if expected is None else ParameterRegistry(entry.parameters, expected)
+    registry.update({key: tensors[i] for key, i in entry.parameters.items()})
+    own["_parameters"] = registry
     own["_buffers"] = {key: tensors[i] for key, i in entry.buffers.items()} if entry.buffers else {}
     own["_modules"] = children = {key: modules[i] for key, i in entry.children.items()} if entry.children else {}
     for key in entry.proxied:
@@ -259,21 +241,19 @@ class ParameterRegistry(dict[str, Any]):
         self._positions, self._expected = positions, expected
 
     def __getitem__(self, name: str) -> Any:
-        position = self._positions.get(name)
-        if position is not None:
-            expected = self._expected
-            arrival = expected.by_position[position]
-            if arrival is not None and (stream := _current_stream(expected.device_index)) not in arrival.waited:
-                arrival.make_wait(stream)
+        if (position := self._positions.get(name)) is not None:
+            self._wait_for(position)
         return _get(self, name)
+
+    def _wait_for(self, position: int) -> None:
+        arrival = self._expected.by_position[position]
+        if arrival is not None and (stream := _current_stream(self._expected.device_index)) not in arrival.waited:
+            arrival.make_wait(stream)
 
     def wait_for_all(self) -> None:
         """Makes the current stream wait for all parameters of the module."""
-        expected = self._expected
         for position in self._positions.values():
-            arrival = expected.by_position[position]
-            if arrival is not None and (stream := _current_stream(expected.device_index)) not in arrival.waited:
-                arrival.make_wait(stream)
+            self._wait_for(position)
 
     def __iter__(self) -> Iterator[str]:
         # ``dict(registry)`` and ``**registry`` look every value up because this method exists: see `PyDict_Merge`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -18,16 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel._torch import HOOK_TABLES
-from dataparallel.comm.streams.arrivals import Arrivals, arrivals_for
+from dataparallel.comm.streams.arrivals import ExpectedArrivals, arrivals_for
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.forks import in_forked_child
-from dataparallel.replicas.build import collector_paused
+from dataparallel.replicas.build import build_replica, collector_paused
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import GraphedReplicas
-from dataparallel.replicas.kept_modules import KeptModules, Lease
 from dataparallel.replicas.plan import ModulePlan, names_of, placement_error, refuse_constants
-from dataparallel.replicas.replicate import build_replicas, copy_tensors, make_leaves
-from dataparallel.replicas.tree_state import TreeSnapshot
+from dataparallel.replicas.replicate import Copies
+from dataparallel.replicas.stamp import PlanStamp, Stamp
 from dataparallel.weak_members import WeakMembers
 
 
@@ -45,17 +44,10 @@ class TensorStore(ABC):
     replicas: KeptModules | None = None
 
     @abstractmethod
-    def for_call(
-        self,
-        plan: ModulePlan,
-        slots: list[torch.device],
-        cap_bytes: int,
-        record: bool,
-        arrivals: Arrivals | None = None,
-    ) -> list[list[Tensor]]:
-        """Returns for each slot a list of the plan's tensors, with the source's current values.
+    def for_call(self, copies: Copies) -> list[list[Tensor]]:
+        """Returns for each slot the tensors of the plan of ``copies``, with the source's current values.
 
-        ``record``: the call records a graph. ``arrivals``: parameters may arrive after this returns. It launches them.
+        These are ``copies``, which the store makes, or others that it has. It launches what may arrive late.
         """
 
     def start_afresh_after_fork(self) -> None:  # noqa: B027 - some stores have no lock
@@ -68,35 +60,111 @@ class TensorStore(ABC):
 class FreshCopies(TensorStore):
     """Makes new tensors for each call, and keeps nothing: whatever a ``forward`` keeps of them stays as it is.
 
-    ``as_torch``: see `copy_tensors`.
+    ``as_torch``: see `Copies.send`.
     """
 
     def __init__(self, as_torch: bool = False) -> None:
         self._as_torch = as_torch
 
-    def for_call(
-        self,
-        plan: ModulePlan,
-        slots: list[torch.device],
-        cap_bytes: int,
-        record: bool,
-        arrivals: Arrivals | None = None,
-    ) -> list[list[Tensor]]:
-        if record:
-            return copy_tensors(plan, slots, True, cap_bytes, arrivals, self._as_torch)
-        return constant_copies(plan, slots, cap_bytes, arrivals)
+    def for_call(self, copies: Copies) -> list[list[Tensor]]:
+        if copies.record:
+            copies.send(self._as_torch)
+        else:
+            send_constant(copies)
+        return copies.by_slot
 
 
 # Tensors made in inference mode could not be used outside of it, as replicas inside ``frozen`` may be.
 @torch.inference_mode(False)
 @torch.no_grad()
-def constant_copies(
-    plan: ModulePlan, slots: list[torch.device], cap_bytes: int, arrivals: Arrivals | None = None
-) -> list[list[Tensor]]:
-    """Returns for each slot the plan's tensors, as leaves. See `copy_tensors`."""
-    copies = copy_tensors(plan, slots, False, cap_bytes, arrivals)
-    make_leaves(plan, copies)
-    return copies
+def send_constant(copies: Copies) -> None:
+    """Makes copies that are leaves."""
+    copies.send()
+    copies.make_leaves()
+
+
+class _LeasedInTurn:
+    """Replicas that serve one call at a time."""
+
+    def __init__(self, replicas: list[Any]) -> None:
+        self._replicas, self.is_free = replicas, True
+
+    def lease_first(self, count: int) -> Lease:
+        self.is_free = False
+        return Lease(self._replicas[:count], self)
+
+    def end_lease(self) -> None:
+        """Lets another call lease the replicas."""
+        self.is_free = True
+
+
+class Lease(list[Any]):
+    """The replicas of one call. Other calls get them only after this list is deleted.
+
+    A failed call's traceback keeps the list. Code that refers to a replica for longer does not: it may see other calls.
+    """
+
+    def __init__(self, replicas: Sequence[Any], owner: _LeasedInTurn) -> None:
+        super().__init__(replicas)
+        self._owner = owner
+
+    def __del__(self) -> None:
+        self._owner.end_lease()
+
+
+class KeptModules(_LeasedInTurn):
+    """Module objects of replicas that serve one call after the other, while their tensors stay.
+
+    They differ from the source in their tensors and children only (``ModulePlan.is_plain``). Graphs are not waited for:
+    like the source itself, a replica may run for another call before the backward of the last one. Replicas that
+    ``forward`` has changed serve no other call. They are dropped at the end of the call if it has failed, or if they
+    have new attributes, which may hold much memory. Otherwise they are dropped before the next call.
+    """
+
+    def __init__(self, copies: Copies, by_slot: Sequence[list[Tensor]], graphs: GraphedReplicas | None) -> None:
+        self._plan, self._graphs = copies.plan, graphs
+        plan = copies.plan
+        self._expected = [None if copies.arrivals is None else ExpectedArrivals() for _ in by_slot]
+        pairs = zip(by_slot, self._expected, strict=True)
+        super().__init__([build_replica(plan, tensors, True, expected) for tensors, expected in pairs])
+        if graphs is not None:
+            graphs.attach_all(self._replicas, by_slot)
+        trees = [[replica.get_submodule(entry.name) for entry in plan.entries] for replica in self._replicas]
+        self._stamps = [Stamp(modules, ["_modules"]) for modules in trees]
+        positions = [each for entry in plan.entries for each in (entry.parameters, entry.buffers)]
+        tables = [[vars(each)[name] for each in tree for name in ("_parameters", "_buffers")] for tree in trees]
+        self._registries = [[*zip(of_tree, positions, strict=True)] for of_tree in tables]
+
+    def serves(self, copies: Copies) -> bool:
+        """True if a call may lease replicas."""
+        count = len(copies.slots)
+        return (
+            copies.plan is self._plan
+            and self.is_free
+            and count <= len(self._replicas)
+            and (copies.arrivals is None) == (self._expected[0] is None)
+            and all(stamp.holds() for stamp in self._stamps[:count])
+        )
+
+    def lease(self, copies: Copies, by_slot: Sequence[list[Tensor]]) -> Lease:
+        if self._graphs is not None:
+            self._graphs.serve(by_slot)
+        for slot, tensors in enumerate(by_slot):
+            copies.expect(self._expected[slot], slot)
+            table = self._plan.table(tensors)
+            for registry, positions in self._registries[slot]:
+                if registry.keys() != positions.keys():
+                    registry.clear()
+                for name, position in positions.items():
+                    registry[name] = table[position]
+        return self.lease_first(len(by_slot))
+
+    def end_lease(self) -> None:
+        """Lets another call lease the replicas, or drops them if they have new attributes."""
+        if all(stamp.sizes_hold() for stamp in self._stamps):
+            super().end_lease()
+        else:
+            self._replicas, self._stamps, self._registries = [], [], []
 
 
 MOST_FROZEN = 4
@@ -151,18 +219,10 @@ class KeptReplicas:
         return ModulePlan.of(network, root_call, self._hooks_follow)
 
     def _clear(self) -> None:
-        self._snapshot: TreeSnapshot | None = None  # ``None`` if the tree is not plain
+        self._stamp: PlanStamp | None = None  # ``None`` if the tree is not plain
         self._frozen_sets: list[_FrozenSet] = []
         self._is_from_before_fork = False  # the parent process has made everything that is kept
         self._tensors.clear()
-
-    @property
-    def is_frozen(self) -> bool:
-        return self._frozen_blocks > 0
-
-    def clear(self) -> None:
-        with self.lock:
-            self._clear()
 
     def drop_modules(self) -> None:
         """Drops the modules of replicas that stay: a failed call may have left activations on them."""
@@ -188,7 +248,7 @@ class KeptReplicas:
         """Returns replicas for ``slots``, as `dataparallel.replicate` makes them."""
         record = torch.is_grad_enabled()
         with self.lock:
-            if self.is_frozen and record:
+            if self._frozen_blocks and record:
                 raise RuntimeError(
                     "inside frozen() replicas stay as they are and no gradient leads back to the module; call "
                     "the model under torch.no_grad() or torch.inference_mode(), or outside of frozen()"
@@ -197,7 +257,7 @@ class KeptReplicas:
                 if self._is_from_before_fork:
                     self._clear()
                 with collector_paused():
-                    if self.is_frozen:
+                    if self._frozen_blocks:
                         return self._frozen_replicas(network, slots, cap_bytes)
                     return self._new_replicas(network, slots, cap_bytes, record)
             except BaseException:
@@ -206,46 +266,49 @@ class KeptReplicas:
 
     def _frozen_replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int) -> list[Any]:
         for kept in self._frozen_sets:
-            if kept.is_free and kept.serves(network, slots):
-                return kept.lease(len(slots))
+            if kept.serves(network, slots):
+                return kept.lease_first(len(slots))
         plan = self._make_plan(network)
         _check_placement(plan, slots[0])
         refuse_constants(plan, slots)
-        copies = constant_copies(plan, slots, cap_bytes)
-        replicas = build_replicas(plan, copies, False, None)
+        copies = Copies(plan, slots, cap_bytes, False)
+        send_constant(copies)
+        replicas = copies.build_replicas()
         graphs = None if self.graphs is None else self.graphs.another()
         if graphs is not None and graphs.prepare(plan, slots):
-            graphs.attach_all(replicas, copies)
-        new_set = _FrozenSet(network, slots, replicas, plan, graphs)
-        # A set for fewer slots was made for a smaller batch. It is dropped if the new set serves its calls too.
-        self._frozen_sets = [kept for kept in self._frozen_sets if not (kept.is_free and kept.is_covered_by(new_set))]
+            graphs.attach_all(replicas, copies.by_slot)
+        new_set = _FrozenSet(network, copies, replicas, graphs)
+        # A set for fewer slots was made for a smaller batch, whose calls the new set serves too.
+        sets = self._frozen_sets
+        self._frozen_sets = [kept for kept in sets if not kept.is_free or len(kept.slots) >= len(slots)]
         if len(self._frozen_sets) < MOST_FROZEN:
             self._frozen_sets.append(new_set)
-        return new_set.lease(len(slots))
+        return new_set.lease_first(len(slots))
 
     def _new_replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int, record: bool) -> list[Any]:
-        if self._snapshot is not None and self._snapshot.still_holds(network):
-            plan = self._snapshot.plan
+        if self._stamp is not None and self._stamp.holds(network):
+            plan = self._stamp.plan
         else:
-            self._snapshot = None
+            self._stamp = None
             plan = self._make_plan(network)
-            self._snapshot = TreeSnapshot(plan) if plan.is_plain else None
+            self._stamp = PlanStamp(plan) if plan.is_plain else None
         if self._tensors.are_copies:
             _check_placement(plan, slots[0])
         refuse_constants(plan, slots)
-        arrivals = arrivals_for(slots, plan.tensors)
-        copies = self._tensors.for_call(plan, slots, cap_bytes, record, arrivals)
+        copies = Copies(plan, slots, cap_bytes, record, arrivals_for(slots, plan.tensors))
+        by_slot = self._tensors.for_call(copies)
         if record and plan.cycles is not None and not plan.cycles.are_held_by_graph:
             plan.cycles = None  # nothing tells how long the graph needs the replicas
-        if self._snapshot is None or not self._tensors.stay:
+        if self._stamp is None or not self._tensors.stay:
             if self.graphs is not None:
                 self.graphs.prepare(plan, slots)
-            return build_replicas(plan, copies, record, arrivals)
+            copies.by_slot = by_slot
+            return copies.build_replicas()
         replicas = self._tensors.replicas
-        if replicas is None or not replicas.serves(plan, len(slots), arrivals):
+        if replicas is None or not replicas.serves(copies):
             graphs = self.graphs if self.graphs is not None and self.graphs.prepare(plan, slots) else None
-            replicas = self._tensors.replicas = KeptModules(plan, copies, arrivals, graphs)
-        return replicas.lease(copies, arrivals)
+            replicas = self._tensors.replicas = KeptModules(copies, by_slot, graphs)
+        return replicas.lease(copies, by_slot)
 
 
 def _check_placement(plan: ModulePlan, root: torch.device) -> None:
@@ -255,54 +318,26 @@ def _check_placement(plan: ModulePlan, root: torch.device) -> None:
             raise placement_error(f"{kind} {names_of(plan)[i]!r}", tensor, root)
 
 
-class _FrozenSet:
-    """A set of replicas inside ``frozen``, leased to one call at a time: see `Lease`."""
+class _FrozenSet(_LeasedInTurn):
+    """A set of replicas inside ``frozen``."""
 
-    def __init__(
-        self,
-        network: nn.Module,
-        slots: list[torch.device],
-        replicas: list[Any],
-        plan: ModulePlan,
-        graphs: GraphedReplicas | None,
-    ) -> None:
-        self._replicas, self._graphs = replicas, graphs
-        self._hold = None if plan.cycles is None else plan.cycles.hold("call")
-        self._network, self._slots = network, slots
+    def __init__(self, network: nn.Module, copies: Copies, replicas: list[Any], graphs: GraphedReplicas | None) -> None:
+        super().__init__(replicas)
+        self.slots, self._graphs, cycles = copies.slots, graphs, copies.plan.cycles
+        self._hold = None if cycles is None else cycles.hold("call")
         # Only these streams are ordered after the copies that made the set, and before its memory is used again.
-        self._streams = current_streams(slots)
+        self._network, self._streams = network, current_streams(self.slots)
         self._hooks = _hook_tables(network)
-        self.is_free = True
 
     def serves(self, network: nn.Module, slots: list[torch.device]) -> bool:
         """True if a call of ``network`` on ``slots`` and on the current streams may use the set."""
-        return self._fits(network, _hook_tables(network), slots, current_streams(slots))
-
-    def is_covered_by(self, other: _FrozenSet) -> bool:
-        """True if ``other`` serves every call that this set serves."""
-        return other._fits(self._network, self._hooks, self._slots, self._streams)
-
-    def _fits(
-        self,
-        network: nn.Module,
-        hooks: list[Any],
-        slots: list[torch.device],
-        streams: dict[torch.device, torch.Stream],
-    ) -> bool:
         return (
-            network is self._network
-            and all(map(is_, hooks, self._hooks))
-            and self._slots[: len(slots)] == slots
-            and streams.items() <= self._streams.items()
+            self.is_free
+            and network is self._network
+            and all(map(is_, _hook_tables(network), self._hooks))
+            and self.slots[: len(slots)] == slots
+            and current_streams(slots).items() <= self._streams.items()
         )
-
-    def lease(self, count: int) -> Lease:
-        self.is_free = False
-        return Lease(self._replicas[:count], self)
-
-    def end_lease(self) -> None:
-        """Lets another call lease the replicas."""
-        self.is_free = True
 
 
 def _hook_tables(network: nn.Module) -> list[Any]:

@@ -1,14 +1,11 @@
-"""For copies that stay: `CurrentValues` sends the source's values to their memory at each forward.
-
-`MemoryOfCopies` gives a copy its memory back, if ``forward`` has given it other memory.
-"""
+"""For copies that stay: `CurrentValues` sends the source's values to their memory at each forward."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,47 +16,6 @@ from dataparallel.comm.buckets import Bucket, flatten, plan_buckets, unflatten
 from dataparallel.comm.kinds import alias, copy_values, give_attributes
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.transport import FlatBroadcast
-
-# Functions in C: they are called for thousands of tensors at each call.
-_READS: tuple[Callable[[Tensor], Any], ...] = (
-    Tensor.data_ptr,
-    Tensor.stride,
-    attrgetter("shape"),
-    attrgetter("dtype"),
-)
-
-
-class MemoryOfCopies:
-    """Remembers the memory that ``copies``, which are strided tensors, have now.
-
-    ``forward`` may give a copy other memory: by ``set_``, by ``.data =``, or on CUDA by ``flatten_parameters`` of
-    torch's RNNs.
-    """
-
-    def __init__(self, copies: Sequence[Tensor]) -> None:
-        self._copies = copies
-        self._memory = [copy.data for copy in copies]
-        self._reads = (*_READS, Tensor.is_conj) if any(copy.is_complex() for copy in copies) else _READS
-        self._layouts = self._read(copies)
-
-    def restore(self) -> bool:
-        """Gives each copy its memory back, without a change of the copy's version.
-
-        Returns ``False`` if the memory has another address now, because its storage has been resized.
-        """
-        current = self._read(self._copies)
-        if current == self._layouts:
-            return True
-        original = self._read(self._memory)
-        for copy, memory, current_layout, layout in zip(
-            self._copies, self._memory, zip(*current, strict=True), zip(*original, strict=True), strict=True
-        ):
-            if current_layout != layout:
-                copy.data = memory
-        return original == self._layouts
-
-    def _read(self, tensors: Sequence[Tensor]) -> list[list[Any]]:
-        return [list(map(read, tensors)) for read in self._reads]
 
 
 class CurrentValues:
@@ -88,7 +44,6 @@ class CurrentValues:
         # Each forward sends:
         self._buckets: list[tuple[Bucket, list[Tensor]]] = []  # buckets, each with the flat buffers of its copies
         self._singles: list[tuple[int, list[Tensor]]] = []  # single tensors, with their copies' memory
-        self._sparse: list[tuple[int, bool]] = []  # sparse tensors, and if each slot has its own copy
         # The attributes that copies have been given, by the tensor's position, if these have no tensors of their own.
         self._given: dict[int, list[Any]] = {}
         self._versions: list[int] = []
@@ -100,9 +55,6 @@ class CurrentValues:
 
         ``own``: each slot has its own copies. Otherwise slots on one device share them.
         """
-        sparse = [i for i in indices if self._tensors[i].layout not in (torch.strided, torch.jagged)]
-        self._sparse += [(i, own) for i in sparse]
-        indices = [i for i in indices if i not in sparse]
         slots = self._slots_with_memory(self._tensors[indices[0]].device, own) if indices else []
         if not slots:
             return
@@ -141,19 +93,19 @@ class CurrentValues:
         backward = _torch.current_graph_task_id()
         is_second = backward == self._backward != -1
         sent = {i for i in self._parameters if versions[i] == self._versions[i]} if is_second else set()
-        buckets = [each for each in self._buckets if not sent.issuperset(each[0].indices)]
-        late = send_buckets(buckets, tensors, () if arrivals is None else self._may_be_late)
+        late = []
+        for bucket, buffers in self._buckets:
+            if sent.issuperset(bucket.indices):
+                continue
+            if arrivals is not None and bucket.indices[0] in self._may_be_late:
+                late.append(comm.broadcast_into(buffers, bucket, tensors))
+            else:
+                comm.broadcast(flatten(bucket, tensors), out=buffers)
         if arrivals is not None:
             self.launch(late, arrivals)
         for i, copies in [each for each in self._singles if each[0] not in sent]:
             for copy in copies:
                 copy_values(copy, tensors[i])
-        # Sparse tensors are sent to new memory, because the source may have new indices.
-        for i, own in [each for each in self._sparse if each[0] not in sent]:
-            on_slots = comm.broadcast_coalesced([tensors[i]], self._slots, own_storage=own)
-            for on_slot, (values,) in zip(self._by_slot, on_slots, strict=True):
-                if on_slot[i] is not tensors[i]:
-                    on_slot[i].data = values
         self._give_attributes()
         if versions != self._versions:
             changed = [i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new]
@@ -181,22 +133,6 @@ class CurrentValues:
         constant = [broadcast for broadcast in late if not self._tensors[broadcast.indices[0]].requires_grad]
         merged = heapq.merge(recorded, constant, key=lambda broadcast: min(broadcast.indices))
         arrivals.launch(merged, self._needed_first)
-
-
-def send_buckets(
-    buckets: Iterable[tuple[Bucket, list[Tensor]]], tensors: Sequence[Tensor], may_be_late: Collection[int]
-) -> list[FlatBroadcast]:
-    """Sends the tensors of each bucket to the bucket's flat buffers, except tensors that may be late.
-
-    ``may_be_late`` has positions of tensors. Returns the broadcasts of their buckets, which the caller launches.
-    """
-    late = []
-    for bucket, buffers in buckets:
-        if bucket.indices[0] in may_be_late:
-            late.append(comm.broadcast_into(buffers, bucket, tensors))
-        else:
-            comm.broadcast(flatten(bucket, tensors), out=buffers)
-    return late
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -61,13 +61,6 @@ FORM_ATTRIBUTE = "_dataparallel_form"
 
 UNIT_MODULE = "_dataparallel_unit_module"
 """Attribute of a replica's module: the `UnitModule` that gathers the parameters of the module's unit on the slot."""
-
-
-class UninitializedError(RuntimeError, ValueError):
-    """A parameter is lazy. ``torch.nn.DataParallel`` raises ValueError for it, and torch's lazy modules RuntimeError.
-
-    The message has the words of both, for which people search.
-    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +234,8 @@ class ModulePlan:
             positions[id(tensor)] = self._share(tensor)
         else:
             if type(tensor) not in PLAIN_TYPES and is_lazy(tensor):
-                raise UninitializedError(
+                # As `torch.nn.DataParallel` raises, and also in the words of its successor: people search for both.
+                raise ValueError(
                     "Attempted to use an uninitialized parameter. Modules with uninitialized parameters can't be "
                     f"replicated: {dotted(entry.name, key)} is not initialised yet; run the module once on a sample "
                     "batch first"
@@ -357,7 +351,7 @@ def _check_replicatable(entries: list[ModuleEntry], allowed: type | None) -> Non
                     )
             continue
         try:
-            entry.compiled = compiled_here(module, [other.compiled for other in entries])
+            entry.compiled = compiled_here(module, (other.compiled for other in entries))
         except LookupError:
             raise RuntimeError(
                 f"cannot replicate {entry.name or type(module).__name__!r}: it was compiled, and torch does not say "
@@ -424,14 +418,17 @@ def refuse_constants(plan: ModulePlan, slots: Sequence[torch.device]) -> None:
     for entry in plan.entries:
         if id(entry.module) in inside:
             continue
+        key: Any
         if entry.is_script:
             inside.update(map(id, entry.module.modules()))
-            constants, what, how = _constants_of_script(entry.module), "ScriptModule", "frozen"
+            key, find, what, how = entry.module, _constants_of_script, "ScriptModule", "frozen"
         elif isinstance(entry.module, torch.fx.GraphModule):
-            constants, what, how = _constants_of_graph(entry.module), "graph", "exported"
+            key, find, what, how = entry.cls.forward, _constants_of_graph, "graph", "exported"
         else:
             continue
-        for device, constant in constants.items():
+        if key not in _constants:
+            _constants[key] = dict(reversed([*find(entry.module)]))
+        for device, constant in _constants[key].items():
             other = next((slot for slot in slots if slot != device), None)
             if other is not None and device != CPU:
                 raise RuntimeError(
@@ -441,32 +438,23 @@ def refuse_constants(plan: ModulePlan, slots: Sequence[torch.device]) -> None:
                 )
 
 
-def _constants_of_script(module: Any) -> dict[torch.device, str]:
-    if module not in _constants:
-        descriptions: dict[torch.device, str] = {}
-        graph = getattr(module, "inlined_graph", None)  # ``None`` for a module without forward
-        for node in [] if graph is None else graph.findAllNodes("prim::Constant"):
-            kind = node.output().type().kind()
-            if kind == "TensorType" and node.hasAttribute("value"):
-                descriptions.setdefault(node.t("value").device, "a tensor")
-            elif kind == "DeviceObjType" and node.hasAttribute("value"):
-                descriptions.setdefault(torch.device(node.s("value")), "the name of a device")
-        _constants[module] = descriptions
-    return _constants[module]
+def _constants_of_script(module: Any) -> Iterator[tuple[torch.device, str]]:
+    graph = getattr(module, "inlined_graph", None)  # ``None`` for a module without forward
+    for node in [] if graph is None else graph.findAllNodes("prim::Constant"):
+        kind = node.output().type().kind()
+        if kind == "TensorType" and node.hasAttribute("value"):
+            yield node.t("value").device, "a tensor"
+        elif kind == "DeviceObjType" and node.hasAttribute("value"):
+            yield torch.device(node.s("value")), "the name of a device"
 
 
-def _constants_of_graph(module: Any) -> dict[torch.device, str]:
-    forward = type(module).forward
-    if forward not in _constants:
-        descriptions: dict[torch.device, str] = {}
-        for node in module.graph.nodes:
-            for leaf in _torch.pytree.tree_leaves((node.args, node.kwargs)):
-                if isinstance(leaf, torch.device):
-                    descriptions.setdefault(leaf, f"the name of a device in {node.name!r}")
-        for node in module.graph.find_nodes(op="get_attr"):
-            holder, _, key = str(node.target).rpartition(".")
-            value = vars(module.get_submodule(holder)).get(key)  # a parameter or buffer is in a registry
-            if isinstance(value, Tensor):
-                descriptions.setdefault(value.device, f"the tensor {node.target!r}")
-        _constants[forward] = descriptions
-    return _constants[forward]
+def _constants_of_graph(module: Any) -> Iterator[tuple[torch.device, str]]:
+    for node in module.graph.nodes:
+        for leaf in _torch.pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(leaf, torch.device):
+                yield leaf, f"the name of a device in {node.name!r}"
+    for node in module.graph.find_nodes(op="get_attr"):
+        holder, _, key = str(node.target).rpartition(".")
+        value = vars(module.get_submodule(holder)).get(key)  # a parameter or buffer is in a registry
+        if isinstance(value, Tensor):
+            yield value.device, f"the tensor {node.target!r}"

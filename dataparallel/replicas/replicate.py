@@ -55,7 +55,8 @@ def replicate(
 
     Raises:
         RuntimeError: the tree cannot be replicated; the message names the module.
-        TypeError, ValueError: devices as in ``dataparallel.devices.resolve_slots``; ``bucket_cap_mb`` is not above 0.
+        TypeError, ValueError: devices as in ``dataparallel.devices.resolve_slots``; ``bucket_cap_mb`` is not above 0;
+            a parameter is not initialised yet.
     """
     return make_replicas(network, resolve_slots(devices), cap_in_bytes(bucket_cap_mb), detach)
 
@@ -70,7 +71,7 @@ def make_replicas(
 ) -> list[Any]:
     """`replicate`, for wrappers. ``root_call``: see `ModulePlan.of`.
 
-    ``as_torch``: see `copy_tensors`. With ``detach`` replica 0 has the source's tensors, which may require gradients.
+    ``as_torch``: see `Copies.send`. With ``detach`` replica 0 has the source's tensors, which may require gradients.
     """
     record = torch.is_grad_enabled() and not detach
     with collector_paused():
@@ -78,105 +79,137 @@ def make_replicas(
         plan.cycles = None  # only the caller knows how long the replicas are needed
         refuse_constants(plan, slots)
         is_at_root = all(tensor.device == slots[0] for tensor in plan.tensors)
-        arrivals = arrivals_for(slots, plan.tensors) if is_at_root else None
-        copies = copy_tensors(plan, slots, record, cap_bytes, arrivals, as_torch)
+        copies = Copies(plan, slots, cap_bytes, record, arrivals_for(slots, plan.tensors) if is_at_root else None)
+        copies.send(as_torch)
         if as_torch and detach and is_at_root:
-            copies[0] = [*plan.tensors]
+            copies.by_slot[0] = [*plan.tensors]
         if not record and not detach and not torch.is_inference_mode_enabled():
-            make_leaves(plan, copies)
-        return build_replicas(plan, copies, record, arrivals)
+            copies.make_leaves()
+        return copies.build_replicas()
 
 
-def build_replicas(plan: ModulePlan, copies: list[list[Tensor]], record: bool, arrivals: Arrivals | None) -> list[Any]:
-    """A replica for each slot, with its tensors; see `build_replica`. ``arrivals``: they may still be on their way."""
-    if arrivals is None:
-        return [build_replica(plan, tensors, record) for tensors in copies]
-    replicas = []
-    for slot, tensors in enumerate(copies):
-        expected = ExpectedArrivals()
-        arrivals.expect(expected, slot, len(tensors) + len(plan.shared) + 1)
-        replicas.append(build_replica(plan, tensors, record, expected))
-    return replicas
+class Copies:
+    """The tensors of a plan for each slot of one call.
 
-
-def copy_tensors(
-    plan: ModulePlan,
-    slots: list[torch.device],
-    record: bool,
-    cap_bytes: int,
-    arrivals: Arrivals | None = None,
-    as_torch: bool = False,
-) -> list[list[Tensor]]:
-    """The plan's tensors for each slot.
-
-    ``record``: those that require gradients are outputs of a broadcast. ``arrivals``: parameters may still be on their
-    way when this returns. ``as_torch``: the gradient of a parameter that no replica used is zeros, if others have one.
+    Attributes:
+        by_slot: for each slot a list of tensors. At first they are the source's.
+        record: a graph is recorded: tensors that require gradients are outputs of a broadcast.
+        arrivals: parameters may still be on their way when they are used; ``None`` if they may not.
     """
-    copies: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
-    parameters = set(plan.parameters)
-    recorded: list[int] = []
-    constant: list[int] = []
-    buffers: list[int] = []
-    for i, tensor in enumerate(plan.tensors):
-        (recorded if record and tensor.requires_grad else constant if i in parameters else buffers).append(i)
-    late: list[FlatBroadcast] = []
-    later = None if arrivals is None else late.append
 
-    if recorded:
-        hold = None if plan.cycles is None else plan.cycles.hold("backward")
-        _broadcast_in_buckets(copies, plan.tensors, recorded, slots, cap_bytes, later, hold, as_torch)
-    copy_constants(copies, plan, constant, slots, cap_bytes, later)
-    copy_buffers(copies, plan, buffers, slots, cap_bytes)
-    cloned = [i for i in recorded if i not in parameters]
-    if arrivals is not None:
-        # Modules are used in about the order in which they are registered.
-        arrivals.launch(sorted(late, key=lambda broadcast: min(broadcast.indices)), plan.read_directly.union(cloned))
-    for on_slot in copies[1:]:
-        for i in cloned:
-            on_slot[i] = Tensor.clone(on_slot[i])
-    return copies
+    def __init__(
+        self,
+        plan: ModulePlan,
+        slots: list[torch.device],
+        cap_bytes: int,
+        record: bool,
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        self.plan, self.slots, self.cap_bytes = plan, slots, cap_bytes
+        self.record, self.arrivals = record, arrivals
+        self.by_slot: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
+        self.late: list[FlatBroadcast] = []
 
+    def send(self, as_torch: bool = False) -> None:
+        """Makes all copies. ``as_torch``: a parameter that no replica used gets zeros, if others get a gradient."""
+        tensors, parameters = self.plan.tensors, set(self.plan.parameters)
+        recorded = [i for i, tensor in enumerate(tensors) if self.record and tensor.requires_grad]
+        sent = {*recorded}
+        if recorded:
+            hold = None if self.plan.cycles is None else self.plan.cycles.hold("backward")
+            self._send_in_buckets(recorded, hold, as_torch)
+        self.send_constants([i for i in range(len(tensors)) if i in parameters and i not in sent])
+        self.send_buffers([i for i in range(len(tensors)) if i not in parameters and i not in sent])
+        cloned = [i for i in recorded if i not in parameters]
+        if self.arrivals is not None:
+            # Modules are used in about the order in which they are registered.
+            late = sorted(self.late, key=lambda broadcast: min(broadcast.indices))
+            self.late = []
+            self.arrivals.launch(late, self.plan.read_directly.union(cloned))
+        for on_slot in self.by_slot[1:]:
+            for i in cloned:
+                on_slot[i] = Tensor.clone(on_slot[i])
 
-def copy_constants(
-    copies: Sequence[list[Tensor]],
-    plan: ModulePlan,
-    indices: Sequence[int],
-    slots: Sequence[torch.device],
-    cap_bytes: int,
-    later: Later | None,
-) -> None:
-    """Puts parameters that no graph records, at ``indices`` of the plan, into each slot's list in ``copies``.
+    def send_constants(self, indices: Sequence[int]) -> None:
+        """Makes copies of parameters that no graph records, at ``indices`` of the plan."""
+        sources = [self.plan.tensors[i] for i in indices]
+        sent = comm.broadcast_coalesced(sources, self.slots, self.cap_bytes, later=self.later(indices))
+        # Each replica has a tensor object of its own for a parameter, even if no graph records it. But all slots on one
+        # device receive the same object, which is the source's on its device.
+        for slot, (on_slot, received) in enumerate(zip(self.by_slot, sent, strict=True)):
+            is_first = self.slots.index(self.slots[slot]) == slot
+            for i, tensor in zip(indices, received, strict=True):
+                is_new = is_first and tensor is not self.plan.tensors[i]
+                on_slot[i] = tensor if is_new else alias(tensor, slot)
 
-    ``later``: see `comm.broadcast_coalesced`. Its positions are those in the plan.
-    """
-    sent = comm.broadcast_coalesced(
-        [plan.tensors[i] for i in indices], slots, cap_bytes, later=at_positions(indices, later)
-    )
-    # Each replica has a tensor object of its own for a parameter, even if no graph records it. But all slots on one
-    # device receive the same object, which is the source's on its device.
-    for slot, (on_slot, received) in enumerate(zip(copies, sent, strict=True)):
-        is_first = slots.index(slots[slot]) == slot
-        for i, tensor in zip(indices, received, strict=True):
-            is_new = is_first and tensor is not plan.tensors[i]
-            on_slot[i] = tensor if is_new else alias(tensor, slot)
+    def send_buffers(self, indices: Sequence[int]) -> None:
+        """Makes copies of buffers. Slot 0 has the source's memory, every other slot its own."""
+        sources = [self.plan.tensors[i] for i in indices]
+        self.put(indices, comm.broadcast_coalesced(sources, self.slots, self.cap_bytes, own_storage=True))
 
+    def put(self, indices: Sequence[int], by_slot: Sequence[Sequence[Any]]) -> None:
+        """Puts the tensors of each slot at ``indices``."""
+        for on_slot, tensors in zip(self.by_slot, by_slot, strict=True):
+            for i, tensor in zip(indices, tensors, strict=True):
+                on_slot[i] = tensor
 
-def copy_buffers(
-    copies: Sequence[list[Tensor]],
-    plan: ModulePlan,
-    indices: Sequence[int],
-    slots: Sequence[torch.device],
-    cap_bytes: int,
-) -> None:
-    """Puts buffers, at ``indices`` of the plan, into each slot's list in ``copies``.
+    def later(self, positions: Sequence[int]) -> Later | None:
+        """Notes broadcasts of tensors at these positions that are launched later; ``None`` if none may be late."""
+        if self.arrivals is None:
+            return None
+        return lambda late: self.late.append(late._replace(indices=[positions[k] for k in late.indices]))
 
-    Slot 0 has the source's memory, every other slot its own.
-    """
-    put(
-        copies,
-        indices,
-        comm.broadcast_coalesced([plan.tensors[i] for i in indices], slots, cap_bytes, own_storage=True),
-    )
+    def make_leaves(self) -> None:
+        tensors = self.plan.tensors
+        needed = [i for i in self.plan.parameters if tensors[i].requires_grad and not tensors[i].is_inference()]
+        for on_slot in self.by_slot:
+            for i in needed:
+                Tensor.requires_grad_(on_slot[i])
+
+    def build_replicas(self) -> list[Any]:
+        """A replica for each slot, with its tensors; see `build_replica`."""
+        replicas = []
+        for slot, tensors in enumerate(self.by_slot):
+            expected = None if self.arrivals is None else ExpectedArrivals()
+            self.expect(expected, slot)
+            replicas.append(build_replica(self.plan, tensors, self.record, expected))
+        return replicas
+
+    def expect(self, expected: ExpectedArrivals | None, slot: int) -> None:
+        """Fills ``expected`` for the replica of a slot, if parameters may be late."""
+        if self.arrivals is not None and expected is not None:
+            self.arrivals.expect(expected, slot, len(self.plan.tensors) + len(self.plan.shared) + 1)
+
+    def _send_in_buckets(self, recorded: Sequence[int], held: object, as_torch: bool) -> None:
+        """Makes copies of the tensors at the positions ``recorded``, as outputs of one autograd node per bucket.
+
+        ``held``: see `broadcast_bucket`. ``as_torch``: see `send`.
+
+        Buckets are filled from the last tensor to the first, because gradients of the last layers come first. The first
+        bucket is small, so that sums start early. DistributedDataParallel does the same (Li et al., "PyTorch
+        Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020). Here buckets grow step by step and
+        shrink again at the end, because no computation is left to overlap with the sum of the last one, and a forward
+        waits for the parameters in it.
+
+        A tensor with hooks has a bucket of its own. Autograd runs the hooks of all tensors that a node leads to, and
+        this node is reached only if a replica has used the tensor.
+        """
+        slots, tensors = self.slots, self.plan.tensors
+        is_at_root = all(tensors[i].device == slots[0] for i in recorded)
+        gradient_streams = GradientStreams.for_forward(slots, current_streams(slots)) if is_at_root else None
+        buckets = fill_buckets(tensors, recorded[::-1], FIRST_BUCKET_BYTES, self.cap_bytes)
+        handles: Sequence[Tensor] = ()
+        if as_torch and is_at_root:
+            handles = FromWholeSource.apply([*map(len, buckets)], *[tensors[i] for i in chain.from_iterable(buckets)])
+            if gradient_streams is not None:
+                run_last(handles[0].grad_fn)
+        else:
+            buckets = [*chain.from_iterable([_with_hooks_alone(tensors, each) for each in buckets])]
+        for number, (indices, handle) in enumerate(zip_longest(buckets, handles)):
+            streams = None if gradient_streams is None else gradient_streams.for_bucket(number)
+            bucket = [tensors[i] for i in indices]
+            sent = broadcast_bucket(slots, bucket, streams, later=self.later(indices), handle=handle, held=held)
+            self.put(indices, sent)
 
 
 def cap_in_bytes(mebibytes: float, argument: str = "bucket_cap_mb") -> int:
@@ -184,52 +217,6 @@ def cap_in_bytes(mebibytes: float, argument: str = "bucket_cap_mb") -> int:
     if not mebibytes > 0:
         raise ValueError(f"{argument}={mebibytes}: a bucket holds more than 0 MiB")
     return max(1, int(min(mebibytes * 2**20, sys.maxsize)))
-
-
-def put(copies: Sequence[list[Tensor]], indices: Sequence[int], by_slot: Sequence[Sequence[Any]]) -> None:
-    """Puts the tensors of each slot at ``indices`` of the slot's list in ``copies``."""
-    for on_slot, tensors in zip(copies, by_slot, strict=True):
-        for i, tensor in zip(indices, tensors, strict=True):
-            on_slot[i] = tensor
-
-
-def _broadcast_in_buckets(
-    copies: Sequence[list[Tensor]],
-    tensors: list[Tensor],
-    recorded: Sequence[int],
-    slots: list[torch.device],
-    cap_bytes: int,
-    later: Later | None,
-    held: object,
-    as_torch: bool,
-) -> None:
-    """Puts the tensors at the positions ``recorded`` on every slot, as outputs of one autograd node per bucket.
-
-    ``held``: see `broadcast_bucket`. ``as_torch``: see `copy_tensors`.
-
-    Buckets are filled from the last tensor to the first, because gradients of the last layers come first. The first
-    bucket is small, so that sums start early. DistributedDataParallel does the same (Li et al., "PyTorch Distributed:
-    Experiences on Accelerating Data Parallel Training", VLDB 2020). Here buckets grow step by step and shrink again at
-    the end, because no computation is left to overlap with the sum of the last one, and a forward waits for the
-    parameters in it.
-
-    A tensor with hooks has a bucket of its own. Autograd runs the hooks of all tensors that a node leads to, and this
-    node is reached only if a replica has used the tensor.
-    """
-    is_at_root = all(tensors[i].device == slots[0] for i in recorded)
-    gradient_streams = GradientStreams.for_forward(slots, current_streams(slots)) if is_at_root else None
-    buckets = fill_buckets(tensors, recorded[::-1], FIRST_BUCKET_BYTES, cap_bytes)
-    handles: Sequence[Tensor] = ()
-    if as_torch and is_at_root:
-        handles = FromWholeSource.apply([*map(len, buckets)], *[tensors[i] for i in chain.from_iterable(buckets)])
-        if gradient_streams is not None:
-            run_last(handles[0].grad_fn)
-    else:
-        buckets = [*chain.from_iterable([_with_hooks_alone(tensors, each) for each in buckets])]
-    for number, (indices, handle) in enumerate(zip_longest(buckets, handles)):
-        streams = None if gradient_streams is None else gradient_streams.for_bucket(number)
-        bucket, late = [tensors[i] for i in indices], at_positions(indices, later)
-        put(copies, indices, broadcast_bucket(slots, bucket, streams, later=late, handle=handle, held=held))
 
 
 def _with_hooks_alone(tensors: Sequence[Tensor], indices: list[int]) -> list[list[int]]:
@@ -241,17 +228,3 @@ def _with_hooks_alone(tensors: Sequence[Tensor], indices: list[int]) -> list[lis
         else:
             together.append(i)
     return [together, *alone] if together else alone
-
-
-def at_positions(positions: Sequence[int], later: Later | None) -> Later | None:
-    """``later`` for a list of the tensors at these positions of the plan. It gets positions of the plan."""
-    if later is None:
-        return None
-    return lambda broadcast: later(broadcast._replace(indices=[positions[k] for k in broadcast.indices]))
-
-
-def make_leaves(plan: ModulePlan, copies: list[list[Tensor]]) -> None:
-    needed = [i for i in plan.parameters if plan.tensors[i].requires_grad and not plan.tensors[i].is_inference()]
-    for tensors in copies:
-        for i in needed:
-            Tensor.requires_grad_(tensors[i])

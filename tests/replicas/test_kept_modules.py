@@ -36,6 +36,13 @@ def modules_of(net: nn.Module, x: Tensor, *does: Callable[[Any], Any]) -> set[An
     return found
 
 
+def rename(attributes: dict[str, Any], name: str, other: str) -> None:
+    """Everything else stays, the order too."""
+    items = [*attributes.items()]
+    attributes.clear()
+    attributes.update({other if key == name else key: value for key, value in items})
+
+
 def test_modules_serve_later_calls(net: nn.Module, x: Tensor, slots: list) -> None:
     first = modules_of(net, x)
     assert len(first) == len(slots) * len([*net.modules()])
@@ -68,8 +75,13 @@ def test_a_change_of_the_source_is_seen(net: nn.Module, x: Tensor) -> None:
         lambda replica: setattr(replica, "inner", nn.Identity()),
         lambda replica: setattr(replica.inner, "__class__", nn.Identity),
         lambda replica: replica._non_persistent_buffers_set.add("shift"),
+        lambda replica: rename(vars(replica), "scale", "left"),
+        lambda replica: vars(replica).update(_parameters={}, _modules={}),
     ],
-    ids=["an attribute", "no attribute", "a hook", "a child", "another child", "a class", "a name"],
+    ids=[
+        *("an attribute", "no attribute", "a hook", "a child", "another child", "a class", "a name"),
+        *("another name", "other registries"),
+    ],
 )
 def test_what_a_forward_leaves_is_gone_with_the_replicas(leave: Callable, net: nn.Module, x: Tensor) -> None:
     before = modules_of(net, x)
@@ -77,6 +89,30 @@ def test_what_a_forward_leaves_is_gone_with_the_replicas(leave: Callable, net: n
     modules_of(net, x, leave)
     torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
     assert not modules_of(net, x) & before
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda replica: delattr(replica.linear, "weight"),
+        lambda replica: setattr(replica.linear, "weight", nn.Parameter(torch.zeros(4, 4).to(replica.linear.weight))),
+        lambda replica: replica.register_buffer("left", torch.ones(1)),
+        lambda replica: rename(replica._buffers, "shift", "left"),
+    ],
+    ids=["no parameter", "another parameter", "a buffer", "a buffer's name"],
+)
+@pytest.mark.parametrize("net", [replicate], indirect=True)
+def test_what_a_forward_registers_is_not_there_in_the_next_call(leave: Callable, net: nn.Module, x: Tensor) -> None:
+    expected, names = net(x), [*net.state_dict()]
+    try:
+        modules_of(net, x, leave)
+    except AttributeError:
+        DOES.clear()
+    listed: list[list[str]] = []
+    DOES[:] = [lambda replica: listed.append([*replica.state_dict()])]
+    torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
+    DOES.clear()
+    assert [sorted(each) for each in listed] == [sorted(names)] * len(listed)
 
 
 @freed_later

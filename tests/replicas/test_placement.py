@@ -18,10 +18,6 @@ def net():
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
 
-def test_a_module_in_its_place_is_accepted(net):
-    check_placement(net, torch.device("cpu"))
-
-
 def test_another_device_is_named_with_the_call_that_moves(net):
     with pytest.raises(RuntimeError, match=r"parameter '0\.weight'; call module\.to\('cuda:1'\)"):
         check_placement(net, ELSEWHERE)

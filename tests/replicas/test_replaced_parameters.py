@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dataparallel.replicas import replaced_parameters
-from dataparallel.replicas.replaced_parameters import remember, replacement_of, where
+from dataparallel.replicas.replaced_parameters import remember
 
 pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
 
@@ -39,30 +39,6 @@ def test_one_in_a_later_group_raises(old):
     optimizer.add_param_group({"params": [old[0]]})
     with pytest.raises(RuntimeError, match="holds 'weight' of a Linear"):
         optimizer.step()
-
-
-def test_other_optimizers_step_as_before(old):
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=1)
-    parameter.grad = torch.ones(2)
-    optimizer.step()
-    assert torch.equal(parameter, torch.zeros(2))
-
-
-def test_an_equal_parameter_is_another_one(old):
-    assert where(old[0]) == ("'weight' of a Linear", "fully_shard")
-    assert where(nn.Parameter(old[0].detach())) is None
-
-
-def test_what_has_replaced_one_is_known_while_it_is_there():
-    old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
-    assert replacement_of(old) is None
-    remember([("weight", old, new)], "Linear", "fully_shard")
-    assert replacement_of(old) is new
-    assert replacement_of(new) is None
-    del new
-    assert replacement_of(old) is None
-    assert where(old) == ("'weight' of a Linear", "fully_shard")
 
 
 def test_nothing_is_kept_alive():

@@ -250,14 +250,6 @@ def test_a_rule_of_its_own_is_asked_for_every_replica(slots: list, root: torch.d
     assert len({id(replica[0].cache) for replica in replicas}) == 3
 
 
-def test_attributes_of_graph_modules_follow(copied: Callable, root: torch.device) -> None:
-    source = traced_graph().to(root).eval()
-    source.note = "kept"
-    for replica in copied(source):
-        assert replica.note == "kept"
-        assert not replica.training
-
-
 def test_script_modules_keep_their_mode_and_have_weights_of_their_own(slots: list, root: torch.device) -> None:
     # Moved before: torch's scripted children would keep showing buffers of the old device.
     source = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).to(root)).eval()

@@ -75,21 +75,8 @@ def decorate_forward(net: WithReferences) -> None:
     net.first.forward = twice
 
 
-def borrow_forward(net: WithReferences) -> None:
-    net.second.forward = net.first.forward
-
-
 def a_hook_of_the_parent(net: WithReferences) -> None:
     net.first.register_forward_hook(lambda module, args, output: output * net.scale)
-
-
-def a_method_as_hook(net: WithReferences) -> None:
-    net.second.register_forward_pre_hook(functools.partial(types.MethodType(lambda s, m, a: s.scaled(a[0]), net)))
-
-
-def a_child_that_knows_its_parent(net: WithReferences) -> None:
-    net.first.above = [net]
-    net.first.forward = types.MethodType(lambda self, x: F.linear(x, self.weight) * self.above[0].scale, net.first)
 
 
 def a_weak_parent(net: WithReferences) -> None:
@@ -114,10 +101,6 @@ def an_object_as_forward(net: WithReferences) -> None:
     net.first.forward = Doubled(net.first.forward)
 
 
-def an_object_as_forward_of_the_root(net: WithReferences) -> None:
-    net.forward = Doubled(net.scaled)
-
-
 def a_method_of_an_object_as_forward(net: WithReferences) -> None:
     net.first.forward = Doubled(net.first.forward).run
 
@@ -130,24 +113,17 @@ WAYS: dict[str, tuple[Callable[[WithReferences], Any], Callable[[WithReferences,
     "forward bound to a child": (rebind_forward, both_layers),
     "forward bound to the root": (rebind_call_of_the_root, both_layers),
     "decorated forward": (decorate_forward, both_layers),
-    "forward of another child": (borrow_forward, both_layers),
     "object in the place of forward": (an_object_as_forward, both_layers),
-    "object in the place of the root's forward": (an_object_as_forward_of_the_root, both_layers),
     "method of an object in the place of forward": (a_method_of_an_object_as_forward, both_layers),
     "object around an object": (an_object_around_an_object, both_layers),
-    "method": (hang(enter=lambda net: net.scaled), lambda net, x: net.enter(x)),
-    "partial": (hang(enter=lambda net: functools.partial(F.linear, weight=net.first.weight)), lambda n, x: n.enter(x)),
     "closure": (hang(enter=lambda net: lambda x: net.first(x) * net.scale), lambda net, x: net.enter(x)),
     "module": (hang(again=lambda net: net.first), lambda net, x: net.again(x)),
-    "itself": (hang(me=lambda net: net), lambda net, x: net.me.first(x)),
     "parameter": (hang(weight=lambda net: net.first.weight), lambda net, x: x @ net.weight),
     "modules in a list": (
         hang(route=lambda net: [net.second, net.first]),
         lambda net, x: functools.reduce(lambda value, layer: layer(value), net.route, x),
     ),
     "hook over the parent": (a_hook_of_the_parent, both_layers),
-    "method as a hook": (a_method_as_hook, both_layers),
-    "parent in a list": (a_child_that_knows_its_parent, both_layers),
     "weak parent": (a_weak_parent, both_layers),
 }
 

@@ -1,14 +1,13 @@
 """The tensors of replicas in calls without a graph: they have the source's values, and are leaves, in every mode.
 
 On slots of one device parameters share the source's memory, and the promises hold trivially; distinct devices
-(``--devices=sim``) show them. What a forward leaves on tensors is in test_kept_replicas.
+(``--devices=sim``) show them.
 """
 
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
 from dataparallel import DataParallel
 from nets import DOES, Net, on_one_device
@@ -61,13 +60,3 @@ def test_a_source_made_in_inference_mode(slots, root, x) -> None:
         with mode():
             torch.testing.assert_close(wrapped(x), expected)
             torch.testing.assert_close(wrapped(x), expected)
-
-
-@pytest.mark.devices("cpu")
-def test_nested_tensors(slots, x) -> None:
-    net = Net()
-    net.ragged = nn.Buffer(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
-    wrapped = DataParallel(net, slots)
-    with torch.no_grad():
-        for _ in range(3):
-            torch.testing.assert_close(wrapped(x), net(x))

@@ -35,10 +35,13 @@ class CompiledCall:
     """
 
     def __init__(
-        self, functions: CompiledFunctions | None, module: Any, seen: Callable[[Any], Any] | None = None
+        self,
+        functions: CompiledFunctions | None,
+        module: Any,
+        device: torch.device | None,
+        seen: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.functions, self._module, self._seen = functions, weakref.ref(module), seen
-        self.device: torch.device | None = None
+        self.functions, self._module, self._device, self._seen = functions, weakref.ref(module), device, seen
         if functions is None or functions.is_disabled:
             torch_compile.say_that_it_is_disabled(self)
 
@@ -48,15 +51,13 @@ class CompiledCall:
 
     def of(self, module: nn.Module) -> CompiledCall:
         """A call of another module on the same device by the same functions."""
-        call = CompiledCall(self.functions, module, self._seen)
-        call.device = self.device
-        return call
+        return CompiledCall(self.functions, module, self._device, self._seen)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         if self.functions is None:
             return module(*args, **kwargs)
-        return self.functions.call(self.device, module if self._seen is None else self._seen(module), args, kwargs)
+        return self.functions.call(self._device, module if self._seen is None else self._seen(module), args, kwargs)
 
     # Between two graphs the compiler looks at every frame. This one, and those below it, are not for it.
     __call__ = _torch.not_traced(_call)
@@ -122,10 +123,8 @@ def call_inside(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def call_of(module: nn.Module, compiled: Compiled) -> CompiledCall:
     """A call of ``module`` itself by the compiled functions of its replicas. The caller keeps the module alive."""
-    call = CompiledCall(compiled.functions, module)
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
-    call.device = None if first is None else first.device
-    return call
+    return CompiledCall(compiled.functions, module, None if first is None else first.device)
 
 
 def _functions(

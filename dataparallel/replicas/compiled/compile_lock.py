@@ -1,8 +1,7 @@
 """The lock: while one thread compiles, no other thread of the library is in compiled code.
 
 While ``torch.compile`` traces it sets flags of the whole process, and compiled code that another thread enters then
-raises or runs without its graphs. ``torch.cond`` and its relatives do the same, in each call and each backward. The
-lock is one that many share (`run_inside`) and one has alone (`run_alone`).
+raises or runs without its graphs. The lock is one that many share (`run_inside`) and one has alone (`run_alone`).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class CompileLock:
         if me in self._inside or me in self._alone:
             return function(*args, **kwargs)
         try:
-            self._enter(me)
+            self._note_in(self._inside, me)
             return function(*args, **kwargs)
         finally:
             self._inside.pop(me, None)
@@ -64,14 +63,15 @@ class CompileLock:
             return function(*args, **kwargs)
         was_inside = self._inside.pop(me, False)
         try:
-            self._take_turn(me)
+            self._note_in(self._alone, me)
+            self.turns += 1
             while self._inside:
                 time.sleep(_POLL_SECONDS)
             return function(*args, **kwargs)
         finally:
             self._alone.pop(me, None)
             if was_inside:
-                self._enter(me)
+                self._note_in(self._inside, me)
 
     def run_aside(self, function: Callable[..., T], *args: Any) -> T:
         """Calls ``function``, which waits for other threads and runs no compiled code of this thread meanwhile."""
@@ -81,22 +81,14 @@ class CompileLock:
         try:
             return function(*args)
         finally:
-            self._enter(me)
+            self._note_in(self._inside, me)
 
-    def _enter(self, me: int) -> None:
+    def _note_in(self, threads: dict[int, bool], me: int) -> None:
+        """Notes this thread in one of the tables, once nobody is alone."""
         while True:
             with self._deciding:
                 if not self._alone:
-                    self._inside[me] = True
-                    return
-            time.sleep(_POLL_SECONDS)
-
-    def _take_turn(self, me: int) -> None:
-        while True:
-            with self._deciding:
-                if not self._alone:
-                    self._alone[me] = True
-                    self.turns += 1
+                    threads[me] = True
                     return
             time.sleep(_POLL_SECONDS)
 

@@ -54,12 +54,12 @@ def none_compiled() -> Iterator[None]:
 
 
 class _LookAgain(Exception):
-    """Raised where the compiler has found no graph, and another thread has made one before this one's turn."""
+    """Raised where the compiler has found no graph, and another thread has made one that may fit."""
 
 
 _LOOK_AGAIN_SECONDS = 0.002
-_RETURN_SECONDS = 1.0
-"""How long a graph is waited for that another thread has made. After ``torch.compiler.reset()`` it never comes."""
+_ADDED_SECONDS = 0.05
+"""How long after it was made a graph is found at the latest: torch adds it a moment after the turn of its thread."""
 
 
 class CompiledFunctions:
@@ -67,29 +67,20 @@ class CompiledFunctions:
 
     Modules of one tree that have the same structure and were compiled alike share them, as the blocks of a model do
     that are compiled one by one. So do the replicas of all wrappers of a module. They live as long as the source or a
-    replica that calls them. ``body`` is `by_call` or `by_call_impl`.
+    replica that calls them. ``key``: the structure of these modules, and `by_call` or `by_call_impl`.
     """
 
-    def __init__(self, structure: Hashable, body: Callable[..., Any], context: Any) -> None:
-        self._structure, self._body = structure, body
-        self._context = torch_compile.copy_of_context(context)  # not the one whose end is the end of the functions
-        self._number = next(_numbers)
+    def __init__(self, key: tuple[Hashable, Callable[..., Any]], context: Any) -> None:
+        self.key, self.number = key, next(_numbers)
+        self.context = torch_compile.copy_of_context(context)  # not the one whose end is the end of the functions
         self.are_captured = False
         self._lock = threading.Lock()
         self._on: dict[torch.device | None, _CompiledFunction] = {}
 
-    def are_for(self, structure: Hashable, body: Callable[..., Any], context: Any) -> bool:
-        """True if a module of this structure, compiled in that way, can call these functions."""
-        return (
-            structure == self._structure
-            and body is self._body
-            and torch_compile.are_contexts_alike(context, self._context)
-        )
-
     @property
     def is_disabled(self) -> bool:
         """True if they run without the compiler, because the user said so with ``torch.compiler.disable``."""
-        return torch_compile.is_disabled(self._context)
+        return torch_compile.is_disabled(self.context)
 
     def call(self, device: torch.device | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the module, all of whose tensors are on ``device``, by the compiled function of this device."""
@@ -102,7 +93,7 @@ class CompiledFunctions:
         return len(self._on)
 
     def _make(self, device: torch.device | None) -> _CompiledFunction:
-        context = self._context
+        context = self.context
         if device is not None and device.type == "cuda" and torch_compile.uses_cuda_graphs(context):
             # The compiler's own graphs cannot follow several threads, nor parameters that move.
             context = torch_compile.without_cuda_graphs(context)
@@ -110,7 +101,7 @@ class CompiledFunctions:
                 _say_that_they_run_without()
         with self._lock:
             if device not in self._on:
-                self._on[device] = _CompiledFunction(self, self._body, self._number, device, context)
+                self._on[device] = _CompiledFunction(self, device, context)
             return self._on[device]
 
 
@@ -130,43 +121,32 @@ class _CompiledFunction:
     begun: in the function itself. A frame further inside is compiled again, once for each thread that has missed it.
     """
 
-    def __init__(
-        self,
-        family: CompiledFunctions,
-        body: Callable[..., Any],
-        number: int,
-        device: torch.device | None,
-        context: Any,
-    ) -> None:
+    def __init__(self, family: CompiledFunctions, device: torch.device | None, context: Any) -> None:
         self._family, self._device = weakref.ref(family), device
         # From the name the compiler remembers which sizes vary. Devices share that, other modules do not.
-        original = cast(FunctionType, body)
-        self._code = original.__code__.replace(co_name=f"{original.__name__}_{number}")
+        original = cast(FunctionType, family.key[1])
+        self._code = original.__code__.replace(co_name=f"{original.__name__}_{family.number}")
         function = FunctionType(self._code, original.__globals__, self._code.co_name)
         self._compiled = torch_compile.compile_within(context, function, self._compile)
         torch_compile.let_backwards_run_at_once()
-        self._graphs, self._made_by, self._made_at = 0, 0, -math.inf
-        self._seen: dict[int, int] = {}  # for each thread that looks again: how many graphs there were before
+        self._made_at = -math.inf  # when the last graph was made
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            while True:
-                try:
-                    return self._compiled(module, *args, **kwargs)
-                except _LookAgain:
-                    time.sleep(_LOOK_AGAIN_SECONDS)
-        finally:
-            self._seen.pop(threading.get_ident(), None)
+        while True:
+            try:
+                return self._compiled(module, *args, **kwargs)
+            except _LookAgain:
+                time.sleep(_LOOK_AGAIN_SECONDS)
 
     def _compile(self, code: CodeType, convert: Callable[[], Any]) -> Any:
         """Called by the compiler, inside, where none of the code's graphs fits."""
         if getattr(_of_thread, "may_not_compile", False):
             raise RuntimeError("none of its compiled code fits the call that is captured")
-        return compile_lock.run_alone(self._convert, code, convert)
+        return compile_lock.run_alone(self._convert, code, convert, time.monotonic())
 
-    def _convert(self, code: CodeType, convert: Callable[[], Any]) -> Any:
-        if code is self._code:
-            self._check_that_it_has_seen_all_graphs()
+    def _convert(self, code: CodeType, convert: Callable[[], Any], looked_at: float) -> Any:
+        if code is self._code and looked_at < self._made_at + _ADDED_SECONDS:
+            raise _LookAgain
         torch_compile.refuse_parameters_in_graphs()
         family, failed, is_compiled = self._family(), torch_compile.frames_that_failed(), False
         try:
@@ -177,22 +157,7 @@ class _CompiledFunction:
         finally:
             _note(self._device, int(is_compiled), torch_compile.frames_that_failed() - failed)
             if code is self._code and is_compiled:
-                self._graphs = torch_compile.number_of_graphs(code) + 1
-                self._made_by, self._made_at = threading.get_ident(), time.monotonic()
-
-    def _check_that_it_has_seen_all_graphs(self) -> None:
-        """Raises `_LookAgain` if another thread has just made a graph that this one may not have seen.
-
-        torch adds a graph when the thread that has made it returns, a moment after its turn. So what counts is how many
-        graphs there were when this thread missed them the last time.
-        """
-        me = threading.get_ident()
-        if self._made_by == me or time.monotonic() > self._made_at + _RETURN_SECONDS:
-            return
-        before = self._seen.get(me, -1)
-        self._seen[me] = torch_compile.number_of_graphs(self._code)
-        if before < self._graphs:
-            raise _LookAgain
+                self._made_at = time.monotonic()
 
 
 _numbers = itertools.count()
@@ -210,11 +175,11 @@ def functions_for(
     """
     with _lock:
         held = _of_contexts.setdefault(context, {})
-        structure = _structure(module)
-        key = structure, body
+        key = _structure(module), body
         if key not in held:
-            alike = (functions for functions in others if functions.are_for(structure, body, context))
-            held[key] = next(alike, None) or CompiledFunctions(structure, body, context)
+            same = (functions for functions in others if functions.key == key)
+            alike = (each for each in same if torch_compile.are_contexts_alike(context, each.context))
+            held[key] = next(alike, None) or CompiledFunctions(key, context)
         return held[key]
 
 

@@ -10,7 +10,6 @@ import contextvars
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial, wraps
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -146,24 +145,6 @@ def let_backwards_run_at_once() -> None:
         )
 
 
-@cache
-def trace_branches_by(run_alone: Callable[..., Any]) -> None:
-    """Makes ``torch.cond``, ``while_loop``, ``scan`` and ``map`` call ``run_alone(trace, ...)`` to trace functions.
-
-    torch traces in each call that needs gradients, and again in its backward. It uses globals of ``torch.fx``, so
-    threads that trace at the same time fail: "CURRENT_PATCHER is None in finally block". This replaces names in the
-    modules of these operators. Where torch has no such names, replicas that run at the same time may still fail.
-    """
-    modules = [module for name, module in sys.modules.items() if name.startswith(f"{_torch.BRANCHES}.")]
-    for name in ("materialize_as_graph", "_hop_compile_and_call"):
-        original: Callable[..., Any] | None = getattr(sys.modules[f"{_torch.BRANCHES}.utils"], name, None)
-        if original is not None:
-            one_at_a_time = wraps(original)(partial(run_alone, original))
-            for module in modules:
-                if getattr(module, name, None) is original:
-                    setattr(module, name, one_at_a_time)
-
-
 class _ContextForEach:
     """A context that several threads may run functions in at the same time: each runs in a copy."""
 
@@ -172,12 +153,6 @@ class _ContextForEach:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.copy().run(function, *args, **kwargs)
-
-
-def number_of_graphs(code: CodeType) -> int:
-    """How many graphs the compiler has for ``code``. The list of entries has those of one region only."""
-    count = _torch.of_compiler("count")
-    return count(code) if count else len(_torch.of_compiler("entries")(code))
 
 
 def has_graph(result: Any) -> bool:

@@ -33,7 +33,7 @@ from dataparallel.replicas.graphs.kinds import (
     settings,
 )
 from dataparallel.replicas.plan import UNIT_MODULE, ModulePlan, names_of
-from dataparallel.replicas.tree_state import TreeState
+from dataparallel.replicas.stamp import Stamp
 from dataparallel.weak_members import WeakMembers
 
 log = logging.getLogger("dataparallel")
@@ -123,7 +123,7 @@ class GraphedReplicas:
         return reason is None
 
     def note_slots(self, slots: Sequence[torch.device], why_none: str | None) -> None:
-        """Notes which slots have replicas, and if there is a reason, that no replica is captured."""
+        """``why_none``: why no replica is captured, if there is a reason."""
         for slot, device in enumerate(slots):
             graphed = self._own.setdefault(slot, GraphedReplica(device, self._said))
             if why_none is not None:
@@ -349,15 +349,14 @@ class GraphedReplica:
     ) -> Any:
         # Units register full parameters and sharded ones in turn.
         registries = ("_buffers", "_modules") if UNIT_MODULE in vars(module) else _torch.REGISTRIES
-        state, reached = TreeState([*module.modules()], registries), made.reads.reached()
+        state, reached = Stamp([*module.modules()], registries), made.reads.reached()
         generators = host_generators()
         before = Structure(Arguments((args, kwargs)), "arguments", self.device)
         output = call_inside(module, *args, **kwargs)
         kind.threads.add(threading.current_thread())
         try:
-            if not before.is_as(Structure(Arguments((args, kwargs)), "arguments", self.device)):
-                raise CannotBeCaptured("its forward writes into a dict or list among its arguments")
-            if not state.is_unchanged():
+            before.check_unwritten(Arguments((args, kwargs)))
+            if not state.holds():
                 raise CannotBeCaptured("its forward assigns to attributes")
             if reached != made.reads.reached():
                 raise CannotBeCaptured("its forward writes into a list or dict that is global or enclosed")

@@ -279,8 +279,7 @@ class Captured:
             before = Structure(Arguments((args, kwargs)), "arguments", self._device)
             versions = [*map(_torch.version_of, places.values())]
             output = call_inside(pieces.copy, *args, **kwargs)
-        if not before.is_as(Structure(Arguments((args, kwargs)), "arguments", self._device)):
-            raise CannotBeCaptured("its forward writes into a dict or list among its arguments")
+        before.check_unwritten(Arguments((args, kwargs)))
         if versions != [*map(_torch.version_of, places.values())]:
             raise CannotBeCaptured("it writes to its arguments")
         first = {id(leaf): number for number, leaf in reversed([*enumerate(arguments.leaves)])}

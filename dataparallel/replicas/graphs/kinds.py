@@ -130,10 +130,12 @@ class Structure:
         """Another object of this structure, with new containers."""
         return _rebuilt(self._tree, iter(leaves))
 
-    def is_as(self, other: Structure) -> bool:
-        """True if the other one has the very same leaves at the same places."""
-        same = len(self.leaves) == len(other.leaves) and all(map(is_, self.leaves, other.leaves))
-        return same and self.shape == other.shape
+    def check_unwritten(self, arguments: Any) -> None:
+        """Raises `CannotBeCaptured` unless ``arguments``, of which this was made, have the very same leaves still."""
+        now = Structure(arguments, self._name, self._device)
+        same = len(self.leaves) == len(now.leaves) and all(map(is_, self.leaves, now.leaves))
+        if not same or self.shape != now.shape:
+            raise CannotBeCaptured("its forward writes into a dict or list among its arguments")
 
     def kinds(self) -> Iterator[tuple[str, Hashable]]:
         """What a graph depends on: for each leaf its path and its kind."""

@@ -101,9 +101,8 @@ class CapturedPieces:
         cut: ends a graph and begins the next one. It is called where parts begin. ``None``: there is one piece.
 
     Attributes:
-        copy: of the module, with leaves in the same memory as the parameters. The nodes of parameters belong to other
-            streams, which a captured backward must not touch. And other threads, which may use the same parameter, do
-            not find what autocast has converted of a leaf. Each piece has leaves of its own.
+        copy: of the module, with leaves in the same memory as the parameters, whose nodes belong to other streams, and
+            of which other threads must not find what autocast has converted here. Each piece has leaves of its own.
         parameter_of: by the id of a leaf its parameter, and the leaf, which keeps the id.
         first_graph: for each module of the tree, by its number, the graph that looks its first parameter up.
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.comm.kernels import DeviceTable
-from dataparallel.replicas.kept_values import MemoryOfCopies
+from dataparallel.replicas.stamp import layouts_of
 from dataparallel.sharded.placements import Shard, shard_shapes
 
 _ALIGNED_TO = 8
@@ -191,7 +191,7 @@ class FullBuffer:
         for columns, offset in zip(layout.columns, layout.full_offsets, strict=True):
             tensor = torch.empty(0, dtype=dtype, device=device)
             self.tensors.append(tensor.set_(self._storage, offset, columns.shape, _contiguous(columns.shape)))
-        self._memory = MemoryOfCopies(self.tensors)
+        self._memory = [tensor.data for tensor in self.tensors]
         self._versions: tuple[int, ...] = ()
         self._is_pulled = False  # straight into the buffer, since `fill`
         self._is_filled = True
@@ -257,7 +257,9 @@ class FullBuffer:
         A backward that reads the parameters now raises, because their versions have moved.
         """
         if self._is_filled:
-            self._memory.restore()
+            if layouts_of(self.tensors) != layouts_of(self._memory):
+                for tensor, memory in zip(self.tensors, self._memory, strict=True):
+                    tensor.data = memory
             self._versions = tuple(map(_torch.version_of, self.tensors))
             torch.autograd.graph.increment_version(self.tensors)
         if not keeps_memory:

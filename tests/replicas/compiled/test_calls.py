@@ -1,8 +1,5 @@
 """What ``compile=`` takes and refuses; modules that are alike share the functions that their replicas call."""
 
-import copy
-import pickle
-import weakref
 from typing import Any
 
 import pytest
@@ -10,16 +7,10 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel
-from dataparallel.replicas.compiled.calls import CompileArgument, CompiledCall, compiled_here
 
 pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
 
 SLOTS = ["cpu", "cpu"]
-
-
-@pytest.mark.parametrize("compile", [None, False])
-def test_nothing_is_to_be_compiled(compile: Any) -> None:
-    assert CompileArgument.checked(nn.Linear(2, 2), compile) is None
 
 
 @pytest.mark.parametrize("wrong", ["inductor", 1, ["eager"]])
@@ -70,48 +61,3 @@ def test_freezing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with config.patch(freezing=True), pytest.raises(RuntimeError, match=r"freezing = True: graphs would hold"):
         wrapper(torch.ones(2, 2))
     wrapper(torch.ones(2, 2))
-
-
-def test_a_copy_has_the_same_options() -> None:
-    argument = CompileArgument({"backend": "eager", "dynamic": False})
-    for duplicate in (copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))):
-        assert duplicate(argument).options == argument.options
-
-
-def functions(module: nn.Module, others: Any = ()) -> Any:
-    found = compiled_here(module, others)
-    assert found is not None
-    return found.functions
-
-
-def linear(size: int = 2, **options: Any) -> nn.Module:
-    module = nn.Linear(size, size)
-    module.compile(**{"backend": "eager", **options})
-    return module
-
-
-def test_a_module_has_the_same_functions_at_each_plan() -> None:
-    module = linear()
-    assert functions(module) is functions(module)
-
-
-def test_modules_of_a_tree_that_are_alike_share_them() -> None:
-    other = compiled_here(linear())
-    first = other.functions
-    assert functions(linear(), [None, other]) is first
-    assert functions(linear()) is not first  # of another tree
-    assert functions(linear(3), [other]) is not first
-    assert functions(linear(dynamic=True), [other]) is not first
-    assert functions(linear(backend="aot_eager"), [other]) is not first
-    assert functions(linear(fullgraph=True), [other]) is not first
-    assert functions(torch.compile(nn.Linear(2, 2), backend="eager"), [other]) is not first
-
-
-def test_a_call_does_not_keep_its_module_alive() -> None:
-    source, module = linear(), nn.Linear(2, 2)  # the source lives on, and its functions with it
-    call = CompiledCall(functions(source), module)
-    torch.testing.assert_close(call(torch.ones(1, 2)), module.forward(torch.ones(1, 2)))
-    alive = weakref.ref(module)
-    del module
-    assert alive() is None
-    torch._dynamo.reset()

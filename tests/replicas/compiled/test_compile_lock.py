@@ -57,24 +57,6 @@ def inside(one: CompileLock, left: threading.Event) -> tuple[Thread, threading.E
     return thread, entered
 
 
-def test_results_and_errors_are_those_of_the_functions() -> None:
-    one = CompileLock()
-    assert one.run_inside(lambda a, b: (a, b), 1, b=2) == (1, 2)
-    assert one.run_inside(one.run_alone, lambda a: a + 1, 1) == 2
-    assert one.run_inside(one.run_aside, lambda a: a + 1, 1) == 2
-    assert one.run_aside(lambda a: a + 1, 1) == 2
-    for run in (one.run_inside, one.run_alone, one.run_aside):
-        with pytest.raises(ZeroDivisionError):
-            run(lambda: 1 / 0)
-    assert not one.is_taken
-    assert one.run_inside(one.run_alone, lambda: 3) == 3
-
-
-def test_many_are_inside_at_once() -> None:
-    one = CompileLock()
-    in_threads(4, lambda index, barrier: one.run_inside(barrier.wait, TIMEOUT))
-
-
 def test_who_is_to_be_alone_waits_until_the_others_are_outside() -> None:
     one, left, order = CompileLock(), threading.Event(), []
     stays, _ = inside(one, left)
@@ -126,43 +108,12 @@ def test_one_is_alone_at_a_time_and_those_that_wait_for_a_turn_are_outside() -> 
     assert most == [1] * 60
 
 
-def test_it_may_be_nested() -> None:
-    one = CompileLock()
-    assert one.run_inside(one.run_inside, one.run_alone, one.run_alone, one.run_inside, lambda: 5) == 5
-    left = threading.Event()
-    left.set()
-    inside(one, left)[0].end()
-
-
 def test_who_waits_aside_holds_nobody_up() -> None:
     """A thread waits, in compiled code, for one that compiles."""
     one, compiled = CompileLock(), threading.Event()
     waits = Thread(lambda: one.run_inside(one.run_aside, wait, compiled))
     Thread(lambda: one.run_inside(one.run_alone, compiled.set)).end()
     waits.end()
-
-
-def test_who_was_aside_is_inside_again_only_when_nobody_compiles() -> None:
-    one, begun, end, order = CompileLock(), threading.Event(), threading.Event(), []
-
-    def compile() -> None:
-        begun.set()
-        wait(end)
-        order.append("compiled")
-
-    def in_compiled_code() -> None:
-        one.run_aside(wait, begun)
-        order.append("went on")
-
-    goes_on = Thread(lambda: one.run_inside(in_compiled_code))
-    compiles = Thread(lambda: one.run_inside(one.run_alone, compile))
-    wait(begun)
-    time.sleep(0.05)
-    assert order == []
-    end.set()
-    goes_on.end()
-    compiles.end()
-    assert order == ["compiled", "went on"]
 
 
 def test_a_gang_inside_compiled_code_may_compile() -> None:
@@ -194,34 +145,6 @@ def test_a_failure_while_others_wait_lets_them_go_on() -> None:
     for thread in waiting:
         thread.end()
     assert sorted(order) == ["alone", "entered", "entered"]
-
-
-@pytest.mark.parametrize("what", ["compiles", "waits for others", "waits for a turn", "waits to enter"])
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="Ctrl-C is sent to this thread")
-def test_ctrl_c_leaves_it_open(what: str, ctrl_c: None) -> None:
-    one, left = CompileLock(), threading.Event()
-    others: list[Thread] = []
-    if what == "waits for others":
-        others.append(inside(one, left)[0])
-    elif what != "compiles":
-        begun = threading.Event()
-        others.append(Thread(lambda: one.run_alone(lambda: (begun.set(), wait(left)))))
-        wait(begun)
-
-    def interrupt() -> None:
-        time.sleep(0.05)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    interrupts = Thread(interrupt)
-    steps = (time.sleep, 5) if what == "waits to enter" else (one.run_alone, time.sleep, 5)
-    with pytest.raises(KeyboardInterrupt):
-        one.run_inside(*steps)
-    interrupts.end()
-    left.set()
-    for other in others:
-        other.end()
-    assert not one.is_taken
-    Thread(lambda: one.run_inside(one.run_alone, lambda: None)).end()
 
 
 def test_ctrl_c_at_any_moment_leaves_it_open(ctrl_c: None) -> None:

@@ -1,18 +1,13 @@
 """Compiled replicas compute what replicas that are not compiled compute, from few graphs."""
 
-import copy
-import gc
-import pickle
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from at_once import in_threads
 from compiled_nets import (
@@ -29,10 +24,8 @@ from compiled_nets import (
     steps,
 )
 from dataparallel import DataParallel
-from dataparallel.compiled import FrameCounts, counts
+from dataparallel.compiled import FrameCounts
 from dataparallel.replicas.compiled.compile_lock import compile_lock
-from dataparallel.replicas.compiled.functions import CompiledFunctions
-from dataparallel.threads import permits
 from freed_later import first_call_is_shared
 
 Way = Callable[..., DataParallel]
@@ -53,16 +46,6 @@ def test_steps_equal_those_of_replicas_that_are_not_compiled(way: Way, slots: li
     assert_same(steps(wrapper, net, batches), expected)
     assert since().total > 0
     assert since().eager.total() == 0
-
-
-@pytest.mark.long
-def test_evaluation_equals_that_of_the_module(way: Way, slots: list, root: torch.device, without_graph: Callable):
-    net, x = build(root).eval(), batch(root)
-    expected = net(x).detach()
-    wrapper = way(net, slots)
-    with without_graph():
-        for _ in range(3):
-            torch.testing.assert_close(wrapper(x).clone(), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_each_replica_computes_with_its_own_parameters(whole: Way, slots: list, root: torch.device):
@@ -107,34 +90,6 @@ def test_one_compilation_for_each_device_and_mode(whole: Way, slots: list, root:
     assert since().eager.total() == 0
 
 
-@pytest.mark.devices("cpu")
-def test_the_first_call_of_a_size_compiles_in_one_replica(
-    whole: Way, slots: list, root: torch.device, since: Since, monkeypatch: pytest.MonkeyPatch
-):
-    """Replicas that run together would all find no graph, as a replica that is about to compile is slow here."""
-    take_turn = compile_lock._take_turn
-    monkeypatch.setattr(compile_lock, "_take_turn", lambda thread: (time.sleep(0.1), take_turn(thread)))
-    monkeypatch.setattr(permits, "cores", lambda: len(slots))
-    wrapper = whole(build(root).eval(), slots)
-    for number, size in enumerate((4 * len(slots), 8 * len(slots))):
-        with torch.no_grad():
-            wrapper(batch(root, size))
-        assert since().compilations == {root: number + 1}
-
-
-@pytest.mark.long
-def test_the_compiler_counts_the_same(whole: Way, slots: list, root: torch.device, since: Since):
-    counters.clear()
-    net = build(root)
-    wrapper = whole(net, slots)
-    for count in (12, 9, 12):
-        wrapper(batch(root, count)).sum().backward()
-    frames = counters["frames"]
-    assert frames["ok"] == frames["total"] == since().total
-    assert counters["stats"]["unique_graphs"] == since().total
-    assert not counters["graph_break"]
-
-
 def test_blocks_that_are_alike_share_their_graphs(slots: list, root: torch.device, since: Since):
     def blocks() -> nn.Sequential:
         return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)), nn.Linear(4, 3))
@@ -159,23 +114,6 @@ def test_wrappers_of_one_module_share_its_graphs(slots: list, root: torch.device
 
 
 @pytest.mark.long
-@pytest.mark.slots(2)
-def test_changes_of_the_module_are_seen(whole: Way, slots: list, root: torch.device):
-    net, x = build(root).eval(), batch(root)
-    wrapper = whole(net, slots)
-    with torch.no_grad():
-        wrapper(x)
-        net.last.weight.mul_(2)
-        net.first.bias.data = net.first.bias.data + 1
-        expected = net.last(net.norm(net.first(x)).relu())
-        torch.testing.assert_close(wrapper(x), expected)
-        net.last = nn.Linear(6, 5).double().to(root)
-        torch.testing.assert_close(wrapper(x), net.last(net.norm(net.first(x)).relu()))
-        net.float()
-        torch.testing.assert_close(wrapper(x.float()), net.last(net.norm(net.first(x.float())).relu()))
-
-
-@pytest.mark.long
 def test_tied_weights_stay_tied_and_buffers_reach_slot_0(way: Way, slots: list, root: torch.device):
     batches = [batch(root), batch(root, 9), batch(root)]
     expected = expected_steps(slots, root, batches, Tied)
@@ -194,20 +132,6 @@ def test_what_is_between_two_graphs_runs(whole: Way, slots: list, root: torch.de
     before = since().total
     steps(wrapper, net, batches)
     assert since().total == before
-    assert since().eager.total() == 0
-
-
-@pytest.mark.long
-def test_a_compiled_part_between_two_graphs(slots: list, root: torch.device, since: Since):
-    """Compiled code is left for code that runs as it is, and that calls compiled code."""
-    batches = [batch(root)] * 3
-    expected = expected_steps(slots, root, batches, Breaks)
-    net = build(root, Breaks)
-    net.last.compile(backend=BACKEND)
-    net.first = torch.compile(net.first, backend=BACKEND)
-    net.compile(backend=BACKEND)
-    found = steps(DataParallel(net, slots), net, batches)
-    assert_same(found, expected)
     assert since().eager.total() == 0
 
 
@@ -345,45 +269,6 @@ def test_an_error_of_the_backend_is_raised_and_the_gate_is_open(slots: list, roo
     assert_same(steps(wrapper, net, [batch(root)]), expected_steps(slots, root, [batch(root)]))
 
 
-@pytest.mark.long
-def test_functions_go_with_what_they_were_made_for(whole: Way, slots: list, root: torch.device):
-    def alive() -> set[int]:
-        gc.collect()
-        return {id(item) for item in gc.get_objects() if type(item) is CompiledFunctions}
-
-    before = alive()
-    net = build(root)
-    gone = weakref.ref(net)
-    wrapper = whole(net, slots)
-    wrapper(batch(root)).sum().backward()
-    assert len(alive() - before) == 1
-    del wrapper, net
-    torch._dynamo.reset()
-    assert alive() <= before
-    assert gone() is None
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))])
-def test_a_copy_of_a_wrapper_compiles_too(duplicate: Callable, slots: list, root: torch.device, since: Since):
-    wrapper = DataParallel(build(root), slots, compile={"backend": BACKEND})
-    wrapper(batch(root))
-    again = duplicate(wrapper)
-    before = since().total
-    assert_same(steps(again, again.module, [batch(root)] * 2), steps(wrapper, wrapper.module, [batch(root)] * 2))
-    assert since().total > before
-
-
-@pytest.mark.long
-def test_frozen_replicas_are_compiled(whole: Way, slots: list, root: torch.device):
-    net, x = build(root).eval(), batch(root)
-    expected = net(x).detach()
-    wrapper = whole(net, slots)
-    with torch.inference_mode(), wrapper.options.frozen():
-        for _ in range(3):
-            torch.testing.assert_close(wrapper(x).clone(), expected)
-
-
 def test_a_part_that_the_compiler_is_to_leave_alone(slots: list, root: torch.device, since: Since):
     net = build(root)
     net.last = torch.compiler.disable(net.last)
@@ -423,20 +308,6 @@ def test_options_of_the_compiler_hold(options: dict, whole: Way, slots: list, ro
     assert_same(steps(wrapper, net, batches), expected_steps(slots, root, batches))
     # With dynamic=True too, torch compiles twice for an input that is a view, as a chunk on the root is.
     assert set(since().compilations.values()) <= ({1, 2} if options == {"dynamic": True} else {2})
-
-
-@pytest.mark.long
-def test_a_graph_break_is_an_error_with_fullgraph(whole: Way, slots: list, root: torch.device):
-    wrapper = whole(build(root, Breaks), slots, fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        wrapper(batch(root))
-    assert not compile_lock.is_taken
-
-
-def test_nothing_is_compiled_for_a_wrapper_that_is_not_to_compile(slots: list, root: torch.device):
-    before = counts()
-    DataParallel(build(root), slots, compile=False)(batch(root))
-    assert (counts() - before).total == 0
 
 
 @pytest.mark.slots(2)

@@ -10,9 +10,7 @@ from torch import nn
 
 from compiled_nets import (
     BACKEND,
-    Breaks,
     Net,
-    Tied,
     assert_same,
     batch,
     build,
@@ -20,10 +18,8 @@ from compiled_nets import (
     compiled_after,
     compiled_before,
     compiled_in_place,
-    expected_steps,
     parts_compiled,
     replicated,
-    steps,
 )
 
 Since = Callable[[], Any]
@@ -36,30 +32,6 @@ WAYS = [compile_argument, compiled_before, compiled_in_place, compiled_after, pa
 @pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
 def way(request: pytest.FixtureRequest) -> Callable[..., nn.Module]:
     return partial(request.param, form=replicated)
-
-
-@pytest.mark.slots(2, long=[3, 8])
-@pytest.mark.parametrize("make", [Net, Tied, Breaks], ids=lambda make: make.__name__)
-def test_steps_equal_those_of_replicas_that_are_not_compiled(
-    make: type[nn.Module], way: Callable, slots: list, root: torch.device, since: Since
-):
-    size = 4 * len(slots)
-    batches = [batch(root, count) for count in (size, size, size - len(slots), size, size - len(slots))]
-    expected = expected_steps(slots, root, batches, make, replicated)
-    net = build(root, make)
-    assert_same(steps(way(net, slots), net, batches), expected)
-    assert since().total > 0
-    assert since().eager.total() == 0
-
-
-@pytest.mark.slots(1)
-@pytest.mark.parametrize("make", [compile_argument, compiled_in_place, compiled_after], ids=lambda make: make.__name__)
-def test_a_single_slot_is_compiled_too(make: Callable, slots: list, root: torch.device, since: Since):
-    batches = [batch(root)] * 2
-    expected = expected_steps(slots, root, batches, form=replicated)
-    net = build(root)
-    assert_same(steps(make(net, slots, form=replicated), net, batches), expected)
-    assert since().compilations == {torch.device(slots[0]): 1}
 
 
 @pytest.mark.few(1)
