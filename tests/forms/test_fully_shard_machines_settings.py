@@ -103,33 +103,6 @@ def test_a_parameter_has_a_gradient_if_any_machine_uses_it(way):
     run(unused_on_one, way)
 
 
-class Turned(Net):
-    """With a complex parameter, whose gradients come as conjugates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = nn.Parameter(torch.randn(5, dtype=torch.complex128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.view_as_real(x * self.turn.conj()).sum(-1))
-
-
-def turns(rank: int, devices: list[Any], way: str) -> None:
-    net, one = over(way, Turned().to(devices[0]), devices), Turned().to(devices[0])
-    ranks = distributed.get_world_size()
-    backward(net, rank, 1, devices[0])
-    for each in range(ranks):
-        backward(one, each, 1, devices[0], 1 / ranks)
-    assert_as_by_one(net, one)
-    norm = nn.utils.clip_grad_norm_(one.parameters(), 1e-3, foreach=False)  # else torch refuses conjugates
-    assert nn.utils.clip_grad_norm_(net.parameters(), 1e-3).item() == pytest.approx(norm.item())
-
-
-@EACH_SPREAD
-def test_complex_parameters(way):
-    run(turns, way)
-
-
 # ---- gradients that wait --------------------------------------------------------------------------------------------
 
 
@@ -221,36 +194,6 @@ def settings(rank: int, devices: list[Any], way: str) -> None:
 @EACH_SPREAD
 def test_the_hook_and_the_factor(way):
     run(settings, way)
-
-
-def hooks_of_parameters(rank: int, devices: list[Any], way: str) -> None:
-    net, seen = made(devices, way), {}
-    for name, parameter in net.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.update({name: p.grad}))
-    backward(net, rank, 1, devices[0])
-    expected = {name: grad for name, grad in gradients(by_one(devices, [1])).items() if grad is not None}
-    assert seen.keys() == expected.keys()
-    assert_equal({name: seen[name].full_tensor("cpu") for name in expected}, expected, "seen", atol=1e-9)
-
-
-@EACH_SPREAD
-def test_hooks_of_parameters_see_the_whole_gradients(way):
-    run(hooks_of_parameters, way)
-
-
-def hooks_that_change_gradients(rank: int, devices: list[Any], way: str) -> None:
-    net, one = made(devices, way), by_one(devices, [1])
-    for parameter in net.parameters():
-        parameter.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
-    expected = {n: None if g is None else 2 * g.clamp(-0.5, 0.5) for n, g in gradients(one).items()}
-    for _ in range(2):
-        backward(net, rank, 1, devices[0])
-    assert_equal(gradients(net), expected, "gradients", atol=1e-9)
-
-
-@EACH_SPREAD
-def test_hooks_of_parameters_change_the_sum_over_machines(way):
-    run(hooks_that_change_gradients, way)
 
 
 def penalties(rank: int, devices: list[Any], way: str) -> None:

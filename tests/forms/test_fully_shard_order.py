@@ -11,23 +11,32 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dataparallel.sharded.units.calls import RootCall
 from dataparallel.sharded.units.gradients import UnitGradients, UnitSums
 from dataparallel.sharded.units.slot_unit import SlotUnit
-from dataparallel.testing.cases import seeded, sgd, tokens
-from dataparallel.testing.steps import mean_square_loss
-from sharded_models import GPT, LENGTH, VOCABULARY, Block
+from dataparallel.testing.cases import seeded, sgd
 from sharded_steps import on_device, sharded
 
 
-class FourBlocks(GPT):
-    def __init__(self, recomputed: str = "nothing", use_reentrant: bool = False) -> None:
-        super().__init__(recomputed, use_reentrant)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        for block in self.blocks if recomputed == "inside" else ():
-            block.recomputed = use_reentrant
+class Net(nn.Module):
+    """Four blocks, which are units, between layers of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.last = nn.Linear(6, 2)
+
+    def units(self) -> list[Any]:
+        return [*self.blocks]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
 
 
 class Record:
@@ -50,11 +59,10 @@ class Record:
 
     def add(self, where: Any, what: str, unit: Any) -> None:
         """A line. Each slot is worked for by one thread at a time."""
-        self._lines[where].append(f"{what} {unit.name.removeprefix('blocks.').replace('FourBlocks', 'root')}")
+        self._lines[where].append(f"{what} {unit.name.removeprefix('blocks.').replace('Net', 'root')}")
 
-    def on(self, slot: int, *kinds: str) -> list[str]:
-        """The lines of a slot, all or those of some kinds."""
-        return [line for line in self._lines[slot] if not kinds or line.split()[0] in kinds]
+    def of_slots(self, slots: list[Any]) -> list[list[str]]:
+        return [self._lines[slot] for slot in range(len(slots))]
 
     @property
     def sums(self) -> list[str]:
@@ -91,54 +99,44 @@ def run_steps(model: Any, slots: list[Any], record: Record, steps: int = 2) -> t
     """For each slot the lines of forward and of backward of the last step."""
     optimizer = sgd(model.parameters())
     forward: list[list[str]] = []
-    for seed in range(steps):
-        (batch,), _ = tokens(LENGTH, VOCABULARY)(2 * len(slots), seed)
+    for _ in range(steps):
         record.clear()
-        loss = mean_square_loss(model(batch.to(slots[0])))
-        forward = [record.on(slot) for slot in range(len(slots))]
+        loss = model(batch(slots)).square().mean()
+        forward = record.of_slots(slots)
         record.clear()
         loss.backward()
         optimizer.step()
-    return forward, [record.on(slot) for slot in range(len(slots))]
+    return forward, record.of_slots(slots)
 
 
 def evaluated(model: Any, slots: list[Any], record: Record) -> list[list[str]]:
     """For each slot the lines of a forward without a graph."""
     record.clear()
-    (batch,), _ = tokens(LENGTH, VOCABULARY)(2 * len(slots), 0)
     with torch.no_grad():
-        model(batch.to(slots[0]))
-    return [record.on(slot) for slot in range(len(slots))]
+        model(batch(slots))
+    return record.of_slots(slots)
+
+
+def batch(slots: list[Any]) -> Tensor:
+    return torch.ones(2 * len(slots), 6, dtype=torch.float64, device=slots[0])
 
 
 def words(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.split(",")]
 
 
-def build(slots: list[Any], *model: Any, **options: Any) -> Any:
-    return sharded(on_device(seeded(FourBlocks, *model), slots[0]), slots, **options)
+def build(slots: list[Any], **options: Any) -> Any:
+    return sharded(on_device(seeded(Net), slots[0]), slots, **options)
 
 
-def lists_ahead(model: Any, forward: Callable[[int], list[int]], backward: Callable[[int], list[int]]) -> Any:
-    """Sets what is gathered ahead of each unit, as numbers of units: -1 is the root, which comes first in forward."""
-    units = [*model.blocks, model]
-    for number in range(-1, 4):
-        units[number].set_modules_to_forward_prefetch([units[other] for other in forward(number)])
-        units[number].set_modules_to_backward_prefetch([units[other] for other in backward(number)])
+def lists_ahead(model: Any, count: int) -> Any:
+    """Gathers so many units ahead: in forward those that follow the root or a block, in backward those before it."""
+    blocks = [*model.blocks]
+    for number, unit in enumerate([model, *blocks]):
+        unit.set_modules_to_forward_prefetch(blocks[number : number + count])
+        before = blocks[: number - 1] if number else blocks
+        unit.set_modules_to_backward_prefetch(before[::-1][:count])
     return model
-
-
-def no_prefetch(model: Any) -> Any:
-    return lists_ahead(model, lambda number: [], lambda number: [])
-
-
-def two_ahead(model: Any) -> Any:
-    """The next two blocks in forward; in backward those before, the nearest first. The root's backward comes first."""
-    return lists_ahead(
-        model,
-        lambda number: [other for other in (number + 1, number + 2) if other < 4],
-        lambda number: [3, 2] if number == -1 else [other for other in (number - 1, number - 2) if other >= 0],
-    )
 
 
 FORWARD = words(
@@ -192,11 +190,12 @@ each_number_of_slots = pytest.mark.slots(1, 3, long=[8])
 
 ORDERS: dict[str, tuple[Callable[[list[Any]], Any], list[str], list[str]]] = {
     "by default one unit ahead, as the last forward had them": (build, FORWARD, BACKWARD),
-    "nothing ahead with empty lists": (lambda slots: no_prefetch(build(slots)), FORWARD_WITHOUT, BACKWARD_WITHOUT),
-    "the lists of the user": (lambda slots: two_ahead(build(slots)), FORWARD_TWO_AHEAD, BACKWARD_TWO_AHEAD),
-    "checkpoints inside units change nothing": (lambda slots: build(slots, "inside"), FORWARD, BACKWARD),
-    # The recomputation finds the unit gathered: its backward has begun.
-    "checkpoints around units change nothing": (lambda slots: build(slots, "around"), FORWARD, BACKWARD),
+    "nothing ahead with empty lists": (
+        lambda slots: lists_ahead(build(slots), 0),
+        FORWARD_WITHOUT,
+        BACKWARD_WITHOUT,
+    ),
+    "the lists of the user": (lambda slots: lists_ahead(build(slots), 2), FORWARD_TWO_AHEAD, BACKWARD_TWO_AHEAD),
     "not freed after forward": (
         lambda slots: build(slots, reshard_after_forward=False),
         [line for line in FORWARD if "free" not in line],
@@ -221,31 +220,6 @@ def test_units_are_gathered_ahead_from_backward_on_when_no_forward_is_known_yet(
     assert forward == [FORWARD_WITHOUT] * len(slots)
     assert backward == [BACKWARD] * len(slots)
     assert record.sums == SUMS
-
-
-@each_number_of_slots
-class TestCheckpoints:
-    def test_that_are_reentrant_inside_units_deliver_twice(self, slots, record):
-        """What is recomputed has a backward of its own inside that of the unit, which is freed after both."""
-        forward, backward = run_steps(build(slots, "inside", True), slots, record)
-        assert forward == [FORWARD] * len(slots)
-        twice = [
-            line
-            for line in BACKWARD
-            for _ in range(2 if line in words("deliver 0, deliver 1, deliver 2, deliver 3") else 1)
-        ]
-        assert backward == [twice] * len(slots)
-        assert record.sums == ["3", "3", "2", "2", "1", "1", "0", "0", "root"]
-
-    def test_that_are_reentrant_around_units_gather_when_they_recompute(self, slots, record):
-        """The outputs of these units belong to no graph in forward, so nothing says that their backward comes next."""
-        forward, backward = run_steps(build(slots, "around", True), slots, record)
-        assert forward == [FORWARD] * len(slots)
-        of_blocks = [f"{what} {block}" for block in (2, 1, 0) for what in ("gather", "deliver", "free")]
-        assert backward == [
-            [*words("backward root, gather 3, deliver 3, free 3"), *of_blocks, *words("deliver root, free root")]
-        ] * len(slots)
-        assert record.sums == SUMS
 
 
 @each_number_of_slots
