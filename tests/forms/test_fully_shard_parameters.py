@@ -15,7 +15,7 @@ from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
-from sharded_chains import Chain, Layer, chain
+from sharded_chains import PLAIN, Chain, Layer, assert_same_results, chain, forward_backward
 from sharded_models import GPT, Apart, on_meta
 from sharded_steps import (
     LOOPS,
