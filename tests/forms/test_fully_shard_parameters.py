@@ -207,6 +207,7 @@ class TestChangesOfTheModel:
 
 
 class TestThePlacement:
+    @pytest.mark.slots(4)  # which do not divide the columns
     @pytest.mark.parametrize("when", ["before the first call", "later"])
     @pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=repr)
     def test_that_is_refused(self, placement, when, slots, pair, x):

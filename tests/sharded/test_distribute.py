@@ -8,11 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from clocked import timeline
 from dataparallel import comm
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
 from dataparallel.sharded.placements import shard_shapes
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
+
+HOST = -1  # in a recording
 
 
 def placements(dims: int) -> st.SearchStrategy:
@@ -103,40 +106,17 @@ def test_views_of_conjugates_are_resolved(slots: list, root: torch.device) -> No
     assert torch.equal(sharded.full_tensor().cpu(), tensor.cpu().resolve_conj())
 
 
-@pytest.mark.devices("sim", "cuda")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
-def test_accelerators_exchange_through_comm(placement: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It knows where copies between two accelerators are broken."""
-    slots = [str(torch.device(at)) for at in range(3)]
-    bare, inside, calls = [], [], []
-    copy_ = Tensor.copy_
-
-    def entering(do: Callable) -> Callable:
-        def enter(*args: object, **kwargs: object) -> object:
-            inside.append(True)
-            calls.append(do)
-            try:
-                return do(*args, **kwargs)
-            finally:
-                inside.pop()
-
-        return enter
-
-    def watched(self: Tensor, source: Tensor, *args: object) -> Tensor:
-        if not inside and self.device != source.device and "cpu" not in (self.device.type, source.device.type):
-            bare.append((self.device, source.device))
-        return copy_(self, source, *args)
-
-    for name in ("gather", "broadcast"):
-        monkeypatch.setattr(comm, name, entering(getattr(comm, name)))
-    monkeypatch.setattr(Tensor, "copy_", watched)
-    sharded = distribute_tensor(torch.ones(6, 3, device=slots[0]), slots, placement)
-    assert calls
-    calls.clear()
-    sharded.full_tensor(slots[1])
-    assert calls or placement == Replicate()
-    distribute_tensor(sharded, [*reversed(slots)], Shard(0))
-    assert bare == []
+def test_accelerators_exchange_as_the_library_is_told(placement: object, slots: list) -> None:
+    """Through the host, where copies between two accelerators are broken."""
+    with comm.using(transport="host"), timeline() as recorded:
+        sharded = distribute_tensor(torch.ones(6, 3, device=slots[0]), slots, placement)
+        sharded.full_tensor(slots[1])
+        distribute_tensor(sharded, [*reversed(slots)], Shard(0))
+    copies = [launch.copy for launch in recorded.recording.launches if launch.copy is not None]
+    assert copies
+    assert all(HOST in copy or copy[0] == copy[1] for copy in copies)
 
 
 class Own(Tensor):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dataparallel.sharded import ShardedTensor
-from dataparallel.sharded.distribute import counters
 from dataparallel.testing.steps import assert_equal
 from sharded_parameters import OPTIMIZERS, SHAPES, divided, set_gradients, whole_parameters
 from sharding import full
@@ -130,17 +129,6 @@ def test_counters_stay_plain(slots: list) -> None:
     train(several, range(2, 3))
     for of_one in several.state.values():
         assert {name for name, value in of_one.items() if isinstance(value, ShardedTensor)} == {"ax"}
-
-
-@pytest.mark.devices("cpu")  # they know no slots: once is enough
-def test_counters_of_other_optimizers_are_known_by_other_parameters() -> None:
-    """A value is a counter if it is 0-dim beside a parameter that is not."""
-    scalar, vector = torch.ones(()), torch.ones(3)
-    of_scalar = {"age": torch.ones(()), "mean": torch.ones(())}
-    of_vector = {"age": torch.ones(()), "mean": torch.ones(3)}
-    found = counters([(scalar, of_scalar), (vector, of_vector)])
-    assert "age" in found
-    assert "mean" not in found
 
 
 def test_a_group_that_is_added_later_is_divided_too(slots: list) -> None:

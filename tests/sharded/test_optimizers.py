@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataparallel.sharded import Shard, ShardedTensor
 from dataparallel.sharded.placements import over_of
@@ -59,29 +57,6 @@ def test_steps_equal_one_device_and_send_nothing(
         assert_state_is_divided(parameters, optimizer)
 
     on_owners(steps)
-
-
-class Operators(TorchDispatchMode):
-    """The names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.devices("sim", "cuda")
-def test_by_default_operators_work_on_lists(slots: list) -> None:
-    parameters = divided(whole_parameters(), slots)
-    optimizer = torch.optim.AdamW(parameters)
-    set_gradients(parameters, 0)
-    with Operators() as operators:
-        optimizer.step()
-    assert operators.names.count("_foreach_addcdiv_") == 1
-    assert "addcdiv_" not in operators.names
 
 
 @FUSED_OPTIMIZERS
@@ -235,29 +210,6 @@ def test_gradient_scaling_skips_a_step_with_an_infinity(
     on_owners(steps)
 
 
-class Model(nn.Module):
-    """Parameters and nothing else."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self.all = nn.ParameterList(parameters)
-
-
-@pytest.mark.parametrize("multi", [None, get_ema_multi_avg_fn(0.9)], ids=["mean", "ema"])
-def test_averages_equal_one_device(slots: list, root: torch.device, multi: Any) -> None:
-    averages = []
-    for these in (whole := whole_parameters(root), divided(whole, slots)):
-        model = Model(these)
-        averaged = AveragedModel(model, multi_avg_fn=multi)
-        for step in range(STEPS):
-            averaged.update_parameters(model)
-            with torch.no_grad():
-                for parameter in these:
-                    parameter.add_(step + 1)
-        averages.append([full(parameter) for parameter in averaged.parameters()])
-    assert_same(averages[1], averages[0])
-
-
 # ---- optimizers that need whole matrices -----------------------------------------------------------------------------
 
 
@@ -282,31 +234,3 @@ def test_without_gathers_they_are_refused(on_owners: OnOwners, name: str) -> Non
             trained_by_closure(divided(whole_parameters(), owners), name)
 
     on_owners(steps)
-
-
-@pytest.mark.usefixtures("gathers")
-@pytest.mark.parametrize("name", ["Adafactor", "Rprop", "Muon"])
-def test_they_go_with_scaling_clipping_and_averages(slots: list, root: torch.device, name: str) -> None:
-    found = []
-    for these in (whole_parameters(root), divided(whole_parameters(), slots)):
-        taken = [p for p in these if p.dim() == 2 or name != "Muon"]
-        optimizer = OF_WHOLE_MATRICES[name](taken)
-        scaler = torch.amp.GradScaler(root.type, init_scale=4.0, growth_interval=2)
-        model = Model(these)
-        averages = [AveragedModel(model, multi_avg_fn=multi) for multi in (None, get_ema_multi_avg_fn(0.9))]
-        norms = []
-        for step in range(STEPS):
-            scaler.scale(torch.zeros((), device=root))
-            set_gradients(these, step)
-            if step == 2:
-                taken[0].grad.mul_(float("inf"))  # type: ignore[union-attr]
-            scaler.unscale_(optimizer)
-            norms.append(nn.utils.clip_grad_norm_(taken, 0.1))
-            scaler.step(optimizer)
-            scaler.update()
-            for averaged in averages:
-                averaged.update_parameters(model)
-        states = [full(p) for module in (model, *averages) for p in module.parameters()]
-        found.append([*norms, *states, torch.tensor(scaler.get_scale())])
-    for ours, expected in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(ours.cpu(), expected.detach().cpu(), rtol=1e-9, atol=1e-9, equal_nan=True)

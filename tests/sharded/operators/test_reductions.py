@@ -102,9 +102,3 @@ def test_a_number_that_is_nan_anywhere_is_found(slots: list) -> None:
     assert divided.isnan().any()
     assert divided.max().isnan()
     assert divided.sum().isnan()
-
-
-def test_replicas_count_once(slots: list) -> None:
-    divided = sharded(torch.ones(4), slots, Replicate())
-    assert divided.sum() == 4
-    assert torch._foreach_norm([divided], 1)[0] == 4

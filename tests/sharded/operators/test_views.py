@@ -144,13 +144,6 @@ def test_an_embedding_gets_its_padding_row(slots: list) -> None:
     assert not full(divided.weight)[9].any()
 
 
-def test_an_initialisation_that_writes_to_elements_and_slices(slots: list) -> None:
-    whole, divided = torch.rand(4, 4, 3), sharded(torch.rand(4, 4, 3), slots)
-    for x in (whole, divided):
-        nn.init.dirac_(x, groups=2)
-    assert torch.equal(full(divided), whole)
-
-
 def test_slices_are_pickled_divided_anew(slots: list) -> None:
     file = io.BytesIO()
     torch.save(sharded(values(), slots)[1:6], file)
