@@ -1,6 +1,5 @@
 """Sharded tensors over processes: what tests with machines in threads promise, with real collectives."""
 
-
 import pytest
 import torch
 from torch import Tensor, nn
