@@ -1,6 +1,6 @@
-"""Models and steps that FSDP2 and `dataparallel.composable.fully_shard` both run, and a process that runs FSDP2.
+"""A model and steps that FSDP2 and `dataparallel.composable.fully_shard` both run, and a process that runs FSDP2.
 
-``python beside_fsdp2.py RANK FILE OUT`` is one of two processes with gloo. It trains each model with each of `WAYS` on
+``python beside_fsdp2.py RANK FILE OUT`` is one of two processes with gloo. It trains the model with each of `WAYS` on
 its half of each batch, and the first process saves the whole parameters and gradients to the file OUT.
 """
 
@@ -15,29 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sharded_models import GPT, LENGTH, VOCABULARY
-
 RANKS, STEPS, SAMPLES = 2, 5, 4
 HALF, SINGLE = torch.bfloat16, torch.float32
 
 
-class Mixed(nn.Module):
-    """Layers with a buffer and inputs of a dtype of their own. Each keeps the dtypes that it sees in ``seen``."""
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            self.register_buffer("shift", torch.randn(8))
-            self.seen: list[Any] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen[:] = [x.dtype, self.linear.weight.dtype, self.shift.dtype]
-            return torch.tanh(self.linear(x.to(self.linear.weight.dtype)) + self.shift)
+class Layer(nn.Module):
+    """A layer with a buffer. ``seen``: the dtypes of its input, weight and buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("shift", torch.randn(8))
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen[:] = [x.dtype, self.linear.weight.dtype, self.shift.dtype]
+        return torch.tanh(self.linear(x.to(self.linear.weight.dtype)) + self.shift)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
         self.last = nn.Linear(8, 3)
 
     def units(self) -> list[nn.Module]:
@@ -49,15 +49,8 @@ class Mixed(nn.Module):
         return self.last(x.to(self.last.weight.dtype))
 
 
-def tokens(seed: int) -> Tensor:
-    return torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(seed))
-
-
-def numbers(seed: int) -> Tensor:
-    return torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(seed))
-
-
-MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], Tensor]]] = {"gpt": (GPT, tokens), "mixed": (Mixed, numbers)}
+def batch(step: int) -> Tensor:
+    return torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(step))
 
 
 @dataclass(frozen=True)
@@ -97,41 +90,33 @@ class Trained:
     seen: list[Any] = field(default_factory=list)
 
 
-def build(name: str) -> Any:
-    torch.manual_seed(0)
-    return MODELS[name][0]()
-
-
-def train(model: Any, batch: Callable[[int], Tensor], whole: Callable[[Tensor], Tensor], clip: float = 0.1) -> Trained:
+def train(
+    model: Any, part: Callable[[Tensor], Tensor], whole: Callable[[Tensor], Tensor], clip: float = 0.1
+) -> Trained:
     """Five steps of AdamW with clipped gradients. The loss is a mean."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trained = Trained()
     for step in range(STEPS):
         optimizer.zero_grad()
-        output = model(batch(step))
+        output = model(part(batch(step)))
         trained.outputs.append(output.detach().cpu())
         output.float().square().mean().backward()
         trained.gradients.append({name: whole(p.grad) for name, p in model.named_parameters()})
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     trained.parameters = {name: whole(p) for name, p in model.named_parameters()}
+    trained.seen = model.layers[0].seen
     return trained
 
 
-def train_by_fsdp2(model: Any, name: str, way: Way, rank: int) -> Trained:
+def train_by_fsdp2(way: Way, rank: int) -> Trained:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     offload = OffloadPolicy() if way.offloads is None else CPUOffloadPolicy(pin_memory=way.offloads)
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh, model = init_device_mesh("cpu", (RANKS,)), Net()
     way.shard(model, fully_shard, MixedPrecisionPolicy, mesh=mesh, offload_policy=offload)
-    trained = train(
-        model,
-        lambda seed: MODELS[name][1](seed).chunk(RANKS)[rank],
-        lambda tensor: tensor.detach().full_tensor().clone(),
-    )
-    trained.seen = model.layers[0].seen if name == "mixed" else []
-    return trained
+    return train(model, lambda x: x.chunk(RANKS)[rank], lambda tensor: tensor.detach().full_tensor().clone())
 
 
 def main(rank: int, file: str, out: str) -> None:
@@ -141,7 +126,7 @@ def main(rank: int, file: str, out: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=timedelta(minutes=2)
     )
-    results = {(name, way): vars(train_by_fsdp2(build(name), name, WAYS[way], rank)) for name in MODELS for way in WAYS}
+    results = {name: vars(train_by_fsdp2(way, rank)) for name, way in WAYS.items()}
     if rank == 0:
         torch.save(results, out)
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.composable import fully_shard, register_forward_method
+from dataparallel.composable import fully_shard
 from dataparallel.forms import fully_shard as form
 from dataparallel.sharded import ShardedTensor
 
@@ -113,84 +113,20 @@ def test_without_devices_methods_do_nothing(monkeypatch):
     assert net.double()[0].weight.dtype == torch.float64
 
 
-class Net(nn.Module):
-    """Its methods call its forward. ``seen``, the same list in all replicas: if the parameter was full."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((2,), 3.0))
-        self.seen = []
-
-    def note(self, *_):
-        self.seen.append(not isinstance(self.weight, ShardedTensor))
-
-    def forward(self, x):
-        self.note()
-        return x * self.weight
-
-    def generate(self, x):
-        return self(x)
-
-    def direct(self, x):
-        return self.forward(x)
-
-
-class Outer(nn.Module):
-    """Runs a unit as it is told."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Net()
-        self.weight = nn.Parameter(torch.full((2,), 5.0))
-        self.run = [lambda inner, x: inner(x)]
-
-    def forward(self, x):
-        return self.run[0](self.inner, x) * self.weight
-
-
 class TestInAReplica:
-    @pytest.fixture
-    def outer(self, slots, root):
-        """A unit in another, on four slots."""
-        outer = Outer().to(root)
-        fully_shard(outer.inner, devices=slots)
-        for name in ("generate", "direct"):
-            register_forward_method(outer.inner, name)
-        return fully_shard(outer, devices=slots)
+    def test_a_unit_has_its_parameters_while_it_and_its_hooks_run(self, net, root):
+        seen = []
 
-    @pytest.fixture
-    def x(self, root):
-        return torch.arange(8.0).reshape(4, 2).to(root)
-
-    @pytest.mark.parametrize(
-        "run",
-        [
-            lambda inner, x: inner(x),
-            lambda inner, x: inner.forward(x),
-            lambda inner, x: inner.generate(x),
-            lambda inner, x: inner.direct(x),
-        ],
-        ids=["a call", "forward", "a method that calls", "a method that calls forward"],
-    )
-    def test_a_unit_has_its_parameters_while_it_and_its_hooks_run(self, outer, run, x):
-        def note_around(inner, x):
-            inner.note()
-            output = run(inner, x)
-            inner.note()
-            return output
-
-        outer.run[0] = note_around
-        outer.inner.register_forward_pre_hook(Net.note)
-        outer.inner.register_forward_hook(Net.note)
-        with torch.no_grad():
-            assert torch.equal(outer(x), x * 15)
-        assert outer.inner.seen.count(False) == 8
+        net[1].register_forward_pre_hook(lambda module, args: seen.append(isinstance(module.weight, ShardedTensor)))
+        net[1].register_forward_hook(lambda module, *_: seen.append(isinstance(module.weight, ShardedTensor)))
+        net(torch.ones(4, 4, device=root))
+        assert seen == [False] * 8
 
     @pytest.mark.parametrize(
         "call",
         [lambda net: net.unshard(), lambda net: net.set_is_last_backward(True), lambda net: net.no_sync().__enter__()],
     )
-    def test_methods_are_refused(self, outer, call, x):
-        outer.run[0] = lambda inner, x: call(inner)
-        with pytest.raises(RuntimeError, match="this Net is a replica on one slot; call the methods of fully_shard on"):
-            outer(x)
+    def test_methods_are_refused(self, net, call, root):
+        net[1].register_forward_pre_hook(lambda module, args: call(module))
+        with pytest.raises(RuntimeError, match="this Linear is a replica on one slot; call the methods of fully_shard"):
+            net(torch.ones(4, 4, device=root))

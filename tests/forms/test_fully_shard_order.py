@@ -1,8 +1,8 @@
-"""The order in which units are gathered, freed and summed, for the prefetch that a user can choose.
+"""The order in which units are gathered and freed, for the prefetch that a user can choose.
 
 This is the order of calls on the host, for each slot. That streams wait for the right events is what the clocks see in
 the other tests. A line of a record is "what unit": "forward" and "backward" when a unit begins there, "gather" when the
-slot starts to pull it, "free" when it drops it, "deliver" when it brings gradients. "0" to "3" are the blocks.
+slot starts to pull it, "free" when it drops it. "0" to "3" are the blocks.
 """
 
 from collections import defaultdict
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.sharded.units.calls import RootCall
-from dataparallel.sharded.units.gradients import UnitGradients, UnitSums
 from dataparallel.sharded.units.slot_unit import SlotUnit
 from dataparallel.testing.cases import seeded, sgd
 from sharded_steps import on_device, sharded
@@ -40,54 +39,42 @@ class Net(nn.Module):
 
 
 class Record:
-    """What happened on each slot since `clear`, and which units were summed in which order."""
+    """What has happened on each slot since `take`. Each slot is worked for by one thread at a time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.clear()
-        self._monkeypatch = monkeypatch
-        self._around(SlotUnit, "start", "gather", lambda slot_unit: slot_unit.is_started, becomes=True)
-        self._around(SlotUnit, "free", "free", lambda slot_unit: slot_unit.is_started, becomes=False)
-        self._before(RootCall, "begin_unit", "forward", lambda call, slot_unit: (slot_unit.slot, slot_unit.unit))
-        self._before(
-            RootCall, "gather_for_backward", "backward", lambda call, slot_unit, *_: (slot_unit.slot, slot_unit.unit)
-        )
-        self._before(UnitGradients, "deliver", "deliver", lambda of, slot, grads, sums: (slot, of._unit))
-        self._before(UnitSums, "add_up", "sum", lambda of, found, sums: ("sums", of._unit))
+        self._lines: dict[int, list[str]] = defaultdict(list)
+        for name, what in (("begin_unit", "forward"), ("gather_for_backward", "backward")):
+            self._before(monkeypatch, name, what)
+        self._around(monkeypatch, "start", "gather", becomes=True)
+        self._around(monkeypatch, "free", "free", becomes=False)
 
-    def clear(self) -> None:
-        self._lines: dict[Any, list[str]] = defaultdict(list)
+    def take(self, slots: list[Any]) -> list[list[str]]:
+        """The lines of each slot."""
+        return [self._lines.pop(slot, []) for slot in range(len(slots))]
 
-    def add(self, where: Any, what: str, unit: Any) -> None:
-        """A line. Each slot is worked for by one thread at a time."""
-        self._lines[where].append(f"{what} {unit.name.removeprefix('blocks.').replace('Net', 'root')}")
+    def _add(self, what: str, of: SlotUnit) -> None:
+        self._lines[of.slot].append(f"{what} {of.unit.name.removeprefix('blocks.').replace('Net', 'root')}")
 
-    def of_slots(self, slots: list[Any]) -> list[list[str]]:
-        return [self._lines[slot] for slot in range(len(slots))]
+    def _before(self, monkeypatch: pytest.MonkeyPatch, name: str, what: str) -> None:
+        real = getattr(RootCall, name)
 
-    @property
-    def sums(self) -> list[str]:
-        return [line.split()[1] for line in self._lines["sums"]]
+        def recorded(call: RootCall, slot_unit: SlotUnit, *args: Any) -> Any:
+            self._add(what, slot_unit)
+            return real(call, slot_unit, *args)
 
-    def _around(self, of: Any, name: str, what: str, state: Callable[[Any], bool], becomes: bool) -> None:
-        real = getattr(of, name)
+        monkeypatch.setattr(RootCall, name, recorded)
 
-        def recorded(slot_unit: Any, *args: Any, **kwargs: Any) -> None:
+    def _around(self, monkeypatch: pytest.MonkeyPatch, name: str, what: str, becomes: bool) -> None:
+        real = getattr(SlotUnit, name)
+
+        def recorded(slot_unit: SlotUnit, *args: Any, **kwargs: Any) -> None:
             with slot_unit._lock:
-                before = state(slot_unit)
+                before = slot_unit.is_started
                 real(slot_unit, *args, **kwargs)
-                if state(slot_unit) == becomes != before:
-                    self.add(slot_unit.slot, what, slot_unit.unit)
+                if slot_unit.is_started == becomes != before:
+                    self._add(what, slot_unit)
 
-        self._monkeypatch.setattr(of, name, recorded)
-
-    def _before(self, of: Any, name: str, what: str, place: Callable[..., tuple[Any, Any]]) -> None:
-        real = getattr(of, name)
-
-        def recorded(*args: Any) -> Any:
-            self.add(place(*args)[0], what, place(*args)[1])
-            return real(*args)
-
-        self._monkeypatch.setattr(of, name, recorded)
+        monkeypatch.setattr(SlotUnit, name, recorded)
 
 
 @pytest.fixture
@@ -98,23 +85,21 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
 def run_steps(model: Any, slots: list[Any], record: Record, steps: int = 2) -> tuple[list[list[str]], list[list[str]]]:
     """For each slot the lines of forward and of backward of the last step."""
     optimizer = sgd(model.parameters())
-    forward: list[list[str]] = []
     for _ in range(steps):
-        record.clear()
+        record.take(slots)
         loss = model(batch(slots)).square().mean()
-        forward = record.of_slots(slots)
-        record.clear()
+        forward = record.take(slots)
         loss.backward()
         optimizer.step()
-    return forward, record.of_slots(slots)
+    return forward, record.take(slots)
 
 
 def evaluated(model: Any, slots: list[Any], record: Record) -> list[list[str]]:
     """For each slot the lines of a forward without a graph."""
-    record.clear()
+    record.take(slots)
     with torch.no_grad():
         model(batch(slots))
-    return record.of_slots(slots)
+    return record.take(slots)
 
 
 def batch(slots: list[Any]) -> Tensor:
@@ -148,11 +133,11 @@ FORWARD = words(
 )
 BACKWARD = words(
     """backward root, gather 3,
-    backward 3, gather 2, deliver 3, free 3,
-    backward 2, gather 1, deliver 2, free 2,
-    backward 1, gather 0, deliver 1, free 1,
-    backward 0, deliver 0, free 0,
-    deliver root, free root"""
+    backward 3, gather 2, free 3,
+    backward 2, gather 1, free 2,
+    backward 1, gather 0, free 1,
+    backward 0, free 0,
+    free root"""
 )
 FORWARD_WITHOUT = words(
     """gather root, forward root,
@@ -163,11 +148,11 @@ FORWARD_WITHOUT = words(
 )
 BACKWARD_WITHOUT = words(
     """backward root,
-    backward 3, gather 3, deliver 3, free 3,
-    backward 2, gather 2, deliver 2, free 2,
-    backward 1, gather 1, deliver 1, free 1,
-    backward 0, gather 0, deliver 0, free 0,
-    deliver root, free root"""
+    backward 3, gather 3, free 3,
+    backward 2, gather 2, free 2,
+    backward 1, gather 1, free 1,
+    backward 0, gather 0, free 0,
+    free root"""
 )
 FORWARD_TWO_AHEAD = words(
     """gather root, forward root, gather 0, gather 1,
@@ -178,14 +163,12 @@ FORWARD_TWO_AHEAD = words(
 )
 BACKWARD_TWO_AHEAD = words(
     """backward root, gather 3, gather 2,
-    backward 3, gather 1, deliver 3, free 3,
-    backward 2, gather 0, deliver 2, free 2,
-    backward 1, deliver 1, free 1,
-    backward 0, deliver 0, free 0,
-    deliver root, free root"""
+    backward 3, gather 1, free 3,
+    backward 2, gather 0, free 2,
+    backward 1, free 1,
+    backward 0, free 0,
+    free root"""
 )
-SUMS = ["3", "2", "1", "0", "root"]
-
 each_number_of_slots = pytest.mark.slots(1, 3, long=[8])
 
 ORDERS: dict[str, tuple[Callable[[list[Any]], Any], list[str], list[str]]] = {
@@ -211,7 +194,6 @@ def test_the_order_of_a_step(name, slots, record):
     forward, backward = run_steps(make(slots), slots, record)
     assert forward == [expected_forward] * len(slots)
     assert backward == [expected_backward] * len(slots)
-    assert record.sums == SUMS
 
 
 @each_number_of_slots
@@ -219,7 +201,6 @@ def test_units_are_gathered_ahead_from_backward_on_when_no_forward_is_known_yet(
     forward, backward = run_steps(build(slots), slots, record, steps=1)
     assert forward == [FORWARD_WITHOUT] * len(slots)
     assert backward == [BACKWARD] * len(slots)
-    assert record.sums == SUMS
 
 
 @each_number_of_slots
@@ -245,10 +226,3 @@ class TestReshard:
         assert evaluated(model, slots, record) == [gathers] * len(slots)
         frees = words("free root, free 0, free 1, free 2, free 3")
         assert evaluated(model, slots, record) == [frees + gathers] * len(slots)
-
-    def test_not_after_forward_keeps_units_that_the_user_has_gathered(self, slots, record):
-        model = build(slots, reshard_after_forward=False)
-        for unit in (*model.blocks, model):
-            unit.unshard()
-        for _ in range(2):
-            assert evaluated(model, slots, record) == [[line for line in FORWARD if "forward" in line]] * len(slots)
