@@ -102,7 +102,7 @@ def train(
         trained.outputs.append(output.detach().cpu())
         output.float().square().mean().backward()
         trained.gradients.append({name: whole(p.grad) for name, p in model.named_parameters()})
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
     trained.parameters = {name: whole(p) for name, p in model.named_parameters()}
     trained.seen = model.layers[0].seen

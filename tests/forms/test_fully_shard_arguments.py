@@ -10,7 +10,6 @@ import torch
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.testing._internal.two_tensor import TwoTensor
 
 from dataparallel.composable import fully_shard
 from dataparallel.replicas.plan import FORM_ATTRIBUTE
@@ -114,10 +113,6 @@ class TestRefused:
         assert untouched(net, before)
         fully_shard(net, devices=slots)
 
-    def test_groups_of_a_prime_number_of_slots(self, net, make_slots):
-        with pytest.raises(ValueError, match="possible: there is no such number, so pass True or False"):
-            fully_shard(net, devices=make_slots(3), reshard_after_forward=2)
-
     def test_nothing_to_shard(self, net, slots):
         with pytest.raises(ValueError, match="nothing to shard in a Tanh: it has no parameters"):
             fully_shard(nn.Tanh(), devices=slots)
@@ -151,11 +146,6 @@ class TestRefused:
         with pytest.raises(RuntimeError, match=r"'0\.weight' is not initialised yet; run the module once"):
             fully_shard(lazy, devices=slots)
         assert FORM_ATTRIBUTE not in vars(lazy)
-
-    def test_a_tensor_of_parts(self, net, slots):
-        net[0].weight = nn.Parameter(TwoTensor(net[0].weight.detach(), net[0].weight.detach()))
-        with pytest.raises(TypeError, match=r"'0\.weight' is a TwoTensor, which stands for other tensors already"):
-            fully_shard(net, devices=slots)
 
     @pytest.mark.parametrize(
         "made",

@@ -76,25 +76,21 @@ class TestUnits:
         model = chain(*[lambda: Layer(lambda y: y * 1.5, lambda y: y.mul_(2).add_(1))] * 3)
         assert_same_training(model, slots)
 
-    def test_keyword_arguments_and_no_tensor_arguments(self, slots):
-        class Named(Layer):
-            def forward(self, *, y: Tensor, factor: float = 1.0, none: None = None) -> Tensor:
-                return super().forward(y) * factor
-
+    def test_keyword_arguments_and_no_arguments(self, slots):
         class Table(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.rows = nn.Parameter(torch.randn(6))
 
-            def forward(self) -> Tensor:
-                return self.rows.exp()
+            def forward(self, *, factor: Tensor | None = None) -> Tensor:
+                return self.rows.exp() if factor is None else self.rows * factor
 
         class Caller(Chain):
             def forward(self, x: Tensor) -> Tensor:
-                first, second, table = self.layers
-                return second(y=first(x), factor=2.0) * table()
+                first, table, other = self.layers
+                return other(factor=first(x)) * table()
 
-        assert_same_training(Model(seeded(lambda: Caller(Layer(), Named(), Table())), numbers(6)), slots)
+        assert_same_training(Model(seeded(lambda: Caller(Layer(), Table(), Table())), numbers(6)), slots)
 
 
 def test_a_sharded_part_of_a_plain_model(slots, root):

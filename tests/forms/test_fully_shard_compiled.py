@@ -174,23 +174,6 @@ class TestCompilations:
         train(model, batches_of(CHAIN, slots), steps=5)
         assert (counts() - before).total == 0
 
-    def test_a_unit_that_is_compiled_by_itself_keeps_its_way(self, slots, root):
-        model = on_device(CHAIN.build, root)
-        used = []
-
-        def noting(name: str) -> Any:
-            def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-                used.append(name)
-                return graph
-
-            return backend
-
-        fully_shard(model.layers[1], devices=slots, compile={"backend": noting("own")})
-        fully_shard(model.layers[2], devices=slots)
-        fully_shard(model, devices=slots, compile={"backend": noting("the model's")})
-        model(numbers(6)(len(slots), 0)[0][0].to(root))
-        assert Counter(used) == {"own": devices(slots), "the model's": 2 * devices(slots)}
-
 
 class TestErrors:
     @pytest.mark.slots(2)

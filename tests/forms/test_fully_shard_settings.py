@@ -197,14 +197,3 @@ class TestGradientsThatWait:
         for seed in (1, 2):
             backward(twin, slots, seed)
         assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
-
-    @pytest.mark.parametrize("foreach", [False, True])
-    def test_they_are_void_once_it_is_set_to_zero(self, foreach, slots):
-        model, twin = make(slots), twin_of(slots)
-        optimizer = torch.optim.SGD(model.parameters(), foreach=foreach)
-        with model.no_sync():
-            backward(model, slots, 1)
-        optimizer.zero_grad(set_to_none=False)
-        for each in (model, twin):
-            backward(each, slots, 2)
-        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)

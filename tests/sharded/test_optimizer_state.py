@@ -94,20 +94,6 @@ def test_later_loads_are_divided_at_once(name: str, slots: list) -> None:
     assert_equal(values(several), values(one), "parameters", atol=1e-12)
 
 
-def test_a_copy_of_an_optimizer_divides_too(slots: list) -> None:
-    """A copy has no hooks of the original's."""
-    one = on_one_device("AdamW", slots[0])
-    several = over(slots, "AdamW", one)
-    several.load_state_dict(saved(one))
-    train(several, range(2, 3))
-    train(one, range(2, 3))
-    copied = copy.deepcopy(several)
-    copied.load_state_dict(saved(one))
-    for optimizer in (copied, one):
-        train(optimizer, range(3, 5))
-    assert_equal(values(copied), values(one), "parameters", atol=1e-12)
-
-
 def test_state_with_other_owners_is_divided_anew(make_slots: Callable[[int], list]) -> None:
     """Sharded state that was saved with another number of devices."""
     one = on_one_device("AdamW", make_slots(4)[0])
@@ -119,29 +105,3 @@ def test_state_with_other_owners_is_divided_anew(make_slots: Callable[[int], lis
     train(one, range(2, 4))
     train(fewer, range(3, 4))
     assert_equal(values(fewer), values(one), "parameters", atol=1e-12)
-
-
-def test_counters_stay_plain(slots: list) -> None:
-    """Also those of a 0-dim parameter, which have its shape."""
-    one = on_one_device("ASGD", slots[0])
-    several = over(slots, "ASGD", one)
-    several.load_state_dict(saved(one))
-    train(several, range(2, 3))
-    for of_one in several.state.values():
-        assert {name for name, value in of_one.items() if isinstance(value, ShardedTensor)} == {"ax"}
-
-
-def test_a_group_that_is_added_later_is_divided_too(slots: list) -> None:
-    one = OPTIMIZERS["momentum"](whole_parameters(slots[0]))
-    several = OPTIMIZERS["momentum"](whole_parameters(slots[0]))
-    later = divided(whole_parameters(), slots)
-    train(several, range(1))
-    several.add_param_group({"params": later})
-    for parameter, twin in zip(later, one.param_groups[0]["params"], strict=True):
-        several.state[parameter]["momentum_buffer"] = torch.ones_like(twin)
-        one.state[twin]["momentum_buffer"] = torch.ones_like(twin)
-    set_gradients(later, 7)
-    set_gradients(one.param_groups[0]["params"], 7)
-    for optimizer in (several, one):
-        optimizer.step()
-    assert_equal([full(p) for p in later], values(one), "parameters", atol=1e-12)

@@ -161,21 +161,6 @@ def test_a_norm_that_is_not_finite_is_an_error_on_every_machine(slots: list) -> 
     assert first == second
 
 
-@pytest.mark.parametrize("foreach", [None, False, True])
-def test_clipping_by_value_equals_one_device(on_owners: OnOwners, root: torch.device, foreach: bool | None) -> None:
-    whole = whole_parameters(root)
-    set_gradients(whole, 0)
-    nn.utils.clip_grad_value_(whole, 0.5, foreach=foreach)
-
-    def clip(owners: Any) -> None:
-        parameters = divided(whole_parameters(), owners)
-        set_gradients(parameters, 0)
-        nn.utils.clip_grad_value_(parameters, 0.5, foreach=foreach)
-        assert_same(gradients_of(parameters), [p.grad for p in whole], 0)  # type: ignore[misc]
-
-    on_owners(clip)
-
-
 def scaled_steps(parameters: list[nn.Parameter], optimizer: Any, root: Any, where: int) -> float:
     """Steps of which one has an infinity in this row. Returns the scale afterwards."""
     scaler = torch.amp.GradScaler(torch.device(root).type, init_scale=4.0, growth_interval=2)
