@@ -113,6 +113,10 @@ class TestRefused:
         assert untouched(net, before)
         fully_shard(net, devices=slots)
 
+    def test_groups_of_a_prime_number_of_slots(self, net, make_slots):
+        with pytest.raises(ValueError, match="possible: there is no such number, so pass True or False"):
+            fully_shard(net, devices=make_slots(3), reshard_after_forward=2)
+
     def test_nothing_to_shard(self, net, slots):
         with pytest.raises(ValueError, match="nothing to shard in a Tanh: it has no parameters"):
             fully_shard(nn.Tanh(), devices=slots)

@@ -1,6 +1,7 @@
 """`distribute_tensor`: a plain tensor becomes a sharded one, and `full_tensor` brings it back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from clocked import timeline
 from dataparallel import comm
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
-from dataparallel.sharded.placements import shard_shapes
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
 
@@ -20,6 +20,17 @@ HOST = -1  # in a recording
 
 def placements(dims: int) -> st.SearchStrategy:
     return st.one_of(st.just(Replicate()), st.integers(0, max(dims - 1, 0)).map(Shard))
+
+
+def chunks(shape: Sequence[int], placement: Any, count: int) -> list[torch.Size]:
+    """Those of ``torch.chunk``. Where it makes fewer than asked for, the last ones are empty."""
+    if isinstance(placement, Replicate):
+        return [torch.Size(shape)] * count
+    if not shape:  # the first device owns a 0-dim tensor
+        return [torch.Size(shape), *[torch.Size([0])] * (count - 1)]
+    found = [chunk.shape for chunk in torch.empty(shape).chunk(count, placement.dim)]
+    empty = torch.Size(0 if dim == placement.dim else size for dim, size in enumerate(shape))
+    return found + [empty] * (count - len(found))
 
 
 def numbers(shape: list[int], dtype: torch.dtype, device: object) -> Tensor:
@@ -36,7 +47,7 @@ def test_there_and_back(make_slots: Callable[[int], list], data: st.DataObject) 
     placement = data.draw(placements(len(shape)))
     sharded = distribute_tensor(tensor, slots, placement)
     assert (sharded.shape, sharded.dtype) == (tensor.shape, tensor.dtype)
-    assert [shard.shape for shard in sharded.shards] == shard_shapes(tensor.shape, placement, len(slots))
+    assert [shard.shape for shard in sharded.shards] == chunks(tensor.shape, placement, len(slots))
     assert [shard.device for shard in sharded.shards] == [*sharded.devices] == [torch.device(slot) for slot in slots]
     assert sharded.placement == placement
     assert sharded.is_leaf
@@ -56,7 +67,7 @@ def test_a_sharded_tensor_is_divided_anew(make_slots: Callable[[int], list], dat
     slots = make_slots(data.draw(st.integers(1, 4)))
     placement = data.draw(placements(len(shape)))
     after = distribute_tensor(before, slots, placement)
-    assert [shard.shape for shard in after.shards] == shard_shapes(shape, placement, len(slots))
+    assert [shard.shape for shard in after.shards] == chunks(shape, placement, len(slots))
     for shard, expected in zip(after.shards, distribute_tensor(tensor, slots, placement).shards, strict=True):
         assert shard.device == expected.device
         assert torch.equal(shard, expected)
@@ -89,14 +100,6 @@ def test_gradients_are_wanted_where_they_were(slots: list) -> None:
     assert not distribute_tensor(torch.ones(4), slots).requires_grad
     assert distribute_tensor(torch.ones(4), slots, requires_grad=True).requires_grad
     assert not any(shard.requires_grad for shard in distribute_tensor(parameter, slots).shards)
-
-
-def test_parts_of_a_meta_tensor_stay_there(slots: list) -> None:
-    sharded = distribute_tensor(torch.empty(4, 2, device="meta"), slots)
-    assert sharded.is_meta
-    assert all(shard.is_meta for shard in sharded.shards)
-    assert sharded.devices == tuple(torch.device(slot) for slot in slots)
-    assert sharded.full_tensor().is_meta
 
 
 def test_views_of_conjugates_are_resolved(slots: list, root: torch.device) -> None:
@@ -145,6 +148,7 @@ def test_wrong_devices_and_placements_are_refused(slots: list) -> None:
         distribute_tensor(tensor, "cpu")
     with pytest.raises(ValueError, match="no such dimension"):
         distribute_tensor(tensor, slots, Shard(1))
+    assert distribute_tensor(torch.ones(3, 2), slots, Shard(-1)).placement == Shard(1)
     with pytest.raises(TypeError, match="a placement is"):
         distribute_tensor(tensor, slots, 0)
     with pytest.raises(ValueError, match="no device"):

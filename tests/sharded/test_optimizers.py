@@ -39,36 +39,25 @@ def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.slots(4, long=[2, 8])
-@pytest.mark.parametrize("foreach", [None, False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, {"foreach": foreach}) for name in OPTIMIZERS for foreach in (None, False, True)]
+    + [pytest.param(name, {"fused": True}, marks=FUSED_OPTIMIZERS) for name in FUSED],
+    ids=str,
+)
 def test_steps_equal_one_device_and_send_nothing(
-    on_owners: OnOwners, root: torch.device, name: str, foreach: bool | None
+    on_owners: OnOwners, root: torch.device, name: str, how: dict[str, Any]
 ) -> None:
     whole = whole_parameters(root)
-    expected = trained(whole, OPTIMIZERS[name](whole, foreach=foreach))
+    expected = trained(whole, OPTIMIZERS[name](whole, **how))
 
     def steps(owners: Any) -> None:
         parameters = divided(whole_parameters(), owners)
-        optimizer = OPTIMIZERS[name](parameters, foreach=foreach)
+        optimizer = OPTIMIZERS[name](parameters, **how)
         got = trained(parameters, optimizer)
         if (over := over_of(owners)) is not None:
             assert {*over.machines.calls} == {"objects"}  # type: ignore[attr-defined]  # of the comparison
-        assert_same(got, expected, 0)
-        assert_state_is_divided(parameters, optimizer)
-
-    on_owners(steps)
-
-
-@FUSED_OPTIMIZERS
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_steps_equal_one_device(on_owners: OnOwners, root: torch.device, name: str) -> None:
-    whole = whole_parameters(root)
-    expected = trained(whole, OPTIMIZERS[name](whole, fused=True))
-
-    def steps(owners: Any) -> None:
-        parameters = divided(whole_parameters(), owners)
-        optimizer = OPTIMIZERS[name](parameters, fused=True)
-        assert_same(trained(parameters, optimizer), expected)
+        assert_same(got, expected, 1e-12 if "fused" in how else 0)
         assert_state_is_divided(parameters, optimizer)
 
     on_owners(steps)
