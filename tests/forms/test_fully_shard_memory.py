@@ -1,6 +1,5 @@
 """The bytes that a sharded model needs on each simulated device: exact between steps, bounded during a step."""
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +13,7 @@ from torch import Tensor, nn
 
 from dataparallel import comm
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
-from dataparallel.sharded import Shard
 from dataparallel.sharded.units import tree
-from dataparallel.sharded.units.gradients import UnitGradients
 from freed_later import freed_later
 from memory import allocated, nbytes
 from selection import others_long
@@ -91,101 +88,56 @@ ROOT = nbytes(Deep(1).head.parameters())
 class Training:
     """A sharded model, a batch and AdamW."""
 
-    def __init__(self, slots: list, model: nn.Module, sample: tuple[int, ...], **options: Any) -> None:
+    def __init__(self, slots: list, model: nn.Module, **options: Any) -> None:
         if "units" in options:  # which the library chooses
             model = fully_shard(model.to(slots[0]), devices=slots, **options)
         else:
             sharded(model, slots, **options)
         self.slots, self.model = slots, model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        dtype = next(model.parameters()).dtype
-        self.x = torch.ones(SAMPLES * len(slots), *sample, dtype=dtype, device=slots[0])
+        self.x = torch.ones(SAMPLES * len(slots), WIDTH, device=slots[0])
 
-    def step(self, before_optimizer: Callable[[], None] = lambda: None, quietly: int = 0) -> None:
-        """A step of ``quietly`` batches without sums, and one with."""
-        for number in range(quietly + 1):
-            if number < quietly:
-                with no_sync(self.model):
-                    self.model(self.x).square().mean().backward()
-            else:
+    def step(self, before_optimizer: Callable[[], None] = lambda: None, quietly: bool = False) -> None:
+        """With ``quietly`` after a batch without sums."""
+        if quietly:
+            with no_sync(self.model):
                 self.model(self.x).square().mean().backward()
+        self.model(self.x).square().mean().backward()
         before_optimizer()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def wait_for(slots: list) -> None:
-    for slot in slots:
-        torch.sim.synchronize(slot)
-
-
-def peaks_of_backward(training: Training, before: list[int], quietly: int = 0) -> list[int]:
+def peaks_of_backward(training: Training, before: list[int], quietly: bool = False) -> list[int]:
     """The most bytes on each device in a step, but for its optimizer, beyond those ``before``."""
     peaks: list[int] = []
 
     def note() -> None:
-        wait_for(training.slots)
-        peaks.extend(
-            torch.sim.max_memory_allocated(slot) - old for slot, old in zip(training.slots, before, strict=True)
-        )
+        for slot, old in zip(training.slots, before, strict=True):
+            torch.sim.synchronize(slot)
+            peaks.append(torch.sim.max_memory_allocated(slot) - old)
 
-    wait_for(training.slots)
     for slot in training.slots:
+        torch.sim.synchronize(slot)
         torch.sim.reset_peak_memory_stats(slot)
     training.step(note, quietly)
     return peaks
 
 
-def padded(shape: torch.Size, owners: int, dim: int) -> int:
-    """Elements that each owner's flat shard has for a parameter: those of its largest part, a multiple of 8."""
-    part = list(shape)
-    if part:
-        part[dim] = ceil(part[dim] / owners)
-    return ceil(prod(part) / 8) * 8
-
-
 def idle_bytes(model: nn.Module, owner: int) -> int:
-    """What an owner has between two steps: its flat shards, and its part of two averages of each parameter."""
+    """What an owner has between two steps: its flat shards, and its part of two averages of each parameter.
+
+    A flat shard has room for the largest part of each parameter, rounded up to a multiple of 8 elements.
+    """
     found = 0
     for parameter in model.parameters():
-        assert isinstance(parameter.placement, Shard)
-        owners = len(parameter.devices)
-        found += padded(parameter.shape, owners, parameter.placement.dim) * parameter.dtype.itemsize
-        if parameter.requires_grad and parameter.is_floating_point():
-            found += (STATES - 1) * parameter.shards[owner].nbytes
+        rows, *others = parameter.shape
+        part = ceil(rows / len(parameter.devices)) * prod(others)
+        found += ceil(part / 8) * 8 * parameter.dtype.itemsize + (STATES - 1) * parameter.shards[owner].nbytes
     return found
 
 
 # ---- between steps ---------------------------------------------------------------------------------------------------
-
-
-class Uneven(nn.Module):
-    """Rows that no number of slots divides, fewer rows than slots, a 0-dim parameter, a frozen one, a second dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 7, bias=False))
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.shift = nn.Parameter(torch.zeros(3, 5, 7), requires_grad=False)
-        self.wide = nn.Parameter(torch.ones(9, 7, dtype=torch.bfloat16))
-
-    def units(self) -> list[nn.Module]:
-        return [self.inner]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x) * self.scale + self.shift.sum((0, 1))
-        return y @ self.wide.to(y.dtype).t()
-
-
-@pytest.mark.slots(2, 3, 4, 8)
-def test_the_padding_of_uneven_parameters_is_the_only_addition(slots, root):
-    before = allocated(slots)
-    training = Training(slots, Uneven().to(root), (7,))
-    for _ in range(3):
-        training.step()
-    expected = [old + idle_bytes(training.model, owner) for owner, old in enumerate(before)]
-    expected[0] += training.x.nbytes
-    assert allocated(slots, expected) == expected
 
 
 @pytest.mark.few(5)
@@ -207,7 +159,7 @@ def test_steps_do_not_add_up_and_nothing_stays(options, transport, slots, root):
     """The same bytes after each step, and those that there were before once the model is gone."""
     with comm.using(transport=None if transport == "kernels" else transport):
         before = allocated(slots)
-        training = Training(slots, Deep(3), (WIDTH,), **options)
+        training = Training(slots, Deep(3), **options)
         for _ in range(3):
             training.step()
         wait_for_the_engine(slots)
@@ -216,7 +168,7 @@ def test_steps_do_not_add_up_and_nothing_stays(options, transport, slots, root):
             training.step()
             with torch.no_grad():
                 training.model(training.x)
-            training.step(quietly=1)
+            training.step(quietly=True)
         wait_for_the_engine(slots)
         assert allocated(slots, idle) == idle
         expected = [old + idle_bytes(training.model, owner) for owner, old in enumerate(before)]
@@ -229,7 +181,7 @@ def test_steps_do_not_add_up_and_nothing_stays(options, transport, slots, root):
 @pytest.mark.slots(4)
 def test_an_output_that_is_kept_keeps_no_parameters(slots, root):
     """The graph of a call has its activations, and refers to parameters that are freed."""
-    training = Training(slots, Deep(3), (WIDTH,))
+    training = Training(slots, Deep(3))
     training.step()
     training.model.set_reshard_after_forward(True, recurse=False)
     wait_for_the_engine(slots)
@@ -284,12 +236,12 @@ def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lag
         "bfloat16": {"mp_policy": IN_16_BITS},
         "compiled": {"compile": {"backend": "aot_eager"}},
     }.get(way, {})
-    training = Training(slots, deep(), (WIDTH,), **options)
+    training = Training(slots, deep(), **options)
     before[0] += training.x.nbytes
     for module in (training.model, *training.model.units()) if way == "no prefetch" else ():
         module.set_modules_to_forward_prefetch([])
         module.set_modules_to_backward_prefetch([])
-    quietly = int(way == "no sync")
+    quietly = way == "no sync"
     for _ in range(2):
         training.step(quietly=quietly)
     training.model.lags.extend(lags)
@@ -355,7 +307,7 @@ def test_gradients_that_reach_all_units_do_not_keep_them_full(make, slots, root,
     """That of a shared tensor is complete only when the backward of the first unit has run."""
     monkeypatch.setattr(tree, "_PATIENCE", 30.0)
     before = allocated(slots)
-    training = Training(slots, make(), (WIDTH,))
+    training = Training(slots, make())
     before[0] += training.x.nbytes
     for _ in range(2):
         training.step()
@@ -424,43 +376,8 @@ def test_a_model_that_does_not_fit_on_one_device_trains_on_four(slots, root, mon
 
 
 @pytest.mark.slots(4)
-@pytest.mark.parametrize(("name", "what"), [("_packed", "gradients"), ("memory_for_sums", "summed gradients")])
-def test_an_error_for_lack_of_memory_names_unit_and_device_and_frees_everything(name, what, slots, root, monkeypatch):
-    training = Training(slots, deep(3), (WIDTH,))
-    for _ in range(3):
-        training.step()
-    wait_for_the_engine(slots)
-    idle = allocated(slots)
-    unit = fully_shard.state(training.model.blocks[1]).unit
-    method, has_run = getattr(UnitGradients, name), []
-
-    def without_room(self: UnitGradients, where: Any, *args: Any) -> Any:
-        if has_run or self._unit is not unit or where not in (2, slots[2]):
-            return method(self, where, *args)
-        has_run.append(True)
-        torch.sim.set_memory_capacity(1, slots[2])
-        try:
-            return method(self, where, *args)
-        finally:
-            torch.sim.set_memory_capacity(None, slots[2])
-
-    monkeypatch.setattr(UnitGradients, name, without_room)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        training.step()
-    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert re.search(rf"{slots[2]} has no room for the [\d,]+ bytes of {what} of the unit 'blocks\.1'", text), text
-    del caught
-    training.optimizer.zero_grad()
-    wait_for_the_engine(slots)
-    assert allocated(slots, idle) == idle
-    training.step()
-    wait_for_the_engine(slots)
-    assert allocated(slots, idle) == idle
-
-
-@pytest.mark.slots(4)
 def test_a_first_call_that_found_no_room_on_one_slot_can_be_repeated(slots, root):
-    training = Training(slots, deep(2), (WIDTH,))
+    training = Training(slots, deep(2))
     torch.sim.set_memory_capacity(torch.sim.memory_allocated(slots[2]) + UNIT // 2, slots[2])
     try:
         with pytest.raises(torch.OutOfMemoryError, match=rf"{slots[2]} has no room .* of parameters of the unit"):

@@ -1,7 +1,6 @@
 """A sharded model on any streams, its backward on others than its forward; launches and waits grow with the slots."""
 
 import itertools
-import threading
 from typing import Any
 
 import pytest
@@ -10,13 +9,9 @@ from torch import nn
 
 import clocked
 from clocked import check_clocks
-from dataparallel import comm
 from dataparallel.comm.streams.current import Event, streams_joined
 from dataparallel.comm.transport_choice import why_no_tables
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
-from dataparallel.sharded.units import tree
-from dataparallel.sharded.units.buffers import FullBuffer
-from dataparallel.sharded.units.calls import RootCall
 
 pytestmark = pytest.mark.devices("sim", "stand-in")
 
@@ -82,52 +77,6 @@ def halve(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
-
-
-@pytest.mark.slots(2)
-def test_after_a_call_that_failed_parameters_are_written_when_they_have_been_cast(slots, root, monkeypatch):
-    """A device has no room for what it would receive: no pull says when the casts have read the shards."""
-
-    def pull(*args: Any) -> None:
-        raise torch.OutOfMemoryError("no room")
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = fully_shard(nn.Linear(256, 256).to(root), devices=slots, mp_policy=policy)
-    monkeypatch.setattr(FullBuffer, "pull", pull)
-    monkeypatch.setattr(FullBuffer, "pull_by", pull)
-    with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        model(torch.randn(6, 256, device=root))
-    halve(model)
-    check_clocks()
-
-
-def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots, root, monkeypatch):
-    """The next delivery waits for these sums, and links serve copies in the order of their launches.
-
-    Kernels that read peers share the links instead.
-    """
-    monkeypatch.setattr(tree, "_MAY_WAIT_BYTES", 0)  # no slot is more than a unit ahead: sums have been launched
-    monkeypatch.setattr(tree, "_PATIENCE", 30.0)
-    model = sequence(slots, *[256] * 7)
-    made: list[bool] = []
-    begins, make_wait, of_thread = RootCall.gather_for_backward, Event.make_wait, threading.local()
-
-    def noted(call: RootCall, slot_unit: Any, position: int, running: Any) -> None:
-        before, of_thread.waits = running.sums.latest_sum, []
-        begins(call, slot_unit, position, running)
-        receiving = slot_unit.unit.streams.receiving[slot_unit.slot]
-        sums = {event for event in (before, running.sums.latest_sum) if event is not None}
-        made.append(any(event in sums and stream == receiving for event, stream in of_thread.waits))
-
-    def noted_wait(event: Event, stream: torch.Stream) -> None:
-        getattr(of_thread, "waits", []).append((event, stream))
-        make_wait(event, stream)
-
-    monkeypatch.setattr(RootCall, "gather_for_backward", noted)
-    monkeypatch.setattr(Event, "make_wait", noted_wait)
-    with comm.using(transport="copy"):
-        model(torch.randn(6, 256, device=root)).sum().backward()
-    assert any(made)
 
 
 class TestBackwardOnOtherStreamsThanTheForward:
