@@ -63,18 +63,10 @@ class TestUnits:
         assert_same_training(model, slots, loop=LOOPS[loop], steps=2)
 
     @several_loops
-    def test_the_first_operator_works_in_place(self, loop, slots):
-        model = chain(*[lambda: Layer(lambda y: y * 1.5, torch.relu_)] * 3)
-
-        def batch(size: int, seed: int):
-            (x,), _ = numbers(6)(size, seed)
-            return (x,), {}
-
-        assert_same_training(Model(model.build, batch), slots, loop=LOOPS[loop], steps=2)
-
-    def test_the_output_is_changed_in_place_by_the_caller(self, slots):
-        model = chain(*[lambda: Layer(lambda y: y * 1.5, lambda y: y.mul_(2).add_(1))] * 3)
-        assert_same_training(model, slots)
+    @pytest.mark.parametrize("before", [torch.relu_, lambda y: y.mul_(2).add_(1)], ids=["one", "two"])
+    def test_the_first_operators_may_work_in_place(self, before, loop, slots):
+        model = chain(*[lambda: Layer(lambda y: y * 1.5, before)] * 3)
+        assert_same_training(model, slots, loop=LOOPS[loop], steps=2)
 
     def test_keyword_arguments_and_no_arguments(self, slots):
         class Table(nn.Module):

@@ -213,11 +213,6 @@ class TestReshard:
         assert forward == [frees + FORWARD] * len(slots)
         assert backward == [[line for line in BACKWARD if "free" not in line]] * len(slots)
 
-    def test_after_a_forward_without_a_graph_leaves_nothing(self, slots, record):
-        model = build(slots)
-        run_steps(model, slots, record)
-        assert evaluated(model, slots, record) == [[*FORWARD, "free root"]] * len(slots)
-
     def test_not_after_forward_keeps_units_for_a_backward_and_not_for_the_next_call(self, slots, record):
         """What was written to their parameters meanwhile may be seen nowhere."""
         model = build(slots, reshard_after_forward=False)

@@ -167,33 +167,20 @@ def test_a_unit_is_gathered_in_backward_unless_it_needs_no_weights(unshards, slo
     assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
 
 
-class TestAllReduceHook:
-    """It sees what each owner has added up of its unit, before that is the gradient."""
-
-    def test_it_is_called_once_for_each_owner(self, slots):
-        devices = []
-        model = make(slots)
-        model.set_all_reduce_hook(lambda part: devices.append(part.device))
+def test_an_error_of_the_all_reduce_hook_is_that_of_the_backward(slots):
+    model = make(slots)
+    model.set_all_reduce_hook(lambda part: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         backward(model, slots)
-        assert sorted(map(str, devices)) == sorted(map(str, slots))
-
-    def test_an_error_of_it_is_that_of_the_backward(self, slots):
-        model = make(slots)
-        model.set_all_reduce_hook(lambda part: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            backward(model, slots)
 
 
-class TestGradientsThatWait:
-    """``.grad`` says what becomes of gradients that wait on the slots."""
-
-    def test_they_stay_if_it_is_scaled(self, slots):
-        """It is zero so far, and scaled zeros are no gradient that somebody has set to zero."""
-        model, twin = make(slots), twin_of(slots)
-        with model.no_sync():
-            backward(model, slots, 1)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        backward(model, slots, 2)
-        for seed in (1, 2):
-            backward(twin, slots, seed)
-        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
+def test_gradients_that_wait_on_the_slots_stay_if_the_others_are_scaled(slots):
+    """``.grad`` is zero so far, and scaled zeros are no gradient that somebody has set to zero."""
+    model, twin = make(slots), twin_of(slots)
+    with model.no_sync():
+        backward(model, slots, 1)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    backward(model, slots, 2)
+    for seed in (1, 2):
+        backward(twin, slots, seed)
+    assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)

@@ -39,12 +39,10 @@ def test_a_parameter_of_it_is_on_the_same_shards(sharded: ShardedTensor, paramet
     assert isinstance(parameter, nn.Parameter)
     assert isinstance(parameter, ShardedTensor)
     assert parameter.requires_grad
-    assert parameter.is_leaf
-    assert all(a is b for a, b in zip(parameter.shards, sharded.shards, strict=True))
-    module = nn.Module()
-    module.weight = parameter
-    assert next(module.parameters()) is parameter
-    assert not parameter.requires_grad_(False).requires_grad
+    for other in (parameter, parameter.data):
+        assert all(a is b for a, b in zip(other.shards, sharded.shards, strict=True))
+    assert type(parameter.data) is ShardedTensor
+    assert not parameter.data.requires_grad
 
 
 def test_torch_flattens_it(sharded: ShardedTensor) -> None:
@@ -112,12 +110,6 @@ def test_a_change_of_dtype_has_a_gradient(parameter: nn.Parameter, whole: Tensor
 
 
 # Data
-
-
-def test_data_is_on_the_same_shards(parameter: nn.Parameter) -> None:
-    assert type(parameter.data) is ShardedTensor
-    assert not parameter.data.requires_grad
-    assert all(a is b for a, b in zip(parameter.data.shards, parameter.shards, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

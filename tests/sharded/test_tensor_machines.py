@@ -95,13 +95,10 @@ def test_one_that_is_on_meta_stays_there(slots: list) -> None:
     def divide(over: FakeOver) -> None:
         owners = owners_of(slots, over)
         tensor = distribute_tensor(torch.empty(7, 3, device="meta"), owners)
-        assert tensor.is_meta
-        assert tensor.full_tensor().shape == (7, 3)
+        assert tensor.full_tensor().is_meta
         assert tensor.sum().is_meta
         assert torch._foreach_norm([tensor])[0].is_meta
-        made = torch.empty_like(tensor, device=owners[0])
-        assert [shard.device for shard in made.shards] == [*owners]
-        assert made.devices == owners
+        assert torch.empty_like(tensor, device=owners[0]).devices == owners
         assert over.machines.calls == []
 
     on_fake_machines(divide)
