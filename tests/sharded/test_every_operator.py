@@ -20,9 +20,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
 from dataparallel.testing import check_op
-from dataparallel.testing.sharding import Checked, OperatorDiffers
-from fake_machines import FakeOver, on_fake_machines, owners_of
-from swept_operators import RANKS, checked, on_sharded_tensors, swept
+from dataparallel.testing.sharding import OperatorDiffers
 
 # That import chooses hypothesis settings of torch's own for the whole process, and forbids it to set flags of
 # torch.backends. Other tests need ours, and set flags.
@@ -123,16 +121,3 @@ def test_every_one_is_right_or_refused_on_devices(slots: list, number: int) -> N
     assert found.wrong == {}
     assert len(found.right) >= 11
     assert len(found.refused) >= 16
-
-
-@pytest.mark.slots(RANKS)
-@pytest.mark.parametrize("machines", [2, 4])
-def test_those_of_the_manual_do_over_machines_what_they_do_on_one(slots: list, machines: int) -> None:
-    def sweep(over: FakeOver) -> dict[str, Checked]:
-        return {one.name: checked(one, owners_of(slots, over)) for one in swept()}
-
-    expected = on_sharded_tensors(slots)
-    for found in on_fake_machines(sweep, machines):
-        for name, counts in found.items():
-            assert counts.wrong == 0, name
-            assert (counts.right, counts.refused) == (expected[name].right, expected[name].refused), name

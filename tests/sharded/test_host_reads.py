@@ -41,3 +41,12 @@ def test_every_thread_waits_for_a_copy_that_another_one_waits_for_already() -> N
             copy.has_ended.set()
         first.result(30)
         second.result(30)
+
+
+def test_copies_that_have_ended_are_forgotten_if_nobody_writes() -> None:
+    for _ in range(10 * operators.MANY_HOST_READS):
+        copy = Copy()
+        copy.has_ended.set()
+        operators.note_host_reads([copy])
+    assert len(operators._host_reads) <= operators.MANY_HOST_READS + 1
+    operators.wait_for_host_reads()

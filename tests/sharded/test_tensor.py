@@ -86,6 +86,8 @@ def test_the_gradient_of_a_sum_is_divided(parameter: nn.Parameter, whole: Tensor
     (parameter * 3).sum().backward()
     assert same(parameter.grad, 8 + 2 * whole)
     assert parameter.grad.devices == parameter.devices
+    del parameter.grad
+    assert parameter.grad is None
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -163,6 +165,8 @@ def test_a_deep_copy_has_memory_of_its_own(whole: Tensor, on_owners: Callable[[C
         assert copied.note == ["a"]
         again = copy.deepcopy(module)
         assert again.weight is again.tied
+        with pytest.raises(RuntimeError, match="only leaves"):
+            copy.deepcopy(parameter.clone())
 
     on_owners(check)
 
