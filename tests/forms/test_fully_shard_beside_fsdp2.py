@@ -119,7 +119,7 @@ def test_five_steps_are_those_of_fsdp2(way, slots):
         return
     for ours, theirs in zip(found.gradients, expected.gradients, strict=True):
         assert_near(ours, theirs)
-    if slots[0].type != "cuda":
+    if torch.device(slots[0]).type != "cuda":
         assert_near(found.parameters, expected.parameters)
     for output, of_first_half in zip(found.outputs, expected.outputs, strict=True):
         assert output.dtype == of_first_half.dtype

@@ -65,16 +65,29 @@ def samples_of(op: Any, dtype: torch.dtype, requires_grad: bool, count: int) -> 
         return
 
 
+def as_python_calls(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``__radd__`` and the like may leave the operands to others, which there are not."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if result is NotImplemented:
+            raise TypeError("unsupported operand type(s), as Python says then")
+        return result
+
+    return call
+
+
 def calls_of(op: Any, sample: Any, mixes: bool) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
     """As function, method, in place and as Python's operators: of all tensors; of the first, and of all others."""
     first, args, kwargs = sample.input, sample.args, sample.kwargs
     has_others = any(isinstance(value, Tensor) for value in tree_leaves((args, kwargs)))
     for variant in (op.op, op.method_variant, op.inplace_variant, op.operator_variant, op.inplace_operator_variant):
         if variant is not None:
-            yield variant, (first, *args), kwargs
+            run = as_python_calls(variant)
+            yield run, (first, *args), kwargs
             if mixes and has_others and isinstance(first, Tensor):
-                yield lambda x, run=variant: run(x, *args, **kwargs), (first,), {}
-                yield lambda *a, run=variant, **k: run(first.clone(), *a, **k), args, kwargs
+                yield lambda x, run=run: run(x, *args, **kwargs), (first,), {}
+                yield lambda *a, run=run, **k: run(first.clone(), *a, **k), args, kwargs
 
 
 def outcomes(owners: Any, number: int, dtypes: list[torch.dtype], requires_grad: bool, count: int) -> Outcomes:
