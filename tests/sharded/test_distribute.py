@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from clocked import timeline
 from dataparallel import comm
-from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
+from dataparallel.sharded import Replicate, Shard, distribute_tensor
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
 
@@ -86,12 +86,6 @@ def test_no_memory_is_shared(slots: list, root: torch.device, placement: object)
     assert all(shard.untyped_storage().nbytes() == shard.nbytes for shard in sharded.shards)
 
 
-def test_a_device_may_own_several_parts(root: torch.device) -> None:
-    sharded = distribute_tensor(torch.arange(5.0), [root, root], Shard(0))
-    assert [shard.tolist() for shard in sharded.shards] == [[0, 1, 2], [3, 4]]
-    assert sharded.full_tensor().tolist() == [0, 1, 2, 3, 4]
-
-
 def test_gradients_are_wanted_where_they_were(slots: list) -> None:
     parameter = nn.Parameter(torch.ones(4))
     assert distribute_tensor(parameter, slots).requires_grad
@@ -153,10 +147,3 @@ def test_wrong_devices_and_placements_are_refused(slots: list) -> None:
         distribute_tensor(tensor, slots, 0)
     with pytest.raises(ValueError, match="no device"):
         distribute_tensor(tensor, slots).full_tensor("nowhere")
-
-
-def test_it_is_made_of_its_parts(slots: list) -> None:
-    shards = [torch.zeros(2, device=slot) for slot in slots]
-    tensor = ShardedTensor(shards, Shard(0), (2 * len(slots),))
-    tensor.shards[0].fill_(1)
-    assert tensor.full_tensor("cpu").tolist() == [1, 1, 0, 0, 0, 0]
