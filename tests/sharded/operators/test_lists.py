@@ -55,7 +55,7 @@ CALLS: dict[str, Any] = {
     "scalar": lambda t: torch._foreach_mul(t, 3),
     "scalars": lambda t: torch._foreach_sub(t, [1.0, 2.0, 3.0, 4.0, 5.0]),
     "list": lambda t: torch._foreach_add(t, t, alpha=0.5),
-    "a 0-dim one of the list": lambda t: torch._foreach_mul(t, t[3]),
+    "a 0-dim one of the list": lambda t: torch._foreach_mul(t[:2], t[3]),
     "tensor": lambda t: torch._foreach_mul(t, torch.tensor(2.0, dtype=torch.float64, device=t[0].device)),
     "tensors of one element": lambda t: torch._foreach_addcmul(
         t, t, [torch.tensor(float(i), dtype=torch.float64, device=t[0].device) for i in range(5)]
