@@ -27,7 +27,7 @@ from dataparallel.testing.sharding import OperatorDiffers
 hypothesis.settings.load_profile("dataparallel")
 torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.watchdog(900)]
 
 PARTS = 12
 """Of the operators, so that no test takes too long. The bounds of each part leave room."""
