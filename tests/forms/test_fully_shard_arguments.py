@@ -10,11 +10,9 @@ import torch
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.testing._internal.two_tensor import TwoTensor
 
 from dataparallel.call.options import InPlaceOptions
-from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from dataparallel.forms import fully_shard as form
+from dataparallel.composable import fully_shard
 from dataparallel.replicas.plan import FORM_ATTRIBUTE
 from processes import run_script
 
@@ -31,20 +29,6 @@ def net(root):
     return build(root)
 
 
-@pytest.fixture
-def given(monkeypatch):
-    """What each state was made with: a list of dicts."""
-    seen = []
-    make, names = form.FullyShardState, ["modules", "parameters", "options"]
-
-    def recorded(*args, **kwargs):
-        seen.append({**dict(zip(names, args, strict=True)), **kwargs})
-        return make(*args, **kwargs)
-
-    monkeypatch.setattr(form, "FullyShardState", recorded)
-    return seen
-
-
 def untouched(module, before):
     """True if nothing of the tree is managed, and it has its parameters."""
     return [*map(id, module.parameters())] == before and not any(
@@ -52,99 +36,28 @@ def untouched(module, before):
     )
 
 
-class TestWhatItTakes:
-    def test_the_defaults(self, net, slots, given):
-        parameters = [*net.parameters()]
-        assert fully_shard(net, devices=slots) is net
-        (made,) = given
-        assert made["modules"] == [net]
-        assert [*map(id, made["parameters"])] == [*map(id, parameters)]
-        assert made["options"].slots == [torch.device(slot) for slot in slots]
-        assert made["placements"] == [Shard(0)] * len(parameters)
-        assert made["reshard_after_forward"] is None
-        assert (made["mp_policy"], made["offload_policy"]) == (MixedPrecisionPolicy(), OffloadPolicy())
-        assert (made["ignored_parameters"], made["options"].output_device, made["options"].dim) == ([], None, 0)
+def test_some_parameters_may_be_on_meta(net, slots):
+    net[1].to("meta")
+    assert fully_shard(net, devices=slots) is net
+    assert net[1][0].weight.device.type == "meta"
 
-    def test_what_is_passed_arrives(self, net, slots, given):
-        mixed, offload = MixedPrecisionPolicy(torch.bfloat16), CPUOffloadPolicy(pin_memory=False)
-        policies = {"mp_policy": mixed, "offload_policy": offload}
-        options = {"output_device": "cpu", "dim": 1, "workers": 2, "serial": True}
-        fully_shard(net, devices=slots, reshard_after_forward=2, **policies, **options)
-        assert {name: given[0][name] for name in policies} == policies
-        assert {name: getattr(given[0]["options"], name) for name in options} == options
-        assert given[0]["reshard_after_forward"] == 2
 
-    def test_a_unit_has_what_its_children_leave(self, net, slots, given):
-        names = {id(parameter): name for name, parameter in net.named_parameters()}
-        for module in (net[1], net):
-            fully_shard(module, devices=slots)
-        assert [[names.get(id(each)) for each in made["parameters"]] for made in given] == [
-            ["1.0.weight", "1.0.bias"],
-            ["0.weight", "0.bias", "2.weight", "2.bias"],
-        ]
-
-    def test_a_tied_parameter_of_one_unit_is_one(self, net, slots, given):
-        net[2] = nn.Linear(8, 8).double().to(net[0].weight.device)
-        net[2].weight = net[1][0].weight
-        fully_shard(net, devices=slots)
-        assert len(given[0]["parameters"]) == 5
-        assert net[2].weight is net[1][0].weight
-
-    def test_some_parameters_on_meta(self, net, slots):
-        net[1].to("meta")
-        fully_shard(net, devices=slots)
-        assert net[1][0].weight.device.type == "meta"
-
-    @pytest.mark.parametrize("kind", [list, set, tuple, iter], ids=lambda kind: kind.__name__)
-    def test_ignored_parameters_stay(self, net, slots, given, kind):
-        ignored, elsewhere = net[0].weight, nn.Parameter(torch.ones(1))
-        fully_shard(net, devices=slots, ignored_params=kind([ignored, elsewhere]))
-        assert net[0].weight is ignored
-        assert [id(each) for each in given[0]["ignored_parameters"]] == [id(ignored)]
-        assert len(given[0]["parameters"]) == 5
-        assert not fully_shard.state(net).manages(ignored)
-
-    def test_a_root_whose_container_is_skipped(self, root, slots, given):
-        class Net(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-
-            def forward(self, x):
-                return self.blocks[1](self.blocks[0](x))
-
-        net = Net().to(root)
-        for block in net.blocks:
-            fully_shard(block, devices=slots)
-        fully_shard(net, devices=slots)
-        assert [len(made["parameters"]) for made in given] == [2, 2, 0]
-
-    def test_its_arguments_are_those_of_torch_and_a_few_more(self):
-        theirs = inspect.signature(torch.distributed.fsdp.fully_shard).parameters
-        ours = inspect.signature(fully_shard).parameters
-        names = ["reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy"]
-        assert list(ours) == ["module", *names, "units", *InPlaceOptions.__annotations__]
-        names.append("ignored_params")
-        for name in [*names, "mesh"]:
-            assert ours[name].kind is theirs[name].kind is inspect.Parameter.KEYWORD_ONLY
-        for name in ("reshard_after_forward", "shard_placement_fn", "ignored_params", "mesh"):
-            assert ours[name].default is theirs[name].default is None
+def test_its_arguments_are_those_of_torch_and_a_few_more():
+    theirs = inspect.signature(torch.distributed.fsdp.fully_shard).parameters
+    ours = inspect.signature(fully_shard).parameters
+    names = ["reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy"]
+    assert list(ours) == ["module", *names, "units", *InPlaceOptions.__annotations__]
+    names.append("ignored_params")
+    for name in [*names, "mesh"]:
+        assert ours[name].kind is theirs[name].kind is inspect.Parameter.KEYWORD_ONLY
+    for name in ("reshard_after_forward", "shard_placement_fn", "ignored_params", "mesh"):
+        assert ours[name].default is theirs[name].default is None
 
 
 class TestPlacements:
-    @pytest.mark.parametrize(
-        "placed",
-        [lambda parameter: Shard(parameter.dim() - 1) if parameter.dim() > 1 else None, lambda parameter: Shard(-1)],
-        ids=["the last dimension or nothing", "a negative dimension"],
-    )
-    def test_the_function_says_how_each_is_cut(self, net, slots, given, placed):
-        fully_shard(net, devices=slots, shard_placement_fn=placed)
-        assert given[0]["placements"] == [Shard(1), Shard(0)] * 3
-
-    def test_it_gets_the_parameters_that_are_sharded(self, net, slots):
-        seen, expected = [], [id(parameter) for parameter in net[1].parameters()]
-        fully_shard(net[1], devices=slots, shard_placement_fn=lambda parameter: seen.append(id(parameter)))
-        assert seen == expected
+    def test_the_function_says_how_each_is_cut(self, net, slots):
+        fully_shard(net, devices=slots, shard_placement_fn=lambda p: Shard(-1) if p.dim() > 1 else None)
+        assert [parameter.placement for parameter in net.parameters()] == [Shard(1), Shard(0)] * 3
 
     @pytest.mark.parametrize(
         ("placement", "error", "message"),
@@ -169,21 +82,13 @@ class TestPlacements:
         ):
             fully_shard(net, devices=slots, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
 
-    def test_an_error_of_the_function_is_raised(self, net, slots):
-        before = [*map(id, net.parameters())]
-        with pytest.raises(KeyError, match="mine"):
-            fully_shard(net, devices=slots, shard_placement_fn=lambda parameter: {}["mine"])
-        assert untouched(net, before)
-
 
 class TestRefused:
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
         [
             ({"dim": "0"}, TypeError, "dim='0': the batch dimension is an int"),
-            ({"dim": True}, TypeError, "dim=True"),
             ({"mp_policy": None}, TypeError, r"mp_policy=None: expected a dataparallel\.composable\.MixedPrecisionP"),
-            ({"mp_policy": torch.bfloat16}, TypeError, r"mp_policy=torch\.bfloat16: expected"),
             (
                 {"offload_policy": True},
                 TypeError,
@@ -195,13 +100,10 @@ class TestRefused:
                 TypeError,
                 "reshard_after_forward='yes': expected True, False, or an int",
             ),
-            ({"reshard_after_forward": 2.0}, TypeError, r"reshard_after_forward=2\.0"),
             ({"reshard_after_forward": 0}, ValueError, "reshard_after_forward=0: expected a number of slots above 1"),
-            ({"reshard_after_forward": -2}, ValueError, "reshard_after_forward=-2"),
             ({"reshard_after_forward": 1}, ValueError, "=1: each slot would keep all parameters; pass False for that"),
             ({"reshard_after_forward": 4}, ValueError, "=4 is the number of all slots; pass True for that"),
             ({"reshard_after_forward": 3}, ValueError, "=3: groups of 3 slots do not divide 4 slots.*possible: 2"),
-            ({"reshard_after_forward": 8}, ValueError, "=8: groups of 8 slots do not divide 4 slots"),
         ],
     )
     def test_arguments(self, net, slots, arguments, error, message):
@@ -215,22 +117,9 @@ class TestRefused:
         with pytest.raises(ValueError, match="possible: there is no such number, so pass True or False"):
             fully_shard(net, devices=make_slots(3), reshard_after_forward=2)
 
-    @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict])
-    @pytest.mark.parametrize("in_list", [False, True])
-    def test_a_container_without_forward(self, container, slots, net, in_list):
-        made = container()
-        with pytest.raises(
-            TypeError, match=f"a {container.__name__} has no forward of its own.*shard each of its modules"
-        ):
-            fully_shard([net, made] if in_list else made, devices=slots)
-        assert FORM_ATTRIBUTE not in vars(net)
-
-    @pytest.mark.parametrize("module", [nn.Tanh(), nn.Sequential(nn.Tanh(), nn.Identity())], ids=["leaf", "tree"])
-    def test_nothing_to_shard(self, module, slots):
-        with pytest.raises(ValueError, match=f"nothing to shard in a {type(module).__name__}: it has no parameters"):
-            fully_shard(module, devices=slots)
-
-    def test_nothing_but_ignored_parameters(self, net, slots):
+    def test_nothing_to_shard(self, net, slots):
+        with pytest.raises(ValueError, match="nothing to shard in a Tanh: it has no parameters"):
+            fully_shard(nn.Tanh(), devices=slots)
         with pytest.raises(ValueError, match=r"nothing to shard in .* all of them are in ignored_params"):
             fully_shard(net, devices=slots, ignored_params=net.parameters())
 
@@ -262,11 +151,6 @@ class TestRefused:
             fully_shard(lazy, devices=slots)
         assert FORM_ATTRIBUTE not in vars(lazy)
 
-    def test_a_tensor_of_parts(self, net, slots):
-        net[0].weight = nn.Parameter(TwoTensor(net[0].weight.detach(), net[0].weight.detach()))
-        with pytest.raises(TypeError, match=r"'0\.weight' is a TwoTensor, which stands for other tensors already"):
-            fully_shard(net, devices=slots)
-
     @pytest.mark.parametrize(
         "made",
         [lambda w: Named(w), lambda w: nn.Parameter(w.as_subclass(Marked))],
@@ -280,19 +164,16 @@ class TestRefused:
         assert FORM_ATTRIBUTE not in vars(net)
         fully_shard(net, devices=slots, ignored_params={net[0].weight})
 
-    @pytest.mark.slots(1, 4)
-    def test_inference_mode_and_nothing_has_changed(self, net, slots, root):
-        before, x = [*map(id, net.parameters())], torch.ones(6, 4, dtype=torch.float64, device=root)
-        with torch.inference_mode():
-            with pytest.raises(RuntimeError, match=r"inside torch.inference_mode\(\).*Call it before"):
-                fully_shard(net, devices=slots)
-            assert untouched(net, before)
-            expected = net(x)
+    def test_inference_mode_and_nothing_has_changed(self, net, slots):
+        before = [*map(id, net.parameters())]
+        with (
+            torch.inference_mode(),
+            pytest.raises(RuntimeError, match=r"inside torch.inference_mode\(\).*Call it before"),
+        ):
+            fully_shard(net, devices=slots)
+        assert untouched(net, before)
         with torch.no_grad():
             fully_shard(net, devices=slots)
-        with torch.inference_mode():
-            torch.testing.assert_close(net(x), expected)
-        net(x).sum().backward()
 
 
 class Named(nn.Parameter):
@@ -325,30 +206,9 @@ class TestOptimizers:
         optimizer.step()
         assert torch.equal(weight, expected)
 
-    def test_a_form_that_fails_leaves_it_alone(self, net, slots, monkeypatch):
-        optimizer, before = torch.optim.SGD(net.parameters(), lr=1), [*map(id, net.parameters())]
-
-        def fails(self):
-            raise MemoryError("no room")
-
-        monkeypatch.setattr(form.FullyShardState, "shard", fails)
-        with pytest.raises(MemoryError):
-            fully_shard(net, devices=slots)
-        assert untouched(net, before)
-        optimizer.step()
-
 
 @pytest.mark.long
 @pytest.mark.devices("cpu")
 def test_placements_are_imported_when_they_are_needed():
     script = "import sys, dataparallel.composable; print('torch.distributed.tensor' in sys.modules)"
     assert run_script(script).split() == ["False"]
-
-
-def test_the_room_has_it_whatever_was_imported_first(net):
-    import dataparallel.composable as room
-
-    assert room.fully_shard is fully_shard
-    assert {"fully_shard", "FullyShardedModule"} <= {*dir(room)}
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        room.nothing  # noqa: B018

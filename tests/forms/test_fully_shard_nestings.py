@@ -205,6 +205,8 @@ UNIT = chained(is_unit=True)
 
 
 FROZEN = (True, True)
+AROUND = {"is_unit": True}
+PLAIN = ("one_backward", "plain", "need gradients")
 
 
 @example(chained(replace(UNIT, recomputed=True), is_frozen=FROZEN), 3, "one_backward", "plain", "frozen tokens")
@@ -213,21 +215,9 @@ FROZEN = (True, True)
 @example(chained(UNIT, is_frozen=(True, False)), 2, "one_backward", "plain", "images")
 @example(chained(UNIT, chained(UNIT, UNIT, recomputed=False)), 3, "last_forward_first", "plain", KINDS[0])
 @example(chained(UNIT, chained(UNIT, UNIT, recomputed=True)), 3, "the_last_summed", "plain", KINDS[0])
-@example(
-    chained(chained(replace(UNIT, recomputed=False), is_unit=True, recomputed=False)),
-    3,
-    "one_backward",
-    "plain",
-    "need gradients",
-)
-@example(
-    chained(chained(replace(UNIT, recomputed=True), is_unit=True, recomputed=True)),
-    3,
-    "one_backward",
-    "plain",
-    "need gradients",
-)
-@example(chained(UNIT, replace(UNIT, recomputed=False, calls=2)), 3, "one_backward", "plain", KINDS[0])
+@example(chained(chained(replace(UNIT, recomputed=False), **AROUND, recomputed=False)), 3, *PLAIN)
+@example(chained(chained(replace(UNIT, recomputed=True), **AROUND, recomputed=True)), 3, *PLAIN)
+@example(chained(UNIT, replace(UNIT, recomputed=False, calls=2)), 3, *PLAIN)
 @given(roots, st.sampled_from([2, 3, 4]), loops, policies, kinds)
 @settings(phases=PHASES, suppress_health_check=[*HealthCheck])
 def test_random_nestings(make_slots, part, count, loop, policy, kind):

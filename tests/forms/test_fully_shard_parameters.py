@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
-from dataparallel.testing.cases import adamw, numbers, seeded, sgd
+from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
-from sharded_chains import Chain, Layer, assert_same_results, chain
+from sharded_chains import PLAIN, Chain, Layer, assert_same_results, chain, forward_backward
 from sharded_models import GPT, Apart, on_meta
 from sharded_steps import (
     LOOPS,
@@ -51,15 +51,6 @@ class TestParameters:
         """That memory is gone when the unit is freed, and the next gather is seen."""
         assert_same_training(chain(Layer, Moving, Moving), slots, loop=LOOPS[loop], reshard_after_forward=not stay)
 
-    def test_nothing_takes_a_gradient_but_the_input(self, slots, pair, x):
-        def use(model):
-            model.requires_grad_(False)
-            leaf = x.clone().requires_grad_()
-            model(leaf).square().sum().backward()
-            return leaf.grad
-
-        assert_same_results(pair, use)
-
     @several_loops
     def test_tied_weights_in_a_unit_of_several_modules(self, loop, slots):
         """The first module's forward begins the unit's use, and the last one's ends it."""
@@ -70,50 +61,25 @@ class TestParameters:
 
         assert_same_training(Model(seeded(Ends), MODELS["gpt"].batch), slots, loop=LOOPS[loop])
 
-    def test_complex_parameters(self, slots):
-        class Turn(Layer):
-            def __init__(self) -> None:
-                super().__init__()
-                self.phase = nn.Parameter(torch.randn(6, dtype=torch.complex128))
-
-            def forward(self, x: Tensor) -> Tensor:
-                return (super().forward(x) * self.phase).real
-
-        assert_same_training(chain(Layer, Turn, Layer), slots, optimizer=sgd)
-
-    def test_a_unit_in_channels_last(self, slots):
-        def build() -> nn.Module:
-            layers = [nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 2, 1)]
-            return Chain(*layers).to(memory_format=torch.channels_last)
-
-        assert_same_training(Model(seeded(build), numbers(2, 6, 6)), slots)
-
 
 class TestReferences:
     """Attributes of modules may lead to parameters: lists of weights, partials, closures of hooks."""
 
     class Referring(nn.Module):
-        """``first`` and ``last`` are layers; attributes of ``first`` lead to its own weight or to that of ``last``."""
+        """An attribute of ``first`` leads to the weight of ``last``, and a hook to a parameter of the model."""
 
-        def __init__(self, own: bool) -> None:
+        def __init__(self) -> None:
             super().__init__()
             self.first, self.last = Layer(), Layer()
-            self.gain = nn.Parameter(torch.randn(6))
-            weight = (self.first if own else self.last).linear.weight
-            self.first.linear.forward = functools.partial(F.linear, weight=weight)
-            gain = self.gain
-            self.handle = self.last.register_forward_hook(lambda module, args, output: output * gain)
+            gain = self.gain = nn.Parameter(torch.randn(6))
+            self.first.linear.forward = functools.partial(F.linear, weight=self.last.linear.weight)
+            self.last.register_forward_hook(lambda module, args, output: output * gain)
 
         def units(self) -> list[nn.Module]:
             return [self.first]
 
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.first(x))
-
-    @pytest.mark.parametrize("option", [True, False])
-    def test_they_lead_to_the_new_parameters(self, option, slots):
-        model = Model(seeded(self.Referring, True), numbers(6))
-        assert_same_training(model, slots, reshard_after_forward=option)
 
     def test_the_old_ones_are_freed(self, slots, root):
         class Plain(nn.Module):
@@ -134,15 +100,9 @@ class TestReferences:
         now = [*map(id, outer[0].lstm.parameters())]
         assert [*map(id, model.lstm._flat_weights)] == [*map(id, model.weights)] == now
 
-    def test_handles_still_remove_their_hooks(self, slots, root):
-        model = on_device(seeded(self.Referring, True), root)
-        sharded(model, slots)
-        model.handle.remove()
-        assert not model.last._forward_hooks
-
     def test_those_to_another_unit_raise(self, slots, root, x):
         """The other unit need not be there. To read what is not there would crash the process."""
-        model = on_device(seeded(self.Referring, False), root)
+        model = on_device(seeded(self.Referring), root)
         model.units = lambda: [model.first, model.last]
         sharded(model, slots)
         with pytest.raises(TypeError, match=r"use full_tensor\(\)"):
@@ -151,7 +111,7 @@ class TestReferences:
 
     def test_those_to_a_unit_around_are_full(self, slots):
         """The root is full while its children run."""
-        assert_same_training(Model(seeded(self.Referring, False), numbers(6)), slots)
+        assert_same_training(Model(seeded(self.Referring), numbers(6)), slots)
 
 
 class TestChangesOfTheModel:
@@ -190,20 +150,14 @@ class TestChangesOfTheModel:
         with pytest.raises(RuntimeError, match=r"the buffer '0.scale' needs a gradient.*Make it a parameter"):
             model(torch.ones(6, 4, device=root))
 
-    @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
-    def test_a_transform_around_a_unit_is_refused_by_name(self, transform, slots, root):
+    def test_a_transform_around_a_unit_is_refused_by_name(self, slots, root):
         class Transformed(nn.Module):
             def __init__(self):
                 super().__init__()
                 self.unit = nn.Linear(4, 4)
 
             def forward(self, x):
-                run = {
-                    "vmap": lambda: torch.func.vmap(self.unit)(x),
-                    "grad": lambda: torch.func.grad(lambda t: self.unit(t).sum())(x),
-                    "jvp": lambda: torch.func.jvp(self.unit, (x,), (x,))[1],
-                }
-                return run[transform]()
+                return torch.func.vmap(self.unit)(x)
 
         model = Transformed().to(root)
         fully_shard(model.unit, devices=slots)
@@ -252,132 +206,53 @@ class TestChangesOfTheModel:
         assert_equal(gradients(several), gradients(one), "gradients", atol=1e-9)
 
 
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return Net()
-
-
-class Net(nn.Module):
-    """Two units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(7, 6).double(), nn.Linear(6, 2).double()
-
-    def units(self) -> list[nn.Module]:
-        return [self.first]
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(rows)))
-
-
-@pytest.fixture
-def net(slots: list) -> Any:
-    return sharded(on_device(build, slots[0]), slots)
-
-
-@pytest.fixture
-def rows(slots: list) -> Tensor:
-    return torch.ones(6, 7, dtype=torch.float64, device=slots[0])
-
-
-def new_weight(slots: list, placement: Any = None) -> Any:
-    values = torch.linspace(-1, 1, 42, dtype=torch.float64).view(6, 7)
-    return nn.Parameter(distribute_tensor(values, slots, placement or Shard(0)))
-
-
 class TestThePlacement:
+    @pytest.mark.slots(4)  # which do not divide the columns
     @pytest.mark.parametrize("when", ["before the first call", "later"])
     @pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=repr)
-    def test_that_is_refused(self, placement, when, net, rows, slots):
+    def test_that_is_refused(self, placement, when, slots, pair, x):
+        several, one = pair
         if when == "later":
-            net(rows)
-        own = net.first.weight
-        net.first.weight = new_weight(slots, placement)
-        with pytest.raises(
-            RuntimeError, match=r"(?s)'weight' in the unit 'first'.*(Replicate|Shard\(dim=1\)).*placed by"
-        ):
-            net(rows)
-        net.first.weight = own
-        assert_equal(whole(net(rows)), whole(on_device(build, slots[0])(rows)), "outputs", atol=1e-9)
+            several(x)
+        layer, own = several.layers[1].linear, several.layers[1].linear.weight
+        layer.weight = nn.Parameter(distribute_tensor(torch.ones(6, 6, dtype=x.dtype), slots, placement))
+        message = r"(?s)'weight' in the unit 'layers\.1'.*(Replicate|Shard\(dim=1\)).*placed by"
+        with pytest.raises(RuntimeError, match=message):
+            several(x)
+        layer.weight = own
+        assert_equal(whole(several(x)), whole(one(x)), "outputs", atol=1e-9)
 
     @pytest.mark.slots(2)
-    def test_may_be_another_dimension(self, slots, rows):
-        net, twin = (on_device(build, slots[0]) for _ in range(2))
-        sharded(net, slots)
-        net(rows)
-        net.last.weight = nn.Parameter(distribute_tensor(twin.last.weight.detach(), slots, Shard(1)))
-        for each in (net, twin):
-            each(rows).sum().backward()
-        assert_equal(whole(net.last.weight.grad), whole(twin.last.weight.grad), "gradient", atol=1e-9)
-
-
-class TestWhatIsManaged:
-    @pytest.mark.parametrize("when", ["before the next call", "later"])
-    def test_is_the_parameter_that_is_registered_now(self, when, net, rows, slots):
-        new = net.first.weight = new_weight(slots)
-        if when == "later":
-            net(rows)
-        assert fully_shard.state(net.first).manages(new)
-        assert not fully_shard.state(net).manages(new)
-
-    @pytest.mark.parametrize("when", ["before the next call", "later"])
-    def test_is_not_shared_with_another_unit(self, when, net, rows, slots):
-        net.first.weight = new_weight(slots)
-        if when == "later":
-            net(rows)
-        other = nn.Linear(7, 6).double().to(slots[0])
-        other.weight = net.first.weight
-        with pytest.raises(RuntimeError, match="'weight' is shared with a module outside"):
-            fully_shard(other, devices=slots)
-
-    def test_is_no_parameter_that_was_replaced(self, net, rows, slots):
-        former = net.first.weight
-        net.first.weight = new_weight(slots)
-        net(rows)
-        assert not fully_shard.state(net.first).manages(former)
+    def test_may_be_another_dimension(self, slots, pair, x):
+        several, one = pair
+        several(x)
+        weight = one.layers[1].linear.weight.detach()
+        several.layers[1].linear.weight = nn.Parameter(distribute_tensor(weight, slots, Shard(1)))
+        assert_same_results(pair, lambda model: forward_backward(model, x))
 
 
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.parametrize("when", ["before the first call", "later"])
-def test_shards_of_an_offloaded_unit_have_to_be_in_host_memory(when, net, rows, slots):
-    offloaded = sharded(on_device(build, slots[0]), slots, offload_policy=CPUOffloadPolicy())
+def test_shards_of_an_offloaded_unit_have_to_be_in_host_memory(when, slots, root, pair, x):
+    offloaded = sharded(on_device(PLAIN.build, root), slots, offload_policy=CPUOffloadPolicy())
     if when == "later":
-        offloaded(rows)
+        offloaded(x)
     with torch.no_grad():
-        net.first.weight.copy_(new_weight(slots))
-    offloaded.load_state_dict(net.state_dict(), assign=True)
-    with pytest.raises(
-        RuntimeError, match=r"unit '(first|Linear)' is on .*host memory: load a state dict that is on the CPU"
-    ):
-        offloaded.first(rows)
+        pair[0].layers[1].linear.weight.mul_(2)
+    offloaded.load_state_dict(pair[0].state_dict(), assign=True)
+    message = r"unit '(layers\.1|Layer)' is on .*host memory: load a state dict that is on the CPU"
+    with pytest.raises(RuntimeError, match=message):
+        offloaded.layers[1](x)
     with pytest.raises(RuntimeError, match="CPUOffloadPolicy"):
-        offloaded(rows)
+        offloaded(x)
     offloaded.cpu()
-    assert_equal(whole(offloaded(rows)), whole(net(rows)), "outputs", atol=1e-9)
+    assert_equal(whole(offloaded(x)), whole(pair[0](x)), "outputs", atol=1e-9)
     offloaded.reshard()
     assert {shard.device.type for p in offloaded.parameters() for shard in p.shards} == {"cpu"}
 
 
 MODEL = MODELS["gpt"]
 UNTIED = MODELS["gpt, units of several kinds"]
-
-
-def blank(model: Model, root: torch.device) -> nn.Module:
-    """The model with zeros, to be loaded."""
-    made = on_device(model.build, root)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.zero_()
-    return made
-
-
-def initialise(model: nn.Module) -> None:
-    """As user code does after `to_empty`."""
-    torch.manual_seed(3)
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
 
 
 def assert_trains_as(several: nn.Module, one: nn.Module, slots: list) -> None:
@@ -392,41 +267,13 @@ class TestMeta:
         several, one = sharded(on_meta(), slots), on_meta().to_empty(device=root)
         one.head.weight = one.embedding.weight
         for model in (several.to_empty(device=root.type), one):
-            initialise(model)
+            torch.manual_seed(3)
+            for module in model.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
         assert several.head.weight is several.embedding.weight
         assert_equal(state(several), state(one), "drawn", atol=0)
         assert_trains_as(several, one, slots)
-
-    @pytest.mark.slots(3, long=[2, 8])
-    def test_initialisations_that_write_to_rows_and_slices(self, slots, root):
-        """A padding row as torch's and transformers' embeddings have it, and the forget gates of an LSTM."""
-
-        class Rows(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.words, self.places = nn.Embedding(11, 4, padding_idx=9), nn.Embedding(5, 4, padding_idx=-1)
-                self.gates = nn.LSTM(4, 3)
-
-            def forward(self, x: Tensor) -> Any:
-                return self.gates(self.words(x) + self.places(x))
-
-            def reset_parameters(self) -> None:
-                self.words.reset_parameters()
-                self.places.weight.data.normal_(std=0.02)
-                self.places.weight.data[self.places.padding_idx].zero_()
-                self.gates.reset_parameters()
-                self.gates.bias_ih_l0.data[3:6].fill_(1.0)
-                for gate in self.gates.weight_hh_l0.data.chunk(4):
-                    nn.init.xavier_uniform_(gate)
-
-        with torch.device("meta"):
-            several, one = Rows(), Rows()
-        fully_shard(several, devices=slots)
-        for model in (several, one):
-            model.to_empty(device=root)
-            torch.manual_seed(3)
-            model.reset_parameters()
-        assert_equal(state(several), state(one), "state", atol=0)
 
     @pytest.mark.slots(3, long=[2, 8])
     def test_sharded_values_are_assigned_without_to_empty(self, slots, root):
@@ -442,55 +289,31 @@ class TestMeta:
             several(tokens)
 
 
-class TestStateDicts:
-    @pytest.mark.parametrize("assign", [False, True])
-    @pytest.mark.parametrize("map_location", [None, "cpu"])
-    def test_a_sharded_one_goes_through_a_file(self, map_location, assign, slots, root):
-        """Training goes on as if it had not been interrupted."""
-        model = UNTIED if assign else MODEL
-        several, one = sharded(on_device(model.build, root), slots), on_device(model.build, root)
-        batches = [batches_of(model, slots) for _ in range(2)]
-        optimizer, of_one = adamw(several.parameters()), adamw(one.parameters())
-        train(several, batches[0], optimizer, 2)
-        train(one, batches[1], of_one, 2)
-        file = io.BytesIO()
-        torch.save({"model": several.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=True, map_location=map_location)
-        again = sharded(blank(model, root), slots)
-        if assign and map_location == "cpu":
-            # What is assigned stays where it is, and a unit's shards are on its slots.
-            saved["model"] = {name: value.to(root.type) for name, value in saved["model"].items()}
-        again.load_state_dict(saved["model"], assign=assign)
-        optimizer = adamw(again.parameters())
-        optimizer.load_state_dict(saved["optimizer"])
-        assert_all_sharded(again)
-        assert_same(train(again, batches[0], optimizer, 3), train(one, batches[1], of_one, 3))
-
-    @pytest.mark.parametrize("when", ["before the first call", "later"])
-    @pytest.mark.parametrize("assign", [False, True])
-    def test_weights_are_replaced(self, assign, when, slots, root):
-        """A call after the load computes with the new weights."""
-        model = UNTIED if assign else MODEL
-        several, one = sharded(on_device(model.build, root), slots), on_device(model.build, root)
-        if when == "later":
-            for each in (several, one):
-                train(each, batches_of(model, slots), steps=1)
-        changed = sharded(on_device(model.build, root), slots)
-        with torch.no_grad():
-            for parameter in changed.parameters():
-                parameter.copy_(parameter.cos())
-        several.load_state_dict(changed.state_dict(), assign=assign)
-        one.load_state_dict(whole(changed.state_dict()))
-        assert_trains_as(several, one, slots)
+@pytest.mark.parametrize("map_location", [None, "cpu"])
+def test_a_sharded_state_dict_goes_through_a_file(map_location, slots, root):
+    """Training goes on as if it had not been interrupted."""
+    several, one = sharded(on_device(MODEL.build, root), slots), on_device(MODEL.build, root)
+    batches = [batches_of(MODEL, slots) for _ in range(2)]
+    optimizer, of_one = adamw(several.parameters()), adamw(one.parameters())
+    train(several, batches[0], optimizer, 2)
+    train(one, batches[1], of_one, 2)
+    file = io.BytesIO()
+    torch.save({"model": several.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True, map_location=map_location)
+    again = sharded(on_device(MODEL.build, root), slots)
+    again.load_state_dict(saved["model"])
+    optimizer = adamw(again.parameters())
+    optimizer.load_state_dict(saved["optimizer"])
+    assert_all_sharded(again)
+    assert_same(train(again, batches[0], optimizer, 3), train(one, batches[1], of_one, 3))
 
 
-class TestConversions:
-    def test_to_the_cpu_and_back(self, slots, root):
-        several, one = sharded(on_device(MODEL.build, root), slots), on_device(MODEL.build, root)
-        train(several, batches_of(MODEL, slots), steps=1)
-        train(one, batches_of(MODEL, slots), steps=1)
-        several.cpu()
-        assert all(shard.device.type == "cpu" for parameter in several.parameters() for shard in parameter.shards)
-        several.to(root.type)
-        assert_trains_as(several, one, slots)
+def test_to_the_cpu_and_back(slots, root):
+    several, one = sharded(on_device(MODEL.build, root), slots), on_device(MODEL.build, root)
+    for model in (several, one):
+        train(model, batches_of(MODEL, slots), steps=1)
+    several.cpu()
+    assert all(shard.device.type == "cpu" for parameter in several.parameters() for shard in parameter.shards)
+    several.to(root.type)
+    assert_trains_as(several, one, slots)

@@ -185,10 +185,9 @@ def test_any_two_choices_are_tested_together():
 
 
 @pytest.mark.long
-class TestTheFullMatrix:
-    @pytest.mark.parametrize(("option", "loop", "model", "count"), TOGETHER)
-    def test_any_two_choices(self, option, loop, model, count, make_slots):
-        check(model, option, loop, make_slots(count))
+@pytest.mark.parametrize(("option", "loop", "model", "count"), TOGETHER)
+def test_any_two_choices(option, loop, model, count, make_slots):
+    check(model, option, loop, make_slots(count))
 
 
 class TestOtherSlots:
@@ -245,16 +244,6 @@ def test_batch_statistics_are_those_of_replicate(option, slots):
 @every_loop
 def test_ignored_parameters_stay_what_they_are(loop, slots):
     assert_same_training(Model(seeded(Scaled), numbers(6)), slots, loop=LOOPS[loop], ignored=True)
-
-
-@pytest.mark.slots(4)
-def test_a_unit_whose_backward_needs_no_weights_is_not_gathered_for_it(slots):
-    """An embedding's backward reads no weight."""
-
-    def afterwards(model):
-        model.embedding.set_unshard_in_backward(False)
-
-    assert_same_training(MODELS["gpt, units of several kinds"], slots, afterwards=afterwards)
 
 
 RUNS = 3
@@ -318,14 +307,6 @@ def test_dropout_is_on(slots):
     with_dropout, without = (trained(seeded(GPT, "around", False, p), slots) for p in (0.5, 0.0))
     with pytest.raises(AssertionError):
         assert_same(with_dropout, without)
-
-
-def test_sharding_draws_no_random_number(slots, root):
-    model = on_device(MODELS["gpt"].build, root)
-    before = torch.get_rng_state()
-    sharded(model, slots)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert isinstance(model, nn.Module)
 
 
 def _gradients(devices, batch_size=16, passes=2):

@@ -1,7 +1,6 @@
 """The policies of `fully_shard`: their fields, what lies where in which dtype, and how often it travels."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from clocked import timeline
 from dataparallel import composable
 from dataparallel.comm.streams.current import Event
-from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import mean_square_loss
@@ -49,10 +48,6 @@ def rows(slots: list, seed: int = 0, count: int | None = None) -> Tensor:
 
 def make(slots: list, **options: Any) -> Any:
     return sharded(on_device(seeded(Layers), slots[0]), slots, **{"offload_policy": CPUOffloadPolicy(), **options})
-
-
-def twin_of(slots: list) -> Any:
-    return on_device(seeded(Layers), slots[0])
 
 
 def shards(model: Any) -> list[Tensor]:
@@ -97,52 +92,21 @@ def probe(slots: list) -> None:
 
 
 class TestOffload:
-    def test_shards_gradients_and_states_are_on_the_host(self, slots):
-        model = make(slots)
+    @pytest.mark.parametrize("pin", [True, False])
+    def test_shards_gradients_and_states_are_on_the_host_and_pinned_if_the_policy_says_so(self, pin, slots):
+        model = make(slots, offload_policy=CPUOffloadPolicy(pin_memory=pin))
         optimizer = adamw(model.parameters())
         mean_square_loss(model(rows(slots))).backward()
         optimizer.step()
         for parameter in model.parameters():
             assert [*parameter.devices] == [*map(torch.device, slots)]
-            assert isinstance(parameter.grad, ShardedTensor)
             moments = [value for value in optimizer.state[parameter].values() if isinstance(value, ShardedTensor)]
             assert len(moments) == 2
             for tensor in (parameter, parameter.grad, *moments):
                 assert {shard.device for shard in tensor.shards} == {CPU}
-
-    @pytest.mark.devices("sim", "cuda")
-    @pytest.mark.parametrize("pin", [True, False])
-    def test_their_memory_is_pinned_if_the_policy_says_so(self, pin, slots):
-        model = make(slots, offload_policy=CPUOffloadPolicy(pin_memory=pin))
-        mean_square_loss(model(rows(slots))).backward()
-        assert {shard.is_pinned() for shard in shards(model)} == {pin}
-        grads = [shard for p in model.parameters() for shard in p.grad.shards if shard.numel()]
-        assert {shard.is_pinned() for shard in grads} == {pin}
-
-    @pytest.mark.devices("sim", "cuda")
-    def test_the_host_waits_for_uploads_before_it_writes_to_shards(self, slots, monkeypatch):
-        """Not in forward, and not for reads of values in the parameters' metadata."""
-        waited = []
-        synchronize = Event.synchronize
-        monkeypatch.setattr(Event, "synchronize", lambda event: (waited.append(event), synchronize(event)))
-        model = make(slots)
-        parameters = [*model.parameters()]
-
-        def write(parameter) -> None:
-            with torch.no_grad():
-                parameter.mul_(2)
-
-        optimizer = adamw(parameters)
-        mean_square_loss(model(rows(slots))).backward()
-        saved = fully_shard.full_state_dict(model)
-        load = partial(fully_shard.load_full_state_dict, model, saved)
-        for touch in (lambda: write(parameters[0]), lambda: parameters[0].shards, optimizer.step, load):
-            waited.clear()
-            model(rows(slots))
-            assert [parameter.shape for parameter in parameters]
-            assert not waited
-            touch()
-            assert len(waited) >= len(slots)
+            if torch.device(slots[0]) != CPU:
+                parts = [shard for shard in (*parameter.shards, *parameter.grad.shards) if shard.numel()]
+                assert {shard.is_pinned() for shard in parts} == {pin}
 
     @pytest.mark.devices("sim")
     @pytest.mark.slots(4)
@@ -182,27 +146,6 @@ class TestCopiesOfOffloadedShards:
         assert len(backward.sent(to_host=False)) == LAYERS * len(slots)
         assert len(backward.sent(to_host=True)) == (LAYERS + 1) * len(slots)
 
-    @pytest.mark.slots(4)
-    @pytest.mark.parametrize("count", [8, 2])
-    def test_they_are_dropped_when_the_last_slot_that_runs_has_pulled(self, count, slots):
-        model = make(slots)
-        source = fully_shard.state(model.layers[2]).unit.sources
-        held = []
-
-        def when_later(module: nn.Module, inputs: object, output: Tensor) -> None:
-            held.append(source()[0]._copies)
-
-        def when_earlier(module: nn.Module, inputs: object, output: Tensor) -> None:
-            output.register_hook(lambda gradient: held.append(source()[0]._copies))
-
-        model.last.register_forward_hook(when_later)
-        model.layers[0].register_forward_hook(when_earlier)
-        loss = mean_square_loss(model(rows(slots, count=count)))
-        assert held[-1] is None
-        held.clear()
-        loss.backward()
-        assert held[-1] is None
-
     @pytest.mark.slots(3)
     def test_gradients_are_complete_when_backward_returns(self, slots):
         model = make(slots)
@@ -215,46 +158,34 @@ class TestCopiesOfOffloadedShards:
         assert arrived <= launches.complete_at_the_end()
 
     @pytest.mark.slots(3)
-    def test_shards_may_be_written_after_a_call(self, slots, without_graph):
-        """Nothing reads those that one gets: uploads from pinned memory are no part of what a stream orders for the
-        host."""
-        model = make(slots)
-        with without_graph():
-            model(rows(slots))
-            with Launches() as launches:
-                model(rows(slots))
-                assert shards(model)
-                probe(slots)
-        sent = {launch.index for launch in launches.sent(to_host=False)}
-        assert sent
-        assert sent <= launches.complete_at_the_end()
-
-    @pytest.mark.slots(3)
-    @pytest.mark.parametrize("what", ["an optimizer steps", "a state dict is loaded", "it is sharded again"])
-    def test_shards_may_be_written_while_an_unshard_is_on_its_way(self, what, slots, monkeypatch):
-        """The host waits until they have left, before it writes."""
+    @pytest.mark.parametrize("what", ["a call", "an optimizer steps", "a state dict is loaded", "it is sharded again"])
+    def test_shards_may_be_written_once_the_host_has_them(self, what, slots, monkeypatch):
+        """After a call, or while an unshard is on its way: uploads from pinned memory are no part of what a stream
+        orders for the host."""
         # After a query that finds the copies done, no wait for them is recorded.
         monkeypatch.setattr(Event, "has_passed", lambda event: False)
         model = make(slots)
         optimizer = torch.optim.SGD(model.parameters())
-        values = model.state_dict()
+        values = {name: value.clone() for name, value in model.layers[1].state_dict().items()}
         mean_square_loss(model(rows(slots))).backward()
         with Launches() as launches:
-            handle = model.layers[1].unshard(async_op=True)
+            if what == "a call":
+                with torch.no_grad():
+                    model(rows(slots))
+                assert shards(model)
+            else:
+                model.layers[1].unshard(async_op=True)
             if what == "an optimizer steps":
                 optimizer.step()
             elif what == "a state dict is loaded":
-                model.layers[1].load_state_dict(
-                    {name.removeprefix("layers.1."): v for name, v in values.items() if name.startswith("layers.1.")}
-                )
-            else:
+                model.layers[1].load_state_dict(values)
+            elif what == "it is sharded again":
                 model.layers[1].reshard()
                 assert shards(model)
             probe(slots)
         sent = {launch.index for launch in launches.sent(to_host=False)}
         assert sent
         assert sent <= launches.complete_at_the_end()
-        handle.wait()
 
 
 class Seen(nn.Module):
@@ -282,44 +213,17 @@ class TestMixedPrecision:
         output = model(rows(slots).float())
         assert model.seen == [torch.bfloat16 if casts else torch.float32, torch.bfloat16, torch.float32]
         assert output.dtype == torch.float32  # the buffer's, with which the sum is promoted
+        mean_square_loss(output).backward()
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert {shard.dtype for parameter in model.parameters() for shard in parameter.grad.shards} == {torch.float32}
 
     def test_outputs_are_cast(self, slots):
         output = self.shard(slots, MixedPrecisionPolicy(output_dtype=torch.float16))(rows(slots).float())
         assert output.dtype == torch.float16
 
-    def test_parameters_and_gradients_keep_their_dtype(self, slots):
-        model = self.shard(slots, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-        mean_square_loss(model(rows(slots).float())).backward()
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-        assert {shard.dtype for parameter in model.parameters() for shard in parameter.grad.shards} == {torch.float32}
-
     def test_integers_are_not_cast(self, slots):
-        class Takes(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.embedding = nn.Embedding(5, 4)
-
-            def forward(self, x: Tensor) -> Tensor:
-                assert x.dtype == torch.int64
-                return self.embedding(x)
-
-        model = fully_shard(on_device(seeded(Takes), slots[0]), devices=slots, mp_policy=HALF)
+        model = fully_shard(nn.Embedding(5, 4).to(slots[0]), devices=slots, mp_policy=HALF)
         assert model(torch.arange(5).to(slots[0])).dtype == torch.bfloat16
-
-    @pytest.mark.devices("sim")
-    def test_full_parameters_have_half_the_bytes(self, slots):
-        def kept(policy: MixedPrecisionPolicy) -> int:
-            model = self.shard(slots, policy)
-            x = rows(slots).float()
-            held = []
-            for reshard in (True, False):
-                model.set_reshard_after_forward(reshard)
-                with torch.no_grad():
-                    model(x)
-                held.append(allocated(slots)[-1])
-            return held[1] - held[0]
-
-        assert kept(MixedPrecisionPolicy()) == 2 * kept(HALF) >= WIDTH * (WIDTH + 1) * 4
 
 
 @pytest.mark.parametrize("name", ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"])
@@ -331,41 +235,22 @@ def test_fields_and_defaults_are_those_of_torch(name):
     assert ours == fields(getattr(theirs, name))[: len(ours)]  # torch 2.15 has one more
 
 
-def test_offloading_to_the_cpu_is_an_offload_policy():
-    assert isinstance(CPUOffloadPolicy(), OffloadPolicy)
-
-
-@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(torch.bfloat16), OffloadPolicy(), CPUOffloadPolicy()])
-def test_a_policy_does_not_change_and_equals_another_like_it(policy):
-    assert policy == dataclasses.replace(policy)
-    assert hash(policy) == hash(dataclasses.replace(policy))
-    for name in ("param_dtype", "pin_memory"):
-        if hasattr(policy, name):
-            with pytest.raises(dataclasses.FrozenInstanceError):
-                setattr(policy, name, None)
-
-
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype"])
-class TestDtypes:
-    @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.float32, torch.float64])
-    def test_floating_point_ones_are_taken(self, name, dtype):
-        assert getattr(MixedPrecisionPolicy(**{name: dtype}), name) is dtype
-
-    @pytest.mark.parametrize("dtype", ["bfloat16", 16, True])
-    def test_what_is_no_dtype(self, name, dtype):
-        with pytest.raises(TypeError, match=rf"^{name}={dtype!r}: expected a torch\.dtype"):
-            MixedPrecisionPolicy(**{name: dtype})
-
-    @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
-    def test_one_that_is_not_floating_point(self, name, dtype):
-        with pytest.raises(ValueError, match=f"^{name}={dtype}: expected a floating-point dtype"):
-            MixedPrecisionPolicy(**{name: dtype})
+@pytest.mark.parametrize(
+    ("dtype", "error", "message"),
+    [
+        ("bfloat16", TypeError, "='bfloat16': expected a torch\\.dtype"),
+        (torch.complex64, ValueError, "=torch\\.complex64: expected a floating-point dtype"),
+    ],
+)
+def test_what_is_no_floating_point_dtype_is_refused(name, dtype, error, message):
+    with pytest.raises(error, match=f"^{name}{message}"):
+        MixedPrecisionPolicy(**{name: dtype})
 
 
 @pytest.mark.parametrize(
     ("cls", "name"), [(MixedPrecisionPolicy, "cast_forward_inputs"), (CPUOffloadPolicy, "pin_memory")]
 )
-@pytest.mark.parametrize("value", [None, 1, "no"])
-def test_flags_are_bools(cls, name, value):
-    with pytest.raises(TypeError, match=f"^{name}={value!r}: expected True or False"):
-        cls(**{name: value})
+def test_flags_are_bools(cls, name):
+    with pytest.raises(TypeError, match=f"^{name}=1: expected True or False"):
+        cls(**{name: 1})

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from backends_events import BackendsEvent
 from clocked import timeline
 from dataparallel import comm
-from dataparallel.composable import CPUOffloadPolicy, fully_shard
-from dataparallel.sharded.units.shards import PullSource
+from dataparallel.comm.streams.current import streams_set
+from dataparallel.composable import CPUOffloadPolicy
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from made_units import recorded_gathers
@@ -19,13 +19,14 @@ from sharded_steps import gradients, on_device, sharded, whole
 WIDTH = 16
 
 
-class Layers(nn.Module):
-    """An embedding and layers, all of them units."""
+class Model(nn.Module):
+    """An embedding and layers, all of them units, and a layer of the model's own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(7, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Linear(WIDTH, 3)
 
     def units(self) -> list[nn.Module]:
         return [self.embedding, *self.layers]
@@ -34,18 +35,7 @@ class Layers(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return x
-
-
-class Model(Layers):
-    """With a layer of the model's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(WIDTH, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.last(super().forward(tokens))
+        return self.last(x)
 
 
 def tokens(slots: list, seed: int = 0) -> Tensor:
@@ -69,52 +59,38 @@ def backward(model: Any, slots: list, seed: int = 0) -> None:
 class TestPostOptimEvent:
     """The optimizer steps on streams of its own. The computing streams do not wait for these."""
 
-    def step_aside(self, model: Any, optimizer: Any, slots: list) -> list[torch.Event]:
+    def step_aside(self, optimizer: Any, slots: list) -> list[torch.Event]:
         """The optimizer's step on side streams, and an event after it on each device."""
-        events = []
-        streams = [torch.Stream(device) for device in slots]
-        for stream in streams:
-            stream.wait_stream(torch.accelerator.current_stream(stream.device))
-        before = [torch.accelerator.current_stream(device) for device in slots]
-        for stream in streams:
-            torch.accelerator.set_stream(stream)
-        try:
+        self.streams = {torch.device(slot): torch.Stream(slot) for slot in slots}
+        for device, stream in self.streams.items():
+            stream.wait_stream(torch.accelerator.current_stream(device))
+        with streams_set(self.streams):
             optimizer.step()
-        finally:
-            for stream in before:
-                torch.accelerator.set_stream(stream)
-        for stream in streams:
-            events.append(stream.record_event())
-        self.streams = streams
-        return events
+        return [stream.record_event() for stream in self.streams.values()]
 
-    @pytest.mark.parametrize("kind", [torch.Event, BackendsEvent])
+    @pytest.mark.parametrize("kind", ["torch's events", "those of a backend", "one event"])
     def test_gathers_wait_for_it(self, kind, slots):
         model, twin = make(slots), twin_of(slots)
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
         for seed in range(3):
             backward(model, slots, seed)
             backward(twin, slots, seed)
-            events = self.step_aside(model, optimizers[0], slots)
-            model.set_post_optim_event(events if kind is torch.Event else [*map(kind, events)])
+            events: Any = self.step_aside(optimizers[0], slots)
+            if kind == "those of a backend":
+                events = [*map(BackendsEvent, events)]
+            elif kind == "one event":
+                first = self.streams[torch.device(slots[0])]
+                for event in events:
+                    first.wait_event(event)
+                events = first.record_event()
+            model.set_post_optim_event(events)
             optimizers[1].step()
             found, expected = model(tokens(slots)), twin(tokens(slots))
             assert_equal(whole(found), whole(expected), "outputs", atol=1e-9)
-            for stream in self.streams:  # the rest of this loop is on the current streams
-                torch.accelerator.current_stream(stream.device).wait_stream(stream)
+            for device, stream in self.streams.items():  # the rest of this loop is on the current streams
+                torch.accelerator.current_stream(device).wait_stream(stream)
             for optimizer in optimizers:
                 optimizer.zero_grad()
-
-    def test_without_it_they_do_not_wait_for_other_streams(self, slots):
-        """It is the event that orders them: the clocks see that nothing else does."""
-        model = make(slots)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        backward(model, slots)
-        self.step_aside(model, optimizer, slots)
-        with pytest.raises(RuntimeError, match="race"):
-            model(tokens(slots))
-        for device in slots:
-            torch.accelerator.synchronize(device)
 
     def test_they_wait_for_nothing_else(self, slots):
         """Work that the computing streams were given before the call does not hold up copies, but for the event.
@@ -153,34 +129,9 @@ class TestPostOptimEvent:
                 todo += [other.index for other in launches[:index] if other.stream == launches[index].stream]
         return before.index in reached
 
-    def test_one_event_may_stand_for_all_devices(self, slots):
-        model = make(slots)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        backward(model, slots)
-        events = self.step_aside(model, optimizer, slots)
-        for event in events:
-            self.streams[0].wait_event(event)
-        model.set_post_optim_event(self.streams[0].record_event())
-        model(tokens(slots))
-        for device in slots:
-            torch.accelerator.synchronize(device)
 
-    def test_shards_with_new_memory_are_packed_after_it(self, slots):
-        """Other code has given a parameter new memory, while the optimizer's step on others may still run."""
-        model = make(slots)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        backward(model, slots)
-        events = self.step_aside(model, optimizer, slots)
-        bias = model.last.bias
-        bias._shards = tuple(torch.ones_like(shard) for shard in bias.shards)
-        model.set_post_optim_event(events)
-        model(tokens(slots))
-        for device in slots:
-            torch.accelerator.synchronize(device)
-
-
+@pytest.mark.devices("sim", "stand-in")
 class TestIsLastBackward:
-    @pytest.mark.devices("sim", "stand-in")
     def test_a_backward_that_is_not_the_last_leaves_sums_on_their_way(self, slots):
         """The clocks see that the current streams have not waited for the sums of the first unit."""
         model = make(slots)
@@ -192,7 +143,6 @@ class TestIsLastBackward:
         backward(model, slots)
         gradients(model)
 
-    @pytest.mark.devices("sim", "stand-in")
     def test_the_host_does_not_wait(self, slots):
         """Gradients arrive on the host later, with the last backward or the next forward."""
         model = make(slots, offload_policy=CPUOffloadPolicy())
@@ -204,70 +154,33 @@ class TestIsLastBackward:
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.fixture
-def gathered(monkeypatch: pytest.MonkeyPatch) -> list[PullSource]:
-    """The sources that slots have pulled from."""
-    return recorded_gathers(monkeypatch)
+@pytest.mark.parametrize("unshards", [True, False])
+def test_a_unit_is_gathered_in_backward_unless_it_needs_no_weights(unshards, slots, monkeypatch):
+    gathered = recorded_gathers(monkeypatch)
+    model, twin = make(slots), twin_of(slots)
+    model.embedding.set_unshard_in_backward(unshards)
+    loss = mean_square_loss(model(tokens(slots)))
+    gathered.clear()
+    loss.backward()
+    assert len(gathered) == (4 if unshards else 3) * len(slots)
+    backward(twin, slots)
+    assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
 
 
-class TestUnshardInBackward:
-    def test_a_unit_without_it_is_not_gathered(self, slots, gathered):
-        model, twin = make(slots), twin_of(slots)
-        loss = mean_square_loss(model(tokens(slots)))
-        gathered.clear()
-        loss.backward()
-        assert len(gathered) == 4 * len(slots)
-        model.zero_grad()
-        model.embedding.set_unshard_in_backward(False)
-        loss = mean_square_loss(model(tokens(slots)))
-        gathered.clear()
-        loss.backward()
-        owned = {id(source._owned) for source in gathered}
-        unit = fully_shard.state(model.embedding).unit
-        assert id(unit.owned[0]) not in owned
-        assert len(gathered) == 3 * len(slots)
-        backward(twin, slots)
-        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
-
-
-class TestAllReduceHook:
-    """It sees what each owner has added up of its unit, before that is the gradient."""
-
-    def test_it_is_called_once_for_each_owner(self, slots):
-        devices = []
-        model = make(slots)
-        model.set_all_reduce_hook(lambda part: devices.append(part.device))
+def test_an_error_of_the_all_reduce_hook_is_that_of_the_backward(slots):
+    model = make(slots)
+    model.set_all_reduce_hook(lambda part: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         backward(model, slots)
-        assert sorted(map(str, devices)) == sorted(map(str, slots))
-
-    def test_an_error_of_it_is_that_of_the_backward(self, slots):
-        model = make(slots)
-        model.set_all_reduce_hook(lambda part: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            backward(model, slots)
 
 
-class TestGradientsThatWait:
-    """``.grad`` says what becomes of gradients that wait on the slots."""
-
-    def test_they_stay_if_it_is_scaled(self, slots):
-        """It is zero so far, and scaled zeros are no gradient that somebody has set to zero."""
-        model, twin = make(slots), twin_of(slots)
-        with model.no_sync():
-            backward(model, slots, 1)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        backward(model, slots, 2)
-        for seed in (1, 2):
-            backward(twin, slots, seed)
-        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
-
-    @pytest.mark.parametrize("foreach", [False, True])
-    def test_they_are_void_once_it_is_set_to_zero(self, foreach, slots):
-        model, twin = make(slots), twin_of(slots)
-        optimizer = torch.optim.SGD(model.parameters(), foreach=foreach)
-        with model.no_sync():
-            backward(model, slots, 1)
-        optimizer.zero_grad(set_to_none=False)
-        for each in (model, twin):
-            backward(each, slots, 2)
-        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
+def test_gradients_that_wait_on_the_slots_stay_if_the_others_are_scaled(slots):
+    """``.grad`` is zero so far, and scaled zeros are no gradient that somebody has set to zero."""
+    model, twin = make(slots), twin_of(slots)
+    with model.no_sync():
+        backward(model, slots, 1)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    backward(model, slots, 2)
+    for seed in (1, 2):
+        backward(twin, slots, seed)
+    assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)

@@ -312,7 +312,7 @@ BY_COPIES: dict[str, tuple[Callable[[list], None], str]] = {
 """Guards of copies alone, and some that are theirs too."""
 
 ELSEWHERE = {
-    "calls.py:RootCall.gather_for_backward:make_wait:1",  # an order of launches: test_fully_shard_streams.py
+    "calls.py:RootCall.gather_for_backward:make_wait:1",  # an order of launches: it costs time, and no value
     "gradients.py:UnitSums.add_up:release_deliveries:1",  # as for an owner that has delivered
     "slot_unit.py:SlotUnit._fill:Event:1",  # machines send
     "tree.py:SumsOfPass.wait_for_sums:synchronize:1",  # the host adds: tests/sharded/units/test_gradients.py

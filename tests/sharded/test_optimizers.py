@@ -1,21 +1,22 @@
-"""torch's optimizers, clipping, gradient scaling and averaging on sharded parameters: the same as on one device."""
+"""torch's optimizers, their state, clipping and gradient scaling on sharded parameters: the same as on one device."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataparallel.sharded import Shard, ShardedTensor
 from dataparallel.sharded.placements import over_of
+from dataparallel.testing.steps import assert_equal
 from fake_machines import FakeOver, on_fake_machines, owners_of
 from sharded_parameters import (
     FUSED,
     OF_WHOLE_MATRICES,
     OPTIMIZERS,
+    SHAPES,
     STEPS,
     assert_same,
     assert_state_is_divided,
@@ -41,59 +42,25 @@ def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.slots(4, long=[2, 8])
-@pytest.mark.parametrize("foreach", [None, False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, {"foreach": foreach}) for name in OPTIMIZERS for foreach in (None, False, True)]
+    + [pytest.param(name, {"fused": True}, marks=FUSED_OPTIMIZERS) for name in FUSED],
+    ids=str,
+)
 def test_steps_equal_one_device_and_send_nothing(
-    on_owners: OnOwners, root: torch.device, name: str, foreach: bool | None
+    on_owners: OnOwners, root: torch.device, name: str, how: dict[str, Any]
 ) -> None:
     whole = whole_parameters(root)
-    expected = trained(whole, OPTIMIZERS[name](whole, foreach=foreach))
+    expected = trained(whole, OPTIMIZERS[name](whole, **how))
 
     def steps(owners: Any) -> None:
         parameters = divided(whole_parameters(), owners)
-        optimizer = OPTIMIZERS[name](parameters, foreach=foreach)
+        optimizer = OPTIMIZERS[name](parameters, **how)
         got = trained(parameters, optimizer)
         if (over := over_of(owners)) is not None:
             assert {*over.machines.calls} == {"objects"}  # type: ignore[attr-defined]  # of the comparison
-        assert_same(got, expected, 0)
-        assert_state_is_divided(parameters, optimizer)
-
-    on_owners(steps)
-
-
-class Operators(TorchDispatchMode):
-    """The names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.devices("sim", "cuda")
-def test_by_default_operators_work_on_lists(slots: list) -> None:
-    parameters = divided(whole_parameters(), slots)
-    optimizer = torch.optim.AdamW(parameters)
-    set_gradients(parameters, 0)
-    with Operators() as operators:
-        optimizer.step()
-    assert operators.names.count("_foreach_addcdiv_") == 1
-    assert "addcdiv_" not in operators.names
-
-
-@FUSED_OPTIMIZERS
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_steps_equal_one_device(on_owners: OnOwners, root: torch.device, name: str) -> None:
-    whole = whole_parameters(root)
-    expected = trained(whole, OPTIMIZERS[name](whole, fused=True))
-
-    def steps(owners: Any) -> None:
-        parameters = divided(whole_parameters(), owners)
-        optimizer = OPTIMIZERS[name](parameters, fused=True)
-        assert_same(trained(parameters, optimizer), expected)
+        assert_same(got, expected, 1e-12 if "fused" in how else 0)
         assert_state_is_divided(parameters, optimizer)
 
     on_owners(steps)
@@ -186,21 +153,6 @@ def test_a_norm_that_is_not_finite_is_an_error_on_every_machine(slots: list) -> 
     assert first == second
 
 
-@pytest.mark.parametrize("foreach", [None, False, True])
-def test_clipping_by_value_equals_one_device(on_owners: OnOwners, root: torch.device, foreach: bool | None) -> None:
-    whole = whole_parameters(root)
-    set_gradients(whole, 0)
-    nn.utils.clip_grad_value_(whole, 0.5, foreach=foreach)
-
-    def clip(owners: Any) -> None:
-        parameters = divided(whole_parameters(), owners)
-        set_gradients(parameters, 0)
-        nn.utils.clip_grad_value_(parameters, 0.5, foreach=foreach)
-        assert_same(gradients_of(parameters), [p.grad for p in whole], 0)  # type: ignore[misc]
-
-    on_owners(clip)
-
-
 def scaled_steps(parameters: list[nn.Parameter], optimizer: Any, root: Any, where: int) -> float:
     """Steps of which one has an infinity in this row. Returns the scale afterwards."""
     scaler = torch.amp.GradScaler(torch.device(root).type, init_scale=4.0, growth_interval=2)
@@ -235,29 +187,6 @@ def test_gradient_scaling_skips_a_step_with_an_infinity(
     on_owners(steps)
 
 
-class Model(nn.Module):
-    """Parameters and nothing else."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self.all = nn.ParameterList(parameters)
-
-
-@pytest.mark.parametrize("multi", [None, get_ema_multi_avg_fn(0.9)], ids=["mean", "ema"])
-def test_averages_equal_one_device(slots: list, root: torch.device, multi: Any) -> None:
-    averages = []
-    for these in (whole := whole_parameters(root), divided(whole, slots)):
-        model = Model(these)
-        averaged = AveragedModel(model, multi_avg_fn=multi)
-        for step in range(STEPS):
-            averaged.update_parameters(model)
-            with torch.no_grad():
-                for parameter in these:
-                    parameter.add_(step + 1)
-        averages.append([full(parameter) for parameter in averaged.parameters()])
-    assert_same(averages[1], averages[0])
-
-
 # ---- optimizers that need whole matrices -----------------------------------------------------------------------------
 
 
@@ -284,29 +213,94 @@ def test_without_gathers_they_are_refused(on_owners: OnOwners, name: str) -> Non
     on_owners(steps)
 
 
-@pytest.mark.usefixtures("gathers")
-@pytest.mark.parametrize("name", ["Adafactor", "Rprop", "Muon"])
-def test_they_go_with_scaling_clipping_and_averages(slots: list, root: torch.device, name: str) -> None:
-    found = []
-    for these in (whole_parameters(root), divided(whole_parameters(), slots)):
-        taken = [p for p in these if p.dim() == 2 or name != "Muon"]
-        optimizer = OF_WHOLE_MATRICES[name](taken)
-        scaler = torch.amp.GradScaler(root.type, init_scale=4.0, growth_interval=2)
-        model = Model(these)
-        averages = [AveragedModel(model, multi_avg_fn=multi) for multi in (None, get_ema_multi_avg_fn(0.9))]
-        norms = []
-        for step in range(STEPS):
-            scaler.scale(torch.zeros((), device=root))
-            set_gradients(these, step)
-            if step == 2:
-                taken[0].grad.mul_(float("inf"))  # type: ignore[union-attr]
-            scaler.unscale_(optimizer)
-            norms.append(nn.utils.clip_grad_norm_(taken, 0.1))
-            scaler.step(optimizer)
-            scaler.update()
-            for averaged in averages:
-                averaged.update_parameters(model)
-        states = [full(p) for module in (model, *averages) for p in module.parameters()]
-        found.append([*norms, *states, torch.tensor(scaler.get_scale())])
-    for ours, expected in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(ours.cpu(), expected.detach().cpu(), rtol=1e-9, atol=1e-9, equal_nan=True)
+# ---- state that one device has saved ---------------------------------------------------------------------------------
+
+NAMES = ["momentum", "amsgrad", "Adagrad", "centered", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD"]
+
+
+def run_steps(optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        set_gradients(optimizer.param_groups[0]["params"], step)
+        optimizer.step()
+
+
+def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A copy, as from a file: torch's optimizers would share the counters that they load."""
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def on_one_device(name: str, device: Any, **options: Any) -> torch.optim.Optimizer:
+    """An optimizer that has made two steps."""
+    one = OPTIMIZERS[name](whole_parameters(device), **options)
+    run_steps(one, range(2))
+    one.load_state_dict(saved(one))  # which casts counters
+    return one
+
+
+def values(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Of the parameters, on the CPU."""
+    return [full(parameter) for parameter in optimizer.param_groups[0]["params"]]
+
+
+def over_shards(slots: Any, name: str, one: torch.optim.Optimizer, **options: Any) -> torch.optim.Optimizer:
+    """An optimizer over sharded parameters that have the values of ``one``."""
+    return OPTIMIZERS[name](divided(values(one), slots), **options)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> Any:
+    return [
+        {name: full(value) if isinstance(value, Tensor) else value for name, value in of_one.items()}
+        for of_one in optimizer.state_dict()["state"].values()
+    ]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_of_one_device_is_divided_at_the_first_step(name: str, foreach: bool, on_owners: OnOwners) -> None:
+    one = on_one_device(name, "cpu", foreach=foreach)  # torch leaves steps where they are, and machines differ
+    loaded, before = saved(one), [value.clone() for value in values(one)]
+    run_steps(one, range(2, 5))
+
+    def resume(owners: Any) -> None:
+        several = OPTIMIZERS[name](divided(before, owners), foreach=foreach)
+        several.load_state_dict(copy.deepcopy(loaded))  # machines share no memory
+        run_steps(several, range(2, 5))
+        assert_equal(values(several), values(one), "parameters", atol=1e-12)
+        assert_equal(state_of(several), state_of(one), "state", atol=1e-12)
+
+    on_owners(resume)
+
+
+@pytest.mark.parametrize("name", ["momentum", "amsgrad", "NAdam"])
+def test_later_loads_are_divided_at_once(name: str, slots: list) -> None:
+    one = on_one_device(name, slots[0])
+    several = over_shards(slots, name, one)
+    run_steps(several, range(1))
+    with torch.no_grad():
+        for parameter, value in zip(several.param_groups[0]["params"], values(one), strict=True):
+            parameter.copy_(value)
+    several.load_state_dict(saved(one))
+    alike = [
+        value.devices == parameter.devices and value.placement == parameter.placement
+        for parameter, of_one in several.state.items()
+        for value in of_one.values()
+        if isinstance(value, ShardedTensor)
+    ]
+    assert all(alike)
+    assert len(alike) == len(SHAPES) * {"momentum": 1, "amsgrad": 3, "NAdam": 2}[name]
+    for optimizer in (several, one):
+        run_steps(optimizer, range(2, 4))
+    assert_equal(values(several), values(one), "parameters", atol=1e-12)
+
+
+def test_state_with_other_owners_is_divided_anew(make_slots: Callable[[int], list]) -> None:
+    """Sharded state that was saved with another number of devices."""
+    one = on_one_device("AdamW", make_slots(4)[0])
+    several = over_shards(make_slots(4), "AdamW", one)
+    several.load_state_dict(saved(one))
+    run_steps(several, range(2, 3))
+    fewer = over_shards(make_slots(2), "AdamW", several)
+    fewer.load_state_dict(saved(several))
+    run_steps(one, range(2, 4))
+    run_steps(fewer, range(3, 4))
+    assert_equal(values(fewer), values(one), "parameters", atol=1e-12)

@@ -1,8 +1,5 @@
 """Sharded tensors over processes: what tests with machines in threads promise, with real collectives."""
 
-import os
-import signal
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +7,7 @@ from torch import Tensor, nn
 from dataparallel.machines.errors import MachinesDiffer
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
 from dataparallel.sharded.placements import Owners
-from machine_ranks import all_machines, on_machines, on_mortal_machines
+from machine_ranks import all_machines, on_machines
 from sharded_parameters import PLACEMENTS, SHAPES, STEPS, assert_same, gradients, whole_parameters
 
 DTYPES = [torch.float64, torch.bfloat16, torch.bool, torch.int16, torch.complex64]
@@ -110,24 +107,3 @@ def test_different_operators_are_an_error_on_all_ranks() -> None:
     first, second = on_machines(differs)
     assert first == second
     assert "an operator on sharded tensors" in first
-
-
-def dies(rank: int, devices: list) -> None:
-    owners = owners_here(devices)
-    parameters = [nn.Parameter(tensor) for tensor in divided(whole_parameters(), owners)]
-    for parameter in parameters:
-        parameter.grad = parameter.detach().clone()
-    for step in range(3):
-        if rank == 1 and step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        nn.utils.clip_grad_norm_(parameters, 0.5)
-
-
-def test_a_rank_that_is_gone_is_named() -> None:
-    first, second = on_mortal_machines(dies, kind="cpu", group_timeout=3.0)
-    assert second.code == -signal.SIGKILL
-    assert first.error is not None
-    kind, words = first.error
-    assert kind == "PeerGone"
-    assert "an operator on sharded tensors" in words
-    assert first.seconds < 3.0 + 5.0 + 3.0

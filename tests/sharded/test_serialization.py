@@ -1,6 +1,5 @@
 """Sharded tensors in files: what comes back, where it is, and who owns it."""
 
-import copy
 import io
 import pickle
 from typing import Any
@@ -52,29 +51,7 @@ def test_parameters_come_back_as_parameters(whole: Tensor, slots: list) -> None:
     assert not frozen.requires_grad
 
 
-def test_hooks_are_not_saved(whole: Tensor, slots: list) -> None:
-    parameter = nn.Parameter(distribute_tensor(whole, slots))
-    parameter.register_hook(lambda gradient: None)
-    with pytest.warns(UserWarning, match="hook"):
-        through_a_file(parameter)
-
-
-def test_a_shallow_copy_is_on_the_same_shards(whole: Tensor, slots: list) -> None:
-    tensor = distribute_tensor(whole, slots)
-    copied = copy.copy(tensor)
-    assert copied is not tensor
-    assert all(a is b for a, b in zip(copied.shards, tensor.shards, strict=True))
-
-
-LOCATIONS: dict[str, Any] = {
-    "cpu": "cpu",
-    "device": CPU,
-    "dict": {f"{kind}:{index}": "cpu" for kind in ("sim", "cuda") for index in range(8)},
-    "callable": lambda storage, location: storage,
-}
-
-
-@pytest.mark.parametrize("location", LOCATIONS.values(), ids=LOCATIONS)
+@pytest.mark.parametrize("location", ["cpu", CPU, lambda storage, location: storage], ids=str)
 def test_on_the_cpu_the_owners_stay_known(location: Any, whole: Tensor, slots: list, root: torch.device) -> None:
     loaded = through_a_file(distribute_tensor(whole, slots), map_location=location)
     assert places(loaded) == (CPU,) * 3
@@ -86,20 +63,23 @@ def test_on_the_cpu_the_owners_stay_known(location: Any, whole: Tensor, slots: l
 
 
 @pytest.mark.devices("sim")
-def test_one_accelerator_means_the_owners(whole: Tensor, slots: list) -> None:
-    """As with ``.to``: a script that says ``map_location=device`` need not know that the model is sharded."""
-    for location in ("sim:0", "sim:5"):
-        loaded = through_a_file(distribute_tensor(whole, slots), map_location=location)
-        assert places(loaded) == loaded.devices == owners(slots)
-        assert same(loaded, whole)
-
-
-@pytest.mark.devices("sim")
-def test_places_that_were_chosen_one_by_one_are_the_owners(whole: Tensor) -> None:
-    slots = ["sim:0", "sim:1", "sim:2"]
-    moved = {"sim:0": "sim:3", "sim:1": "sim:2", "sim:2": "sim:1"}
-    loaded = through_a_file(distribute_tensor(whole, slots), map_location=moved)
-    assert places(loaded) == loaded.devices == owners(["sim:3", "sim:2", "sim:1"])
+@pytest.mark.parametrize(
+    ("saved_on", "location", "expected"),
+    [
+        # As with ``.to``: a script that says ``map_location=device`` need not know that the model is sharded.
+        (["sim:0", "sim:1", "sim:2"], "sim:5", ["sim:0", "sim:1", "sim:2"]),
+        (
+            ["sim:0", "sim:1", "sim:2"],
+            {"sim:0": "sim:3", "sim:1": "sim:2", "sim:2": "sim:1"},
+            ["sim:3", "sim:2", "sim:1"],
+        ),
+        (["cpu", "cpu"], "sim:1", ["sim:1", "sim:1"]),
+    ],
+    ids=["one accelerator", "one by one", "a CPU tensor"],
+)
+def test_on_accelerators(saved_on: list, location: Any, expected: list, whole: Tensor) -> None:
+    loaded = through_a_file(distribute_tensor(whole, saved_on), map_location=location)
+    assert places(loaded) == loaded.devices == owners(expected)
     assert same(loaded, whole)
 
 
@@ -110,39 +90,12 @@ def test_owners_that_the_machine_lacks(whole: Tensor) -> None:
     tensor = ShardedTensor(distribute_tensor(whole, ["cpu", "cpu"]).shards, Shard(0), whole.shape, far)
     loaded = through_a_file(tensor)
     assert loaded.devices == tuple(far)
-    assert same(loaded, whole)
-    anew = distribute_tensor(loaded, ["sim:0", "sim:1", "sim:2"])
-    assert same(anew, whole)
+    assert same(distribute_tensor(loaded, ["sim:0", "sim:1", "sim:2"]), whole)
 
 
-@pytest.mark.devices("sim")
-def test_parts_of_a_cpu_tensor_may_be_loaded_to_an_accelerator(whole: Tensor) -> None:
-    loaded = through_a_file(distribute_tensor(whole, ["cpu", "cpu"]), map_location="sim:1")
-    assert places(loaded) == loaded.devices == owners(["sim:1", "sim:1"])
-    assert same(loaded, whole)
-
-
-@pytest.mark.parametrize("location", [None, "cpu"])
-def test_an_optimizer_gets_its_state_on_the_owners(location: str | None, whole: Tensor, slots: list) -> None:
-    """`torch.optim.Optimizer.load_state_dict` moves state to the device of the parameter."""
-    parameter = nn.Parameter(distribute_tensor(whole, slots))
-    optimizer = torch.optim.AdamW([parameter])
-    state = optimizer.state_dict()
-    state["state"] = {0: {"step": torch.tensor(3.0), "exp_avg": distribute_tensor(whole, slots)}}
-    optimizer.load_state_dict(through_a_file(state, map_location=location))
-    loaded = optimizer.state[parameter]["exp_avg"]
-    assert places(loaded) == loaded.devices == owners(slots)
-    assert same(loaded, whole)
-    assert optimizer.state[parameter]["step"].item() == 3
-
-
-def test_modules_and_their_states(whole: Tensor, slots: list) -> None:
+def test_a_module_is_pickled_with_its_ties(whole: Tensor, slots: list) -> None:
     module = nn.Module()
     module.weight = module.tied = nn.Parameter(distribute_tensor(whole, slots))
-    loaded = through_a_file(module.state_dict(), map_location="cpu")
-    module.weight.detach().copy_(torch.tensor(0.0))
-    module.load_state_dict(loaded)
-    assert same(module.weight, whole)
     again = pickle.loads(pickle.dumps(module))
     assert again.weight is again.tied
     assert same(again.weight, whole)

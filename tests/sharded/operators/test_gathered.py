@@ -172,15 +172,6 @@ def test_the_environment_makes_them_errors_and_the_call_takes_precedence(
     x.sum(0)
 
 
-@pytest.mark.usefixtures("gathers")
-def test_an_orthogonal_initialisation_is_that_of_one_device(slots: list) -> None:
-    whole, divided = torch.empty(7, 4), sharded(torch.empty(7, 4), slots)
-    for x in (whole, divided):
-        torch.manual_seed(0)
-        nn.init.orthogonal_(x)
-    torch.testing.assert_close(full(divided), whole)
-
-
 INITIALISERS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]] = {
     "eye_": ((3, 7), nn.init.eye_),
     "dirac_": ((6, 3, 3, 3), lambda x: nn.init.dirac_(x, 2)),

@@ -1,5 +1,7 @@
 """Operators on lists make one call for each owner, and give what they give on lists of plain tensors."""
 
+import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,6 +55,7 @@ CALLS: dict[str, Any] = {
     "scalar": lambda t: torch._foreach_mul(t, 3),
     "scalars": lambda t: torch._foreach_sub(t, [1.0, 2.0, 3.0, 4.0, 5.0]),
     "list": lambda t: torch._foreach_add(t, t, alpha=0.5),
+    "a 0-dim one of the list": lambda t: torch._foreach_mul(t[:2], t[3]),
     "tensor": lambda t: torch._foreach_mul(t, torch.tensor(2.0, dtype=torch.float64, device=t[0].device)),
     "tensors of one element": lambda t: torch._foreach_addcmul(
         t, t, [torch.tensor(float(i), dtype=torch.float64, device=t[0].device) for i in range(5)]
@@ -65,11 +68,7 @@ CALLS: dict[str, Any] = {
     "sqrt": torch._foreach_sqrt,
     "max": torch._foreach_max,
     "norm": torch._foreach_norm,
-    "norm 1": lambda t: torch._foreach_norm(t, 1),
-    "norm inf": lambda t: torch._foreach_norm(t, float("inf")),
-    "norm -inf": lambda t: torch._foreach_norm(t, float("-inf")),
-    "norm 0": lambda t: torch._foreach_norm(t, 0),
-    "norm -1": lambda t: torch._foreach_norm(t, -1),
+    **{f"norm {order}": partial(torch._foreach_norm, ord=order) for order in (1, math.inf, -math.inf, 0, -1)},
 }
 
 
@@ -112,56 +111,30 @@ def test_wrong_lists_change_nothing(slots: list) -> None:
     assert all(torch.equal(full(tensor), torch.ones(4, 2)) for tensor in tensors)
 
 
-@pytest.mark.parametrize("where", [0, 5])
-def test_an_infinity_on_any_owner_is_found(slots: list, root: torch.device, where: int) -> None:
-    gradient = torch.ones(6, 2)
-    gradient[where, 1] = float("inf")
-    found, inverse = torch.zeros((), device=root), torch.full((), 0.5, device=root)
-    clean = sharded(torch.ones(6, 2), slots)
-    torch._amp_foreach_non_finite_check_and_unscale_([clean], found, inverse)
-    assert found.item() == 0
-    torch._amp_foreach_non_finite_check_and_unscale_([clean, sharded(gradient, slots)], found, inverse)
-    assert found.item() == 1
-    assert torch.equal(full(clean), torch.full((6, 2), 0.25))
-
-
-class TestVersions:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: torch._foreach_mul_(tensors, 2),
+        lambda tensors: torch._foreach_add_(tensors, tensors),
+        lambda tensors: torch._foreach_zero_(tensors),
+        lambda tensors: torch._foreach_copy_(tensors, [torch.ones_like(tensor) for tensor in tensors]),
+    ],
+    ids=["mul", "add", "zero", "copy"],
+)
+def test_versions_grow_with_each_change_in_place(slots: list, change: Any) -> None:
     """Who keeps values, such as units that stay gathered, sees by the version that they have changed."""
+    tensors = [sharded(torch.ones(6, 2), slots) for _ in range(2)]
+    before = [tensor._version for tensor in tensors]
+    change(tensors)
+    assert [tensor._version for tensor in tensors] == [version + 1 for version in before]
 
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda tensors: torch._foreach_mul_(tensors, 2),
-            lambda tensors: torch._foreach_add_(tensors, tensors),
-            lambda tensors: torch._foreach_zero_(tensors),
-            lambda tensors: torch._foreach_copy_(tensors, [torch.ones_like(tensor) for tensor in tensors]),
-        ],
-        ids=["mul", "add", "zero", "copy"],
-    )
-    def test_grow_with_each_change_in_place(self, slots: list, change: Any) -> None:
-        tensors = [sharded(torch.ones(6, 2), slots) for _ in range(2)]
-        before = [tensor._version for tensor in tensors]
-        change(tensors)
-        assert [tensor._version for tensor in tensors] == [version + 1 for version in before]
 
-    def test_of_operands_stay(self, slots: list) -> None:
-        tensors, operands = ([sharded(torch.ones(6, 2), slots)] for _ in range(2))
-        torch._foreach_add_(tensors, operands)
-        torch._foreach_mul(operands, 2)
-        assert operands[0]._version == 0
-
-    @pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}], ids=str)
-    @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-    def test_of_parameters_grow_with_each_step(self, slots: list, optimizer: Any, how: Any) -> None:
-        parameter = torch.nn.Parameter(sharded(torch.ones(6, 2), slots))
-        parameter.grad = sharded(torch.ones(6, 2), slots)
-        before, before_of_grad = parameter._version, parameter.grad._version
-        optimizer([parameter], lr=0.1, **how).step()
-        assert parameter._version > before
-        assert parameter.grad._version == before_of_grad
-
-    def test_of_gradients_grow_when_their_scale_is_taken_out(self, slots: list, root: torch.device) -> None:
-        gradients = [sharded(torch.ones(6, 2), slots) for _ in range(2)]
-        found, inverse_scale = torch.zeros(1, device=root), torch.ones(1, device=root)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse_scale)
-        assert [gradient._version for gradient in gradients] == [1, 1]
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_versions_of_parameters_grow_with_each_step(slots: list, optimizer: Any, how: Any) -> None:
+    parameter = torch.nn.Parameter(sharded(torch.ones(6, 2), slots))
+    parameter.grad = sharded(torch.ones(6, 2), slots)
+    before, before_of_grad = parameter._version, parameter.grad._version
+    optimizer([parameter], lr=0.1, **how).step()
+    assert parameter._version > before
+    assert parameter.grad._version == before_of_grad

@@ -53,13 +53,6 @@ def test_a_plain_tensor_is_divided_by_a_sharded_one_to_the_bit(slots: list) -> N
     assert torch.equal(full(3 / sharded(b, slots)), 3 / b)
 
 
-@pytest.mark.parametrize("name", ["sparse_", "orthogonal_", "eye_"])
-def test_initialisation_that_is_not_pointwise_is_refused(slots: list, name: str) -> None:
-    parameter = nn.Parameter(sharded(torch.rand(4, 4), slots))
-    with pytest.raises(TypeError, match=r"full_tensor\(\)"):
-        getattr(nn.init, name)(parameter, *([0.5] if name == "sparse_" else []))
-
-
 def test_under_inference_mode_operators_that_torch_makes_of_others_work(slots: list) -> None:
     x = torch.rand(6, 3)
     with torch.inference_mode():
