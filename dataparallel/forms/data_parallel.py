@@ -299,13 +299,15 @@ class DataParallel(nn.DataParallel[M]):
 
 _STAGES = ("scatter", "replicate", "parallel_apply", "gather")
 
-own_stages: set[Any] = {vars(DataParallel)[name] for name in _STAGES}
-"""The functions of stages that are not overridden. Somebody may assign another one to the class later."""
+own_stages: dict[Any, Callable[[], bool]] = {vars(DataParallel)[name]: lambda: True for name in _STAGES}
+"""The functions of stages that are not overridden, while the value returns true. Somebody may assign another one to the
+class later."""
 
 
 def is_own_stage(method: Any) -> bool:
     """True if a bound method runs one of `own_stages`."""
-    return getattr(method, "__func__", None) in own_stages
+    is_own = own_stages.get(getattr(method, "__func__", None))
+    return is_own is not None and is_own()
 
 
 def options_of_call(wrapper: DataParallel[Any]) -> CallOptions:

@@ -1,7 +1,7 @@
 """`DataParallel` in the place of torch's class, for programs that were written for that one.
 
-It keeps what such programs do with torch's class beside calling it: they derive from it, pickle whole models, and wrap
-optimizers. Where the library promises more than torch does, torch's rules are kept
+It keeps what such programs do with torch's class beside calling it: they derive from it, pickle whole models, patch the
+functions of its module, and wrap optimizers. Where the library promises more than torch does, torch's rules are kept
 (`as_torch_splits`, `fall_back`), and `counts` counts calls.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import pkgutil
+import sys
 import threading
 from abc import ABCMeta
 from collections import Counter
@@ -178,16 +179,41 @@ WITHOUT_SLOTS = "DataParallel (no slots)"
 _forward = wrappers.DataParallel.forward  # looked up here: the compiler cannot trace the lookup
 
 
-def _stage(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that runs the stage, or torch's for an instance of a class that was derived from torch's before."""
+_STAGES = {
+    "replicate": (("torch.nn.parallel.data_parallel", "replicate"),),
+    "scatter": (
+        ("torch.nn.parallel.data_parallel", "scatter_kwargs"),
+        ("torch.nn.parallel.scatter_gather", "scatter"),
+    ),
+    "parallel_apply": (("torch.nn.parallel.data_parallel", "parallel_apply"),),
+    "gather": (("torch.nn.parallel.data_parallel", "gather"),),
+}
+"""The functions that each stage of torch's class looks up, by module and name."""
+
+
+def _stage(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs the stage: as torch does if the program has put a function of its own in torch's place."""
+    places = [(sys.modules[module], entry, getattr(sys.modules[module], entry)) for module, entry in _STAGES[name]]
+
+    def is_own() -> bool:
+        found = [(getattr(module, entry), theirs) for module, entry, theirs in places]
+        return all(now is theirs or str(now.__module__).startswith("dataparallel.") for now, theirs in found)
 
     @functools.wraps(own)
     def stage(self: Any, *args: Any, **kwargs: Any) -> Any:
-        theirs = getattr(TorchDataParallel, stage.__name__)
-        return (own if isinstance(self, wrappers.DataParallel) else theirs)(self, *args, **kwargs)
+        is_ours = isinstance(self, wrappers.DataParallel) and is_own()
+        return (own if is_ours else getattr(TorchDataParallel, name))(self, *args, **kwargs)
 
-    wrappers.own_stages.add(stage)
+    wrappers.own_stages[stage] = is_own
     return stage
+
+
+def _scatter(
+    self: DataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]
+) -> Any:
+    """`dataparallel.DataParallel.scatter`, with `as_torch_splits`."""
+    inputs, kwargs = as_torch_splits(Arguments((inputs, kwargs)), self.dim, len(device_ids))
+    return wrappers.DataParallel.scatter(self, inputs, kwargs, device_ids)
 
 
 class Once(wrappers.DataParallel[Any]):
@@ -235,15 +261,10 @@ class DataParallel(_AfterTorch, metaclass=_IsAnyWrapper):
             inputs, kwargs = as_torch_splits(Arguments((inputs, kwargs)), self.dim, len(self.device_ids))
         return _forward(self, *inputs, **kwargs)
 
-    @_stage
-    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
-        """`dataparallel.DataParallel.scatter`, with `as_torch_splits`."""
-        inputs, kwargs = as_torch_splits(Arguments((inputs, kwargs)), self.dim, len(device_ids))
-        return wrappers.DataParallel.scatter(self, inputs, kwargs, device_ids)
-
-    replicate = _stage(wrappers.DataParallel.replicate)
-    parallel_apply = _stage(wrappers.DataParallel.parallel_apply)
-    gather = _stage(wrappers.DataParallel.gather)
+    scatter = _stage("scatter", _scatter)
+    replicate = _stage("replicate", wrappers.DataParallel.replicate)
+    parallel_apply = _stage("parallel_apply", wrappers.DataParallel.parallel_apply)
+    gather = _stage("gather", wrappers.DataParallel.gather)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what torch's class has and the program has added: a file of the whole model needs torch alone."""

@@ -21,7 +21,7 @@ def test_it_has_a_line_for_each_fact_and_ends_with_what_to_do_next(monkeypatch):
         machine, "about_gpus", lambda: [("NVML", "asked"), ("  GPU 0", "an H100"), ("  GPU 1", "another")]
     )
     text = machine.description()
-    for line in ("dataparallel ", "torch ", "CPU ", "NVML          asked\n  GPU 0       an H100", "NCCL ", "CuPy "):
+    for line in ("dataparallel ", "torch ", "NVML          asked\n  GPU 0       an H100", "NCCL ", "CuPy "):
         assert f"\n{line}" in "\n" + text
     assert "accelerator   none\n" in text
     assert "\ntensors " not in text  # nothing has to travel
@@ -81,19 +81,17 @@ def test_everything_that_travels_has_a_transport_a_route_and_a_reason(installed)
         "gradients 64 KiB",
         "gradients 25 MiB",
         "outputs",
-        "shards",
     ]
     assert found["weights 64 KiB"] == ["copy", "star", "less than 1 MiB"]
     assert found["gradients 25 MiB"][:2] == ["copy", "chain"]
-    assert found["shards"] == ["cupy", "star", "if NVLink joins all devices and a check at first use passes"]
 
 
 @pytest.mark.parametrize(
     ("name", "ways", "words"),
     [
-        ("nccl", ["copy", "nccl", "nccl", "copy", "copy", "copy", "copy"], "deterministic=False"),
-        ("cupy", ["copy", "cupy", "cupy", "cupy", "cupy", "copy", "cupy"], "has no gather"),
-        ("host", ["host"] * 7, "it was asked for"),
+        ("nccl", ["copy", "nccl", "nccl", "copy", "copy", "copy"], "deterministic=False"),
+        ("cupy", ["copy", "cupy", "cupy", "cupy", "cupy", "copy"], "has no gather"),
+        ("host", ["host"] * 6, "it was asked for"),
     ],
 )
 def test_a_transport_that_is_asked_for_is_said_of_each(name, ways, words, installed, monkeypatch):
