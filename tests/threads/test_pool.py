@@ -64,22 +64,6 @@ def test_a_device_meets_one_thread_for_each_of_its_slots_whoever_calls(slots: li
         assert 1 <= len(threads[device]) <= number
 
 
-@pytest.mark.devices("cpu")  # gangs know no slots: once is enough
-def test_where_the_system_has_no_more_threads_those_of_other_devices_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*devices: int) -> list[str]:
-        tasks = [threading.Barrier(3).wait] * 3 + [int] * (len(devices) - 3)
-        return [str(outcome.error) for outcome in Gang(tasks, len(devices), devices=[*devices]).run_tasks()]
-
-    def no_threads(worker: pool.Worker) -> None:
-        raise RuntimeError("can't start new thread")
-
-    forget_idle_threads(monkeypatch)
-    run(0, 1, 2)
-    monkeypatch.setattr(pool.Worker, "start", no_threads)
-    assert run(3, 4, 5) == ["None"] * 3
-    assert run(6, 7, 8, 9) == ["None"] * 3 + ["can't start new thread"]
-
-
 @pytest.mark.parametrize("possible", [0, 1, 2])
 @pytest.mark.parametrize("permits", [1, 2, 4])
 @pytest.mark.devices("cpu")  # gangs know no slots: once is enough
