@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -60,22 +59,6 @@ def _checked(given: Any, slots: int | None) -> tuple[float, ...]:
     return tuple(numbers)
 
 
-@lru_cache(maxsize=1024)
-def _split(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
-    exact = [Fraction(share) for share in shares]
-    quotas = [total * share / sum(exact) for share in exact]
-    sizes = [max(1, math.floor(quota)) for quota in quotas]
-    slots = range(len(shares))
-    while (left := total - sum(sizes)) > 0:
-        # Fewer than there are slots: each slot gets one of them at most.
-        for slot in sorted(slots, key=lambda i: (sizes[i] - quotas[i], i))[:left]:
-            sizes[slot] += 1
-    while sum(sizes) > total:  # small shares were rounded up to one sample, and others make room for them
-        slot = max((i for i in slots if sizes[i] > 1), key=lambda i: (sizes[i] - quotas[i], i))
-        sizes[slot] -= 1
-    return tuple(sizes)
-
-
 def split_by_shares(total: int, shares: Sequence[float]) -> list[int]:
     """Splits ``total`` samples in the ratio of ``shares``, by largest remainders.
 
@@ -87,7 +70,19 @@ def split_by_shares(total: int, shares: Sequence[float]) -> list[int]:
     """
     if total < len(shares):
         return near_equal_sizes(total, len(shares))
-    return list(_split(total, tuple(shares)))
+    exact = [Fraction(share) for share in shares]
+    whole = sum(exact)
+    quotas = [total * share / whole for share in exact]
+    sizes = [max(1, math.floor(quota)) for quota in quotas]
+    slots = range(len(shares))
+    while (left := total - sum(sizes)) > 0:
+        # Fewer than there are slots: each slot gets one of them at most.
+        for slot in sorted(slots, key=lambda i: (sizes[i] - quotas[i], i))[:left]:
+            sizes[slot] += 1
+    while sum(sizes) > total:  # small shares were rounded up to one sample, and others make room for them
+        slot = max((i for i in slots if sizes[i] > 1), key=lambda i: (sizes[i] - quotas[i], i))
+        sizes[slot] -= 1
+    return sizes
 
 
 def _number(entry: object) -> int | float:

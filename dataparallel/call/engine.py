@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,8 +34,6 @@ from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall
-
-R = TypeVar("R", bound=Sequence[nn.Module])
 
 
 class Method(NamedTuple):
@@ -174,10 +172,11 @@ class Call:
         slots = slots[: len(inputs)]
         self.combine_scalars = options.combines.of_chunks(inputs, kwargs, options.dim)
         with maker.lends(slots) as lent, _InsideReplicas(maker.source(), self.method.name):
-            with stage("replicate"), self.replicates():
+            with stage("replicate"), self._copies.may_begin():  # only here copies of parameters may be late
                 overridden = self._overridden("replicate")
                 replicas = maker.replicas(self.method, lent, slots) if overridden is None else overridden(slots)
-                replicas = self.uses(replicas)
+                self._cycles = cycles_of(replicas)
+                self._holds = [cycles.hold("call") for cycles in self._cycles]
             with stage("parallel_apply"):
                 overridden = self._overridden("parallel_apply")
                 if overridden is None:
@@ -212,9 +211,13 @@ class Call:
         return output
 
     def _run_alone(self, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs the method on the only slot, which needs no replica."""
-        (slot,), output_device = self.slots, self.output_device
-        run = partial(run_alone, self.maker.alone(self.method), inputs, kwargs, slot, output_device)
+        (slot,), output_device, method = self.slots, self.output_device, self.maker.alone(self.method)
+
+        def run() -> Any:
+            with stage("parallel_apply"), current_device_set(slot):
+                output = method(*inputs, **kwargs)
+            return output if output_device == slot else moved(output, output_device)
+
         output = run() if self.peers is None else Meeting(self.slots, self.peers).run_replica(0, run)
         for entry in written_into(self.copied or ()):
             entry.hand_back(moved(entry.values[0], output_device))
@@ -234,15 +237,6 @@ class Call:
                 _of_thread.call = outer_call
 
         return None if overridden is None else run
-
-    def replicates(self) -> AbstractContextManager[None]:
-        """Returns a context around the stage ``replicate``. Only in this stage copies of parameters may be late."""
-        return self._copies.may_begin()
-
-    def uses(self, replicas: R) -> R:
-        self._cycles = cycles_of(replicas)
-        self._holds = [cycles.hold("call") for cycles in self._cycles]
-        return replicas
 
     def returns(self, output: Any) -> None:
         """Notes the output: its graph may need the replicas. If no tensor is found in it, nothing is noted."""
@@ -269,19 +263,6 @@ def call_of_this_thread(kept: KeptReplicas) -> Call | None:
     """Returns the call whose overridden stage this thread runs, if its replicas come from ``kept``."""
     call: Call | None = getattr(_of_thread, "call", None)
     return call if call is not None and call.kept is kept else None
-
-
-def run_alone(
-    run: Callable[..., Any],
-    inputs: Sequence[Any],
-    kwargs: dict[str, Any],
-    slot: torch.device,
-    output_device: torch.device,
-) -> Any:
-    """Runs ``run`` on the only slot, which needs no replica. The output is moved to ``output_device``."""
-    with stage("parallel_apply"), current_device_set(slot):
-        output = run(*inputs, **kwargs)
-    return output if output_device == slot else moved(output, output_device)
 
 
 _around: ContextVar[tuple[tuple[int, str], ...]] = ContextVar("dataparallel_calls", default=())

@@ -221,7 +221,6 @@ class CallOptions:
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self.assignable)})"
 
     def _checked(self, name: str, value: Any) -> dict[str, Any]:
-        """Returns the option, and what calls make of it."""
         if name == "chunk_sizes":
             split = Split(value, len(self.slots) or None)
             return {name: split.given, "split": split}

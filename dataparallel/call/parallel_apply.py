@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.batches.structures import tensors_in
+from dataparallel.comm.streams.current import current_streams
 from dataparallel.devices import DeviceLike, current_device, resolve, resolve_slots
 from dataparallel.environment import says_no
 from dataparallel.profiling import in_ranges
@@ -126,7 +127,7 @@ def run_replicas(
         if permits is not None and workers is None:
             kind = _kind_of_call(method, _size_of(arguments[0], keywords[0]) if has_compiled else None)
             training = getattr(modules[0], "training", None)
-            call = permits.begin_call(kind, training, at_once, state.streams, has_compiled)
+            call = permits.begin_call(kind, training, at_once, current_streams(slots), has_compiled)
             divisor = min(cores(), permits.largest if has_compiled else at_once)
         number, stall_timeout = (at_once, None) if call is None else (call.number, call.stall_timeout)
         tasks, turns = _tasks(state.run_in_worker, calls), compile_lock.turns
@@ -158,7 +159,6 @@ def is_serial(serial: bool | None) -> bool:
 
 
 def _tasks(run: Callable[[int, Callable[[], Any]], Any], calls: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """Returns a task for each of ``calls``. ``run``, a method of `CallerState`, makes the call in the task."""
     return [partial(run, slot, call) for slot, call in enumerate(calls)]
 
 
@@ -194,7 +194,6 @@ def _size_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
 def _devices_of(
     inputs: Sequence[Any], keywords: Sequence[dict[str, Any]], given: Sequence[DeviceLike | None]
 ) -> list[DeviceLike]:
-    """Returns the device of each slot: the given one, the first tensor's, or the current device of the same type."""
     found: list[DeviceLike | None] = []
     for args, kwargs, device in zip(inputs, keywords, given, strict=True):
         tensor = next(tensors_in((args, kwargs)), None) if device is None else None
@@ -263,23 +262,19 @@ def _note(error: BaseException, note: str) -> None:
         return
 
 
-_TWO_DEVICES = "same device"
-_ONE_VALUE = "Expected more than 1 value per channel"
-
-
 def hint_of(error: BaseException, module: Any, device: torch.device) -> str | None:
     """Returns what to do about an error that a replica, ``module``, has raised on its device, if that is known."""
     try:
         text = str(error)
     except Exception:  # the error's __str__ raises
         return None
-    if _ONE_VALUE in text:
+    if "Expected more than 1 value per channel" in text:
         return (
             "BatchNorm in training needs two values of a channel, and this chunk has one sample. Take a batch with two "
             "samples or more for each slot (DataLoader(..., drop_last=True) for the last one), or statistics of the "
             "whole batch: pass sync_batch_norm=True where you wrap the model"
         )
-    if _TWO_DEVICES not in text or not isinstance(module, nn.Module):
+    if "same device" not in text or not isinstance(module, nn.Module):
         return None
     for path, name, where in _tensors_elsewhere(module, device):
         if str(where) in text:
@@ -295,7 +290,6 @@ def hint_of(error: BaseException, module: Any, device: torch.device) -> str | No
 
 
 def _tensors_elsewhere(module: nn.Module, device: torch.device) -> Iterator[tuple[str, str, torch.device]]:
-    """Yields path of the module, name and device of attributes that are, or hold, a tensor on another device."""
     for path, child in module.named_modules():
         for name, value in vars(child).items():
             if name in (*REGISTRIES, *HOOK_TABLES):

@@ -48,7 +48,7 @@ class Accelerator(PlainAccelerator):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         is_prepared = getattr(optimizer, "_is_accelerate_prepared", False)
         if not is_prepared and any(isinstance(parameter, ShardedTensor) for parameter in parameters):
-            optimizer.register_state_dict_post_hook(_full_state)
+            optimizer.register_state_dict_post_hook(lambda _, state: full_copy(state, {}))
         return super().prepare_optimizer(optimizer, *args, **kwargs)
 
     @contextmanager
@@ -70,11 +70,6 @@ class Accelerator(PlainAccelerator):
 
 def _has(model: nn.Module, classes: type | tuple[type, ...]) -> bool:
     return any(isinstance(module, classes) for module in model.modules())
-
-
-def _full_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> Any:
-    """A hook of ``Optimizer.state_dict``."""
-    return full_copy(state_dict, {})
 
 
 class _WithFullState:

@@ -11,7 +11,6 @@ import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -63,37 +62,31 @@ class FewCalls:
         torch_wrapper.counts.before_call = self._before_call
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         torch_wrapper.counts.before_call = None
-        self._end(kind, error, traceback)
+        self._switch(False, error)
 
     def _before_call(self, name: str, number: int) -> None:
-        if name not in ("DataParallel.forward", "data_parallel") or self._name not in ("", name):
-            return
-        self._name = name
-        if number in (_SETTLED, _ENOUGH):
-            self._end()
-        if number in (1, _SETTLED):
-            try:
-                self._trace = Trace(prints=False).__enter__()
-            except RuntimeError as error:  # the program has a profiler of its own
-                self.table = f"Where the time goes is not known: {error}."
+        if name in ("DataParallel.forward", "data_parallel") and self._name in ("", name):
+            self._name = name
+            if number in (1, _SETTLED, _ENOUGH):
+                self._switch(number != _ENOUGH)
 
-    def _end(self, *error: Any) -> None:
+    def _switch(self, begins: bool, error: Sequence[Any] = (None, None, None)) -> None:
         trace, self._trace = self._trace, None
-        if trace is not None:
-            try:
-                trace.__exit__(*(error or (None, None, None)))
+        try:
+            if trace is not None:
+                trace.__exit__(*error)
                 self.table = f"Where the time of a few calls of {self._name} went:\n{trace}"
-            except RuntimeError as failure:
-                self.table = f"Where the time goes is not known: {failure}."
+            if begins:
+                self._trace = Trace(prints=False).__enter__()
+        except RuntimeError as failure:  # the program has a profiler of its own, for example
+            self.table = f"Where the time goes is not known: {failure}."
 
 
 def _what_happened(replacement: Replacement, times: FewCalls | None) -> str:
     """What a program's reader has to know at its end. Without ``--report`` that is nothing, if the library was used."""
-    calls = torch_wrapper.counts.calls()
+    calls = torch_wrapper.counts.calls
     report = "" if times is None or not calls else f"\n{replacement.report()}\n\n{times.table}\n"
     if not calls:
         what = "the program called neither torch.nn.DataParallel nor its relatives, and ran as it is"

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType, TracebackType
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -21,10 +22,9 @@ from torch.nn.parallel import comm as torch_comm
 from dataparallel import _torch, comm
 from dataparallel.batches import gather as gathers
 from dataparallel.batches import scatter as scatters
-from dataparallel.batches.structures import Arguments
+from dataparallel.batches.structures import Arguments, tensors_in
 from dataparallel.call import parallel_apply as applies
-from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
-from dataparallel.devices import CPU, DeviceLike, current_device, resolve_slots
+from dataparallel.devices import DeviceLike, current_device, resolve_slots
 from dataparallel.forms import data_parallel as wrappers
 from dataparallel.integrations import replacement, torch_wrapper
 from dataparallel.integrations.torch_wrapper import DataParallel, Once, as_torch_splits, fall_back
@@ -97,42 +97,25 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _destination(inputs: Sequence[Tensor], destination: DeviceLike | None) -> DeviceLike | None:
-    if destination is not None or not inputs or inputs[0].device == CPU:
-        return destination
-    return current_device(inputs[0].device)
+def _as_torch(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The function of `dataparallel.comm`, of changed tensors, by default to the current device."""
+    function: Callable[..., Any] = getattr(comm, name)
+    signature = inspect.signature(function)
+    first = next(iter(signature.parameters))
 
+    @_counted(f"comm.{name}")
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        arguments = given.arguments
+        arguments[first] = change(arguments[first])
+        is_open = arguments.get("destination") is None and arguments.get("out") is None
+        if is_open and "destination" in signature.parameters:
+            arguments["destination"] = next((current_device(t.device) for t in tensors_in(arguments[first])), None)
+        result = function(*given.args, **given.kwargs)
+        return [*result] if name == "broadcast" else result
 
-@_counted("comm.broadcast")
-def comm_broadcast(
-    tensor: Tensor, devices: Sequence[DeviceLike] | None = None, *, out: Sequence[Tensor] | None = None
-) -> list[Tensor]:
-    """`dataparallel.comm.broadcast`, of complex tensors as real ones. The copies are a list."""
-    return [*comm.broadcast(_real(tensor), devices, out=out)]
-
-
-@_counted("comm.broadcast_coalesced")
-def comm_broadcast_coalesced(
-    tensors: Iterable[Tensor], devices: Sequence[DeviceLike], buffer_size: int = DEFAULT_CAP_BYTES
-) -> list[list[Tensor]]:
-    """`dataparallel.comm.broadcast_coalesced`, of complex tensors as real ones."""
-    return comm.broadcast_coalesced([_real(tensor) for tensor in tensors], devices, buffer_size)
-
-
-@_counted("comm.reduce_add")
-def comm_reduce_add(inputs: Iterable[Tensor], destination: DeviceLike | None = None) -> Tensor:
-    """`dataparallel.comm.reduce_add`, by default on the current device."""
-    inputs = list(inputs)
-    return comm.reduce_add(inputs, _destination(inputs, destination))
-
-
-@_counted("comm.reduce_add_coalesced")
-def comm_reduce_add_coalesced(
-    inputs: Iterable[Sequence[Tensor]], destination: DeviceLike | None = None, buffer_size: int = DEFAULT_CAP_BYTES
-) -> tuple[Tensor, ...]:
-    """`dataparallel.comm.reduce_add_coalesced`, by default on the current device."""
-    inputs = list(inputs)
-    return comm.reduce_add_coalesced(inputs, _destination(inputs[0] if inputs else [], destination), buffer_size)
+    return call
 
 
 @_counted("comm.scatter")
@@ -154,15 +137,6 @@ def comm_scatter(
     return comm.scatter(_real(tensor), devices, chunk_sizes, dim, out=out)
 
 
-@_counted("comm.gather")
-def comm_gather(
-    tensors: Iterable[Tensor], dim: int = 0, destination: DeviceLike | None = None, *, out: Tensor | None = None
-) -> Tensor:
-    """`dataparallel.comm.gather`, of complex tensors as real ones, by default on the current device."""
-    tensors = [_real(tensor) for tensor in tensors]
-    return comm.gather(tensors, dim, _destination(tensors, destination) if out is None else destination, out=out)
-
-
 _torch_scatter = torch_comm.scatter
 
 NAMES: dict[str, dict[str, Any]] = {
@@ -175,12 +149,12 @@ NAMES: dict[str, dict[str, Any]] = {
         "gather": _counted("gather")(gathers.gather),
     },
     "torch.nn.parallel.comm": {
-        "broadcast": comm_broadcast,
-        "broadcast_coalesced": comm_broadcast_coalesced,
-        "reduce_add": comm_reduce_add,
-        "reduce_add_coalesced": comm_reduce_add_coalesced,
+        "broadcast": _as_torch("broadcast", _real),
+        "broadcast_coalesced": _as_torch("broadcast_coalesced", lambda tensors: [*map(_real, tensors)]),
+        "reduce_add": _as_torch("reduce_add", list),
+        "reduce_add_coalesced": _as_torch("reduce_add_coalesced", list),
         "scatter": comm_scatter,
-        "gather": comm_gather,
+        "gather": _as_torch("gather", lambda tensors: [*map(_real, tensors)]),
     },
 }
 """What replaces torch's names, by the module of torch that defines them."""
@@ -220,20 +194,17 @@ class Replacement:
         lines = [f"dataparallel was in the place of {len(self.places) - len(elsewhere)} names of torch"]
         if elsewhere:
             lines.append(f"and of what was imported from there before: {', '.join(elsewhere)}")
-        calls = torch_wrapper.counts.calls()
-        lines += [f"  {name:24} called {number} times" for name, number in calls.items()]
-        if not calls:
+        counts = torch_wrapper.counts
+        lines += [f"  {name:24} called {number} times" for name, number in [*counts.calls.items()]]
+        if not counts.calls:
             lines.append("  nothing was called")
-        fallbacks = torch_wrapper.counts.fallbacks()
-        lines += [f"  {number} times as torch does: {rule}" for rule, number in fallbacks.items()]
+        lines += [f"  {number} times as torch does: {rule}" for rule, number in [*counts.fallbacks.items()]]
         return "\n".join(lines)
 
     def __enter__(self) -> Replacement:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
 

@@ -36,33 +36,23 @@ class FallbackCounts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: Counter[str] = Counter()
-        self._fallbacks: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.fallbacks: Counter[str] = Counter()
         self.before_call: Callable[[str, int], object] | None = None  # gets the name and the number of each call
 
     def note_call(self, name: str) -> None:
         """Counts a call that begins."""
         with self._lock:
-            self._calls[name] += 1
-            number = self._calls[name]
+            self.calls[name] += 1
+            number = self.calls[name]
         if self.before_call is not None:
             self.before_call(name, number)
 
     def note_fallback(self, rule: str) -> bool:
         """Counts a call that follows a rule of torch. Returns true the first time."""
         with self._lock:
-            self._fallbacks[rule] += 1
-            return self._fallbacks[rule] == 1
-
-    def calls(self) -> dict[str, int]:
-        """Returns how often each name was called."""
-        with self._lock:
-            return dict(self._calls)
-
-    def fallbacks(self) -> dict[str, int]:
-        """Returns how often each rule of torch was followed."""
-        with self._lock:
-            return dict(self._fallbacks)
+            self.fallbacks[rule] += 1
+            return self.fallbacks[rule] == 1
 
 
 counts = FallbackCounts()

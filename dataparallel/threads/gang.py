@@ -22,8 +22,6 @@ from dataparallel.threads.pool import Outcome, Skipped, Turn
 
 
 class _CurrentTask(threading.local):
-    """The task that the current thread runs."""
-
     gang: Gang | None = None
     slot: int = -1
 
@@ -107,13 +105,8 @@ class Gang:
         """
         return self._run([self._start_worker, self._wait])
 
-    def begin_tasks(self) -> None:
-        """The first half of `run_tasks`, in any thread. Raises ``RuntimeError`` if the system has no thread for it."""
-        if self._tasks:
-            self._start_worker()
-
     def finish_tasks(self) -> list[Outcome]:
-        """The second half of `run_tasks`, in the thread that waits."""
+        """Waits for tasks whose first worker has started, in place of `run_tasks`."""
         return self._run([self._wait])
 
     def cancel_tasks(self) -> list[Outcome]:
@@ -286,6 +279,10 @@ class Gang:
         turn.wait()
 
     def park(self, slot: int, unpark: Sequence[int] = ()) -> Turn:
+        """Gives back the permit of ``slot`` and lets its group run. The slot's thread calls this, and then waits.
+
+        Slots in ``unpark``, which may contain ``slot``, are unparked. The `Turn` is given when ``slot`` may go on.
+        """
         turn = Turn()
         with self._lock:
             self._progress += 1
@@ -315,11 +312,11 @@ class Gang:
         self._waiting, self._has_caller = [*waiting], True
         self._running.update(running)
 
-    def remove_caller(self, slot: int | None, failed: bool) -> None:
-        """Notes that the calling thread's last task has ended, the one of ``slot``. ``None``: it has run none."""
+    def remove_caller(self, slot: int, failed: bool) -> None:
+        """Notes that the calling thread's last task has ended, the one of ``slot``."""
         with self._lock:
             self._has_caller = False
-            if slot is not None and slot not in self._ended_in_caller:
+            if slot not in self._ended_in_caller:
                 self._ended_in_caller.add(slot)
                 if failed:
                     self._outcomes[slot].error = Skipped()
@@ -358,8 +355,8 @@ class SerialTasks:
         self._outer_gang = current_gang()
         self._outcomes = [Outcome() for _ in self._tasks]
         self._waiting = deque(range(len(self._tasks)))
-        self._handed_over: tuple[list[int], Gang] | None = None
-        self._caller_slot: int | None = None  # the slot of the last task that the calling thread has begun
+        self._gang: Gang | None = None  # has the tasks above the caller's, once they are handed over
+        self._caller_slot = -1  # the slot of the last task that the calling thread has begun
 
     def run_tasks(self) -> list[Outcome]:
         """Runs the tasks and returns when all have ended.
@@ -370,15 +367,15 @@ class SerialTasks:
         pool.note_use()
         try:
             self._run_in_caller()
-            self._finish_handed_over()
+            if self._gang is not None:
+                self._finish_handed_over(self._gang)
             return self._outcomes
         except BaseException:
             for outcome in self._outcomes:
                 outcome.clear()
-            handed_over = self._handed_over
-            if handed_over is not None:
-                handed_over[1].remove_caller(self._caller_slot, failed=True)
-                for outcome in handed_over[1].cancel_tasks():
+            if self._gang is not None:
+                self._gang.remove_caller(self._caller_slot, failed=True)
+                for outcome in self._gang.cancel_tasks():
                     outcome.clear()
             raise
         finally:
@@ -396,15 +393,12 @@ class SerialTasks:
                     self._outcomes[skipped].error = Skipped()
 
     def park(self, slot: int, unpark: Sequence[int] = ()) -> Turn:
-        if self._handed_over is None:
-            self._hand_over([*self._take_waiting()], slot)
-        assert self._handed_over is not None
-        park = partial(self._handed_over[1].park, slot, unpark)
+        park = partial((self._gang or self._hand_over()).park, slot, unpark)
         return self._step_in_worker(park) if threading.current_thread() is threading.main_thread() else park()
 
     def unpark(self, slots: Sequence[int]) -> None:
-        if self._handed_over is not None:
-            self._handed_over[1].unpark(slots)
+        if self._gang is not None:
+            self._gang.unpark(slots)
 
     def _step_in_worker(self, step: Callable[[], Turn | None]) -> Any:
         """Runs a ``step`` of the gang in a worker, because Ctrl-C in the main thread could leave the step half done.
@@ -432,33 +426,27 @@ class SerialTasks:
         while self._waiting:
             yield self._waiting.popleft()
 
-    def _finish_handed_over(self) -> None:
-        handed_over = self._handed_over
-        if handed_over is None:
-            return
-        slots, gang = handed_over
-        caller_slot = self._caller_slot
-        failed = caller_slot is not None and self._outcomes[caller_slot].error is not None
-        interrupted = any(isinstance(outcome.error, KeyboardInterrupt) for outcome in self._outcomes)
+    def _finish_handed_over(self, gang: Gang) -> None:
+        caller_slot, outcome = self._caller_slot, self._outcomes[self._caller_slot]
         try:
-            self._step_in_worker(partial(gang.remove_caller, caller_slot, failed))
+            self._step_in_worker(partial(gang.remove_caller, caller_slot, outcome.error is not None))
         except RuntimeError:  # the system has no thread for a worker
-            gang.remove_caller(caller_slot, failed)
-        outcomes = gang.cancel_tasks() if interrupted else gang.finish_tasks()
-        for slot in slots:
-            self._outcomes[slot] = outcomes[slot]
+            gang.remove_caller(caller_slot, outcome.error is not None)
+        outcomes = gang.cancel_tasks() if isinstance(outcome.error, KeyboardInterrupt) else gang.finish_tasks()
+        self._outcomes[caller_slot + 1 :] = outcomes[caller_slot + 1 :]
 
-    def _hand_over(self, slots: list[int], running: int) -> None:
-        """Makes a gang of the tasks of ``slots``, which have not started. The calling thread runs that of ``running``.
+    def _hand_over(self) -> Gang:
+        """Makes a gang of the tasks that have not started. The calling thread goes on with its own.
 
         In one group the order of tasks is fixed: none starts while another runs a nested call.
         """
-        groups = [0] * len(self._tasks)
+        waiting, groups = [*self._take_waiting()], [0] * len(self._tasks)
         gang = Gang(self._worker_tasks, 1, groups, None, self._devices, self._outer_gang)
-        gang.add_caller(slots, [running])
-        self._handed_over = slots, gang  # before a worker may start, because Ctrl-C may come right after the start
+        gang.add_caller(waiting, [self._caller_slot])
+        self._gang = gang  # before a worker may start, because Ctrl-C may come right after the start
         try:
-            gang.begin_tasks()
+            gang._start_worker()
         except RuntimeError:  # the system has no more threads
-            self._handed_over = None
+            self._gang = None
             raise
+        return gang

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from dataparallel import _torch
 from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.threads.pool import POLL_SECONDS, Turn
+
+if TYPE_CHECKING:
+    from dataparallel.threads.gang import Gang, SerialTasks
 
 T = TypeVar("T")
 
@@ -31,19 +34,6 @@ def is_wake_up(error: BaseException | None) -> bool:
     return False
 
 
-class Scheduler(Protocol):
-    """Runs the replicas of a call and gives permits to them. It is a `Gang` or `gang.SerialTasks`."""
-
-    def park(self, slot: int, unpark: Sequence[int] = ()) -> Turn:
-        """Gives back the permit of ``slot`` and lets its group run. The slot's thread calls this, and then waits.
-
-        Slots in ``unpark``, which may contain ``slot``, are unparked. The `Turn` is given when ``slot`` may go on.
-        """
-
-    def unpark(self, slots: Sequence[int]) -> None:
-        """Lets parked slots go on as soon as they have permits, in slot order. Any thread may call this."""
-
-
 _current_place: ContextVar[MeetingPlace | None] = ContextVar("dataparallel_place", default=None)
 
 
@@ -57,9 +47,7 @@ def here() -> MeetingPlace | None:
 
 
 class MeetingPlace:
-    """One replica in the meeting of its call.
-    ``thread`` is the id of the thread that runs ``forward``.
-    """
+    """One replica in the meeting of its call. ``thread`` is the id of the thread that runs ``forward``."""
 
     __slots__ = ("index", "meeting", "thread")
 
@@ -131,7 +119,7 @@ class Meeting:
     def __init__(self, devices: Sequence[torch.device], machines: Any = None, is_serial: bool = False) -> None:
         self.devices = tuple(devices)
         self.machines, self.is_serial = machines, is_serial
-        self.scheduler: Scheduler | None = None
+        self.scheduler: Gang | SerialTasks | None = None
         self.records = torch.is_grad_enabled()
         self.hooks = _torch.top_saved_tensors_hooks(True)
         self._lock = threading.Lock()
@@ -181,7 +169,6 @@ class Meeting:
         return visit.result
 
     def _combine(self, index: int, values: list[Any], combine: Callable[[list[Any]], Sequence[Any]]) -> None:
-        """Computes the results of all visits in the thread of the last replica."""
         try:
             results = combine(values)
             if len(results) != len(values):
@@ -219,7 +206,7 @@ class Meeting:
         if not visit.is_over:  # the scheduler has given the turn because the call fails
             visit.error = WokenUp(f"{visit.request}: the call has been interrupted, or a replica could not run")
 
-    def _park_last(self, index: int, scheduler: Scheduler) -> Turn:
+    def _park_last(self, index: int, scheduler: Gang | SerialTasks) -> Turn:
         """Parks the last replica too, and unparks all, so that all go on in slot order.
 
         The lock is held until all are unparked. Otherwise a replica that only now looks at `is_over` could go on before

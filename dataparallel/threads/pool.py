@@ -71,13 +71,14 @@ def start(job: Job, device: Hashable) -> None:
             if _engine_is_stale:
                 _torch.rebuild_engine()
                 _engine_is_stale = False
-    worker = _take(device)
-    if worker is not None:
+    try:
+        worker = _idle[device].pop()
+    except LookupError:
+        worker = Worker(next(_numbers), device)
+        worker.jobs.put(job)  # before the thread starts, because Ctrl-C may come right after the start
+        worker.start()
+    else:
         worker.jobs.put(job)
-        return
-    worker = Worker(next(_numbers), device)
-    worker.jobs.put(job)  # before the thread starts, because Ctrl-C may come right after the start
-    worker.start()
 
 
 def release(worker: Worker) -> None:
@@ -89,13 +90,6 @@ def note_use() -> None:
     """Notes that replicas have run in this process, in any thread. `_start_afresh_after_fork` reads this."""
     global _used
     _used = True
-
-
-def _take(device: Hashable) -> Worker | None:
-    try:
-        return _idle[device].pop()
-    except LookupError:
-        return None
 
 
 @in_forked_child

@@ -48,7 +48,6 @@ class Setting:
 
 
 def _switch(name: str, get: Callable[[], Any], set_: Callable[[Any], Any]) -> Setting:
-    """The row of a setting that is one value with a getter and a setter."""
 
     def hold(value: Any, slots: Slots, device: torch.device) -> End:
         before = get()
@@ -156,14 +155,9 @@ def _hold_saved_tensor_hooks(value: tuple[Any, str | None], slots: Slots, device
     return end
 
 
-def _set_threads(value: int) -> None:
+def _set_threads(value: int, *_: object) -> None:
     if torch.get_num_threads() != value:
         torch.set_num_threads(value)
-
-
-def _hold_threads(value: int, slots: Slots, device: torch.device) -> End:
-    _set_threads(value)
-    return None  # not ended: each call sets the worker's number again
 
 
 def _read_default_device(slots: Slots) -> torch.device | None:
@@ -212,17 +206,12 @@ CARRIED: tuple[Setting, ...] = (
         one_at_a_time=True,
     ),
     Setting("saved-tensor hooks", _read_saved_tensor_hooks, _hold_saved_tensor_hooks, one_at_a_time=True),
-    Setting(INTRA_OP_THREADS, lambda slots: torch.get_num_threads(), _hold_threads, _set_threads),
+    # It is not ended: each call sets the worker's number again.
+    Setting(INTRA_OP_THREADS, lambda slots: torch.get_num_threads(), _set_threads, _set_threads),
     # Devices without hardware raise for memory that nobody has waited for. A replica may use what its caller may.
     Setting("what the host has waited for", _read_waits, _hold_waits),
 )
 """Settings of the calling thread that are the same in replicas. `CallerState` carries context variables too."""
-
-
-def carry(setting: Setting) -> None:
-    """Adds a row to `CARRIED`, for thread-local state of another library that modules use in ``forward``."""
-    global CARRIED
-    CARRIED = (*CARRIED, setting)
 
 
 TRANSLATED: tuple[Setting, ...] = (
@@ -293,11 +282,6 @@ class CallerState:
     def one_at_a_time(self) -> bool:
         """True if a carried object has a state, which replicas must change one at a time and in slot order."""
         return any(setting.one_at_a_time and value not in ([], (None, None)) for setting, value in self._carried)
-
-    @property
-    def streams(self) -> dict[torch.device, torch.Stream]:
-        """The caller's current stream on each accelerator among the slots."""
-        return current_streams(self.slots)
 
     @contextmanager
     def intra_op_threads_divided(self, workers: int) -> Iterator[None]:

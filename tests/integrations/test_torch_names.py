@@ -55,7 +55,7 @@ def test_one_entry_for_each_slot_is_no_reason_to_warn(slots, root):
     with replace_torch(), warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(nn.DataParallel(Adds(), slots)(x, each), expected(slots, x, each))
-    assert torch_wrapper.counts.fallbacks() == {"each tensor is split by itself": 1}
+    assert dict(torch_wrapper.counts.fallbacks) == {"each tensor is split by itself": 1}
 
 
 @pytest.mark.filterwarnings("ignore:as torch.nn.DataParallel does")

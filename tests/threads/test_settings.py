@@ -5,7 +5,6 @@ Settings of the process are shared by all. The effects of carried settings: ``te
 
 import contextlib
 import contextvars
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataparallel import DataParallel, parallel_apply
 from dataparallel.threads import settings
-from dataparallel.threads.settings import CARRIED, REFUSED, TRANSLATED, Setting
+from dataparallel.threads.settings import CARRIED, REFUSED, TRANSLATED
 from probe import Probe, intra_op_threads
 
 serial_or_not = pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
@@ -164,22 +163,6 @@ def test_every_row_has_a_test() -> None:
     rows = {setting.name for setting in (*CARRIED, *TRANSLATED)} | {"context variables"}
     # What the host has waited for is tested with devices that watch it.
     assert {row.name for row in ROWS} | NEED_AN_ACCELERATOR == rows - {"what the host has waited for"}
-
-
-def test_another_librarys_thread_local_state_can_be_added(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "CARRIED", settings.CARRIED)
-    local = threading.local()
-
-    def hold(value: str, slots: list, device: torch.device) -> Callable[[], object]:
-        local.value = value
-        return lambda: vars(local).clear()
-
-    settings.carry(Setting("theirs", lambda slots: getattr(local, "value", None), hold))
-    local.value = "the caller's"
-    probe = Probe(lambda: getattr(local, "value", None))
-    assert probe.run(slots, serial=False) == ["the caller's"] * len(slots)
-    del local.value
-    assert probe.run(slots, serial=False) == [None] * len(slots)
 
 
 @serial_or_not
