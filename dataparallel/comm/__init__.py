@@ -6,7 +6,8 @@ Within one device nothing is copied unless the caller needs its own storage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -24,7 +25,7 @@ from dataparallel.comm.checks import (
 )
 from dataparallel.comm.settings import using
 from dataparallel.comm.streams.held import hold_for_peers
-from dataparallel.comm.transport import Allocate, FlatBroadcast, Later, Transport, Travelling
+from dataparallel.comm.transport import Allocate, FlatBroadcast, Later, Transport
 from dataparallel.comm.transport_choice import Choice, choose_transport, transport_for
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
@@ -191,11 +192,8 @@ def reduce_add_coalesced(
         return ()
     for tensors in inputs:
         check_movable(tensors)
-    shapes = [[tensor.shape for tensor in tensors] for tensors in inputs]
-    dtypes = [[tensor.dtype for tensor in tensors] for tensors in inputs]
-    if any(of_slot != shapes[0] for of_slot in shapes) or any(of_slot != dtypes[0] for of_slot in dtypes):
-        for position, terms in enumerate(zip(*inputs, strict=True)):
-            check_summable(terms, f" at position {position}")
+    for position, terms in enumerate(zip(*inputs, strict=True)):
+        check_summable(terms, f" at position {position}")
     target = inputs[0][0].device if destination is None else resolve(destination)
     places = _places([target], [tensors[0].device for tensors in inputs])
     transport = transport_for("reduce_add", places, inputs[0], buffer_size)
@@ -208,14 +206,27 @@ def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -
 
 
 @torch.no_grad()
-def add_flat(flats: Sequence[Tensor], destination: torch.device, *, travelling: Travelling | None = None) -> Tensor:
+def add_flat(
+    flats: Sequence[Tensor],
+    destination: torch.device,
+    *,
+    travelling: Callable[[Sequence[Tensor]], AbstractContextManager[None]] | None = None,
+) -> Tensor:
     """The sum of flat buffers of one size and dtype, in the order given. It may overwrite the buffers.
 
     ``travelling`` opens the context in which buffers are copied and added, and may make other streams current. Its
     argument lists all buffers that are used there.
     """
     transport = transport_for("reduce_add", _places([destination], [flat.device for flat in flats]), flats[:1])
-    return transport.add_flat(flats, destination, travelling=travelling)
+    if travelling is None:
+        return transport.add_up(flats, destination)
+    # The sum's memory is allocated outside of the context, so that it belongs to the caller's current stream.
+    total = flats[0] if flats[0].device == destination else torch.empty_like(flats[0], device=destination)
+    with travelling([*flats, total]):
+        added = transport.add_up(flats, destination)
+        if added.data_ptr() != total.data_ptr():
+            total.copy_(added)
+    return total
 
 
 @torch.no_grad()

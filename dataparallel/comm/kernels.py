@@ -57,20 +57,9 @@ SUM_KERNELS: dict[torch.dtype, Kernel] = {
     torch.bfloat16: Kernel("sum_bfloat16", 2),
     torch.complex128: Kernel("sum_float64", 8),
     torch.complex64: Kernel("sum_float32", 4),
-    torch.int64: Kernel("sum_int64", 8),
-    torch.uint64: Kernel("sum_int64", 8),
-    torch.int32: Kernel("sum_int32", 4),
-    torch.uint32: Kernel("sum_int32", 4),
-    torch.int16: Kernel("sum_int16", 2),
-    torch.uint16: Kernel("sum_int16", 2),
-    torch.int8: Kernel("sum_int8", 1),
-    torch.uint8: Kernel("sum_int8", 1),
 }
-"""The kernel that sums each dtype. bool and 8-bit floats have none.
-
-A complex number is two elements. Integers wrap around, so signed and unsigned ones share a kernel. ``float16`` and
-``bfloat16`` are summed in ``float32`` and rounded once.
-"""
+"""The kernel that sums each dtype; others have none. A complex number is two elements. ``float16`` and ``bfloat16`` are
+summed in ``float32`` and rounded once."""
 
 WIDE_SUM_KERNELS: dict[torch.dtype, Kernel] = {
     torch.float16: Kernel("sum_float16_to_float32", 2),
@@ -267,12 +256,6 @@ def encoded(
     if kernel is COPY_KERNEL:
         rows = rows[::-1]  # the source comes first
     return rows, [row.numel * (dtype.itemsize // kernel.itemsize) for row in table]
-
-
-def make_all_reachable(devices: Sequence[torch.device]) -> None:
-    """`make_reachable` for each pair of distinct devices."""
-    for at, device in enumerate(devices):
-        make_reachable(device, devices[at + 1 :])
 
 
 def make_reachable(device: torch.device, others: Sequence[torch.device]) -> None:

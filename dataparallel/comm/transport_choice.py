@@ -214,7 +214,8 @@ def _why_no_tables(slots: tuple[torch.device, ...], user_settings: CommSettings,
         return None
     problem = kernels.why_not(distinct)
     if problem is None:
-        kernels.make_all_reachable(distinct)
+        for device in distinct:
+            kernels.make_reachable(device, [other for other in distinct if other != device])
         problem = why_not_by_default(distinct) if asked is None else None
     if problem is not None:
         log.info(

@@ -170,7 +170,7 @@ class LateCopies:
 
     def __init__(self, allowed: bool) -> None:
         self._allowed = allowed
-        self._arrivals: list[Arrivals] = []
+        self.arrivals: list[Arrivals] = []
 
     @contextmanager
     def may_begin(self) -> Iterator[None]:
@@ -184,13 +184,9 @@ class LateCopies:
 
     def wait_for_copies(self) -> None:
         """Makes the computing streams wait for all copies of the call."""
-        while self._arrivals:
-            self._arrivals[-1].wait_for_copies()
-            self._arrivals.pop()  # after the wait: if the wait fails, the memory is held as long as this object
-
-    def add(self, arrivals: Arrivals) -> None:
-        """Adds arrivals for which `wait_for_copies` waits."""
-        self._arrivals.append(arrivals)
+        while self.arrivals:
+            self.arrivals[-1].wait_for_copies()
+            self.arrivals.pop()  # after the wait: if the wait fails, the memory is held as long as this object
 
 
 def arrivals_for(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> Arrivals | None:
@@ -202,10 +198,8 @@ def arrivals_for(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> Ar
     call: LateCopies | None = getattr(_call, "copies", None)
     if call is None or sum([tensor.numel() * tensor.itemsize for tensor in tensors]) < LATE_FROM_BYTES:
         return None
-    if says_no(VARIABLE) or _torch.note_whether_compiler_is_in_use():
-        return None
-    if not run_apart(slots):
+    if says_no(VARIABLE) or _torch.note_whether_compiler_is_in_use() or not run_apart(slots):
         return None
     arrivals = Arrivals(slots)
-    call.add(arrivals)
+    call.arrivals.append(arrivals)
     return arrivals

@@ -246,10 +246,6 @@ class GivenEvents(Event):
         for event in self._events:
             event.synchronize()
 
-    def has_passed(self) -> bool:
-        """True if the devices have done the work before all events."""
-        return all(event.query() for event in self._events)
-
 
 def _make_wait(stream: torch.Stream, event: torch.Event) -> None:
     if type(event) is not torch.Event:
@@ -340,13 +336,9 @@ class PieceStreams:
         self._used: dict[torch.device, set[int]] = {device: set() for device in streams}
         self.broadcast_pieces = 0
 
-    def of_device(self, device: torch.device) -> Sequence[torch.Stream]:
-        """The device's streams; none if all work stays on the caller's."""
-        return self._streams.get(device, ())
-
     def take_used(self, device: torch.device) -> Sequence[torch.Stream]:
         """The device's streams that `use` has made current since the last call of this method, or else stream 0."""
-        streams, used = self.of_device(device), self._used.get(device, set())
+        streams, used = self._streams.get(device, ()), self._used.get(device, set())
         used_streams = [stream for number, stream in enumerate(streams) if number in used]
         used.clear()
         return used_streams or streams[:1]

@@ -293,7 +293,7 @@ def settings() -> tuple[tuple[str, Hashable], ...]:
     modes = _torch.function_modes()
     if any(not _torch.is_device_context(mode) for mode in modes) or _torch.dispatch_modes():
         raise CannotBeCaptured("a mode for functions or operators of torch is active")
-    if any(map(len, _torch.global_hooks())):
+    if any(map(len, _torch.GLOBAL_HOOKS)):
         raise CannotBeCaptured("hooks for all modules are set")
     if torch.is_anomaly_enabled():
         raise CannotBeCaptured("torch.autograd.detect_anomaly is on")
