@@ -36,12 +36,9 @@ Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", 
 SUPPORTED: tuple[Collective, ...] = ("broadcast", "reduce_add")
 """The operations that *nccl* and *cupy* support between CUDA devices. Plain copies and the host support all.
 
-*nccl* makes sums only if the caller allows any order, and takes each device once. A call with the CPU, with another
-type of accelerator, or with fewer than two accelerators falls back to plain copies. In a call that these transports
-serve, plain copies still carry tensors that do not travel flat, sums in dtypes that a transport cannot add, and
-*nccl*'s sums on a device that brings no term.
+In a call that these transports serve, plain copies still carry tensors that do not travel flat, sums in dtypes that a
+transport cannot add, and *nccl*'s sums on a device that brings no term.
 """
-
 
 STAR_BELOW_BYTES = 2**20
 """Below this a chain's many launches cost more than the copies that it saves the root."""

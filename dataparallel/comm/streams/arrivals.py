@@ -36,11 +36,6 @@ _PIECE_STREAMS = 3
 """The streams that pieces take in turn on each device (``comm.streams.current``); pieces of buckets differ in size."""
 
 
-def parameter_stream(device: torch.device) -> torch.Stream:
-    """The side stream of an accelerator that sends or receives parameters."""
-    return kept_stream(device, "parameters")
-
-
 class Arrival:
     """The arrival of a bucket on one device: events on the ``streams`` that received it, or read it on the root.
 
@@ -100,7 +95,7 @@ class Arrivals:
         computing streams wait for those buckets.
         """
         root = self._slots[0]
-        sides = {device: parameter_stream(device) for device in self._computing}
+        sides = {device: kept_stream(device, "parameters") for device in self._computing}
         filling = kept_stream(root, "flat buffers")
         for device, side in [*sides.items(), (root, filling)]:
             Event(self._computing[device]).make_wait(side)
@@ -154,7 +149,7 @@ class Arrivals:
         """Makes the computing streams wait for the copies, and releases the memory that is held."""
         if self._held:
             for device, stream in self._computing.items():
-                Event(parameter_stream(device)).make_wait(stream)
+                Event(kept_stream(device, "parameters")).make_wait(stream)
             self._held.clear()
 
 

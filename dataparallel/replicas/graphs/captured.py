@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -248,7 +248,11 @@ class Captured:
             self._pool.order(stream)
             Event(current).make_wait(stream)
             try:
-                with streams_set({device: stream}), _cleared_autocast_cache(), none_compiled():
+                with streams_set({device: stream}), none_compiled(), ExitStack() as at_end:
+                    # A weight that autocast has converted in a capture must not be used by code outside of it, nor the
+                    # other way. Compiled code looks whether the cache is on, so it stays on.
+                    torch.clear_autocast_cache()
+                    at_end.callback(torch.clear_autocast_cache)
                     self._pool.hold(device)
                     yield
             except BaseException as error:
@@ -485,19 +489,6 @@ class LaunchNode(Node):
         ctx.has_run = True
         given = [grad for grad, has_grad in zip(grads, stage.have_grads, strict=True) if has_grad]
         return (None, None, *ctx.captured.launch_stage(stage, given))
-
-
-@contextmanager
-def _cleared_autocast_cache() -> Iterator[None]:
-    """A weight that autocast has converted in a capture must not be used by code outside of it, nor the other way.
-
-    Compiled code looks whether the cache is on, so it stays on.
-    """
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
 
 
 def _reason(error: BaseException) -> str:
