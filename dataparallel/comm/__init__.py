@@ -25,7 +25,7 @@ from dataparallel.comm.checks import (
 )
 from dataparallel.comm.settings import using
 from dataparallel.comm.streams.held import hold_for_peers
-from dataparallel.comm.transport import Allocate, FlatBroadcast, Later, Transport
+from dataparallel.comm.transport import Allocate, FlatBroadcast, Later
 from dataparallel.comm.transport_choice import Choice, choose_transport, transport_for
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
@@ -64,7 +64,15 @@ def broadcast(
     check_movable([tensor])
     check_exactly_one(devices, out)
     if out is not None:
-        return _broadcast_into(out, tensor)
+        check_movable(out)
+        for index, target in enumerate(out):
+            if target.shape != tensor.shape:
+                raise ValueError(
+                    f"out[{index}] has shape {tuple(target.shape)}, the tensor to broadcast {tuple(tensor.shape)}"
+                )
+        transport = transport_for("broadcast", _places([tensor.device], [target.device for target in out]), [tensor])
+        transport.broadcast_into(out, tensor)
+        return tuple(out)
     assert devices is not None
     slots = resolve_each(devices)
     transport = transport_for("broadcast", _places([tensor.device], slots), [tensor])
@@ -80,18 +88,6 @@ def broadcast_into(buffers: Sequence[Tensor], bucket: Bucket, tensors: Sequence[
         buffers=buffers,
         sources=[tensors[i] for i in bucket.indices],
     )
-
-
-def _broadcast_into(out: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
-    check_movable(out)
-    for index, target in enumerate(out):
-        if target.shape != tensor.shape:
-            raise ValueError(
-                f"out[{index}] has shape {tuple(target.shape)}, the tensor to broadcast {tuple(tensor.shape)}"
-            )
-    transport = transport_for("broadcast", _places([tensor.device], [target.device for target in out]), [tensor])
-    transport.broadcast_into(out, tensor)
-    return tuple(out)
 
 
 @torch.no_grad()
@@ -260,26 +256,12 @@ def scatter(
         sizes = near_equal_sizes(tensor.shape[dim], len(slots))
     else:
         sizes = check_chunk_sizes(chunk_sizes, len(slots), tensor.shape[dim])
-    return tuple(ChunkTransports(slots[: len(sizes)]).scatter(tensor, sizes, dim))
+    return tuple(scatter_chunks(tensor, slots[: len(sizes)], sizes, dim))
 
 
-class ChunkTransports:
-    """Scatters many tensors over the same slots: the transport is chosen once for each device that they come from.
-
-    It checks nothing, and records what it does if a tensor needs gradients and the caller records.
-    """
-
-    def __init__(self, slots: Sequence[torch.device]) -> None:
-        self._slots = slots
-        self._by_source: dict[torch.device, Transport] = {}
-
-    def scatter(self, tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
-        """As `scatter` does; ``sizes`` has one entry for each slot."""
-        transport = self._by_source.get(tensor.device)
-        if transport is None:
-            transport = transport_for("scatter", _places([tensor.device], self._slots), [tensor])
-            self._by_source[tensor.device] = transport
-        return transport.scatter(tensor, self._slots, sizes, dim)
+def scatter_chunks(tensor: Tensor, slots: Sequence[torch.device], sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """As `scatter`, with a size for each slot. It checks nothing, and records what it does if the caller records."""
+    return transport_for("scatter", _places([tensor.device], slots), [tensor]).scatter(tensor, slots, sizes, dim)
 
 
 def _scatter_into(

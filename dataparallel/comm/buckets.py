@@ -220,8 +220,6 @@ def flatten(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:
     """
     if len(bucket.indices) == 1:
         return _flat_view(tensors[bucket.indices[0]], bucket.layouts[0]).clone()
-    if bucket.row_major:
-        return _torch.flatten_dense_tensors([*map(tensors.__getitem__, bucket.indices)])
     return _torch.flatten_dense_tensors(
         [
             tensors[index] if layout.row_major else _flat_view(tensors[index], layout)

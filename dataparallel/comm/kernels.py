@@ -165,7 +165,7 @@ def _call(packed: KernelLaunch, addresses: Sequence[int], device: torch.device) 
     kernel, table, *numbers, blocks = packed
     stream = torch.cuda.current_stream(device)
     # A structured scalar is passed by value. Address 0 is 0.
-    by_value = numpy.zeros(1, dtype=_type_of_addresses())
+    by_value = numpy.zeros(1, dtype=[("at", numpy.int64, ADDRESSES)])
     by_value["at"][0, 1 : 1 + len(addresses)] = addresses
     with cupy.cuda.Device(device.index):
         # CuPy passes integers, and so the pointer, as 64 bits.
@@ -175,13 +175,6 @@ def _call(packed: KernelLaunch, addresses: Sequence[int], device: torch.device) 
             (table.data_ptr(), *numbers, by_value[0]),
             stream=_LaunchStream(stream.cuda_stream),
         )
-
-
-@functools.cache
-def _type_of_addresses() -> Any:
-    import numpy
-
-    return numpy.dtype([("at", numpy.int64, ADDRESSES)])
 
 
 class DeviceTable:

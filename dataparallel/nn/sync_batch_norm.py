@@ -180,28 +180,20 @@ def grad_of_chunk(
     ``grad`` of ``None`` stands for zeros.
     """
     if _has_kernels(chunk) and not torch.is_grad_enabled():
-        return _grad_by_kernel(chunk, mean, slope, offset, grad, scale)
+        # The kernel computes ``(grad - s / count - (chunk - mean) * inverse**2 * p / count) * inverse * weight``. With
+        # ones for ``inverse`` and ``count`` and ``scale`` for ``weight``, ``s`` and ``p`` have to be divided by the
+        # scale. Where that is zero, the channel's weight is zero on all replicas, so slope and offset are zero too.
+        if grad is None or scale is None:
+            grad, scale = torch.zeros_like(chunk), torch.ones_like(mean)
+        divisor = scale.masked_fill(scale == 0, torch.inf)
+        one = torch.ones(1, dtype=torch.int32, device=chunk.device)
+        dense, ones = _dense(chunk, chunk), torch.ones_like(mean)
+        s, p = -offset / divisor, -slope / divisor
+        return torch.batch_norm_backward_elemt(_dense(grad, chunk), dense, mean, ones, scale, s, p, one)
     result = torch.addcmul(_per_channel(offset, chunk), _per_channel(slope, chunk), chunk - _per_channel(mean, chunk))
     if grad is not None and scale is not None:
         result = torch.addcmul(result, _per_channel(scale, chunk), grad)
     return result.to(chunk.dtype)
-
-
-def _grad_by_kernel(
-    chunk: Tensor, mean: Tensor, slope: Tensor, offset: Tensor, grad: Tensor | None, scale: Tensor | None
-) -> Tensor:
-    """The kernel computes ``(grad - s / count - (chunk - mean) * inverse**2 * p / count) * inverse * weight``.
-
-    With ones for ``inverse`` and ``count`` and ``scale`` for ``weight``, ``s`` and ``p`` have to be divided by the
-    scale. Where that is zero, the channel's weight is zero on all replicas, so slope and offset are zero too.
-    """
-    if grad is None or scale is None:
-        grad, scale = torch.zeros_like(chunk), torch.ones_like(mean)
-    divisor = scale.masked_fill(scale == 0, torch.inf)
-    one = torch.ones(1, dtype=torch.int32, device=chunk.device)
-    dense, ones = _dense(chunk, chunk), torch.ones_like(mean)
-    s, p = -offset / divisor, -slope / divisor
-    return torch.batch_norm_backward_elemt(_dense(grad, chunk), dense, mean, ones, scale, s, p, one)
 
 
 def _has_kernels(chunk: Tensor) -> bool:

@@ -53,8 +53,6 @@ def take_sent_chunks(
     ``sizes`` is ``None`` for the whole tensor on every slot. Chunks are handed out once: a second call needs others,
     because a module may write to its input.
     """
-    if not _not_taken:
-        return None
     candidates = _not_taken.get(id(tensor), [])
     for sent in list(candidates):
         if sent.fits(slots, sizes, dim) and _withdraw(sent):
@@ -118,12 +116,6 @@ class SentTensor:
         self.pinned = pinned if sizes is not None else pinned * len(devices)
         self.chunks = [torch.empty_like(part, device=to) for part, to in zip(self.pinned, devices, strict=True)]
         self.copy_events: dict[torch.device, Event] = {}
-
-    def copy_to(self, device: torch.device) -> None:
-        """Starts the copies to one device, on its current stream."""
-        for chunk, source in zip(self.chunks, self.pinned, strict=True):
-            if chunk.device == device:
-                chunk.copy_(source, non_blocking=True)
 
     def fits(self, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> bool:
         """True if a scatter would cut the tensor into the same chunks now. A whole tensor fits fewer slots too."""
@@ -201,8 +193,9 @@ def send(
         with streams_set(sides):
             sent = [SentTensor(tensor, slots, sizes, dim) for tensor, sizes in tensors]
             for device, side in sides.items():
-                for tensor in sent:
-                    tensor.copy_to(device)
+                for chunk, source in [pair for t in sent for pair in zip(t.chunks, t.pinned, strict=True)]:
+                    if chunk.device == device:
+                        chunk.copy_(source, non_blocking=True)
                 copy_events[device] = Event(side)
     except BaseException:
         # Copies that have started may read the caller's memory.
