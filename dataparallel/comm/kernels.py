@@ -257,8 +257,6 @@ def make_reachable(device: torch.device, others: Sequence[torch.device]) -> None
     torch enables peer access only when it copies, and only for the device that the copy comes from. A kernel that reads
     unmapped memory breaks CUDA for the whole process. The check of ``peers`` copies too, but a user may turn it off.
     """
-    if all(frozenset((device, other)) in _reachable for other in others):
-        return
     with _reaching:
         for other in others:
             pair = frozenset((device, other))

@@ -66,7 +66,6 @@ def choose(
     """The transport and the route for a call's tensors.
 
     Args:
-        work: the operation.
         devices: in slot order, with the source's or the destination's device. A device may be listed several times.
         nbytes: the bytes that each device receives in a broadcast, or brings to a sum.
         settings: the user's. A route without a transport asks for plain copies, because only they have routes.

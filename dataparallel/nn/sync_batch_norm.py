@@ -40,8 +40,13 @@ class Statistics(Node):
         ctx.count = values_of_a_channel(chunk)
         if ctx.count == 0:
             mean = m2 = chunk.new_zeros(chunk.shape[1], dtype=summed_in(chunk.dtype))
+        elif _has_kernels(chunk):
+            mean, inverse = torch.batch_norm_stats(_dense(chunk, chunk), 0.0)
+            # For a variance of zero the kernel gives zero.
+            m2 = torch.where(inverse == 0, inverse, ctx.count / inverse.square())
         else:
-            mean, m2 = statistics(chunk)
+            variance, mean = torch.var_mean(chunk.to(summed_in(chunk.dtype)), _dims(chunk), correction=0)
+            m2 = variance * ctx.count
         result = torch.cat([mean, m2, mean.new_full((1,), ctx.count)])
         ctx.save_for_backward(chunk, result)
         ctx.set_materialize_grads(False)
@@ -136,17 +141,6 @@ class Normalised(Node):
 
 # On CUDA a pass is one kernel of torch's own SyncBatchNorm, which casts in registers. The two passes of the backward
 # are differentiable: while gradients are recorded they use torch's operators.
-
-
-def statistics(chunk: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and M2 of each channel of a non-empty chunk, in the dtype in which chunks are summed."""
-    count = values_of_a_channel(chunk)
-    if _has_kernels(chunk):
-        mean, inverse = torch.batch_norm_stats(_dense(chunk, chunk), 0.0)
-        # For a variance of zero the kernel gives zero.
-        return mean, torch.where(inverse == 0, inverse, count / inverse.square())
-    variance, mean = torch.var_mean(chunk.to(summed_in(chunk.dtype)), _dims(chunk), correction=0)
-    return mean, variance * count
 
 
 def normalised(

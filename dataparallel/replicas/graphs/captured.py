@@ -370,7 +370,13 @@ class Captured:
         with torch.no_grad():
             for number, _, data in self._places:  # the data has a version of its own
                 data.copy_(leaves[number])
-            self._launch_forward(late)
+            waits: dict[int, list[Late]] = {}
+            for number, each in late:
+                waits.setdefault(self._first_graph.get(number, 0), []).append(each)
+            for number, graph in enumerate(self._forward):
+                for each in waits.get(number, ()):
+                    each.wait_for_all()
+                graph.replay()
             outputs = [] if self._stages else [output.detach().clone() for output in self.outputs]
         if self._stages:
             wanted = [leaves[number] for number, place, _ in self._places if place.requires_grad]
@@ -383,15 +389,6 @@ class Captured:
         return self._output.with_leaves(
             [outputs[self._number_of[id(x)]] if isinstance(x, Tensor) else x for x in self._output.leaves]
         )
-
-    def _launch_forward(self, late: Sequence[tuple[int, Late]]) -> None:
-        waits: dict[int, list[Late]] = {}
-        for number, each in late:
-            waits.setdefault(self._first_graph.get(number, 0), []).append(each)
-        for number, graph in enumerate(self._forward):
-            for each in waits.get(number, ()):
-                each.wait_for_all()
-            graph.replay()
 
     def launch_stage(self, stage: _Stage, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Launches a piece of the backward. Returns the gradients of what its node has taken."""
