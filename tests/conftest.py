@@ -147,7 +147,7 @@ def nothing_freed_too_early(request: pytest.FixtureRequest, monkeypatch: pytest.
     if kind == "sim" or is_cuda:
         settle()
     if is_cuda:
-        held._held.clear()
+        held.let_go()
 
 
 @pytest.fixture(autouse=True)

@@ -249,7 +249,25 @@ def scatter(
         raise IndexError(f"cannot scatter a tensor of shape {tuple(tensor.shape)} along dimension {dim}")
     check_exactly_one(devices, out)
     if out is not None:
-        return _scatter_into(tensor, out, chunk_sizes, dim)
+        if chunk_sizes is not None:
+            raise ValueError("chunk_sizes follow from the sizes of out; pass only one of them")
+        check_movable(out)
+        chunk = list(tensor.shape)
+        for index, target in enumerate(out):
+            if target.dim() == tensor.dim():
+                chunk[dim] = target.shape[dim]
+            if list(target.shape) != chunk:
+                raise ValueError(f"out[{index}] has shape {tuple(target.shape)}, its chunk has {tuple(chunk)}")
+        total = sum(target.shape[dim] for target in out)
+        if total != tensor.shape[dim]:
+            raise ValueError(
+                f"the sizes of out along dimension {dim} add up to {total}, the tensor has {tensor.shape[dim]}"
+            )
+        transport = transport_for("scatter", _places([tensor.device], [target.device for target in out]), [tensor])
+        for target, part in zip(out, torch.split(tensor, [t.shape[dim] for t in out], dim), strict=True):
+            transport.copy(target, part)
+        hold_for_peers(out, [tensor])
+        return tuple(out)
     assert devices is not None
     slots = resolve_each(devices)
     if chunk_sizes is None:
@@ -262,30 +280,6 @@ def scatter(
 def scatter_chunks(tensor: Tensor, slots: Sequence[torch.device], sizes: Sequence[int], dim: int) -> list[Tensor]:
     """As `scatter`, with a size for each slot. It checks nothing, and records what it does if the caller records."""
     return transport_for("scatter", _places([tensor.device], slots), [tensor]).scatter(tensor, slots, sizes, dim)
-
-
-def _scatter_into(
-    tensor: Tensor, out: Sequence[Tensor], chunk_sizes: Sequence[int] | None, dim: int
-) -> tuple[Tensor, ...]:
-    if chunk_sizes is not None:
-        raise ValueError("chunk_sizes follow from the sizes of out; pass only one of them")
-    check_movable(out)
-    chunk = list(tensor.shape)
-    for index, target in enumerate(out):
-        if target.dim() == tensor.dim():
-            chunk[dim] = target.shape[dim]
-        if list(target.shape) != chunk:
-            raise ValueError(f"out[{index}] has shape {tuple(target.shape)}, its chunk has {tuple(chunk)}")
-    total = sum(target.shape[dim] for target in out)
-    if total != tensor.shape[dim]:
-        raise ValueError(
-            f"the sizes of out along dimension {dim} add up to {total}, the tensor has {tensor.shape[dim]}"
-        )
-    transport = transport_for("scatter", _places([tensor.device], [target.device for target in out]), [tensor])
-    for target, part in zip(out, torch.split(tensor, [t.shape[dim] for t in out], dim), strict=True):
-        transport.copy(target, part)
-    hold_for_peers(out, [tensor])
-    return tuple(out)
 
 
 @torch.no_grad()

@@ -117,6 +117,12 @@ class SentTensor:
         self.chunks = [torch.empty_like(part, device=to) for part, to in zip(self.pinned, devices, strict=True)]
         self.copy_events: dict[torch.device, Event] = {}
 
+    def copy_to(self, device: torch.device) -> None:
+        """Starts the copies to one device, on its current stream."""
+        for chunk, source in zip(self.chunks, self.pinned, strict=True):
+            if chunk.device == device:
+                chunk.copy_(source, non_blocking=True)
+
     def fits(self, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> bool:
         """True if a scatter would cut the tensor into the same chunks now. A whole tensor fits fewer slots too."""
         if sizes is None or self.sizes is None:
@@ -193,9 +199,8 @@ def send(
         with streams_set(sides):
             sent = [SentTensor(tensor, slots, sizes, dim) for tensor, sizes in tensors]
             for device, side in sides.items():
-                for chunk, source in [pair for t in sent for pair in zip(t.chunks, t.pinned, strict=True)]:
-                    if chunk.device == device:
-                        chunk.copy_(source, non_blocking=True)
+                for tensor in sent:
+                    tensor.copy_to(device)
                 copy_events[device] = Event(side)
     except BaseException:
         # Copies that have started may read the caller's memory.

@@ -52,6 +52,11 @@ def hold_for_peers(memory: Sequence[Tensor], others: Sequence[Tensor]) -> None:
             hold([tensor for tensor in memory if tensor.device == device], Event(stream))
 
 
+def let_go() -> None:
+    """Lets go of all memory, for tests that measure it."""
+    _held.clear()
+
+
 @in_forked_child
 def _start_afresh_after_fork() -> None:
     """A thread of the parent may have held the lock.
