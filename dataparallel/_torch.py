@@ -206,9 +206,6 @@ else:
 
 version_of = _attribute("torch.Tensor._version", "see that a tensor was changed in place")
 tensor_address = _attribute("torch.Tensor._cdata", "see that torch has swapped a tensor with another one")
-use_count = private("torch.Tensor._use_count", "count the holders of a tensor outside of Python")
-storage_address = _attribute("torch.UntypedStorage._cdata", "tell storages from each other")
-storage_use_count = private("torch._C._storage_Use_Count", "count the holders of the storage at an address")
 base_of = _attribute("torch.Tensor._base", "see of which tensor one is a view")
 hooks_of = _attribute("torch.Tensor._backward_hooks", "see hooks on a tensor")
 hooks_after_accumulation_of = _attribute("torch.Tensor._post_accumulate_grad_hooks", "see hooks on a parameter")
@@ -313,16 +310,11 @@ _functorch_interpreter = private("torch._C._functorch.peek_interpreter_stack", "
 
 private("torch.nn.utils.parametrize._cache_enabled", "refuse to run replicas inside parametrize.cached()")
 
-
-_GLOBAL_HOOKS = [
+GLOBAL_HOOKS = [
     private(f"torch.nn.modules.module._global_{kind}_hooks", "see hooks that are set for all modules")
     for kind in ("forward_pre", "forward", "backward_pre", "backward")
 ]
-
-
-def global_hooks() -> Sequence[Any]:
-    """The tables of hooks for all modules."""
-    return _GLOBAL_HOOKS
+"""The tables of hooks for all modules."""
 
 
 def push_dispatch_modes(modes: Sequence[Any]) -> Callable[[], None]:

@@ -95,7 +95,8 @@ def resolve(device: DeviceLike) -> torch.device:
     index = torch.accelerator.current_device_index() if named.index is None else named.index
     if index >= count:
         raise ValueError(f"{str(named)!r} does not exist; {what_exists()}")
-    return _remembered(torch.device(named.type, index))
+    found = torch.device(named.type, index)
+    return _checked.setdefault(found, found)
 
 
 def _as_int(device: Any) -> Any:
@@ -108,11 +109,6 @@ def _as_int(device: Any) -> Any:
         return device
 
 
-def _remembered(device: torch.device) -> torch.device:
-    _checked[device] = device
-    return device
-
-
 def _resolve_index(index: int) -> torch.device:
     device_type = accelerator_type()
     if device_type is None:
@@ -122,8 +118,7 @@ def _resolve_index(index: int) -> torch.device:
         )
     if not 0 <= index < device_count(device_type):
         raise ValueError(f"device {index} does not exist; {what_exists()}")
-    _checked[index] = _remembered(torch.device(device_type, index))
-    return _checked[index]
+    return _checked.setdefault(index, resolve(torch.device(device_type, index)))
 
 
 def resolve_each(devices: Sequence[DeviceLike]) -> list[torch.device]:

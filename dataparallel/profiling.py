@@ -22,7 +22,6 @@ _NOTHING = nullcontext()
 
 Call: TypeAlias = Callable[[], Any]
 
-
 around_replica: Callable[[int, torch.device, float, Call], Any] | None = None
 """Runs a replica: its slot, its device, for how many seconds it has waited for its turn, its call. A trace sets it."""
 

@@ -32,7 +32,7 @@ from dataparallel.batches.structures import (
     number_of_replicas,
     with_leaves,
 )
-from dataparallel.comm import ChunkTransports, settings
+from dataparallel.comm import scatter_chunks, settings
 from dataparallel.comm.checks import why_no_batch, why_not_movable
 from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
 from dataparallel.devices import DeviceLike, resolve_slots
@@ -215,7 +215,6 @@ class _Splitter:
         copied: list[CopiedContainer] | None,
     ) -> None:
         self.slots, self.sizes, self.dim, self.marked, self.copied = slots, sizes, dim, marked, copied
-        self.transports = ChunkTransports(slots)
         self.keywords: Any = None  # no code outside of a replica's call has the dict of its keyword arguments
         self.samples: SampleCopies | None = None
         # What is in two places becomes one chunk in two places: attention tests whether query is key, and forward
@@ -276,7 +275,7 @@ class _Splitter:
             if torch.is_grad_enabled() and (tensor.requires_grad or unpack_dual(tensor).tangent is not None):
                 return Scatter.apply(self.slots, self.sizes, self.dim, tensor)
             # Without a node, which takes longer than the copies of a small tensor.
-            return own_chunks(self.transports.scatter(tensor, self.sizes, self.dim), tensor)
+            return own_chunks(scatter_chunks(tensor, self.slots, self.sizes, self.dim), tensor)
         copies = Broadcast.apply(self.slots, tensor)
         for copy in copies:
             if tensor.dim() > 0:

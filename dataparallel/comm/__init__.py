@@ -6,7 +6,8 @@ Within one device nothing is copied unless the caller needs its own storage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -24,7 +25,7 @@ from dataparallel.comm.checks import (
 )
 from dataparallel.comm.settings import using
 from dataparallel.comm.streams.held import hold_for_peers
-from dataparallel.comm.transport import Allocate, FlatBroadcast, Later, Transport, Travelling
+from dataparallel.comm.transport import Allocate, FlatBroadcast, Later
 from dataparallel.comm.transport_choice import Choice, choose_transport, transport_for
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
@@ -63,7 +64,15 @@ def broadcast(
     check_movable([tensor])
     check_exactly_one(devices, out)
     if out is not None:
-        return _broadcast_into(out, tensor)
+        check_movable(out)
+        for index, target in enumerate(out):
+            if target.shape != tensor.shape:
+                raise ValueError(
+                    f"out[{index}] has shape {tuple(target.shape)}, the tensor to broadcast {tuple(tensor.shape)}"
+                )
+        transport = transport_for("broadcast", _places([tensor.device], [target.device for target in out]), [tensor])
+        transport.broadcast_into(out, tensor)
+        return tuple(out)
     assert devices is not None
     slots = resolve_each(devices)
     transport = transport_for("broadcast", _places([tensor.device], slots), [tensor])
@@ -79,18 +88,6 @@ def broadcast_into(buffers: Sequence[Tensor], bucket: Bucket, tensors: Sequence[
         buffers=buffers,
         sources=[tensors[i] for i in bucket.indices],
     )
-
-
-def _broadcast_into(out: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
-    check_movable(out)
-    for index, target in enumerate(out):
-        if target.shape != tensor.shape:
-            raise ValueError(
-                f"out[{index}] has shape {tuple(target.shape)}, the tensor to broadcast {tuple(tensor.shape)}"
-            )
-    transport = transport_for("broadcast", _places([tensor.device], [target.device for target in out]), [tensor])
-    transport.broadcast_into(out, tensor)
-    return tuple(out)
 
 
 @torch.no_grad()
@@ -191,11 +188,8 @@ def reduce_add_coalesced(
         return ()
     for tensors in inputs:
         check_movable(tensors)
-    shapes = [[tensor.shape for tensor in tensors] for tensors in inputs]
-    dtypes = [[tensor.dtype for tensor in tensors] for tensors in inputs]
-    if any(of_slot != shapes[0] for of_slot in shapes) or any(of_slot != dtypes[0] for of_slot in dtypes):
-        for position, terms in enumerate(zip(*inputs, strict=True)):
-            check_summable(terms, f" at position {position}")
+    for position, terms in enumerate(zip(*inputs, strict=True)):
+        check_summable(terms, f" at position {position}")
     target = inputs[0][0].device if destination is None else resolve(destination)
     places = _places([target], [tensors[0].device for tensors in inputs])
     transport = transport_for("reduce_add", places, inputs[0], buffer_size)
@@ -208,14 +202,27 @@ def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -
 
 
 @torch.no_grad()
-def add_flat(flats: Sequence[Tensor], destination: torch.device, *, travelling: Travelling | None = None) -> Tensor:
+def add_flat(
+    flats: Sequence[Tensor],
+    destination: torch.device,
+    *,
+    travelling: Callable[[Sequence[Tensor]], AbstractContextManager[None]] | None = None,
+) -> Tensor:
     """The sum of flat buffers of one size and dtype, in the order given. It may overwrite the buffers.
 
     ``travelling`` opens the context in which buffers are copied and added, and may make other streams current. Its
     argument lists all buffers that are used there.
     """
     transport = transport_for("reduce_add", _places([destination], [flat.device for flat in flats]), flats[:1])
-    return transport.add_flat(flats, destination, travelling=travelling)
+    if travelling is None:
+        return transport.add_up(flats, destination)
+    # The sum's memory is allocated outside of the context, so that it belongs to the caller's current stream.
+    total = flats[0] if flats[0].device == destination else torch.empty_like(flats[0], device=destination)
+    with travelling([*flats, total]):
+        added = transport.add_up(flats, destination)
+        if added.data_ptr() != total.data_ptr():
+            total.copy_(added)
+    return total
 
 
 @torch.no_grad()
@@ -242,57 +249,37 @@ def scatter(
         raise IndexError(f"cannot scatter a tensor of shape {tuple(tensor.shape)} along dimension {dim}")
     check_exactly_one(devices, out)
     if out is not None:
-        return _scatter_into(tensor, out, chunk_sizes, dim)
+        if chunk_sizes is not None:
+            raise ValueError("chunk_sizes follow from the sizes of out; pass only one of them")
+        check_movable(out)
+        chunk = list(tensor.shape)
+        for index, target in enumerate(out):
+            if target.dim() == tensor.dim():
+                chunk[dim] = target.shape[dim]
+            if list(target.shape) != chunk:
+                raise ValueError(f"out[{index}] has shape {tuple(target.shape)}, its chunk has {tuple(chunk)}")
+        total = sum(target.shape[dim] for target in out)
+        if total != tensor.shape[dim]:
+            raise ValueError(
+                f"the sizes of out along dimension {dim} add up to {total}, the tensor has {tensor.shape[dim]}"
+            )
+        transport = transport_for("scatter", _places([tensor.device], [target.device for target in out]), [tensor])
+        for target, part in zip(out, torch.split(tensor, [t.shape[dim] for t in out], dim), strict=True):
+            transport.copy(target, part)
+        hold_for_peers(out, [tensor])
+        return tuple(out)
     assert devices is not None
     slots = resolve_each(devices)
     if chunk_sizes is None:
         sizes = near_equal_sizes(tensor.shape[dim], len(slots))
     else:
         sizes = check_chunk_sizes(chunk_sizes, len(slots), tensor.shape[dim])
-    return tuple(ChunkTransports(slots[: len(sizes)]).scatter(tensor, sizes, dim))
+    return tuple(scatter_chunks(tensor, slots[: len(sizes)], sizes, dim))
 
 
-class ChunkTransports:
-    """Scatters many tensors over the same slots: the transport is chosen once for each device that they come from.
-
-    It checks nothing, and records what it does if a tensor needs gradients and the caller records.
-    """
-
-    def __init__(self, slots: Sequence[torch.device]) -> None:
-        self._slots = slots
-        self._by_source: dict[torch.device, Transport] = {}
-
-    def scatter(self, tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
-        """As `scatter` does; ``sizes`` has one entry for each slot."""
-        transport = self._by_source.get(tensor.device)
-        if transport is None:
-            transport = transport_for("scatter", _places([tensor.device], self._slots), [tensor])
-            self._by_source[tensor.device] = transport
-        return transport.scatter(tensor, self._slots, sizes, dim)
-
-
-def _scatter_into(
-    tensor: Tensor, out: Sequence[Tensor], chunk_sizes: Sequence[int] | None, dim: int
-) -> tuple[Tensor, ...]:
-    if chunk_sizes is not None:
-        raise ValueError("chunk_sizes follow from the sizes of out; pass only one of them")
-    check_movable(out)
-    chunk = list(tensor.shape)
-    for index, target in enumerate(out):
-        if target.dim() == tensor.dim():
-            chunk[dim] = target.shape[dim]
-        if list(target.shape) != chunk:
-            raise ValueError(f"out[{index}] has shape {tuple(target.shape)}, its chunk has {tuple(chunk)}")
-    total = sum(target.shape[dim] for target in out)
-    if total != tensor.shape[dim]:
-        raise ValueError(
-            f"the sizes of out along dimension {dim} add up to {total}, the tensor has {tensor.shape[dim]}"
-        )
-    transport = transport_for("scatter", _places([tensor.device], [target.device for target in out]), [tensor])
-    for target, part in zip(out, torch.split(tensor, [t.shape[dim] for t in out], dim), strict=True):
-        transport.copy(target, part)
-    hold_for_peers(out, [tensor])
-    return tuple(out)
+def scatter_chunks(tensor: Tensor, slots: Sequence[torch.device], sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """As `scatter`, with a size for each slot. It checks nothing, and records what it does if the caller records."""
+    return transport_for("scatter", _places([tensor.device], slots), [tensor]).scatter(tensor, slots, sizes, dim)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -117,10 +118,7 @@ def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> FlatLayout:
     if not is_dense(core, stride):
         core = shape
         stride = torch.empty_like(tensor, device="meta").stride()
-    numel = 1
-    for size in core:
-        numel *= size
-    return FlatLayout(shape, core, stride, numel, False)
+    return FlatLayout(shape, core, stride, math.prod(core), False)
 
 
 def has_strides(tensor: Tensor) -> bool:
@@ -222,8 +220,6 @@ def flatten(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:
     """
     if len(bucket.indices) == 1:
         return _flat_view(tensors[bucket.indices[0]], bucket.layouts[0]).clone()
-    if bucket.row_major:
-        return _torch.flatten_dense_tensors([*map(tensors.__getitem__, bucket.indices)])
     return _torch.flatten_dense_tensors(
         [
             tensors[index] if layout.row_major else _flat_view(tensors[index], layout)

@@ -198,14 +198,14 @@ __device__ unsigned short half_of_float(float sum) {
 }
 #endif
 
-// float, double, and integers. Unsigned sums wrap around, and have the bits of torch's sums for signed integers too.
-template <typename StoredType, typename SumType>
+// float and double
+template <typename Type>
 struct Plain {
-  typedef StoredType Stored;
-  typedef StoredType Result;
-  typedef SumType Sum;
-  static __device__ Sum widen(Stored value) { return Sum(value); }
-  static __device__ Result narrow(Sum value) { return Result(value); }
+  typedef Type Stored;
+  typedef Type Result;
+  typedef Type Sum;
+  static __device__ Sum widen(Stored value) { return value; }
+  static __device__ Result narrow(Sum value) { return value; }
 };
 
 struct Float16 {
@@ -327,13 +327,9 @@ KERNEL(copy_many, copy_chunk)
 
 #define SUM_KERNEL(name, ...) KERNEL(name, (sum_chunk<__VA_ARGS__>))
 
-SUM_KERNEL(sum_float64, Plain<double, double>)
-SUM_KERNEL(sum_float32, Plain<float, float>)
+SUM_KERNEL(sum_float64, Plain<double>)
+SUM_KERNEL(sum_float32, Plain<float>)
 SUM_KERNEL(sum_float16, Float16)
 SUM_KERNEL(sum_bfloat16, BFloat16)
 SUM_KERNEL(sum_float16_to_float32, NotRounded<Float16>)
 SUM_KERNEL(sum_bfloat16_to_float32, NotRounded<BFloat16>)
-SUM_KERNEL(sum_int64, Plain<unsigned long long, unsigned long long>)
-SUM_KERNEL(sum_int32, Plain<unsigned int, unsigned int>)
-SUM_KERNEL(sum_int16, Plain<unsigned short, unsigned int>)
-SUM_KERNEL(sum_int8, Plain<unsigned char, unsigned int>)

@@ -57,20 +57,9 @@ SUM_KERNELS: dict[torch.dtype, Kernel] = {
     torch.bfloat16: Kernel("sum_bfloat16", 2),
     torch.complex128: Kernel("sum_float64", 8),
     torch.complex64: Kernel("sum_float32", 4),
-    torch.int64: Kernel("sum_int64", 8),
-    torch.uint64: Kernel("sum_int64", 8),
-    torch.int32: Kernel("sum_int32", 4),
-    torch.uint32: Kernel("sum_int32", 4),
-    torch.int16: Kernel("sum_int16", 2),
-    torch.uint16: Kernel("sum_int16", 2),
-    torch.int8: Kernel("sum_int8", 1),
-    torch.uint8: Kernel("sum_int8", 1),
 }
-"""The kernel that sums each dtype. bool and 8-bit floats have none.
-
-A complex number is two elements. Integers wrap around, so signed and unsigned ones share a kernel. ``float16`` and
-``bfloat16`` are summed in ``float32`` and rounded once.
-"""
+"""The kernel that sums each dtype; others have none. A complex number is two elements. ``float16`` and ``bfloat16`` are
+summed in ``float32`` and rounded once."""
 
 WIDE_SUM_KERNELS: dict[torch.dtype, Kernel] = {
     torch.float16: Kernel("sum_float16_to_float32", 2),
@@ -176,7 +165,7 @@ def _call(packed: KernelLaunch, addresses: Sequence[int], device: torch.device) 
     kernel, table, *numbers, blocks = packed
     stream = torch.cuda.current_stream(device)
     # A structured scalar is passed by value. Address 0 is 0.
-    by_value = numpy.zeros(1, dtype=_type_of_addresses())
+    by_value = numpy.zeros(1, dtype=[("at", numpy.int64, ADDRESSES)])
     by_value["at"][0, 1 : 1 + len(addresses)] = addresses
     with cupy.cuda.Device(device.index):
         # CuPy passes integers, and so the pointer, as 64 bits.
@@ -186,13 +175,6 @@ def _call(packed: KernelLaunch, addresses: Sequence[int], device: torch.device) 
             (table.data_ptr(), *numbers, by_value[0]),
             stream=_LaunchStream(stream.cuda_stream),
         )
-
-
-@functools.cache
-def _type_of_addresses() -> Any:
-    import numpy
-
-    return numpy.dtype([("at", numpy.int64, ADDRESSES)])
 
 
 class DeviceTable:
@@ -269,20 +251,12 @@ def encoded(
     return rows, [row.numel * (dtype.itemsize // kernel.itemsize) for row in table]
 
 
-def make_all_reachable(devices: Sequence[torch.device]) -> None:
-    """`make_reachable` for each pair of distinct devices."""
-    for at, device in enumerate(devices):
-        make_reachable(device, devices[at + 1 :])
-
-
 def make_reachable(device: torch.device, others: Sequence[torch.device]) -> None:
     """Makes torch map the memory of ``others`` for ``device``, and the reverse, once for each pair.
 
     torch enables peer access only when it copies, and only for the device that the copy comes from. A kernel that reads
     unmapped memory breaks CUDA for the whole process. The check of ``peers`` copies too, but a user may turn it off.
     """
-    if all(frozenset((device, other)) in _reachable for other in others):
-        return
     with _reaching:
         for other in others:
             pair = frozenset((device, other))

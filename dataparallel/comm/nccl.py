@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -25,15 +24,10 @@ _SUMMED = {
 }
 """The dtypes that NCCL adds as torch does. NCCL adds ``bool`` and 8-bit floats as bytes; torch passes it no others."""
 
-_launching = threading.Lock()
-"""NCCL forbids launches from several threads at once, on any communicators: two launches that wait for each other's
-kernels hang. The lock covers launches that the library makes through ``torch.distributed`` too, which has communicators
-of its own, but not those that the user makes."""
-
-
-def launching() -> AbstractContextManager[object]:
-    """Inside the context, no other thread of this process launches NCCL for the library."""
-    return _launching
+launching = threading.Lock()
+"""Held by the thread that launches NCCL. NCCL forbids launches from several threads at once, on any communicators: two
+launches that wait for each other's kernels hang. The lock covers launches that the library makes through
+``torch.distributed`` too, which has communicators of its own, but not those that the user makes."""
 
 
 def why_not() -> str | None:
@@ -51,7 +45,7 @@ class Nccl(Transport):
         """Broadcasts with one launch on every device, on its current stream."""
         if buffers:
             # As bytes, because torch refuses to pass NCCL int16, complex numbers and unsigned 16 to 64 bits.
-            with _launching:
+            with launching:
                 nccl.broadcast([flat.view(torch.uint8) for flat in (source, *buffers)], root=0)
             # Autograd does not see writes by NCCL, so this tells it that these tensors have changed.
             increment_version(buffers)
@@ -63,6 +57,6 @@ class Nccl(Transport):
         if not self._sums or not roots or flats[0].dtype not in _SUMMED:
             return STAR.add_up(flats, destination)
         total = torch.empty_like(flats[roots[0]])
-        with _launching:
+        with launching:
             nccl.reduce(flats, output=total, root=roots[0])
         return total

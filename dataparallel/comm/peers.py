@@ -40,17 +40,11 @@ def peers_are_checked() -> bool:
 def failed_pairs(devices: Sequence[torch.device]) -> list[Pair]:
     """The ordered pairs of distinct accelerators among ``devices`` that fail their check; none if checks are off."""
     accelerators = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
-    if not peers_are_checked() or not all(map(_copies_can_fail, accelerators)):
+    modules = [torch.get_device_module(device.type) for device in accelerators]
+    # Simulated devices say that the host makes their copies. A check would take memory that tests count to the byte.
+    if not peers_are_checked() or any(getattr(module, "copies_cannot_fail", False) for module in modules):
         return []
     return [pair for pair in permutations(accelerators, 2) if not passes_check(*pair)]
-
-
-def _copies_can_fail(device: torch.device) -> bool:
-    """False if the backend's device module says so.
-
-    Simulated devices do: the host makes their copies, and a check would take memory that tests count to the byte.
-    """
-    return not getattr(torch.get_device_module(device.type), "copies_cannot_fail", False)
 
 
 def passes_check(source: torch.device, target: torch.device) -> bool:
@@ -59,9 +53,6 @@ def passes_check(source: torch.device, target: torch.device) -> bool:
     Only the first call for a pair copies. It warns (``RuntimeWarning``) if the pair fails.
     """
     pair = source, target
-    result = _results.get(pair)
-    if result is not None:
-        return result
     with _lock:
         is_first = pair not in _results
         if is_first:

@@ -7,9 +7,10 @@ bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -110,7 +111,8 @@ def _sum_along_chain(flats: Sequence[Tensor], destination: torch.device, count: 
     sum arrives. Each device that receives needs memory for one buffer of partial sums.
     """
     dtype, wide = flats[0].dtype, summed_in(flats[0].dtype)
-    stations = list(_stations(flats))
+    # Consecutive buffers on one device, which adds them all before it sends the sum on.
+    stations = [[*station] for _, station in groupby(flats, key=attrgetter("device"))]
     partial = [flats[0].to(wide), *(torch.empty_like(station[0], dtype=wide) for station in stations[1:])]
     # The last device rounds the sum into the memory of its last term, which has been added before.
     total = partial[-1] if wide == dtype else flats[-1]
@@ -139,14 +141,3 @@ def _sum_along_chain(flats: Sequence[Tensor], destination: torch.device, count: 
                 totals[piece].copy_(sums[at][piece])
     hold_for_peers([*partial[1:], result], partial)
     return result
-
-
-def _stations(flats: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of consecutive buffers on one device, which adds a whole group before it sends the sum on."""
-    station = [flats[0]]
-    for before, flat in pairwise(flats):
-        if flat.device != before.device:
-            yield station
-            station = []
-        station.append(flat)
-    yield station

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +44,8 @@ _in_blocks: ContextVar[Mapping[str, Any] | CommSettings] = ContextVar("dataparal
 
 
 @contextmanager
-def _set(settings: Mapping[str, Any] | CommSettings) -> Iterator[None]:
+def held(settings: Mapping[str, Any] | CommSettings) -> Iterator[None]:
+    """Inside, `current` returns ``settings``: for a call with many tensors, and for later work in another thread."""
     token = _in_blocks.set(settings)
     try:
         yield
@@ -80,13 +81,8 @@ def using(
     arguments = {"transport": transport, "route": route, "deterministic": deterministic}
     named = {name: value for name, value in arguments.items() if value is not None}
     around = _in_blocks.get()
-    with _set({**(vars(around) if isinstance(around, CommSettings) else around), **named}):
+    with held({**(vars(around) if isinstance(around, CommSettings) else around), **named}):
         yield
-
-
-def held(settings: CommSettings) -> AbstractContextManager[None]:
-    """Inside, `current` returns ``settings``: for a call with many tensors, and for later work in another thread."""
-    return _set(settings)
 
 
 def current() -> CommSettings:

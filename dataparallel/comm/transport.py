@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -29,9 +28,6 @@ from dataparallel.comm.buckets import (
 from dataparallel.comm.kinds import same_kind, send_by_torch
 from dataparallel.comm.streams.current import RECEIVING, SENDING, piece_streams, wavefront
 from dataparallel.comm.streams.held import hold_for_peers
-
-Travelling: TypeAlias = "Callable[[Sequence[Tensor]], AbstractContextManager[None]]"
-"""Opens the context in which flat buffers are copied and added. The argument lists all buffers that are used there."""
 
 
 class Allocate(Protocol):
@@ -261,7 +257,12 @@ class Transport(ABC):
         if len(inputs) == 1:
             return [self.to_device(tensor, destination) for tensor in first]
         results = list(first)
-        flat_ones = travel_flat_on_every_slot(inputs)
+        # The positions whose tensors travel flat on every slot, on the device of that slot's first tensor.
+        flat_ones = [
+            i
+            for i in range(len(first))
+            if all(travels_flat(tensors[i]) and tensors[i].device == tensors[0].device for tensors in inputs)
+        ]
         buckets, _ = plan_buckets(first, buffer_size, candidates=flat_ones, keep_repeats=False)
         for index in set(range(len(first))).difference(flat_ones):
             results[index] = self._sum_singly([tensors[index] for tensors in inputs], destination)
@@ -286,21 +287,6 @@ class Transport(ABC):
         # A generator, because a star flattens the next slot's tensors when it has added the buffer before.
         flats = (flatten(bucket, tensors) for tensors in inputs)
         return unflatten(bucket, self.add_up(flats, destination))
-
-    def add_flat(
-        self, flats: Iterable[Tensor], destination: torch.device, *, travelling: Travelling | None = None
-    ) -> Tensor:
-        """The sum of flat buffers, in the order given, on ``destination``. It may overwrite the buffers."""
-        if travelling is None:
-            return self.add_up(flats, destination)
-        flats = [*flats]
-        # The sum's memory is allocated outside of the context, so that it belongs to the caller's current stream.
-        total = flats[0] if flats[0].device == destination else torch.empty_like(flats[0], device=destination)
-        with travelling([*flats, total]):
-            added = self.add_up(flats, destination)
-            if added.data_ptr() != total.data_ptr():
-                total.copy_(added)
-        return total
 
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
@@ -348,12 +334,3 @@ class Transport(ABC):
 def summed_in(dtype: torch.dtype) -> torch.dtype:
     """The dtype of partial sums: ``float32`` for 16-bit floats, so that a sum is rounded once; else ``dtype``."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def travel_flat_on_every_slot(inputs: Sequence[Sequence[Tensor]]) -> list[int]:
-    """The positions whose tensors travel flat on every slot, on the device of that slot's first tensor."""
-    positions = list(range(len(inputs[0])))
-    for tensors in inputs:
-        device = tensors[0].device if tensors else None
-        positions = [i for i in positions if travels_flat(tensors[i]) and tensors[i].device == device]
-    return positions

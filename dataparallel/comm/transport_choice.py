@@ -36,12 +36,9 @@ Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", 
 SUPPORTED: tuple[Collective, ...] = ("broadcast", "reduce_add")
 """The operations that *nccl* and *cupy* support between CUDA devices. Plain copies and the host support all.
 
-*nccl* makes sums only if the caller allows any order, and takes each device once. A call with the CPU, with another
-type of accelerator, or with fewer than two accelerators falls back to plain copies. In a call that these transports
-serve, plain copies still carry tensors that do not travel flat, sums in dtypes that a transport cannot add, and
-*nccl*'s sums on a device that brings no term.
+In a call that these transports serve, plain copies still carry tensors that do not travel flat, sums in dtypes that a
+transport cannot add, and *nccl*'s sums on a device that brings no term.
 """
-
 
 STAR_BELOW_BYTES = 2**20
 """Below this a chain's many launches cost more than the copies that it saves the root."""
@@ -69,7 +66,6 @@ def choose(
     """The transport and the route for a call's tensors.
 
     Args:
-        work: the operation.
         devices: in slot order, with the source's or the destination's device. A device may be listed several times.
         nbytes: the bytes that each device receives in a broadcast, or brings to a sum.
         settings: the user's. A route without a transport asks for plain copies, because only they have routes.
@@ -214,7 +210,8 @@ def _why_no_tables(slots: tuple[torch.device, ...], user_settings: CommSettings,
         return None
     problem = kernels.why_not(distinct)
     if problem is None:
-        kernels.make_all_reachable(distinct)
+        for device in distinct:
+            kernels.make_reachable(device, [other for other in distinct if other != device])
         problem = why_not_by_default(distinct) if asked is None else None
     if problem is not None:
         log.info(

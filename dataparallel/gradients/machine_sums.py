@@ -103,7 +103,7 @@ class _HookedResult:
         staged, is_nccl = self._staged, self._machines.is_nccl(self._staged.payload.device)
         if staged.is_copied and staged.event is not None:
             staged.event.synchronize()
-        with nccl.launching() if is_nccl else nullcontext():
+        with nccl.launching if is_nccl else nullcontext():
             self._hook_call = HookCall(self._hook, self._bucket, staged.event if is_nccl else None)
         return self._hook_call.future
 

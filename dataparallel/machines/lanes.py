@@ -332,7 +332,7 @@ class Lane:
             yield from self.state.turns.take(self, result)
         link = Link(over.rank, over.size, gloo, over.nccl() if over.has_nccl else None, over)
         # Held for all devices of the item, so that other launches on them come before it or after it on each.
-        with nccl.launching() if over.has_nccl else nullcontext():
+        with nccl.launching if over.has_nccl else nullcontext():
             for each, call in zip(item.results, item.calls, strict=True):
                 each.succeed(call(link))
 

@@ -22,9 +22,6 @@ from dataparallel.comm.transport import summed_in
 from dataparallel.peers.across_machines import gathered
 from dataparallel.peers.joint import JointSpan, Request, described, joint, replayed_place, span_of_caller
 
-MAX_PIECES = 8  # of a chunk
-VALUES = 64 * 1024  # of a piece, at least
-
 
 class Statistics(Node):
     """``statistics, *carriers = Statistics.apply(chunk)``: the statistics to exchange, two carriers for `Normalised`.
@@ -33,9 +30,9 @@ class Statistics(Node):
     count, shape (2 * channels + 1,). All are zeros for an empty chunk. The count is a value on the device, because a
     copy from the host would have to wait.
 
-    This node's backward computes the chunk's gradient once, after the exchange. So only one tensor of the chunk's size
-    is needed beside the gradient of the output, as in BatchNorm. The term ``scale * grad`` does not depend on other
-    replicas. `Normalised` hands its two factors over as the "gradients" of the carriers.
+    This node's backward computes the chunk's gradient once, after the exchange. So on CUDA only one tensor of the
+    chunk's size is needed beside the gradient of the output, as in BatchNorm. The term ``scale * grad`` does not depend
+    on other replicas. `Normalised` hands its two factors over as the "gradients" of the carriers.
     """
 
     @staticmethod
@@ -43,8 +40,13 @@ class Statistics(Node):
         ctx.count = values_of_a_channel(chunk)
         if ctx.count == 0:
             mean = m2 = chunk.new_zeros(chunk.shape[1], dtype=summed_in(chunk.dtype))
+        elif _has_kernels(chunk):
+            mean, inverse = torch.batch_norm_stats(_dense(chunk, chunk), 0.0)
+            # For a variance of zero the kernel gives zero.
+            m2 = torch.where(inverse == 0, inverse, ctx.count / inverse.square())
         else:
-            mean, m2 = statistics(chunk)
+            variance, mean = torch.var_mean(chunk.to(summed_in(chunk.dtype)), _dims(chunk), correction=0)
+            m2 = variance * ctx.count
         result = torch.cat([mean, m2, mean.new_full((1,), ctx.count)])
         ctx.save_for_backward(chunk, result)
         ctx.set_materialize_grads(False)
@@ -84,7 +86,11 @@ def merged(
             "variance"
         )
     means, m2s = rows[:, :-1].chunk(2, dim=1)
-    mean, m2 = pooled(means, m2s, rows[:, -1:], total)
+    sizes = rows[:, -1:]
+    # By the parallel formula of Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+    # sample variances" (1979). It does not lose digits as a sum of squares would.
+    mean = (means * (sizes / total)).sum(0)
+    m2 = m2s.sum(0) + (sizes * (means - mean) ** 2).sum(0)
     copies = Broadcast.apply(devices, mean, m2 / total)
     return [[*copies[k : k + 2], torch.tensor(total)] for k in range(0, len(copies), 2)]
 
@@ -133,37 +139,8 @@ class Normalised(Node):
 
 # ---- one chunk: four passes over its values --------------------------------------------------------------------------
 
-# No pass needs a second tensor of the chunk's size beside its result. On CUDA a pass is one kernel of torch's own
-# SyncBatchNorm, which casts in registers. Elsewhere half precision is cast to float32, and distances are tensors, so a
-# large chunk is cut into pieces, along its longest dimension because it may have few samples. The two passes of the
-# backward are differentiable: while gradients are recorded they use torch's operators, for the whole chunk at once.
-
-
-def pooled(means: Tensor, m2s: Tensor, sizes: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """The mean and M2 of each channel, computed from the means and M2s of groups of values.
-
-    The formula is the parallel one of Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
-    computing sample variances" (1979). It does not lose digits as a sum of squares would.
-    ``means`` and ``m2s`` have the shape (groups, channels), ``sizes``, the numbers of values, (groups, 1).
-    """
-    mean = (means * (sizes / total)).sum(0)
-    return mean, m2s.sum(0) + (sizes * (means - mean) ** 2).sum(0)
-
-
-def statistics(chunk: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and M2 of each channel of a non-empty chunk, in the dtype in which chunks are summed."""
-    count = values_of_a_channel(chunk)
-    if _has_kernels(chunk):
-        mean, inverse = torch.batch_norm_stats(_dense(chunk, chunk), 0.0)
-        # For a variance of zero the kernel gives zero.
-        return mean, torch.where(inverse == 0, inverse, count / inverse.square())
-    dtype, pieces = summed_in(chunk.dtype), _pieces(chunk, chunk)
-    of_pieces = [torch.var_mean(piece.to(dtype), _dims(chunk), correction=0) for piece in pieces]
-    # The sizes are written on the device: a copy from the host would have to wait. Only the last piece may be smaller.
-    sizes = of_pieces[0][0].new_full((len(pieces), 1), values_of_a_channel(pieces[0]))
-    sizes[-1].fill_(values_of_a_channel(pieces[-1]))
-    means = torch.stack([mean for _, mean in of_pieces])
-    return pooled(means, torch.stack([variance for variance, _ in of_pieces]) * sizes, sizes, count)
+# On CUDA a pass is one kernel of torch's own SyncBatchNorm, which casts in registers. The two passes of the backward
+# are differentiable: while gradients are recorded they use torch's operators.
 
 
 def normalised(
@@ -178,20 +155,12 @@ def normalised(
 
 def sums(grad: Tensor, chunk: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """For each channel the sum of ``grad``, and the sum of ``grad * (chunk - mean)``."""
-    if torch.is_grad_enabled():
-        return _sums(grad, chunk, mean)
-    if _has_kernels(chunk):
+    if _has_kernels(chunk) and not torch.is_grad_enabled():
         ones = torch.ones_like(mean)
         grad_sum, product_sum, _, _ = torch.batch_norm_backward_reduce(
             _dense(grad, chunk), _dense(chunk, chunk), mean, ones, None, True, False, False
         )
         return grad_sum, product_sum
-    of_pieces = [_sums(*pieces, mean) for pieces in zip(_pieces(grad, chunk), _pieces(chunk, chunk), strict=True)]
-    grad_sum, product_sum = (torch.stack(each).sum(0) for each in zip(*of_pieces, strict=True))
-    return grad_sum, product_sum
-
-
-def _sums(grad: Tensor, chunk: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     product_sum = (grad * (chunk - _per_channel(mean, chunk))).sum(_dims(chunk))
     return grad.sum(_dims(chunk), dtype=mean.dtype), product_sum
 
@@ -199,45 +168,26 @@ def _sums(grad: Tensor, chunk: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
 def grad_of_chunk(
     chunk: Tensor, mean: Tensor, slope: Tensor, offset: Tensor, grad: Tensor | None, scale: Tensor | None
 ) -> Tensor:
-    """``scale * grad + slope * (chunk - mean) + offset``, in the dtype and memory format of ``chunk``.
+    """``scale * grad + slope * (chunk - mean) + offset``, in the dtype of ``chunk``.
 
     All but ``chunk`` and ``grad`` have one value for each channel, in the dtype in which ``chunk`` is summed. A
     ``grad`` of ``None`` stands for zeros.
     """
-    if torch.is_grad_enabled():
-        return _grad_of_chunk(chunk, mean, slope, offset, grad, scale).to(chunk.dtype)
-    if _has_kernels(chunk):
-        return _grad_by_kernel(chunk, mean, slope, offset, grad, scale)
-    result = torch.empty_like(chunk)
-    targets, pieces = _pieces(result, chunk), _pieces(chunk, chunk)
-    grads = [None] * len(pieces) if grad is None else _pieces(grad, chunk)
-    for target, piece, grad_of_piece in zip(targets, pieces, grads, strict=True):
-        target.copy_(_grad_of_chunk(piece, mean, slope, offset, grad_of_piece, scale))
-    return result
-
-
-def _grad_of_chunk(
-    chunk: Tensor, mean: Tensor, slope: Tensor, offset: Tensor, grad: Tensor | None, scale: Tensor | None
-) -> Tensor:
+    if _has_kernels(chunk) and not torch.is_grad_enabled():
+        # The kernel computes ``(grad - s / count - (chunk - mean) * inverse**2 * p / count) * inverse * weight``. With
+        # ones for ``inverse`` and ``count`` and ``scale`` for ``weight``, ``s`` and ``p`` have to be divided by the
+        # scale. Where that is zero, the channel's weight is zero on all replicas, so slope and offset are zero too.
+        if grad is None or scale is None:
+            grad, scale = torch.zeros_like(chunk), torch.ones_like(mean)
+        divisor = scale.masked_fill(scale == 0, torch.inf)
+        one = torch.ones(1, dtype=torch.int32, device=chunk.device)
+        dense, ones = _dense(chunk, chunk), torch.ones_like(mean)
+        s, p = -offset / divisor, -slope / divisor
+        return torch.batch_norm_backward_elemt(_dense(grad, chunk), dense, mean, ones, scale, s, p, one)
     result = torch.addcmul(_per_channel(offset, chunk), _per_channel(slope, chunk), chunk - _per_channel(mean, chunk))
-    return result if grad is None or scale is None else torch.addcmul(result, _per_channel(scale, chunk), grad)
-
-
-def _grad_by_kernel(
-    chunk: Tensor, mean: Tensor, slope: Tensor, offset: Tensor, grad: Tensor | None, scale: Tensor | None
-) -> Tensor:
-    """The kernel computes ``(grad - s / count - (chunk - mean) * inverse**2 * p / count) * inverse * weight``.
-
-    With ones for ``inverse`` and ``count`` and ``scale`` for ``weight``, ``s`` and ``p`` have to be divided by the
-    scale. Where that is zero, the channel's weight is zero on all replicas, so slope and offset are zero too.
-    """
-    if grad is None or scale is None:
-        grad, scale = torch.zeros_like(chunk), torch.ones_like(mean)
-    divisor = scale.masked_fill(scale == 0, torch.inf)
-    one = torch.ones(1, dtype=torch.int32, device=chunk.device)
-    dense, ones = _dense(chunk, chunk), torch.ones_like(mean)
-    s, p = -offset / divisor, -slope / divisor
-    return torch.batch_norm_backward_elemt(_dense(grad, chunk), dense, mean, ones, scale, s, p, one)
+    if grad is not None and scale is not None:
+        result = torch.addcmul(result, _per_channel(scale, chunk), grad)
+    return result.to(chunk.dtype)
 
 
 def _has_kernels(chunk: Tensor) -> bool:
@@ -251,12 +201,6 @@ def _dense(tensor: Tensor, chunk: Tensor) -> Tensor:
         if chunk.is_contiguous(memory_format=layout):
             return tensor.contiguous(memory_format=layout)
     return tensor.contiguous()
-
-
-def _pieces(tensor: Tensor, chunk: Tensor) -> Sequence[Tensor]:
-    """``tensor``, which has the shape of ``chunk``, cut along the longest dimension except that of the channels."""
-    dim = max(_dims(chunk), key=lambda each: chunk.shape[each])
-    return tensor.chunk(max(1, min(MAX_PIECES, chunk.numel() // VALUES)), dim)
 
 
 def values_of_a_channel(chunk: Tensor) -> int:

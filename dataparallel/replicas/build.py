@@ -38,14 +38,13 @@ def collector_paused() -> Iterator[None]:
     They are thousands of objects that are all in use, and it would walk through them again and again in vain. The
     switch is for the whole process: garbage of other threads waits for these milliseconds too.
     """
-    if not gc.isenabled():
-        yield
-        return
+    was_enabled = gc.isenabled()
     try:
         gc.disable()
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def build_replica(

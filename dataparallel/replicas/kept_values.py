@@ -55,7 +55,11 @@ class CurrentValues:
 
         ``own``: each slot has its own copies. Otherwise slots on one device share them.
         """
-        slots = self._slots_with_memory(self._tensors[indices[0]].device, own) if indices else []
+        first_slots: dict[Any, int] = {}  # one for each copy that has its own memory
+        for slot, device in enumerate(self._slots if indices else ()):
+            if slot > 0 and (own or device != self._tensors[indices[0]].device):
+                first_slots.setdefault(slot if own else device, slot)
+        slots = [*first_slots.values()]
         if not slots:
             return
         buckets, singles = plan_buckets([self._tensors[i] for i in indices], cap_bytes)
@@ -73,14 +77,6 @@ class CurrentValues:
     def note_versions(self) -> None:
         """Notes that the copies were just made from the current versions of the source's tensors."""
         self._versions, self._backward = _versions(self._tensors), _torch.current_graph_task_id()
-
-    def _slots_with_memory(self, source: torch.device, own: bool) -> list[int]:
-        """Returns one slot for each copy that has its own memory. The source's tensors are on the device ``source``."""
-        first_slots: dict[Any, int] = {}
-        for slot, device in enumerate(self._slots):
-            if slot > 0 and (own or device != source):
-                first_slots.setdefault(slot if own else device, slot)
-        return list(first_slots.values())
 
     @torch.no_grad()
     def refresh(self, arrivals: Arrivals | None = None) -> None:

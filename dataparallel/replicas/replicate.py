@@ -204,7 +204,10 @@ class Copies:
             if gradient_streams is not None:
                 run_last(handles[0].grad_fn)
         else:
-            buckets = [*chain.from_iterable([_with_hooks_alone(tensors, each) for each in buckets])]
+            read = _torch.hooks_of, _torch.hooks_after_accumulation_of
+            alone = {i for i in recorded if any(hooks(tensors[i]) for hooks in read)}
+            parts = ([[i for i in each if i not in alone], *([i] for i in each if i in alone)] for each in buckets)
+            buckets = [part for part in chain.from_iterable(parts) if part]
         for number, (indices, handle) in enumerate(zip_longest(buckets, handles)):
             streams = None if gradient_streams is None else gradient_streams.for_bucket(number)
             bucket = [tensors[i] for i in indices]
@@ -217,14 +220,3 @@ def cap_in_bytes(mebibytes: float, argument: str = "bucket_cap_mb") -> int:
     if not mebibytes > 0:
         raise ValueError(f"{argument}={mebibytes}: a bucket holds more than 0 MiB")
     return max(1, int(min(mebibytes * 2**20, sys.maxsize)))
-
-
-def _with_hooks_alone(tensors: Sequence[Tensor], indices: list[int]) -> list[list[int]]:
-    """Returns the positions as one group, and the position of each tensor that has hooks as a group of its own."""
-    together, alone = [], []
-    for i in indices:
-        if _torch.hooks_of(tensors[i]) or _torch.hooks_after_accumulation_of(tensors[i]):
-            alone.append([i])
-        else:
-            together.append(i)
-    return [together, *alone] if together else alone

@@ -114,7 +114,7 @@ class Trace:
                 "a profile of torch that began inside of this block has ended the trace, because torch allows one at a "
                 "time: let only one of the two run"
             )
-        seconds = [None if has_failed else self._seconds(*marks) for *_, marks in ran]
+        seconds = [None if has_failed else next(iter(self._clock.seconds(*marks).values()), None) for *_, marks in ran]
         replicas = [Ran(slot, on, waited, took) for (slot, on, waited, _), took in zip(ran, seconds, strict=True)]
         self.rows = rows_of(self.profile.events(), self.seconds, replicas)
         self.advice = _advice(self.rows, self.seconds, self.behind)
@@ -123,12 +123,6 @@ class Trace:
             print(self)
         if self._path is not None:
             self.profile.export_chrome_trace(os.fspath(self._path))
-
-    def _seconds(self, before: Marks, after: Marks) -> float | None:
-        try:
-            return next(iter(self._clock.seconds(before, after).values()), None)
-        except RuntimeError:  # events of such a backend have no times
-            return None
 
     def __str__(self) -> str:
         return self._table

@@ -21,9 +21,8 @@ from dataparallel.comm.transport import summed_in
 
 pytestmark = pytest.mark.slots(8)
 ONLY_CPU = pytest.mark.devices("cpu")
-UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
-SUMMED = [dtype for dtype in SUM_KERNELS if dtype not in UNSIGNED]  # torch adds no unsigned numbers of these sizes
-COPIED = [*SUM_KERNELS, torch.bool, torch.float8_e4m3fn, torch.complex32]
+SUMMED = [*SUM_KERNELS]
+COPIED = [*SUM_KERNELS, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex32]
 
 Execute: TypeAlias = "Callable[[Table, Sequence[Tensor | None]], object]"
 """Executes a table. The last tensor is the target."""
@@ -238,7 +237,7 @@ def test_slots_begin_with_distinct_owners() -> None:
 
 
 @ONLY_CPU
-@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.bool, torch.int64])
 def test_what_kernels_cannot_add_has_none(dtype: torch.dtype) -> None:
     parts = [Part(0, 0, (2, 2))]
     assert kernel_for(reduce_scatter(parts, 0, 2), dtype, dtype) is None

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Any
 
 import hypothesis
 import pytest
@@ -31,7 +32,7 @@ def scattered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     Both ways into a scatter are watched. One is private: nothing but time would show on which way a chunk came.
     """
     found: list[Tensor] = []
-    real, send = comm.ChunkTransports.scatter, ahead.send
+    real, send = comm.scatter_chunks, ahead.send
 
     def noted(tensors: list, slots: list, dim: int) -> ahead.SentBatch:
         found.extend(tensor for tensor, _ in tensors)
@@ -39,11 +40,12 @@ def scattered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     monkeypatch.setattr(ahead, "send", noted)
 
-    def scatter(self: comm.ChunkTransports, tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+    def scatter(tensor: Tensor, *args: Any) -> list[Tensor]:
         found.append(tensor)
-        return real(self, tensor, sizes, dim)
+        return real(tensor, *args)
 
-    monkeypatch.setattr(comm.ChunkTransports, "scatter", scatter)
+    for place in ("dataparallel.comm", "dataparallel.batches.scatter"):
+        monkeypatch.setattr(f"{place}.scatter_chunks", scatter)
     return found
 
 

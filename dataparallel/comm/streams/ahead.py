@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -54,8 +53,6 @@ def take_sent_chunks(
     ``sizes`` is ``None`` for the whole tensor on every slot. Chunks are handed out once: a second call needs others,
     because a module may write to its input.
     """
-    if not _not_taken:
-        return None
     candidates = _not_taken.get(id(tensor), [])
     for sent in list(candidates):
         if sent.fits(slots, sizes, dim) and _withdraw(sent):
@@ -76,37 +73,24 @@ def _withdraw(sent: SentTensor) -> bool:
     return True
 
 
-class HostReads:
+class HostReads(ExitStack):
     """Copies that still read pinned memory of the caller. As a context, it waits for them at the end of the block.
 
     The wait is short: copies wait only for earlier copies. Copies from the library's own pinned memory need no wait,
     because torch's host allocator notes the streams that read it.
     """
 
-    def __init__(self) -> None:
-        # This holds the memory too: the allocator that pinned it may not know which streams read it.
-        self._reads: list[tuple[list[Tensor], list[Event]]] = []
-
     def note(self, memory: list[Tensor], copy_events: Iterable[Event]) -> None:
         """Adds copies that read ``memory``, pinned tensors of the caller."""
         if memory:
-            self._reads.append((memory, list(copy_events)))
+            # Held until all waits have been tried: the allocator that pinned it may not know which streams read it.
+            self.callback(memory.clear)
+            for event in copy_events:
+                self.callback(event.synchronize)
 
     def wait_for_copies(self) -> None:
-        """Makes the host wait until no copy reads the memory."""
-        with ExitStack() as waits:  # it waits for all events, even if one wait fails
-            for _, copy_events in self._reads:
-                for event in copy_events:
-                    waits.callback(event.synchronize)
-        self._reads.clear()
-
-    def __enter__(self) -> HostReads:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.wait_for_copies()
+        """Makes the host wait until no copy reads the memory. It waits for all copies, even if one wait fails."""
+        self.close()
 
 
 class SentTensor:

@@ -36,11 +36,6 @@ _PIECE_STREAMS = 3
 """The streams that pieces take in turn on each device (``comm.streams.current``); pieces of buckets differ in size."""
 
 
-def parameter_stream(device: torch.device) -> torch.Stream:
-    """The side stream of an accelerator that sends or receives parameters."""
-    return kept_stream(device, "parameters")
-
-
 class Arrival:
     """The arrival of a bucket on one device: events on the ``streams`` that received it, or read it on the root.
 
@@ -100,7 +95,7 @@ class Arrivals:
         computing streams wait for those buckets.
         """
         root = self._slots[0]
-        sides = {device: parameter_stream(device) for device in self._computing}
+        sides = {device: kept_stream(device, "parameters") for device in self._computing}
         filling = kept_stream(root, "flat buffers")
         for device, side in [*sides.items(), (root, filling)]:
             Event(self._computing[device]).make_wait(side)
@@ -154,7 +149,7 @@ class Arrivals:
         """Makes the computing streams wait for the copies, and releases the memory that is held."""
         if self._held:
             for device, stream in self._computing.items():
-                Event(parameter_stream(device)).make_wait(stream)
+                Event(kept_stream(device, "parameters")).make_wait(stream)
             self._held.clear()
 
 
@@ -170,7 +165,7 @@ class LateCopies:
 
     def __init__(self, allowed: bool) -> None:
         self._allowed = allowed
-        self._arrivals: list[Arrivals] = []
+        self.arrivals: list[Arrivals] = []
 
     @contextmanager
     def may_begin(self) -> Iterator[None]:
@@ -184,13 +179,9 @@ class LateCopies:
 
     def wait_for_copies(self) -> None:
         """Makes the computing streams wait for all copies of the call."""
-        while self._arrivals:
-            self._arrivals[-1].wait_for_copies()
-            self._arrivals.pop()  # after the wait: if the wait fails, the memory is held as long as this object
-
-    def add(self, arrivals: Arrivals) -> None:
-        """Adds arrivals for which `wait_for_copies` waits."""
-        self._arrivals.append(arrivals)
+        while self.arrivals:
+            self.arrivals[-1].wait_for_copies()
+            self.arrivals.pop()  # after the wait: if the wait fails, the memory is held as long as this object
 
 
 def arrivals_for(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> Arrivals | None:
@@ -202,10 +193,8 @@ def arrivals_for(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> Ar
     call: LateCopies | None = getattr(_call, "copies", None)
     if call is None or sum([tensor.numel() * tensor.itemsize for tensor in tensors]) < LATE_FROM_BYTES:
         return None
-    if says_no(VARIABLE) or _torch.note_whether_compiler_is_in_use():
-        return None
-    if not run_apart(slots):
+    if says_no(VARIABLE) or _torch.note_whether_compiler_is_in_use() or not run_apart(slots):
         return None
     arrivals = Arrivals(slots)
-    call.add(arrivals)
+    call.arrivals.append(arrivals)
     return arrivals

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -248,7 +248,11 @@ class Captured:
             self._pool.order(stream)
             Event(current).make_wait(stream)
             try:
-                with streams_set({device: stream}), _cleared_autocast_cache(), none_compiled():
+                with streams_set({device: stream}), none_compiled(), ExitStack() as at_end:
+                    # A weight that autocast has converted in a capture must not be used by code outside of it, nor the
+                    # other way. Compiled code looks whether the cache is on, so it stays on.
+                    torch.clear_autocast_cache()
+                    at_end.callback(torch.clear_autocast_cache)
                     self._pool.hold(device)
                     yield
             except BaseException as error:
@@ -366,7 +370,13 @@ class Captured:
         with torch.no_grad():
             for number, _, data in self._places:  # the data has a version of its own
                 data.copy_(leaves[number])
-            self._launch_forward(late)
+            waits: dict[int, list[Late]] = {}
+            for number, each in late:
+                waits.setdefault(self._first_graph.get(number, 0), []).append(each)
+            for number, graph in enumerate(self._forward):
+                for each in waits.get(number, ()):
+                    each.wait_for_all()
+                graph.replay()
             outputs = [] if self._stages else [output.detach().clone() for output in self.outputs]
         if self._stages:
             wanted = [leaves[number] for number, place, _ in self._places if place.requires_grad]
@@ -379,15 +389,6 @@ class Captured:
         return self._output.with_leaves(
             [outputs[self._number_of[id(x)]] if isinstance(x, Tensor) else x for x in self._output.leaves]
         )
-
-    def _launch_forward(self, late: Sequence[tuple[int, Late]]) -> None:
-        waits: dict[int, list[Late]] = {}
-        for number, each in late:
-            waits.setdefault(self._first_graph.get(number, 0), []).append(each)
-        for number, graph in enumerate(self._forward):
-            for each in waits.get(number, ()):
-                each.wait_for_all()
-            graph.replay()
 
     def launch_stage(self, stage: _Stage, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Launches a piece of the backward. Returns the gradients of what its node has taken."""
@@ -485,19 +486,6 @@ class LaunchNode(Node):
         ctx.has_run = True
         given = [grad for grad, has_grad in zip(grads, stage.have_grads, strict=True) if has_grad]
         return (None, None, *ctx.captured.launch_stage(stage, given))
-
-
-@contextmanager
-def _cleared_autocast_cache() -> Iterator[None]:
-    """A weight that autocast has converted in a capture must not be used by code outside of it, nor the other way.
-
-    Compiled code looks whether the cache is on, so it stays on.
-    """
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
 
 
 def _reason(error: BaseException) -> str:

@@ -24,14 +24,12 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.batches.batch_types import batch_of, container_of
 from dataparallel.batches.structures import children_of
-from dataparallel.comm.buckets import has_strides
-from dataparallel.replica_parameter import ReplicaParameter
+from dataparallel.comm.buckets import PLAIN_TYPES, has_strides
 from dataparallel.replicas.compiled.calls import CALL, CompiledCall, compiled_call
 from dataparallel.replicas.plan import FORM_ATTRIBUTE, UNIT_MODULE, instance_slots
 from dataparallel.replicas.references import ATOMIC
 
 _PLAIN = (*ATOMIC, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum)
-_TENSORS = (Tensor, nn.Parameter, ReplicaParameter)
 _NOT_READ = {
     *_torch.REGISTRIES,
     *_torch.HOOK_TABLES,
@@ -118,7 +116,7 @@ class Structure:
     def _check_leaf(self, leaf: Any, path: str) -> None:
         if isinstance(leaf, Tensor):
             is_strided = has_strides(leaf) and not leaf.is_quantized
-            if type(leaf) not in _TENSORS or not is_strided or leaf.device != self._device:
+            if type(leaf) not in PLAIN_TYPES or not is_strided or leaf.device != self._device:
                 kind = "nested" if leaf.is_nested else "quantised" if leaf.is_quantized else leaf.layout
                 raise CannotBeCaptured(f"{path} is a {type(leaf).__name__} on {leaf.device} ({kind})")
             if not all(map(_is_plain, vars(leaf).values())) or leaf.is_conj() or leaf.is_neg():
@@ -293,7 +291,7 @@ def settings() -> tuple[tuple[str, Hashable], ...]:
     modes = _torch.function_modes()
     if any(not _torch.is_device_context(mode) for mode in modes) or _torch.dispatch_modes():
         raise CannotBeCaptured("a mode for functions or operators of torch is active")
-    if any(map(len, _torch.global_hooks())):
+    if any(map(len, _torch.GLOBAL_HOOKS)):
         raise CannotBeCaptured("hooks for all modules are set")
     if torch.is_anomaly_enabled():
         raise CannotBeCaptured("torch.autograd.detect_anomaly is on")

@@ -46,7 +46,7 @@ def test_a_sum(peer_devices: list, launches: Counter) -> None:
         tensors[:-2] = [tensor * (k + 1) for tensor in tensors[:-2]]
     totals = KERNELS.reduce_add_coalesced(inputs, peer_devices[0])
     assert_alike(totals, STAR.reduce_add_coalesced(inputs, peer_devices[0], 2**20))
-    assert launches == {"sum": 3}, "one for each dtype"
+    assert launches == {"sum": 2}, "one for each dtype that has a kernel"
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from at_once import in_threads
-from dataparallel.comm.streams.arrivals import Arrivals, parameter_stream
-from dataparallel.comm.streams.current import streams_set
+from dataparallel.comm.streams.arrivals import Arrivals
+from dataparallel.comm.streams.current import kept_stream, streams_set
 from late_parameters import (
     ARRANGEMENTS,
     WIDTH,
@@ -59,7 +59,7 @@ class Peek:
         stream = other_stream(weight.device, len(self.seen))
         stream.wait_stream(here)
         if self.waits:
-            stream.wait_stream(parameter_stream(weight.device))
+            stream.wait_stream(kept_stream(weight.device, "parameters"))
         self.peeked += 1
         try:
             with torch.no_grad(), streams_set({weight.device: stream}):
