@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.operators import NeedsWhole, Operator, refusal, register, register_rule
-from dataparallel.sharded.operators.layout import copies_for_owners, make_sharded, scalar_value, shards_for
+from dataparallel.sharded.operators.layout import copies_for_owners, make_sharded, scalar_value, sharded_in, shards_for
 from dataparallel.sharded.shards import all_gather_stacked
 from dataparallel.sharded.tensor import ShardedTensor
 
@@ -124,7 +124,11 @@ def _have_same_owners(values: Sequence[Any]) -> bool:
 def on_lists(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Runs the operator for each owner, on the owner's shards of all tensors."""
     signature = _signature(func)
+    args = tuple(value if i in signature.lists else _plain(func, value) for i, value in enumerate(args))
+    kwargs = {name: _plain(func, value) for name, value in kwargs.items()}
     lists = [i for i in signature.lists if i < len(args) and len(args[i])]
+    if not lists:
+        return func(*args, **kwargs)  # raises torch's own error
     groups = groups_of([args[i] for i in lists])
     for group in groups:
         if group.templates:
@@ -219,12 +223,17 @@ def _chosen(i: int, value: Any, signature: _ListSignature, lists: list[int], gro
     return value[group.positions] if i in signature.single_values else value
 
 
+def _plain(func: OpOverload, value: Any) -> Any:
+    """An argument that is no list: the element of a sharded 0-dim tensor, or the value itself."""
+    if not isinstance(value, ShardedTensor):
+        return value
+    if value.dim() > 0:
+        raise NeedsWhole(refusal(func, f" with one of shape {tuple(value.shape)} for all tensors of the list"))
+    return scalar_value(value)
+
+
 def _on_each_owner(func: OpOverload, value: Any, template: ShardedTensor) -> Sequence[Any]:
     """For each owner an argument that is no list: a copy of a tensor with one element, or the value itself."""
-    if isinstance(value, ShardedTensor):
-        if value.dim() > 0:
-            raise NeedsWhole(refusal(func, f" with one of shape {tuple(value.shape)} for all tensors of the list"))
-        value = scalar_value(value)
     if not isinstance(value, Tensor):
         return [value] * len(template._shards)
     if value.numel() != 1:
@@ -277,6 +286,8 @@ def _unscale(func: OpOverload, gradients: list[Tensor], found: Tensor, inverse_s
 
     Over machines the call is collective, so all machines of a scaler skip the same steps.
     """
+    if [*sharded_in([found, inverse_scale])]:
+        raise NeedsWhole(refusal(func, " with a sharded scale"))
     increment_version(gradients)
     for group in groups_of([gradients]):
         if not group.templates:

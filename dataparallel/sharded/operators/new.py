@@ -164,7 +164,7 @@ def _new_strided(
     aten.random_.default, aten.random_.to, getattr(aten.random_, "from"),
 )  # fmt: skip
 def _draw_in_place(func: OpOverload, tensor: Tensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-    if not isinstance(tensor, ShardedTensor) or any(sharded_in(args)):
+    if not isinstance(tensor, ShardedTensor) or [*sharded_in(args)]:
         raise refusal(func, " as parameters of a distribution")
     first = tensor._shards[0]
 
