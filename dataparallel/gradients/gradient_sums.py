@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
-from dataparallel.autograd.bucket_gradients import ReadyEvent, SlotGradients, SourceGradients, ToSlots
+from dataparallel.autograd.bucket_gradients import ReadyEvent, SlotGradients, SourceGradients, ToSlots, wrap_hooks
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.comm.buckets import Bucket, flatten, has_strides
 from dataparallel.comm.streams.current import streams_joined, streams_set
@@ -281,10 +281,6 @@ def _add_to_kept(slot: int, gradients: Sequence[tuple[WaitingGradients, KeptGrad
         waiting.by_slot[slot] = new._replace(grad=sums[waiting], ready_event=event) if is_added else new
 
 
-def _put_hooks_back(hooks: dict[int, Any], resting: dict[int, Any], ok: bool) -> None:
-    hooks.update(resting)
-
-
 class ReducerSums(GradientSums):
     """The gradients of a module that has a `Reducer`.
 
@@ -303,10 +299,7 @@ class ReducerSums(GradientSums):
     ) -> list[Tensor | None]:
         """See `GradientSums.keep`. Hooks on the sources rest in this pass: they see what waits later, in the sum."""
         for position in written:
-            hooks = _torch.hooks_of(bucket.sources[position])
-            if hooks:
-                running_pass().on_end(partial(_put_hooks_back, hooks, dict(hooks)))
-                hooks.clear()
+            wrap_hooks(_torch.hooks_of(bucket.sources[position]), lambda hook: lambda grad: None)
         return super().keep(bucket, by_slot, written)
 
     def begin_keeping(self, source: Tensor) -> WaitingGradients:

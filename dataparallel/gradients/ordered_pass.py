@@ -161,8 +161,9 @@ class FromReducer(FromSource):
     @staticmethod
     def backward(ctx: Any, envelope: Tensor | None, token: Tensor | None = None) -> tuple[Tensor | None, ...]:
         this_pass = ctx.row.passes.pass_over(ctx.row)
-        is_reduced = this_pass.is_reduced
-        return tuple(this_pass.take_gradients(ctx.index)) if is_reduced else FromSource.backward(ctx, envelope)
+        if not this_pass.is_reduced:
+            return FromSource.backward(ctx, envelope)
+        return FromSource.sparing_hooks(ctx, this_pass.take_gradients(ctx.index))
 
 
 class ModulePasses:

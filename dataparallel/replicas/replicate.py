@@ -190,9 +190,6 @@ class Copies:
         Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020). Here buckets grow step by step and
         shrink again at the end, because no computation is left to overlap with the sum of the last one, and a forward
         waits for the parameters in it.
-
-        A tensor with hooks has a bucket of its own. Autograd runs the hooks of all tensors that a node leads to, and
-        this node is reached only if a replica has used the tensor.
         """
         slots, tensors = self.slots, self.plan.tensors
         is_at_root = all(tensors[i].device == slots[0] for i in recorded)
@@ -203,8 +200,6 @@ class Copies:
             handles = FromWholeSource.apply([*map(len, buckets)], *[tensors[i] for i in chain.from_iterable(buckets)])
             if gradient_streams is not None:
                 run_last(handles[0].grad_fn)
-        else:
-            buckets = [*chain.from_iterable([_with_hooks_alone(tensors, each) for each in buckets])]
         for number, (indices, handle) in enumerate(zip_longest(buckets, handles)):
             streams = None if gradient_streams is None else gradient_streams.for_bucket(number)
             bucket = [tensors[i] for i in indices]
@@ -217,14 +212,3 @@ def cap_in_bytes(mebibytes: float, argument: str = "bucket_cap_mb") -> int:
     if not mebibytes > 0:
         raise ValueError(f"{argument}={mebibytes}: a bucket holds more than 0 MiB")
     return max(1, int(min(mebibytes * 2**20, sys.maxsize)))
-
-
-def _with_hooks_alone(tensors: Sequence[Tensor], indices: list[int]) -> list[list[int]]:
-    """Returns the positions as one group, and the position of each tensor that has hooks as a group of its own."""
-    together, alone = [], []
-    for i in indices:
-        if _torch.hooks_of(tensors[i]) or _torch.hooks_after_accumulation_of(tensors[i]):
-            alone.append([i])
-        else:
-            together.append(i)
-    return [together, *alone] if together else alone
