@@ -144,12 +144,10 @@ class SlotGradients:
             self.ready_event.receive([self.flat])
 
     def receive_separate(self) -> None:
-        """As `receive_flat`, for ``separate``."""
         if self.ready_event is not None:
             self.ready_event.receive(self.separate.values())
 
     def without_flat(self) -> SlotGradients:
-        """The same gradients without a flat buffer."""
         grads = SlotGradients(self.as_list())
         grads.ready_event = self.ready_event
         return grads

@@ -76,7 +76,6 @@ class SourceBucket:
         return ToSlots.sum_over_slots(node, by_slot)
 
     def as_lists(self, by_slot: Sequence[SlotGradients | None]) -> list[list[Tensor | None]]:
-        """Returns for each slot the gradient of each source, or ``None``."""
         return [[None] * len(self.sources) if of_slot is None else of_slot.as_list() for of_slot in by_slot]
 
     def with_kept_gradients(
@@ -396,5 +395,4 @@ class ReducerBucket(SourceBucket):
         return found is not None and found.row_major and found.indices == self.layout.indices
 
     def zeros(self) -> Tensor:
-        """Returns a flat buffer of zeros with this layout, made on the current stream."""
         return torch.zeros(self.layout.numel, dtype=self.sources[0].dtype, device=self.sources[0].device)
