@@ -144,12 +144,10 @@ class SlotGradients:
             self.ready_event.receive([self.flat])
 
     def receive_separate(self) -> None:
-        """As `receive_flat`, for ``separate``."""
         if self.ready_event is not None:
             self.ready_event.receive(self.separate.values())
 
     def without_flat(self) -> SlotGradients:
-        """The same gradients without a flat buffer."""
         grads = SlotGradients(self.as_list())
         grads.ready_event = self.ready_event
         return grads
@@ -547,16 +545,46 @@ class FromSource(Node):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.count = len(tensors)
+        ctx.tensors = tensors
         run_first(ctx)
         return empty_handle(tensors[0].device)
 
     @staticmethod
     def backward(ctx: Any, envelope: Tensor | None) -> tuple[Tensor | None, ...]:
         sums: SourceGradients | None = take_contents(envelope)
-        if sums is None:
-            return (None,) * ctx.count
-        return tuple(sums.take())
+        return FromSource.sparing_hooks(ctx, [None] * len(ctx.tensors) if sums is None else sums.take())
+
+    @staticmethod
+    def sparing_hooks(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Returns the gradients. Hooks on a tensor that no other node has a gradient for are not called in this pass.
+
+        The engine would call them with ``None``, because the tensor shares this node with others.
+        """
+        for (node, _), tensor, grad in zip(ctx.next_functions, ctx.tensors, grads, strict=True):
+            if grad is None:
+                _spare_hooks(node, tensor)
+        return tuple(grads)
+
+
+def wrap_hooks(hooks: dict[int, Any] | None, wrap: Callable[[Any], Any]) -> None:
+    """Puts ``wrap(hook)`` in the place of each of a tensor's hooks, until the running pass ends."""
+
+    def keep_own(running: PassOfBackward) -> None:
+        own = dict(hooks or {})
+        running.on_end(lambda ok: hooks and hooks.update({key: own[key] for key in own.keys() & hooks.keys()}))
+
+    if hooks:
+        running_pass().get(("hooks", id(hooks)), keep_own)
+        hooks.update({key: wrap(hook) for key, hook in hooks.items()})
+
+
+def _spare_hooks(node: Any, tensor: Tensor) -> None:
+    wrap_hooks(_torch.hooks_of(tensor), lambda hook: lambda grad: None if grad is None else hook(grad))
+    if hooks := _torch.hooks_after_accumulation_of(tensor):
+        has_come: list[bool] = []
+        handle = node.register_prehook(lambda grads: has_come.append(grads[0] is not None))
+        running_pass().on_end(lambda ok: handle.remove())
+        wrap_hooks(hooks, lambda hook: lambda tensor: hook(tensor) if has_come[-1] else None)
 
 
 class FromWholeSource(Node):

@@ -149,10 +149,6 @@ class CommHook:
                 f"the future of the communication hook {self.name} has {_kind_of(value)} for {bucket}; it has to have "
                 "the bucket's flat tensor"
             )
-        self._check(bucket, value)
-        return value
-
-    def _check(self, bucket: GradBucket, value: Tensor) -> None:
         shape, dtype, device = bucket.kind
         found = []
         if value.shape != shape:
@@ -168,6 +164,7 @@ class CommHook:
                 f"the communication hook {self.name} has left a tensor for {bucket} that has {' and '.join(found)}. "
                 "Its future has to have a tensor like bucket.buffer(); compressed gradients have to be restored first"
             )
+        return value
 
 
 def wait_for(future: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
-from dataparallel.autograd.bucket_gradients import ReadyEvent, SlotGradients, SourceGradients, ToSlots
+from dataparallel.autograd.bucket_gradients import ReadyEvent, SlotGradients, SourceGradients, ToSlots, wrap_hooks
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.comm.buckets import Bucket, flatten, has_strides
 from dataparallel.comm.streams.current import streams_joined, streams_set
@@ -76,7 +76,6 @@ class SourceBucket:
         return ToSlots.sum_over_slots(node, by_slot)
 
     def as_lists(self, by_slot: Sequence[SlotGradients | None]) -> list[list[Tensor | None]]:
-        """Returns for each slot the gradient of each source, or ``None``."""
         return [[None] * len(self.sources) if of_slot is None else of_slot.as_list() for of_slot in by_slot]
 
     def with_kept_gradients(
@@ -281,10 +280,6 @@ def _add_to_kept(slot: int, gradients: Sequence[tuple[WaitingGradients, KeptGrad
         waiting.by_slot[slot] = new._replace(grad=sums[waiting], ready_event=event) if is_added else new
 
 
-def _put_hooks_back(hooks: dict[int, Any], resting: dict[int, Any], ok: bool) -> None:
-    hooks.update(resting)
-
-
 class ReducerSums(GradientSums):
     """The gradients of a module that has a `Reducer`.
 
@@ -303,10 +298,7 @@ class ReducerSums(GradientSums):
     ) -> list[Tensor | None]:
         """See `GradientSums.keep`. Hooks on the sources rest in this pass: they see what waits later, in the sum."""
         for position in written:
-            hooks = _torch.hooks_of(bucket.sources[position])
-            if hooks:
-                running_pass().on_end(partial(_put_hooks_back, hooks, dict(hooks)))
-                hooks.clear()
+            wrap_hooks(_torch.hooks_of(bucket.sources[position]), lambda hook: lambda grad: None)
         return super().keep(bucket, by_slot, written)
 
     def begin_keeping(self, source: Tensor) -> WaitingGradients:
@@ -403,5 +395,4 @@ class ReducerBucket(SourceBucket):
         return found is not None and found.row_major and found.indices == self.layout.indices
 
     def zeros(self) -> Tensor:
-        """Returns a flat buffer of zeros with this layout, made on the current stream."""
         return torch.zeros(self.layout.numel, dtype=self.sources[0].dtype, device=self.sources[0].device)

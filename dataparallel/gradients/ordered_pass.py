@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, chain, count
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,8 +26,6 @@ from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.gradients.comm_hooks import GradBucket
 from dataparallel.gradients.gradient_sums import ReducerBucket, ReducerSums, WaitingGradients, written_sources
 from dataparallel.weak_members import WeakMembers
-
-_numbers = count()
 
 _FAILED_PASS_TIMEOUT = 5.0
 """Seconds that a backward waits for the engine's threads to leave one that has failed. Then it raises."""
@@ -47,7 +45,6 @@ class BucketRow:
     """The ordered buckets of copies that were made together. The nodes in the graph of these copies hold it.
 
     Attributes:
-        number: a row that was made later has a higher number.
         contents: describes the buckets; all machines have to have the same.
         first_positions: the position of each bucket's first parameter in the list of all parameters, then its length.
     """
@@ -60,7 +57,6 @@ class BucketRow:
         order: LearntOrder,
     ) -> None:
         self.passes, self.buckets, self.streams, self.order = passes, list(buckets), streams, order
-        self.number = next(_numbers)
         self.contents = "\n".join(f"{i}: {bucket.describe()}" for i, bucket in enumerate(buckets))
         self.first_positions = [0, *accumulate(len(bucket.names) for bucket in self.buckets)]
         self._sum_nodes: dict[int, weakref.ref[Any]] = {}  # the `ToSlots` of each bucket
@@ -161,8 +157,9 @@ class FromReducer(FromSource):
     @staticmethod
     def backward(ctx: Any, envelope: Tensor | None, token: Tensor | None = None) -> tuple[Tensor | None, ...]:
         this_pass = ctx.row.passes.pass_over(ctx.row)
-        is_reduced = this_pass.is_reduced
-        return tuple(this_pass.take_gradients(ctx.index)) if is_reduced else FromSource.backward(ctx, envelope)
+        if not this_pass.is_reduced:
+            return FromSource.backward(ctx, envelope)
+        return FromSource.sparing_hooks(ctx, this_pass.take_gradients(ctx.index))
 
 
 class ModulePasses:
@@ -206,7 +203,7 @@ class ModulePasses:
     def _make_passes(self, backward: PassOfBackward) -> dict[BucketRow, OrderedPass]:
         previous: OrderedPass | None = None
         passes: dict[BucketRow, OrderedPass] = {}
-        for row in sorted(self.rows, key=lambda row: row.number):
+        for row in self.rows:  # the oldest first
             if row.is_reached():
                 passes[row] = OrderedPass(row, previous)
                 previous = passes[row] if passes[row].is_reduced else previous

@@ -190,9 +190,6 @@ class Copies:
         Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020). Here buckets grow step by step and
         shrink again at the end, because no computation is left to overlap with the sum of the last one, and a forward
         waits for the parameters in it.
-
-        A tensor with hooks has a bucket of its own. Autograd runs the hooks of all tensors that a node leads to, and
-        this node is reached only if a replica has used the tensor.
         """
         slots, tensors = self.slots, self.plan.tensors
         is_at_root = all(tensors[i].device == slots[0] for i in recorded)
@@ -203,11 +200,6 @@ class Copies:
             handles = FromWholeSource.apply([*map(len, buckets)], *[tensors[i] for i in chain.from_iterable(buckets)])
             if gradient_streams is not None:
                 run_last(handles[0].grad_fn)
-        else:
-            read = _torch.hooks_of, _torch.hooks_after_accumulation_of
-            alone = {i for i in recorded if any(hooks(tensors[i]) for hooks in read)}
-            parts = ([[i for i in each if i not in alone], *([i] for i in each if i in alone)] for each in buckets)
-            buckets = [part for part in chain.from_iterable(parts) if part]
         for number, (indices, handle) in enumerate(zip_longest(buckets, handles)):
             streams = None if gradient_streams is None else gradient_streams.for_bucket(number)
             bucket = [tensors[i] for i in indices]

@@ -159,7 +159,6 @@ def sharded_value(value: Any, parameter: Tensor) -> Any:
 
 
 def _shard_state(optimizer: Optimizer) -> None:
-    """Divides the plain tensors in the state of the optimizer as their parameters are."""
     states: list[tuple[Tensor, MutableMapping[str, Any]]] = [
         (parameter, optimizer.state[parameter])
         for group in optimizer.param_groups

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,9 +28,6 @@ from dataparallel.sharded.placements import (
 
 if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
-
-GATHERED_BYTES = 4 << 20
-"""How much `gather_full` gathers from all machines at a time, at most, unless one owner's shards are larger."""
 
 
 def empty_shards(
@@ -56,6 +52,15 @@ def copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> Non
         comm.broadcast(source, out=[target])
 
 
+def copied_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """The tensor on this device, where it may be already."""
+    if tensor.device == device:
+        return tensor
+    copied = torch.empty_like(tensor, device=device)
+    copy_into(copied, tensor)
+    return copied
+
+
 @torch.no_grad()
 def split_into(
     shards: Sequence[Tensor],
@@ -65,7 +70,7 @@ def split_into(
     over: Machines | None = None,
 ) -> None:
     """Copies the values of each shard from the full ``tensor``."""
-    for shard, view in zip(shards, _views_of_shards(tensor, placement, len(shards), over), strict=True):
+    for shard, view in zip(shards, views_of_shards(tensor, placement, len(shards), over), strict=True):
         if shard.numel():
             copy_into(shard, view, non_blocking)
 
@@ -170,7 +175,7 @@ def starts_of_shards(
     return starts
 
 
-def _views_of_shards(tensor: Tensor, placement: Division, owners: int, over: Machines | None) -> Sequence[Tensor]:
+def views_of_shards(tensor: Tensor, placement: Division, owners: int, over: Machines | None) -> Sequence[Tensor]:
     """For each owner on this machine a view of the elements of a full tensor that belong to its shard."""
     if isinstance(placement, Replicate):
         return [tensor] * owners
@@ -217,29 +222,21 @@ def _rows_of_all_machines(
 ) -> Iterator[Tensor]:
     """Yields consecutive pieces of the full tensor, cut along the placement's dimension.
 
-    A piece holds the shards that owner j has on all machines, or several owners' if they are small. It is on the device
-    of its first owner.
+    A piece holds the shards that one owner has on all machines, and is on its device.
     """
     assert not isinstance(placement, Replicate)
     dim = placement.dim
     shapes = shard_shapes(shape, placement, len(shards) * over.size)
     largest = max(shapes, key=lambda of_shard: of_shard[dim])
-    bytes_of_owner = prod(largest) * shards[0].element_size() * over.size
-    step = max(1, GATHERED_BYTES // max(bytes_of_owner, 1))
-    for first in range(0, len(shards), step):
-        chosen = shards[first : first + step]
-        sizes = [of_shard[dim] for of_shard in shapes[first * over.size : (first + len(chosen)) * over.size]]
-        rows = sum(sizes)
-        if not rows:
+    for owner, shard in enumerate(shards):
+        sizes = [of_shard[dim] for of_shard in shapes[owner * over.size : (owner + 1) * over.size]]
+        if not sum(sizes):
             continue
-        stacked = stack_on_first([_padded(shard, largest) for shard in chosen])
-        gathered = all_gather_stacked(stacked, over)  # [machines, owners, *largest]
-        in_order = gathered.movedim((1, 0), (dim, dim + 1)).flatten(dim, dim + 2)
+        gathered = all_gather_stacked(_padded(shard, largest), over)
         if isinstance(placement, Rows):
-            pieces = in_order.split(largest[dim], dim)
-            yield torch.cat([piece.narrow(dim, 0, size) for piece, size in zip(pieces, sizes, strict=True)], dim)
+            yield torch.cat([piece.narrow(dim, 0, size) for piece, size in zip(gathered, sizes, strict=True)], dim)
         else:  # only shards at the end are padded
-            yield in_order.narrow(dim, 0, rows)
+            yield gathered.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, sum(sizes))
 
 
 def stack_on_first(of_owners: Sequence[Tensor]) -> Tensor:

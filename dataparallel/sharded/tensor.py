@@ -22,7 +22,7 @@ from dataparallel import _torch
 from dataparallel.devices import DeviceLike, current_device, resolve
 from dataparallel.sharded import methods, operators
 from dataparallel.sharded.placements import Division, Rows, after_loading, over_of
-from dataparallel.sharded.shards import copy_into, copy_shards, empty_shards, gather_full, split_into
+from dataparallel.sharded.shards import copied_to, copy_shards, empty_shards, gather_full, split_into
 from dataparallel.threads.meetings import here
 
 if TYPE_CHECKING:
@@ -359,15 +359,20 @@ for _name, _method in methods.METHODS.items():
 
 
 def is_divided_alike(one: Tensor, other: ShardedTensor) -> bool:
-    """True if both are sharded, with the same owners and placement."""
-    return isinstance(one, ShardedTensor) and one._devices == other._devices and one._placement == other._placement
+    """True if both are sharded, with the same owners, placement and shape."""
+    return (
+        isinstance(one, ShardedTensor)
+        and (one._devices is other._devices or one._devices == other._devices)
+        and (one._placement is other._placement or one._placement == other._placement)
+        and one.shape == other.shape
+    )
 
 
 def _check_divided_alike(role: str, tensor: object, like: ShardedTensor) -> ShardedTensor:
     """Returns ``tensor``, or raises if it is not sharded as ``like`` is. ``role`` begins the message."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{role} a sharded tensor is a sharded tensor; got {type(tensor).__name__}")
-    if isinstance(tensor, ShardedTensor) and is_divided_alike(tensor, like) and tensor.shape == like.shape:
+    if isinstance(tensor, ShardedTensor) and is_divided_alike(tensor, like):
         return tensor
     owners = [str(device) for device in like._devices] if like.over is None else like._devices
     how = f"distribute_tensor(tensor, {owners}, {like._placement!r})"
@@ -426,18 +431,10 @@ def rebuild(
     places = [shard.device for shard in shards]
     devices = after_loading([torch.device(owner) for owner in owners], places)
     if all(place.type not in ("cpu", "meta") for place in places):
-        shards = [_copied_to(device, shard) for device, shard in zip(devices, shards, strict=True)]
+        shards = [copied_to(device, shard) for device, shard in zip(devices, shards, strict=True)]
     made = ShardedTensor(shards, placement, shape, devices, requires_grad)
     made.__dict__.update(attributes)
     return made
-
-
-def _copied_to(device: torch.device, shard: Tensor) -> Tensor:
-    if shard.device == device:
-        return shard
-    copied = torch.empty_like(shard, device=device)
-    copy_into(copied, shard)
-    return copied
 
 
 torch.serialization.add_safe_globals([rebuild])

@@ -290,7 +290,7 @@ BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
     "tree.py:SumsOfPass.note_sums:Event:1": (training, "sum_float32|_foreach_add_"),
     "tree.py:SumsOfPass.release_deliveries:make_wait:1": (training, "freed too early: .*sum_float32, which reads"),
     "tree.py:SumsOfPass.wait_for_sums:_make_computing_wait:1": (training, "sum_float32|_foreach_add_"),
-    "tree.py:Tree._make_owners_wait:wait_for:1": (inference, "race: .*copy_many, which reads"),
+    "tree.py:Tree.make_owners_wait:wait_for:1": (inference, "race: .*copy_many, which reads"),
     "tree.py:Tree._wait_for_optimizer:wait_for:1": (an_event_after_other_shards, "race: "),
     "tree.py:Tree.take_post_optim_event:GivenEvents:1": (an_event_after_the_optimizer, "race: copy_many reads"),
     "unit.py:Unit.make_owners_wait:wait_for:1": (unshard_and_reshard, "race: .*copy_many, which reads"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor, shards
+from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
 from dataparallel.sharded.placements import Owners, over_of, shard_shapes
 from fake_machines import FakeOver, OutOfStep, on_fake_machines, owners_of
 from sharding import full, sharded
@@ -71,12 +71,8 @@ def test_machines_have_parts_in_turn(slots: list, shape: tuple, placement: Any, 
     on_fake_machines(divide, machines)
 
 
-@pytest.mark.parametrize("at_once", [0, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int16, torch.complex128])
-def test_the_whole_has_every_dtype_and_comes_in_pieces(
-    slots: list, root: torch.device, dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards, "GATHERED_BYTES", at_once)
+def test_the_whole_has_every_dtype_and_comes_in_pieces(slots: list, root: torch.device, dtype: torch.dtype) -> None:
     whole = values((9, 3), dtype)
 
     def join(over: FakeOver) -> None:
@@ -84,7 +80,7 @@ def test_the_whole_has_every_dtype_and_comes_in_pieces(
             tensor = distribute_tensor(whole, owners_of(slots, over), placement)
             before = len(over.machines.calls)
             joined = tensor.full_tensor(root)
-            assert len(over.machines.calls) - before == (1 if at_once else 2)
+            assert len(over.machines.calls) - before == 2
             assert joined.device == root
             assert torch.equal(joined.cpu(), whole)
 

@@ -51,7 +51,6 @@ def register(*overloads: OpOverload) -> Callable[[Operator], Operator]:
 
 
 def register_rule(rule: Callable[[OpOverload], Operator | None]) -> Callable[[OpOverload], Operator | None]:
-    """Adds a rule."""
     RULES.append(rule)
     return rule
 
@@ -117,15 +116,17 @@ def written_values(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         yield from value if isinstance(value, (list, tuple)) else [value]
 
 
-def _devices_of_all(values: Iterable[Any]) -> set[torch.device]:
-    """The devices of the shards of all sharded tensors, also of those in lists."""
-    devices: set[torch.device] = set()
+def sharded_in(values: Iterable[Any]) -> Iterator[Any]:
+    """All sharded tensors, also those in lists."""
     for value in values:
         if isinstance(value, (list, tuple)):
-            devices |= _devices_of_all(value)
-        elif isinstance(value, torch.Tensor):
-            devices.update(shard.device for shard in getattr(value, "_shards", ()))
-    return devices
+            yield from sharded_in(value)
+        elif isinstance(value, torch.Tensor) and hasattr(value, "_shards"):
+            yield value
+
+
+def _devices_of_all(values: Iterable[Any]) -> set[torch.device]:
+    return {shard.device for tensor in sharded_in(values) for shard in tensor._shards}
 
 
 def _by_rule(func: OpOverload) -> Operator:

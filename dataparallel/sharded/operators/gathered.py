@@ -19,7 +19,8 @@ from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.environment import says_no
 from dataparallel.sharded import operators
-from dataparallel.sharded.operators.layout import find_template, sharded_in
+from dataparallel.sharded.operators import sharded_in
+from dataparallel.sharded.operators.layout import find_template
 from dataparallel.sharded.placements import Replicate, Shard
 from dataparallel.sharded.tensor import ShardedTensor, divided_on_owners_of, fill_shards
 from dataparallel.threads.meetings import here
@@ -107,7 +108,6 @@ def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], e
 
 
 def _may_gather(arguments: list[Any]) -> bool:
-    """True if the user lets operators gather these arguments."""
     if here() is not None or _allowed is False:
         return False
     return bool(_allowed) or not (_is_recorded(arguments) or says_no("DATAPARALLEL_GATHERS"))
@@ -162,7 +162,6 @@ def _can_gather(func: OpOverload) -> bool:
 
 @cache
 def _is_view(func: OpOverload) -> bool:
-    """True if the result is a view of an argument."""
     return any(
         argument.alias_info is not None and not argument.alias_info.is_write
         for argument in _torch.schema_of(func).arguments

@@ -6,7 +6,7 @@ sharded arguments have to be so already. Plain tensors are sliced like its shard
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,17 +15,15 @@ from torch import Tensor
 from dataparallel import comm
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.operators import NeedsWhole, refusal
-from dataparallel.sharded.placements import Replicate, Rows, on_this_machine, rows_of, shards_on_all_machines
-from dataparallel.sharded.shards import scalar_of
+from dataparallel.sharded.placements import Replicate, Rows, moved
+from dataparallel.sharded.shards import copied_to, scalar_of, views_of_shards
 from dataparallel.sharded.tensor import ShardedTensor
 
-
-def sharded_in(values: Iterable[Any]) -> Iterator[ShardedTensor]:
-    for value in values:
-        if isinstance(value, ShardedTensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from sharded_in(value)
+INPLACE_OPERATORS = frozenset(
+    ["__ilshift__", "__irshift__", "add_", "bitwise_and_", "bitwise_left_shift_", "bitwise_or_", "bitwise_right_shift_",
+     "bitwise_xor_", "div_", "floor_divide_", "mul_", "pow_", "remainder_", "sub_"]
+)  # fmt: skip
+"""Names of the operators that Python calls for ``+=``, ``-=`` and so on."""
 
 
 def find_template(values: Iterable[Any]) -> ShardedTensor:
@@ -33,12 +31,24 @@ def find_template(values: Iterable[Any]) -> ShardedTensor:
     return max((value for value in values if isinstance(value, ShardedTensor)), key=Tensor.dim)
 
 
+def check_written(func: OpOverload, target: Any, template: ShardedTensor, where: str = "") -> None:
+    """Raises `NeedsWhole` if a result divided like ``template`` cannot be written to the shards of ``target``."""
+    if not isinstance(target, ShardedTensor):
+        error = refusal(func, f" if it writes to a plain tensor{where}")
+        # For plain += sharded torch turns a TypeError into NotImplemented. Python would then compute
+        # plain = plain + sharded, which binds the name to another tensor and writes nothing.
+        is_inplace_operator = func.overloadpacket.__name__ in INPLACE_OPERATORS
+        raise NeedsWhole(RuntimeError(*error.args) if is_inplace_operator else error)
+    if target.shape != template.shape:
+        why = f" if it writes a result of shape {tuple(template.shape)} to {tuple(target.shape)}"
+        raise NeedsWhole(refusal(func, why))
+
+
 def shard_devices(tensor: ShardedTensor) -> list[torch.device]:
     return [shard.device for shard in tensor._shards]
 
 
 def _check_alike(func: OpOverload, tensor: ShardedTensor, template: ShardedTensor) -> None:
-    """Raises `NeedsWhole` unless both are divided in the same way."""
     if tensor._devices is not template._devices and tensor._devices != template._devices:
         one, other = ("[" + ", ".join(map(str, devices)) + "]" for devices in (template._devices, tensor._devices))
         why = f"different owners, {one} and {other}; distribute them over the same devices"
@@ -95,21 +105,8 @@ def _slices_of_plain(func: OpOverload, tensor: Tensor, template: ShardedTensor) 
     if dim < 0 or tensor.shape[dim] != shape[template._placement.dim]:
         return copies_for_owners(tensor, template)
     devices = shard_devices(template)
-    over, plain = template.over, tensor.detach()
-    rows = rows_of(template._placement, tensor.shape[dim], shards_on_all_machines(len(devices), over))
-    is_at_once = over is None and not tensor.is_meta and devices[0].type != "meta"
-    if is_at_once and any(device != tensor.device for device in devices):
-        return comm.scatter(plain, devices, rows, dim)
-    return [
-        _copied_to(device, piece)
-        for piece, device in zip(on_this_machine(plain.split(rows, dim), over), devices, strict=True)
-    ]
-
-
-def _copied_to(device: torch.device, tensor: Tensor) -> Tensor:
-    if device == tensor.device or tensor.is_meta or device.type == "meta":
-        return tensor.to(device)
-    return comm.broadcast(tensor, [device])[0]
+    views = views_of_shards(tensor.detach(), moved(template._placement, dim), len(devices), template.over)
+    return [copied_to(device, view) for device, view in zip(devices, views, strict=True)]
 
 
 def copies_for_owners(tensor: Tensor, template: ShardedTensor) -> Sequence[Tensor]:

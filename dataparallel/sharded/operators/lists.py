@@ -17,10 +17,16 @@ from torch.autograd.graph import increment_version
 
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
-from dataparallel.sharded.operators import NeedsWhole, Operator, refusal, register, register_rule
-from dataparallel.sharded.operators.layout import copies_for_owners, make_sharded, scalar_value, shards_for
+from dataparallel.sharded.operators import NeedsWhole, Operator, refusal, register, register_rule, sharded_in
+from dataparallel.sharded.operators.layout import (
+    check_written,
+    copies_for_owners,
+    make_sharded,
+    scalar_value,
+    shards_for,
+)
 from dataparallel.sharded.shards import all_gather_stacked
-from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.sharded.tensor import ShardedTensor, is_divided_alike
 
 aten = torch.ops.aten
 
@@ -95,14 +101,8 @@ def groups_of(columns: Sequence[Sequence[Any]]) -> list[SameOwners]:
         return [SameOwners([*columns[0]], [*range(len(columns[0]))])]
     groups: dict[Any, SameOwners] = {}
     for position, row in enumerate(zip(*columns, strict=True)):
-        template = None
-        for value in row:
-            if isinstance(value, ShardedTensor) and (template is None or value.dim() > template.dim()):
-                template = value
-        key = None if template is None else template._devices
-        group = groups.get(key)
-        if group is None:
-            group = groups[key] = SameOwners([], [])
+        template = max((value for value in row if isinstance(value, ShardedTensor)), key=Tensor.dim, default=None)
+        group = groups.setdefault(None if template is None else template._devices, SameOwners([], []))
         group.positions.append(position)
         if template is not None:
             group.templates.append(template)
@@ -110,21 +110,20 @@ def groups_of(columns: Sequence[Sequence[Any]]) -> list[SameOwners]:
 
 
 def _have_same_owners(values: Sequence[Any]) -> bool:
-    owners: Any = None
-    for value in values:
-        if type(value) is not ShardedTensor:
-            return False
-        if owners is None:
-            owners = value._devices
-        elif value._devices is not owners and value._devices != owners:
-            return False
-    return True
+    owners = getattr(values[0], "_devices", None)
+    return all(
+        type(value) is ShardedTensor and (value._devices is owners or value._devices == owners) for value in values
+    )
 
 
 def on_lists(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Runs the operator for each owner, on the owner's shards of all tensors."""
     signature = _signature(func)
+    args = tuple(value if i in signature.lists else _plain(func, value) for i, value in enumerate(args))
+    kwargs = {name: _plain(func, value) for name, value in kwargs.items()}
     lists = [i for i in signature.lists if i < len(args) and len(args[i])]
+    if not lists:
+        return func(*args, **kwargs)  # raises torch's own error
     groups = groups_of([args[i] for i in lists])
     for group in groups:
         if group.templates:
@@ -169,14 +168,8 @@ def _check_written(
         if not column or _only_reads(name, kwargs):
             continue
         for position, template in zip(group.positions, group.templates, strict=True):
-            target = column[position]
-            if target is template:
-                continue
-            if not isinstance(target, ShardedTensor):
-                raise NeedsWhole(refusal(func, f" if it writes to a plain tensor (position {position})"))
-            if target.shape != template.shape:
-                why = f" if it writes a result of shape {tuple(template.shape)} to {tuple(target.shape)}"
-                raise NeedsWhole(refusal(func, why))
+            if column[position] is not template:
+                check_written(func, column[position], template, f" (position {position})")
 
 
 def _check_dtypes(func: OpOverload, columns: Sequence[Sequence[Any]], group: SameOwners) -> None:
@@ -196,9 +189,13 @@ def _calls(
     group: SameOwners,
 ) -> list[tuple[list[Any], dict[str, Any]]]:
     everything = len(group.positions) == len(args[lists[0]])
-    chosen = args if everything else [_chosen(i, value, signature, lists, group) for i, value in enumerate(args)]
+    chosen = [*args]
+    for i in () if everything else lists:
+        chosen[i] = [args[i][position] for position in group.positions]
+    for i in () if everything else signature.single_values:
+        chosen[i] = args[i][group.positions]
     if not group.templates:
-        return [([*chosen], kwargs)]
+        return [(chosen, kwargs)]
     first = group.templates[0]
     owners = range(len(first._shards))
     columns: list[Sequence[Any]] = []
@@ -208,28 +205,22 @@ def _calls(
         elif i in signature.single_values:  # torch reads the numbers on the host
             columns.append([value] * len(owners))
         else:
-            columns.append(_on_each_owner(func, value, first))
-    named = {name: _on_each_owner(func, value, first) for name, value in kwargs.items()}
+            columns.append(_on_each_owner(value, first))
+    named = {name: _on_each_owner(value, first) for name, value in kwargs.items()}
     return [([column[i] for column in columns], {name: column[i] for name, column in named.items()}) for i in owners]
 
 
-def _chosen(i: int, value: Any, signature: _ListSignature, lists: list[int], group: SameOwners) -> Any:
-    if i in lists:
-        return [value[position] for position in group.positions]
-    return value[group.positions] if i in signature.single_values else value
-
-
-def _on_each_owner(func: OpOverload, value: Any, template: ShardedTensor) -> Sequence[Any]:
-    """For each owner an argument that is no list: a copy of a tensor with one element, or the value itself."""
-    if isinstance(value, ShardedTensor):
-        if value.dim() > 0:
-            raise NeedsWhole(refusal(func, f" with one of shape {tuple(value.shape)} for all tensors of the list"))
-        value = scalar_value(value)
-    if not isinstance(value, Tensor):
-        return [value] * len(template._shards)
-    if value.numel() != 1:
+def _plain(func: OpOverload, value: Any) -> Any:
+    """An argument that is no list: the element of a sharded 0-dim tensor, or the value itself."""
+    if not isinstance(value, ShardedTensor):
+        return value
+    if value.dim() > 0:
         raise NeedsWhole(refusal(func, f" with one of shape {tuple(value.shape)} for all tensors of the list"))
-    return copies_for_owners(value, template)
+    return scalar_value(value)
+
+
+def _on_each_owner(value: Any, template: ShardedTensor) -> Sequence[Any]:
+    return copies_for_owners(value, template) if isinstance(value, Tensor) else [value] * len(template._shards)
 
 
 def _column(func: OpOverload, values: Sequence[Any], templates: Sequence[ShardedTensor]) -> Sequence[Sequence[Any]]:
@@ -240,21 +231,13 @@ def _column(func: OpOverload, values: Sequence[Any], templates: Sequence[Sharded
     rows: list[Any] = [
         value._shards
         for value, template in zip(values, templates, strict=True)
-        if value is template or (type(value) is ShardedTensor and _are_divided_alike(value, template))
+        if value is template or is_divided_alike(value, template)
     ]
     if len(rows) < len(values):
         if all(_is_scalar(value, template) for value, template in zip(values, templates, strict=True)):
             return _scalars(values, templates[0])
         rows = [shards_for(func, value, template) for value, template in zip(values, templates, strict=True)]
     return [*map(list, zip(*rows, strict=True))]
-
-
-def _are_divided_alike(value: ShardedTensor, template: ShardedTensor) -> bool:
-    return (
-        (value._devices is template._devices or value._devices == template._devices)
-        and (value._placement is template._placement or value._placement == template._placement)
-        and value.shape == template.shape
-    )
 
 
 def _is_scalar(value: Tensor, template: ShardedTensor) -> bool:
@@ -277,6 +260,8 @@ def _unscale(func: OpOverload, gradients: list[Tensor], found: Tensor, inverse_s
 
     Over machines the call is collective, so all machines of a scaler skip the same steps.
     """
+    if [*sharded_in([found, inverse_scale])]:
+        raise NeedsWhole(refusal(func, " with a sharded scale"))
     increment_version(gradients)
     for group in groups_of([gradients]):
         if not group.templates:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataparallel import _torch, comm
+from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.devices import CPU
-from dataparallel.sharded.operators import refusal, register
-from dataparallel.sharded.operators.layout import shard_devices, sharded_in
-from dataparallel.sharded.placements import Replicate, destinations
-from dataparallel.sharded.shards import broadcast_from_first, copy_into, gather_full, local_shard_shapes, split_into
+from dataparallel.sharded.operators import refusal, register, sharded_in
+from dataparallel.sharded.operators.layout import shard_devices
+from dataparallel.sharded.placements import destinations
+from dataparallel.sharded.shards import broadcast_from_first, copy_into, gather_full, local_shard_shapes
 from dataparallel.sharded.tensor import ShardedTensor, fill_shards
 
 aten = torch.ops.aten
@@ -29,35 +29,11 @@ def _like(tensor: ShardedTensor, shards: Sequence[Tensor]) -> ShardedTensor:
     return ShardedTensor(shards, tensor._placement, tensor.shape, tensor._devices)
 
 
-def _empty_shards(tensor: ShardedTensor, device: torch.device | None, options: dict[str, Any]) -> list[Tensor]:
-    places = shard_devices(tensor)
-    if device is not None:
-        places = [*destinations(tensor._devices, torch.device(device))]
-    return [
-        torch.empty_like(shard, device=place, **options) for shard, place in zip(tensor._shards, places, strict=True)
-    ]
-
-
-@register(aten.empty_like.default)
-def _empty_like(
-    func: OpOverload, tensor: ShardedTensor, *, device: torch.device | None = None, **options: Any
-) -> ShardedTensor:
-    return _like(tensor, _empty_shards(tensor, device, options))
-
-
 @register(_torch.to_copy)
-def _to_copy(
-    func: OpOverload,
-    tensor: ShardedTensor,
-    *,
-    device: torch.device | None = None,
-    non_blocking: bool = False,
-    **options: Any,
-) -> ShardedTensor:
-    shards = _empty_shards(tensor, device, options)
-    for copied, shard in zip(shards, tensor._shards, strict=True):
+def _to_copy(func: OpOverload, tensor: ShardedTensor, *, non_blocking: bool = False, **options: Any) -> ShardedTensor:
+    made = _filled_like(aten.empty_like.default, tensor, **options)
+    for copied, shard in zip(made._shards, tensor._shards, strict=True):
         copy_into(copied, shard, non_blocking)
-    made = _like(tensor, shards)
     made._zeroed = tensor._zeroed  # `Module.to` swaps a gradient and its copy
     return made
 
@@ -116,14 +92,10 @@ def _places_of_new_shards(func: OpOverload, tensor: ShardedTensor, kwargs: dict[
     device, layout = kwargs.pop("device", None), kwargs.pop("layout", None)
     if layout not in (None, torch.strided):
         raise refusal(func, f" with layout={layout}")
-    if device is None or device == tensor.device or (device.type == tensor.device.type and device.index is None):
-        return shard_devices(tensor)
-    if device.type not in ("cpu", "meta"):
-        raise refusal(func, f" with device={device}, which is not that of the first part ({tensor.device})")
-    return [device] * len(tensor._shards)
+    return shard_devices(tensor) if device is None else [*destinations(tensor._devices, torch.device(device))]
 
 
-@register(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
+@register(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 def _filled_like(func: OpOverload, tensor: ShardedTensor, *value: Any, **options: Any) -> ShardedTensor:
     places = _places_of_new_shards(func, tensor, options)
     pairs = zip(tensor._shards, places, strict=True)
@@ -164,14 +136,15 @@ def _new_strided(
     aten.random_.default, aten.random_.to, getattr(aten.random_, "from"),
 )  # fmt: skip
 def _draw_in_place(func: OpOverload, tensor: Tensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-    if not isinstance(tensor, ShardedTensor) or any(sharded_in(args)):
+    if not isinstance(tensor, ShardedTensor) or [*sharded_in(args)]:
         raise refusal(func, " as parameters of a distribution")
     first = tensor._shards[0]
 
     def draw() -> Tensor:
         return func(first.new_empty_strided(tensor.shape, tensor.stride()), *args, **kwargs)
 
-    _write(tensor._shards, tensor, _drawn(tensor, draw, first.device, kwargs.get("generator")))
+    drawn = _drawn(tensor, draw, first.device, kwargs.get("generator"))
+    fill_shards(tensor._shards, tensor._placement, drawn, tensor.over)
     return tensor
 
 
@@ -189,7 +162,7 @@ def _drawn_like(func: OpOverload, tensor: ShardedTensor, *args: Any, **options: 
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     drawn = _drawn(tensor, lambda: func(like, *args, device=places[0], **options), places[0], options.get("generator"))
     shards = [drawn.new_empty(shape, device=place) for shape, place in zip(_shapes(tensor), places, strict=True)]
-    _write(shards, tensor, drawn)
+    fill_shards(shards, tensor._placement, drawn, tensor.over)
     return _like(tensor, shards)
 
 
@@ -230,17 +203,3 @@ def _set_state(generator: torch.Generator | None, device: torch.device, state: T
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
-
-
-def _write(shards: Sequence[Tensor], tensor: ShardedTensor, drawn: Tensor) -> None:
-    """Copies drawn values into shards that are divided as ``tensor`` is."""
-    if drawn.is_meta or shards[0].is_meta:
-        return
-    if isinstance(tensor._placement, Replicate):
-        comm.broadcast(drawn, out=shards)
-    elif tensor.over is not None:
-        split_into(shards, tensor._placement, drawn, over=tensor.over)
-    elif tensor.dim() == 0:
-        shards[0].copy_(drawn)
-    else:
-        comm.scatter(drawn, dim=tensor._placement.dim, out=shards)

@@ -25,7 +25,7 @@ from dataparallel.sharded.operators import (
     written_arguments,
     written_values,
 )
-from dataparallel.sharded.operators.layout import find_template, make_sharded, shards_for
+from dataparallel.sharded.operators.layout import check_written, find_template, make_sharded, shards_for
 from dataparallel.sharded.placements import Replicate
 from dataparallel.sharded.shards import all_gather_stacked
 from dataparallel.sharded.tensor import ShardedTensor
@@ -39,12 +39,6 @@ WITHOUT_TAG = frozenset(
      "softshrink_backward", "zero_"]
 )  # fmt: skip
 """Names of pointwise operators that lack the tag in some release of torch."""
-
-INPLACE_OPERATORS = frozenset(
-    ["__ilshift__", "__irshift__", "add_", "bitwise_and_", "bitwise_left_shift_", "bitwise_or_", "bitwise_right_shift_",
-     "bitwise_xor_", "div_", "floor_divide_", "mul_", "pow_", "remainder_", "sub_"]
-)  # fmt: skip
-"""Names of the operators that Python calls for ``+=``, ``-=`` and so on."""
 
 PASSED_AS_IS = frozenset({bool, int, float, complex, type(None), torch.dtype})
 """Types of arguments that every owner's call gets unchanged."""
@@ -125,15 +119,7 @@ def pointwise(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     template = find_template([*args, *kwargs.values()])
     targets = [*written_values(func, args, kwargs)]
     for target in targets:
-        if not isinstance(target, ShardedTensor):
-            error = refusal(func, " if it writes to a plain tensor")
-            # For plain += sharded torch turns a TypeError into NotImplemented. Python would then compute
-            # plain = plain + sharded, which binds the name to another tensor and writes nothing.
-            is_inplace_operator = func.overloadpacket.__name__ in INPLACE_OPERATORS
-            raise NeedsWhole(RuntimeError(*error.args) if is_inplace_operator else error)
-        if target.shape != template.shape:
-            why = f" if it writes a result of shape {tuple(template.shape)} to {tuple(target.shape)}"
-            raise NeedsWhole(refusal(func, why))
+        check_written(func, target, template)
     columns: list[Sequence[Any]] = [shards_for(func, value, template) for value in args]
     named = {name: shards_for(func, value, template) for name, value in kwargs.items()}
     call_count = len(template._shards)
@@ -196,7 +182,6 @@ def _run_fast(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _make_results(func: OpOverload, results: Sequence[Any], template: ShardedTensor) -> Any:
-    """Makes one sharded tensor of the owners' results, or several if the operator returns a tuple."""
     if isinstance(results[0], Tensor):
         return make_sharded(func, results, template)
     return tuple(make_sharded(func, shards, template) for shards in zip(*results, strict=True))

@@ -54,7 +54,6 @@ def _partials(tensor: ShardedTensor, reduce: Callable[[Tensor], Tensor], has_neu
 
 
 def _dims(func: OpOverload, tensor: ShardedTensor, dim: Any, none_means_all: bool = True) -> list[int]:
-    """The dimensions to reduce, as non-negative numbers."""
     dims = tensor.dim()
     if dim is None or (none_means_all and not isinstance(dim, int) and len(dim) == 0):
         return [*range(dims)]
@@ -138,7 +137,6 @@ def _count(func: OpOverload, tensor: ShardedTensor, dim: int | None = None) -> A
     aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims,
 )  # fmt: skip
 def _extreme(func: OpOverload, tensor: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
-    """The largest or smallest element, and whether any or all are true."""
     # For any and all an empty list of dimensions means no dimension, for amax and amin it means all.
     dims = _dims(func, tensor, dim, none_means_all=func.overloadpacket in (aten.amax, aten.amin))
     if len(dims) < tensor.dim():
@@ -170,7 +168,6 @@ def _vector_norm(
 def _norm(
     func: OpOverload, tensor: ShardedTensor, p: float | None = 2, dim: Any = None, keepdim: bool = False, **options: Any
 ) -> Any:
-    """What ``Tensor.norm`` calls."""
     dims = _dims(func, tensor, dim)
     if len(dims) < tensor.dim():
         return _along(func, tensor, dims, keepdim, lambda shard: func(shard, p, dim, keepdim, **options))

@@ -108,7 +108,6 @@ def _slice(
 
 @register(aten.select.int)
 def _select(func: OpOverload, tensor: ShardedTensor, dim: int, index: int) -> ShardedTensor:
-    """Selects one row. Along the divided dimension one owner has it."""
     like = func(_on_meta(tensor), dim, index)
     dim %= tensor.dim()
     placement = tensor._placement

@@ -98,7 +98,6 @@ class Layout:
         return [flat.as_strided(size, stride, offset + start) for size, stride, start in self._views[owner]]
 
     def pack(self, flat: Tensor, parts: Sequence[Tensor], owner: int) -> None:
-        """Copies the owner's part of each parameter into its flat shard."""
         for view, part in zip(self.parts_of(flat, owner), parts, strict=True):
             view.copy_(part)
 
@@ -193,7 +192,6 @@ class FullBuffer:
             self.tensors.append(tensor.set_(self._storage, offset, columns.shape, _contiguous(columns.shape)))
         self._memory = [tensor.data for tensor in self.tensors]
         self._versions: tuple[int, ...] = ()
-        self._is_pulled = False  # straight into the buffer, since `fill`
         self._is_filled = True
         self.gathered: Tensor | None = None
         self._layout_of_gathered: Layout | None = layout  # `None`: it is a copy of a full buffer
@@ -211,7 +209,7 @@ class FullBuffer:
     def pull_by(self, table: DeviceTable, pieces: Sequence[Tensor], layout: Layout) -> None:
         """Has a kernel pull the pieces straight into the buffer, which `allocate` has given memory."""
         table.launch([*pieces, self._buffer])
-        self._layout_of_gathered, self._is_pulled = layout, True
+        self._layout_of_gathered = layout
 
     def set_gathered(self, gathered: Tensor, is_matrix: bool = True) -> None:
         """Takes over a matrix, or a copy of another slot's full buffer, for `fill`."""
@@ -239,11 +237,9 @@ class FullBuffer:
         if self._versions:
             _torch.set_versions(tuple(self.tensors), self._versions)
         gathered, self.gathered = self.gathered, None
-        layout, is_pulled, self._is_pulled = self._layout_of_gathered, self._is_pulled, False
-        self._is_filled = True
+        layout, self._is_filled = self._layout_of_gathered, True
         if gathered is None:
-            assert layout is not None
-            assert is_pulled
+            assert layout is not None  # kernels have pulled straight into the buffer
             layout.join_parts(self._buffer)
         elif layout is None:
             self._buffer.copy_(gathered)
@@ -264,4 +260,4 @@ class FullBuffer:
             torch.autograd.graph.increment_version(self.tensors)
         if not keeps_memory:
             self._storage.resize_(0)
-        self._is_pulled = self._is_filled = False
+        self._is_filled = False

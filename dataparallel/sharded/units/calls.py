@@ -143,7 +143,8 @@ class UnitModule:
             self._is_gathered = True
             self.slot_unit.use(self.root_call.ready, self)
             try:
-                self.root_call.begin_unit_of_graph(self.slot_unit)
+                self.root_call.begin_unit(self.slot_unit)
+                self.root_call.in_graphs[self.slot_unit.slot].append(self.slot_unit)
             finally:
                 self.slot_unit.end_use()
 
@@ -185,7 +186,7 @@ class ModuleCall:
             if not torch.is_grad_enabled():
                 return args, kwargs
             if self._is_recomputation:
-                slot_unit.note_recomputation()
+                slot_unit.is_in_backward = True  # the parameters stay, because the call's own backward follows
             needing = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
             inputs.note(needing)
             self._needs_gradients = bool(slot_unit.unit.trainable or needing)
@@ -217,7 +218,8 @@ class ModuleCall:
                 before_gradient(tensor, self._begin_backward)
         if not self._is_recomputation:
             # Gradients may also come to tensors that are hidden in the output, or in attributes of modules.
-            may_be_hidden = self._needs_gradients or (not tensors and self._root_call.is_trained)
+            is_trained = any(unit.trainable for unit in self._root_call.tree.units)
+            may_be_hidden = self._needs_gradients or (not tensors and is_trained)
             has_backward = bool(needing) or (is_recorded and may_be_hidden)
             slot_unit.note_module_end(self._module.number, has_backward, is_announced=bool(needing))
         slot_unit.unit.refuse_overwritten(slot_unit.slot)  # freeing has compared the parameters' versions
@@ -256,11 +258,12 @@ class RootCall:
     """
 
     def __init__(self, tree: Tree, slots: Sequence[torch.device]) -> None:
-        self._tree, self.slots = tree, list(slots)
+        self.tree, self.slots = tree, list(slots)
         tree.last_call = self
         for unit in tree.units:
             unit.begin_gathers(len(slots), tree.gathers)
-            unit.bind(tree)
+            unit.tree = unit.delivers_to = tree
+            unit.copies = tree.copies
         self.computing = current_streams(tree.slots)
         ready = tree.take_post_optim_event() or tree.units[0].streams.meet("calls", map(Event, self.computing.values()))
         self.ready = {} if ready is None else dict.fromkeys(self.computing, ready)
@@ -268,7 +271,7 @@ class RootCall:
         # For each slot its units in the order in which their forwards began, and ended.
         self._begun: list[list[Unit]] = [[] for _ in slots]
         self._ended: list[list[Unit]] = [[] for _ in slots]
-        self._in_graphs: list[list[SlotUnit]] = [[] for _ in slots]  # whose parameters captured graphs read
+        self.in_graphs: list[list[SlotUnit]] = [[] for _ in slots]  # whose parameters captured graphs read
 
     def begin_unit(self, slot_unit: SlotUnit) -> list[int]:
         """Starts the gathers of the units that follow one whose forward begins. Returns the versions of this one."""
@@ -278,20 +281,15 @@ class RootCall:
         versions = self._versions[unit] = unit.versions()
         ahead = unit.forward_prefetch
         if ahead is None:
-            following = self._tree.next_unit.get(unit)
+            following = self.tree.next_unit.get(unit)
             ahead = [] if following is None else [following]
         for other in ahead:
             other.slot_units[slot_unit.slot].start(self.ready)
         return versions
 
-    def begin_unit_of_graph(self, slot_unit: SlotUnit) -> None:
-        """As `begin_unit`, for a unit that a captured graph reads."""
-        self.begin_unit(slot_unit)
-        self._in_graphs[slot_unit.slot].append(slot_unit)
-
     def gather_for_graphs(self, slot: int, call: ModuleCall) -> None:
         """Begins the backward of all units that captured graphs read on a slot, in the ``call`` of the root."""
-        for slot_unit in self._in_graphs[slot]:
+        for slot_unit in self.in_graphs[slot]:
             slot_unit.unit.refuse_changed(self._versions[slot_unit.unit])
             if slot_unit.begin_backward(call, ends_with_gradients=True):
                 slot_unit.make_full(self.ready)
@@ -299,7 +297,7 @@ class RootCall:
     @property
     def ends_with_sums(self) -> bool:
         """True if each backward ends after the sums of its gradients."""
-        return all(unit.is_last_backward for unit in self._tree.units)
+        return all(unit.is_last_backward for unit in self.tree.units)
 
     def end_unit(self, slot_unit: SlotUnit) -> int:
         """Notes the end of a unit's forward. Returns the unit's position in the order of these ends."""
@@ -307,21 +305,16 @@ class RootCall:
         ended.append(slot_unit.unit)
         return len(ended) - 1
 
-    @property
-    def is_trained(self) -> bool:
-        """True if a unit of the tree has parameters that need gradients."""
-        return any(unit.trainable for unit in self._tree.units)
-
     def gives_one_node(self, slot_unit: SlotUnit) -> bool:
         """True if all outputs of a call of the unit get one node, so that their gradients come together.
 
         Outputs of the root may have separate losses, except where machines have to gather in the same order.
         """
-        return slot_unit.unit is not self._tree.units[0] or slot_unit.unit.is_sharded_over_machines
+        return slot_unit.unit is not self.tree.units[0] or slot_unit.unit.is_sharded_over_machines
 
     def join_pass(self) -> BackwardPass:
         """Returns the pass of backward that runs now. The pass begins here if this is its first node in the tree."""
-        running = self._tree.join_pass(self)
+        running = self.tree.join_pass(self)
         running.is_recorded |= torch.is_grad_enabled()
         return running
 
@@ -330,7 +323,7 @@ class RootCall:
         unit = slot_unit.unit
         # A later call of another tree may have bound the unit. The copies of that tree stay, because its gathers may be
         # under way; the gradients are for this tree.
-        unit.delivers_to = self._tree
+        unit.delivers_to = self.tree
         running.note_unit_begun(slot_unit.slot, position, self._ended)
         running.wait_for_others(slot_unit.slot)
         if unit.unshard_in_backward:
@@ -355,14 +348,14 @@ class RootCall:
         """Notes the order of the units for the next call, after the forward has ended on all slots."""
         order = self._begun[0]
         if not has_failed:
-            self._tree.next_unit = dict(reversed([*pairwise(order)]))
-        for unit in self._tree.units:
+            self.tree.next_unit = dict(reversed([*pairwise(order)]))
+        for unit in self.tree.units:
             for slot_unit in unit.slot_units:
                 slot_unit.note_forward_end(has_failed)
             if has_failed:
                 unit.pieces.drop()
             unit.end_gathers()
-        self._tree.show_current()
+        self.tree.show_current()
 
 
 def reach_parameters() -> None:

@@ -272,7 +272,7 @@ class UnitSums:
     def _end_sum(self, owner: int, own: Delivery, totals: Sequence[list[Tensor]], sums: SumsOfPass) -> None:
         """Puts the owner's part into ``totals``, or over machines passes it on."""
         unit = self._unit
-        factor = unit.gradient_divide_factor * (1 if unit.machines is None else unit.machines.ranks)
+        factor = unit.gradient_divide_factor * (1 if unit.machines is None else unit.machines.all.size)
         for at, (total, part, parts_of_owners) in enumerate(zip(own.sums, own.parts, totals, strict=True)):
             if factor != 1:
                 total.div_(factor)
@@ -323,7 +323,6 @@ class PartialSums:
 
     @property
     def present(self) -> Collection[int]:
-        """Positions of the parameters that have gradients."""
         return self._former
 
     def drop_void(self) -> None:
@@ -385,7 +384,7 @@ class UnitGradients:
     def _take_direct(self, parameter: ShardedTensor, gradient: Tensor) -> None:
         """Takes the gradient of a parameter that a loss uses directly, in the backward of its node."""
         assert self._unit.tree is not None
-        running = self._unit.tree.join_directly()
+        running = self._unit.tree.join_pass(reaches_units=False)
         if not is_divided_alike(gradient, parameter):
             with torch.no_grad(), operators.ordered_in_backward({shard.device for shard in parameter._shards}):
                 gradient = divided_like(gradient, parameter)

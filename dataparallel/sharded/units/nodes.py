@@ -81,7 +81,8 @@ def with_one_node(output: Any, given: Any) -> Any:
     if len(_makers(found)) < 2:
         return output
     uses = Counter(_memory_of(part) for part in (kept | found).values() if isinstance(part, Tensor))
-    joined = {key: tensor for key, tensor in found.items() if _has_own_memory(tensor, uses)}
+    used_once = {memory for memory, count in uses.items() if count == 1 and memory is not None}
+    joined = {key: tensor for key, tensor in found.items() if _memory_of(tensor) in used_once}
     if len(_makers(joined)) < 2:
         return output
     joined = {key: tensor for key, tensor in joined.items() if tensor.grad_fn is not None}
@@ -109,11 +110,6 @@ def _lies_in(addresses: set[int], part: Any) -> bool:
 
 def _makers(tensors: Mapping[int, Tensor]) -> set[Any]:
     return {tensor.grad_fn for tensor in tensors.values()} - {None}
-
-
-def _has_own_memory(tensor: Tensor, uses: Mapping[int | None, int]) -> bool:
-    memory = _memory_of(tensor)
-    return memory is not None and uses[memory] == 1
 
 
 def _memory_of(tensor: Tensor) -> int | None:
@@ -184,15 +180,12 @@ class InputNodes:
 
     @property
     def is_empty(self) -> bool:
-        """True if no input needs a node."""
         return not self._by_id
 
     def note(self, tensors: Sequence[Tensor]) -> None:
-        """Notes which nodes have made the inputs that need gradients."""
         self._makers = {id(tensor): (tensor, tensor.grad_fn) for tensor in tensors}
 
     def has_unchanged(self, tensor: Tensor) -> bool:
-        """True for an input that the call has not changed in place."""
         return id(tensor) in self._makers and self._makers[id(tensor)][1] is tensor.grad_fn
 
     def written_into(self, given: Any) -> list[Tensor]:

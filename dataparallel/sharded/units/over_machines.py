@@ -24,7 +24,7 @@ from dataparallel.machines.peer_rounds import PeerRounds
 from dataparallel.machines.start import send_values
 from dataparallel.sharded.placements import Owners
 from dataparallel.sharded.units.buffers import added_in
-from dataparallel.sharded.units.gradients import PartialSums, UnitGradients
+from dataparallel.sharded.units.gradients import PartialSums
 from dataparallel.sharded.units.shards import OwnedShards, PullSource
 
 if TYPE_CHECKING:
@@ -61,11 +61,6 @@ class MachinesOfTree:
         self.gathers = None if self.shard is None else self.shard.lane("gathers")
         self.peers = PeerRounds(self.all)
         self.shard_size, self.shard_rank = (1, 0) if shard is None else (shard.size, shard.rank)
-
-    @property
-    def ranks(self) -> int:
-        """The number of all machines. Gradients are averaged over them."""
-        return self.all.size
 
     def make_communicators(self, slots: Sequence[torch.device]) -> None:
         """Makes NCCL's communicators, on all machines in one order: rows, columns, then the first device of each."""
@@ -158,23 +153,15 @@ class _UnitEntry:
     is_sent: bool = False
     results: list[list[Any]] = field(default_factory=list)
 
-    @property
-    def gradients(self) -> UnitGradients:
-        return self.unit.gradients
-
-    @property
-    def is_for_all(self) -> bool:
-        """True if the unit is summed over the replicate group too."""
-        return self.unit.requires_all_reduce
-
     def sent_dtype(self, at: int) -> torch.dtype:
-        return self.unit.dtype_of_sums(self.gradients.groups[at][2])
+        return self.unit.dtype_of_sums(self.unit.gradients.groups[at][2])
 
     def describe(self) -> str:
         """Returns a text that has to be equal on all machines."""
-        groups = self.gradients.groups
+        groups = self.unit.gradients.groups
         sizes = ", ".join(f"{layout.numel} {self.sent_dtype(at)}" for at, (_, layout, _) in enumerate(groups))
-        return f"{_BACKWARD}\nunit {self.unit.name!r} ({sizes}{'' if self.is_for_all else ', no all-reduce'})"
+        rest = "" if self.unit.requires_all_reduce else ", no all-reduce"
+        return f"{_BACKWARD}\nunit {self.unit.name!r} ({sizes}{rest})"
 
 
 class SumsOverMachines:
@@ -199,7 +186,7 @@ class SumsOverMachines:
         self._arrived: list[int] = []  # numbers of units in the order in which they came
         self._is_ended = not self._entries
         # Without a shard group, sums that wait for an all-reduce are sent to no other machine.
-        self._has_others = machines.shard is not None or any(entry.is_for_all for entry in self._entries)
+        self._has_others = machines.shard is not None or any(entry.unit.requires_all_reduce for entry in self._entries)
         # With NCCL all launches have one order. Slots that share a device share a thread of the engine: it might wait
         # for a gather behind a sum that it has to make itself.
         self._waits_for_end = machines.all.has_nccl and len({*tree.slots}) < len(tree.slots)
@@ -241,7 +228,7 @@ class SumsOverMachines:
                     self._send(each)
 
     def _add_partial(self, entry: _UnitEntry, at: int, owner: int, total: Tensor) -> None:
-        partial_sums = entry.gradients.partial
+        partial_sums = entry.unit.gradients.partial
         if partial_sums is not None:
             total.view(self._machines.shard_size, -1)[self._machines.shard_rank].add_(partial_sums.totals[at][owner])
 
@@ -252,7 +239,7 @@ class SumsOverMachines:
         shard, replicate = self._machines.shard, self._machines.replicate
         if shard is not None:
             return stage(shard, total, total.numel() // shard.size, self._computing)
-        return stage(replicate, total) if replicate is not None and entry.is_for_all else total
+        return stage(replicate, total) if replicate is not None and entry.unit.requires_all_reduce else total
 
     def _send(self, entry: _UnitEntry) -> None:
         """Launches a unit's reduce-scatter, and after it the all-reduce of the unit before.
@@ -282,7 +269,7 @@ class SumsOverMachines:
     def _all_reduce(self, entry: _UnitEntry, parts: Sequence[Any]) -> list[Any]:
         """Launches the all-reduce over the replicate group of what `_scatter` has returned."""
         replicate, what = self._machines.replicate, [f"the gradients of {entry.unit.name!r}"] * len(parts)
-        if replicate is None or not entry.is_for_all:
+        if replicate is None or not entry.unit.requires_all_reduce:
             return [*parts]
         options = {"epoch": self.epoch, "over": replicate, "text": entry.describe()}
         if self._machines.shard is not None:
@@ -304,7 +291,7 @@ class SumsOverMachines:
                     self._send(entry)
             self._send_scattered()
         for entry in self._entries:
-            if (partial_sums := entry.gradients.partial) is not None:
+            if (partial_sums := entry.unit.gradients.partial) is not None:
                 entry.present.update(partial_sums.present)
         self._mask = [i in each.present for each in self._entries for i in each.unit.trainable]
         self._mask += [bool(each.rest[0]) for each in self._entries]
@@ -323,7 +310,7 @@ class SumsOverMachines:
         self._is_ended = True
 
     def _fill(self, entry: _UnitEntry) -> None:
-        for at, (_, layout, dtype) in enumerate(entry.gradients.groups):
+        for at, (_, layout, dtype) in enumerate(entry.unit.gradients.groups):
             for owner, device in enumerate(self._devices):
                 numel = self._machines.shard_size * layout.numel
                 zeros = torch.zeros(numel, dtype=added_in(entry.sent_dtype(at), dtype), device=device)
@@ -355,7 +342,7 @@ class SumsOverMachines:
         """Waits for all masks, and learns the order of rank 0. An entry is true if it is true on any machine."""
         mask, orders = masks_of(end)
         if orders[0] is not None:
-            self._tree.learn_order(orders[0])
+            self._tree.order_of_sums, self._tree.is_order_known = orders[0], True
         return mask
 
     def _sums_of_rests(self, units: Sequence[_UnitEntry]) -> dict[int, list[list[Any]]]:
@@ -363,7 +350,7 @@ class SumsOverMachines:
         found: dict[int, list[list[Any]]] = {}
         for entry in units:
             found[entry.number] = results = []
-            for at, (_, layout, _) in enumerate(entry.gradients.groups):
+            for at, (_, layout, _) in enumerate(entry.unit.gradients.groups):
                 dtype, numel = entry.sent_dtype(at), self._machines.shard_size * layout.numel
                 rest = entry.rest[at] or [torch.zeros(numel, dtype=dtype, device=device) for device in self._devices]
                 staged = [self._staged(entry, total.to(dtype)) for total in rest]
@@ -372,7 +359,7 @@ class SumsOverMachines:
 
     def _results(self, entry: _UnitEntry, at: int, rests: Mapping[int, Sequence[Sequence[Any]]]) -> list[Tensor]:
         """Waits for the sums of all owners, and returns them in the dtype in which they are added."""
-        dtype = added_in(entry.sent_dtype(at), entry.gradients.groups[at][2])
+        dtype = added_in(entry.sent_dtype(at), entry.unit.gradients.groups[at][2])
         sums = [_received(result, self._devices[i]).to(dtype) for i, result in enumerate(entry.results[at])]
         for i, result in enumerate(rests[entry.number][at] if entry.number in rests else ()):
             sums[i] = sums[i] + _received(result, self._devices[i])
@@ -384,7 +371,7 @@ class SumsOverMachines:
             return [[*of_owners] for of_owners in totals]
         parts = [
             [total.to(dtype) for total in of_owners]
-            for of_owners, (_, _, dtype) in zip(totals, entry.gradients.groups, strict=True)
+            for of_owners, (_, _, dtype) in zip(totals, entry.unit.gradients.groups, strict=True)
         ]
         unit = entry.unit
         return [[*map(unit.to_host, of_owners)] for of_owners in parts] if unit.is_offloaded else parts
@@ -392,7 +379,7 @@ class SumsOverMachines:
     def _set(
         self, entry: _UnitEntry, parts: Sequence[Sequence[Tensor]], present: Collection[int], sums: SumsOfPass
     ) -> None:
-        gradients, parameters = entry.gradients, entry.unit.parameters
+        gradients, parameters = entry.unit.gradients, entry.unit.parameters
         gradients.partial = None
         if self._stays_partial(entry):
             if present:
@@ -401,7 +388,7 @@ class SumsOverMachines:
         gradients.sums.add_to_pass(parts, present, sums)
 
     def _stays_partial(self, entry: _UnitEntry) -> bool:
-        return self._machines.replicate is not None and not entry.is_for_all
+        return self._machines.replicate is not None and not entry.unit.requires_all_reduce
 
 
 def _nothing(unit: Unit) -> list[list[Any]]:
@@ -409,6 +396,5 @@ def _nothing(unit: Unit) -> list[list[Any]]:
 
 
 def _received(result: Any, device: torch.device) -> Tensor:
-    """Returns the result of a collective on ``device``, ready on its current stream."""
     tensor: Tensor = result if isinstance(result, Tensor) else result.wait()
     return tensor.to(device, non_blocking=True)

@@ -324,20 +324,15 @@ class UnitPieces:
         """Returns the pieces of the slot's group; ``None`` if one is missing. Call `give_back` after the reads."""
         versions = self._unit.versions()
         with self._lock:
-            pieces = self._pieces_of_group(slot)
-            if pieces is None or any(piece.versions != versions for piece in pieces):
+            own_piece = self._kept[slot]
+            group = range(0) if own_piece is None else own_piece.group
+            of_group = self._kept[group.start : group.stop]
+            pieces = [each for each in of_group if each and each.group == group and each.versions == versions]
+            if not pieces or len(pieces) < len(group):
                 return None
             for piece in pieces:
                 piece._number_of_readers += 1
             return pieces
-
-    def _pieces_of_group(self, slot: int) -> list[Piece] | None:
-        own_piece = self._kept[slot]
-        if own_piece is None:
-            return None
-        group = own_piece.group
-        pieces = [each for each in self._kept[group.start : group.stop] if each is not None and each.group == group]
-        return pieces if len(pieces) == len(group) else None
 
     def give_back(self, slot: int, pieces: Sequence[Piece], read: Event | None) -> None:
         """Notes that the slot has launched all of its reads of these pieces. ``read``: an event after them."""

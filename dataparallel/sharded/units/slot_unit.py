@@ -352,11 +352,6 @@ class SlotUnit:
                     unit.pieces.keep(self.slot, size, self.parameters, self._versions, stream)
         self.free()
 
-    def note_recomputation(self) -> None:
-        """Notes that a call runs again in backward: its parameters stay, because its own backward follows."""
-        with self._lock:
-            self.is_in_backward = True
-
     def begin_backward(self, call: object, ends_with_gradients: bool) -> bool:
         """Notes that the backward of a call begins. Returns false if it has begun before, and the unit is full.
 

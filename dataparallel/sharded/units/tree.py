@@ -167,6 +167,7 @@ class BackwardPass:
         reaches_units: true if units take part, not only parameters that a loss uses directly.
         is_recorded: true if a graph of this backward is recorded (``create_graph=True``).
         has_finished: true once streams wait for all sums, or if the pass has failed.
+        tasks: of the engine, which have joined and not ended.
     """
 
     def __init__(
@@ -181,10 +182,9 @@ class BackwardPass:
         self.epoch = None if tree.gathers is None else tree.gathers.machines.epoch
         self._has_returned = self.has_finished = self.reaches_units = False
         self.sums = SumsOfPass(len(slots), computing, summed, over_machines=over_machines)
-        self._have_own_threads, self._number_included = False, 0
         self.include(slots)
         self.is_recorded = False
-        self._tasks: set[PassOfBackward] = set()  # of the engine, which have joined and not ended
+        self.tasks: set[PassOfBackward] = set()
         self._changed = threading.Condition()
         self._missing: defaultdict[int, set[Unit]] = defaultdict(set)  # units that each slot will deliver
         # For a slot that waits and another: the units that the first has delivered and the second has not; their bytes.
@@ -198,9 +198,6 @@ class BackwardPass:
 
     def include(self, slots: Sequence[torch.device]) -> None:
         """Has these slots take part, the first ones of the tree."""
-        if len(slots) == self._number_included:
-            return
-        self._number_included = len(slots)
         self.sums.slots = max(self.sums.slots, len(slots))
         self._have_own_threads = len({*slots}) == len(slots) and CPU not in slots
 
@@ -214,20 +211,11 @@ class BackwardPass:
         with self._changed:
             if self._is_over:
                 return False
-            if running in self._tasks or (only_if_alone and self._tasks):
+            if running in self.tasks or (only_if_alone and self.tasks):
                 return True
-            self._tasks.add(running)
+            self.tasks.add(running)
         running.on_end(partial(self.end_task, running))
         return True
-
-    @property
-    def has_tasks(self) -> bool:
-        """True if a task of the engine that has joined the pass has not ended."""
-        return bool(self._tasks)
-
-    def has_current_task(self) -> bool:
-        """True if the engine's task that runs now has joined the pass."""
-        return running_pass() in self._tasks
 
     def note_delivery(self, slot: int, unit: Unit, number_of_bytes: int) -> None:
         """Notes that a slot has delivered a unit's gradients, which may wait for deliveries of other slots."""
@@ -290,11 +278,11 @@ class BackwardPass:
         """Ends the pass if ``task`` is its last one or has failed."""
         has_failed = not ok
         with self._changed:
-            self._tasks.discard(task)
+            self.tasks.discard(task)
             if self._is_over:
                 return
             self.sums.note_callers()
-            if self._tasks and not has_failed:
+            if self.tasks and not has_failed:
                 self._has_returned = True
                 self.sums.summed.publish(self.sums.new)
                 self._tree.note_backward_returned()
@@ -327,7 +315,8 @@ class BackwardPass:
         if self.sums.over_machines is not None:
             self.sums.over_machines.end()
         if all(unit.is_last_backward for unit in self._tree.units):
-            self._tree.before_last_sums(self.sums.computing)
+            self._tree.finish_sums()
+            self._tree.make_owners_wait(self.sums.computing)  # before the hooks on gradients, which may write to shards
             self.sums.wait_for_sums()
             self.has_finished = True
 
@@ -360,8 +349,12 @@ class Tree:
     @contextmanager
     def calling(self, number_of_slots: int) -> Iterator[RootCall]:
         """Wraps a call of the root on the first ``number_of_slots`` slots. Call `prepare` before."""
-        self._finish_sums()
-        self._begin_call()
+        self.finish_sums()
+        with self._registering:
+            # The sharded parameters stay in the user's modules until the last running call has ended.
+            self._number_of_calls += 1
+            for unit in self.units:
+                unit.registries.show_sharded()
         call: RootCall | None = None
         has_failed = True
         try:
@@ -373,14 +366,7 @@ class Tree:
                 self._number_of_calls -= 1
             if call is not None:
                 call.end_forward(has_failed)
-                self._make_owners_wait(call.computing)
-
-    def _begin_call(self) -> None:
-        """Registers the sharded parameters. They stay in the user's modules until the last running call has ended."""
-        with self._registering:
-            self._number_of_calls += 1
-            for unit in self.units:
-                unit.registries.show_sharded()
+                self.make_owners_wait(call.computing)
 
     def show_current(self) -> None:
         """Registers full parameters again that the user's ``unshard()`` keeps, unless a call of any thread runs.
@@ -424,7 +410,7 @@ class Tree:
             return None
         return GivenEvents([given] if isinstance(given, torch.Event) else given)
 
-    def _finish_sums(self) -> None:
+    def finish_sums(self) -> None:
         """Makes streams wait for the sums of passes before the last one of a step."""
         while self._unfinished:
             try:
@@ -433,15 +419,17 @@ class Tree:
                 return
             sums.wait_for_sums()
 
-    def before_last_sums(self, computing: Mapping[torch.device, torch.Stream]) -> None:
-        """Orders writes to the shards after all reads: hooks on gradients, which run next, may step an optimizer."""
-        self._finish_sums()
-        self._make_owners_wait(computing)
+    def join_pass(
+        self, call: RootCall | None = None, only_if_alone: bool = False, reaches_units: bool = True
+    ) -> BackwardPass:
+        """Returns the running pass of backward, begun now if there is none. It lasts until the task has ended.
 
-    def join_pass(self, call: RootCall, only_if_alone: bool = False, reaches_units: bool = True) -> BackwardPass:
-        """Returns the running pass of backward, begun now if there is none. It lasts until the task has ended."""
+        ``call``: the one whose graph is reached; by default the last one.
+        """
+        call = call or self.last_call
+        assert call is not None
         with self._changed:
-            if any(failed.has_current_task() for failed in self._failed):
+            if any(running_pass() in failed.tasks for failed in self._failed):
                 raise RuntimeError(
                     "this backward has lost gradients: it ran together with another one through the same modules, "
                     "which has failed. Zero the gradients, and run it again"
@@ -501,34 +489,22 @@ class Tree:
         if self.machines is None or not any(unit.requires_gradient_sync for unit in self.units):
             return None
         if any(unit.gradients.partial is not None or not unit.requires_all_reduce for unit in self.units):
-            self._finish_sums()  # partial sums, which wait for other machines, are part of the next sums
+            self.finish_sums()  # partial sums, which wait for other machines, are part of the next sums
         from dataparallel.sharded.units.over_machines import SumsOverMachines
 
         return SumsOverMachines(self, self.machines, computing)
 
-    def learn_order(self, order: list[int]) -> None:
-        """Sets the order of rank 0, in which units are summed over machines from the next pass on."""
-        self.order_of_sums, self.is_order_known = order, True
-
     def deliver(self, unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
         """Takes the gradients of all parameters of a unit on a slot, from the backward of their node."""
-        call = self.last_call
-        assert call is not None
-        running = self.join_pass(call, only_if_alone=True)
+        running = self.join_pass(only_if_alone=True)
         if unit.gradients.deliver(slot, grads, running.sums) is not None:
             running.note_delivery(slot, unit, unit.gradients.full_bytes)
-
-    def join_directly(self) -> BackwardPass:
-        """Joins the pass in a backward that brings gradients to parameters which a loss uses directly."""
-        call = self.last_call
-        assert call is not None
-        return self.join_pass(call, reaches_units=False)
 
     def note_pass_end(self, ended: BackwardPass, has_failed: bool) -> None:
         """Frees the units after a pass, and lets threads go on that wait for its end."""
         with self._changed:
             self._pass, self._ending_thread = None, threading.get_ident()
-            self._failed = [failed for failed in [*self._failed, ended] if failed.has_tasks]
+            self._failed = [failed for failed in [*self._failed, ended] if failed.tasks]
             if not ended.has_finished:
                 self._unfinished.append(ended.sums)
         if has_failed and self.gathers is not None and ended.epoch is not None and ended.sums.over_machines is None:
@@ -542,14 +518,14 @@ class Tree:
                     unit.pieces.drop()
                 unit.end_gathers()
             self.show_current()
-            self._make_owners_wait(ended.sums.computing)
+            self.make_owners_wait(ended.sums.computing)
             ended.sums.make_callers_wait()
         finally:
             with self._changed:
                 self._ending_thread = None
                 self._changed.notify_all()
 
-    def _make_owners_wait(self, computing: Mapping[torch.device, torch.Stream]) -> None:
+    def make_owners_wait(self, computing: Mapping[torch.device, torch.Stream]) -> None:
         """Orders later writes to the shards, by streams and by the host, after all pulls and copies of shards."""
         copies = self.copies.take_last()
         streams = self.units[0].streams

@@ -368,11 +368,6 @@ class Unit(UnitSettings):
                 "each step call shard.renorm_(norm_type, 0, max_norm) for each shard of weight.shards, in no_grad()"
             )
 
-    def bind(self, tree: Tree) -> None:
-        """Begins a call of a tree that the unit is in."""
-        self.tree = self.delivers_to = tree
-        self.copies = tree.copies
-
     def _settle(self) -> None:
         if self.tree is not None:
             self.tree.settle()

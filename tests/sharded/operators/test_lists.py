@@ -83,6 +83,26 @@ def test_results_equal_those_of_plain_lists(slots: list, name: str) -> None:
         assert isinstance(one, ShardedTensor) or one.device == torch.device(slots[0])
 
 
+@pytest.mark.parametrize("places", [[False], [True, False]], ids=["a plain list", "a list of both"])
+def test_a_sharded_number_serves_every_list(slots: list, places: list) -> None:
+    number = sharded(torch.tensor(2.0), slots)
+    tensors = [sharded(torch.ones(3), slots) if is_sharded else torch.ones(3, device=slots[0]) for is_sharded in places]
+    for got in torch._foreach_mul(tensors, number):
+        assert torch.equal(full(got), torch.full((3,), 2.0))
+    torch._foreach_add_(tensors, number, alpha=3)
+    assert all(torch.equal(full(tensor), torch.full((3,), 7.0)) for tensor in tensors)
+
+
+def test_what_a_plain_list_cannot_take_is_an_error(slots: list) -> None:
+    ones = [torch.ones(3, device=slots[0])]
+    with pytest.raises(TypeError, match=r"full_tensor\(\)"):
+        torch._foreach_addcmul(ones, ones, ones, sharded(torch.ones(1), slots))
+    with pytest.raises(TypeError, match=r"full_tensor\(\)"):
+        torch._amp_foreach_non_finite_check_and_unscale_(ones, sharded(torch.zeros(1), slots), ones[0][:1])
+    with pytest.raises(RuntimeError, match="at least one tensor"):
+        torch._foreach_mul([], sharded(torch.tensor(2.0), slots))
+
+
 def test_in_place_they_write_to_the_shards(slots: list) -> None:
     tensors, sources = divided(whole(), slots), divided([t * 2 for t in whole()], slots)
     shards = [tensor.shards for tensor in tensors if isinstance(tensor, ShardedTensor)]

@@ -42,7 +42,10 @@ class Ended:
     def note_backward_returned(self) -> None:
         self.told.append("returned")
 
-    def before_last_sums(self, computing: Any) -> None:
+    def finish_sums(self) -> None:
+        pass
+
+    def make_owners_wait(self, computing: Any) -> None:
         pass
 
     def note_pass_end(self, ended: BackwardPass, has_failed: bool) -> None:
