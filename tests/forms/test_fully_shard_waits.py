@@ -20,7 +20,7 @@ from dataparallel import comm
 from dataparallel.comm.streams.current import current_streams, streams_joined, streams_set
 from dataparallel.comm.transport_choice import why_no_tables
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
-from dataparallel.sharded.units.gradients import UnitSums
+from dataparallel.sharded.units.gradients import UnitGradients
 from left_out import guards_in, left_out
 from nogpu.pytest import settle
 
@@ -227,16 +227,16 @@ def a_sum_that_fails(slots: list) -> None:
     """After some owners of one unit have summed."""
     net, x = Net(slots), batch(slots)
     net(x).square().mean().backward()
-    ends, number = UnitSums._end_sum, [0]
+    ends, number = UnitGradients._end_sum, [0]
 
-    def end(self: UnitSums, *args: Any) -> None:
+    def end(self: UnitGradients, *args: Any) -> None:
         ends(self, *args)
         number[0] += 1
         if number[0] == 3:
             raise ValueError("planted")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UnitSums, "_end_sum", end)
+        patch.setattr(UnitGradients, "_end_sum", end)
         fail(net, x, slots)
 
 
@@ -261,10 +261,10 @@ BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
     "gradients.py:UnitGradients._packed:Event:1": (training, "race: sum_float32 reads"),
     "gradients.py:UnitGradients._take:release_deliveries:1": (training, "freed too early: .*sum_float32, which reads"),
     "gradients.py:UnitGradients.deliver:streams_joined:1": (a_graph_older_than_its_pass, "race: sum_float32 reads"),
-    "gradients.py:UnitSums._empty_delivery:Event:1": (fewer_slots, "race: "),
-    "gradients.py:UnitSums.add_up:Event:1": (a_sum_that_fails, "freed too early: "),
-    "gradients.py:UnitSums.add_up:wait_for:1": (training, "race: sum_float32 reads"),
-    "gradients.py:UnitSums.add_up:wait_for:2": (a_sum_that_fails, "freed too early: "),
+    "gradients.py:UnitGradients._empty_delivery:Event:1": (fewer_slots, "race: "),
+    "gradients.py:UnitGradients.add_up:Event:1": (a_sum_that_fails, "freed too early: "),
+    "gradients.py:UnitGradients.add_up:wait_for:1": (training, "race: sum_float32 reads"),
+    "gradients.py:UnitGradients.add_up:wait_for:2": (a_sum_that_fails, "freed too early: "),
     "shards.py:LastCopies.record:Event:1": (training_in_bfloat16, "race: copy_many reads"),
     "shards.py:PullSource._copying:make_wait:1": (training_in_bfloat16, "race: "),
     "shards.py:PullSource._let_go:wait_for:1": (training_in_bfloat16, "freed too early: .*copy_many, which reads"),
@@ -313,7 +313,7 @@ BY_COPIES: dict[str, tuple[Callable[[list], None], str]] = {
 
 ELSEWHERE = {
     "calls.py:RootCall.gather_for_backward:make_wait:1",  # an order of launches: it costs time, and no value
-    "gradients.py:UnitSums.add_up:release_deliveries:1",  # as for an owner that has delivered
+    "gradients.py:UnitGradients.add_up:release_deliveries:1",  # as for an owner that has delivered
     "slot_unit.py:SlotUnit._fill:Event:1",  # machines send
     "tree.py:SumsOfPass.wait_for_sums:synchronize:1",  # the host adds: tests/sharded/units/test_gradients.py
     "shards.py:wait_for:make_wait:1",  # each use of it is a guard

@@ -1,6 +1,6 @@
 """`UnitGradients` takes the deliveries of one unit from all slots, and has them summed when every slot has delivered.
 
-`UnitSums` adds in slot order, so the bits are the same in every run. Kernels add gradients where autograd left them
+It adds in slot order, so the bits are the same in every run. Kernels add gradients where autograd left them
 (``peer_tables``). Otherwise a slot packs its gradients into a matrix with a row for each owner, and each owner copies
 its rows and adds them.
 """
@@ -179,113 +179,6 @@ class PassGradients:
                 hook(parameter)
 
 
-class UnitSums:
-    """Sums the deliveries for one unit. One thread at a time uses it."""
-
-    def __init__(self, unit: Unit, groups: Sequence[DtypeGroup]) -> None:
-        self._unit, self._groups = unit, groups
-
-    def add_up(self, deliveries: Mapping[int, Delivery], sums: SumsOfPass) -> None:
-        """Launches the sums of one round: a delivery of each slot, or of some slots at the end of the pass."""
-        present = {i for delivery in deliveries.values() for i in delivery.present}
-        streams, slots = self._unit.streams, self._unit.slots
-        written = [each.written for each in deliveries.values() if each.written is not None]
-        all_written = streams.meet("deliveries", written)
-        in_flight = [*deliveries.items()]
-        of_owners: list[Delivery] = []  # with the memory for each owner's sum
-        allocated: list[Event] = []
-        totals: list[list[Tensor]] = [[] for _ in self._groups]  # for each dtype the parts of all owners
-        with torch.no_grad():
-            for owner in range(len(slots)):
-                own = deliveries.get(owner)
-                if own is None or not own.sums:
-                    if own is None:
-                        sums.release_deliveries(owner)  # of earlier units, as the slot has delivered nothing for this
-                    own = self._empty_delivery(owner, sums)
-                    in_flight.append((owner, own))
-                    allocated += [] if own.written is None else [own.written]
-                of_owners.append(own)
-            # These events come after all that the computing streams have done to existing gradients.
-            wait_for(allocated if all_written is None else [all_written, *allocated], streams.adding.values())
-            try:
-                self._reduce_scatter(deliveries, [own.sums for own in of_owners])
-                for owner, own in enumerate(of_owners):
-                    stream = streams.adding.get(slots[owner])
-                    with streams_set({} if stream is None else {slots[owner]: stream}):
-                        self._end_sum(owner, own, totals, sums)
-            except BaseException:
-                # Sums that have been launched read the deliveries, which are dropped now.
-                launched = [Event(stream) for stream in streams.adding.values()]
-                wait_for(launched, sums.computing.values())
-                raise
-        # Each of these events comes after the copies to its stream, which read the deliveries.
-        adding = {owner: streams.adding[slot] for owner, slot in enumerate(slots) if slot in streams.adding}
-        after_reads = sums.note_sums(adding, partial(streams.meet, "sums"))
-        for slot, delivery in in_flight:
-            sums.hold_delivery(slot, delivery, after_reads)
-        if sums.over_machines is not None:
-            sums.over_machines.end_unit(self._unit, present)
-            return
-        if self._unit.is_offloaded:
-            sums.host_additions.append(partial(self.add_to_pass, totals, present, sums))
-        else:
-            self.add_to_pass(totals, present, sums)
-
-    def add_to_pass(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], sums: SumsOfPass) -> None:
-        """Gives the pass the gradients of which all owners' parts are in ``totals``."""
-        for (kept, layout, _), of_owners in zip(self._groups, totals, strict=True):
-            parts = [layout.parts_of(flat, owner) for owner, flat in enumerate(of_owners)]
-            for at, i in enumerate(kept):
-                if i in present:
-                    like, shards = self._unit.parameters[i], [of_owner[at] for of_owner in parts]
-                    gradient = ShardedTensor(shards, like.placement, like.shape, devices=like.devices)
-                    sums.summed.add_sum(sums.new, like, gradient)
-
-    def _empty_delivery(self, owner: int, sums: SumsOfPass) -> Delivery:
-        """Returns a delivery without gradients, for an owner whose slot has no memory for a sum."""
-        device = self._unit.slots[owner]
-        with streams_set({device: sums.computing[device]} if device in sums.computing else {}):
-            memory, parts = self._unit.gradients.memory_for_sums(device)
-            stream = current_streams([device]).get(device)
-        nothing: list[Gradients] = [() for _ in self._groups]
-        return Delivery(device, nothing, memory, parts, set(), None if stream is None else Event(stream))
-
-    def _reduce_scatter(self, deliveries: Mapping[int, Delivery], totals: Sequence[Sequence[Tensor]]) -> None:
-        """Launches the sums of all dtypes into ``totals``, for each owner the memory that it has for them."""
-        # Those of a slot that has delivered: another thread's call may have ended their use since.
-        tables = next((each.tables for each in deliveries.values() if each.tables is not None), None)
-        with streams_set(self._unit.streams.adding):
-            for at in range(len(self._groups)):
-                if tables is not None and tables.summed[at] is not None:
-                    slots = range(len(self._unit.slots))
-                    found = [deliveries[slot].gradients[at] if slot in deliveries else () for slot in slots]
-                    tables.reduce_scatter(at, found, [of_owner[at] for of_owner in totals])
-                    continue
-                found = [deliveries[slot].gradients[at] for slot in sorted(deliveries)]
-                matrices = [grads for grads in found if isinstance(grads, Tensor)]
-                comm.reduce_scatter(matrices, [of_owner[at] for of_owner in totals], self._allocate)
-
-    def _allocate(self, like: Tensor, *, device: torch.device) -> Tensor:
-        with naming_out_of_memory("summed gradients", self._unit.name, device, like.nbytes):
-            return torch.empty_like(like, device=device)
-
-    def _end_sum(self, owner: int, own: Delivery, totals: Sequence[list[Tensor]], sums: SumsOfPass) -> None:
-        """Puts the owner's part into ``totals``, or over machines passes it on."""
-        unit = self._unit
-        factor = unit.gradient_divide_factor * (1 if unit.machines is None else unit.machines.all.size)
-        for at, (total, part, parts_of_owners) in enumerate(zip(own.sums, own.parts, totals, strict=True)):
-            if factor != 1:
-                total.div_(factor)
-            if sums.over_machines is not None:
-                sums.over_machines.take_part(unit, at, owner, total)
-                continue
-            if unit.all_reduce_hook is not None:
-                unit.all_reduce_hook(total)
-            if part is not total:
-                part.copy_(total)
-            parts_of_owners.append(unit.to_host(part) if unit.is_offloaded else part)
-
-
 class FormerGrad:
     """Remembers a parameter's ``.grad`` while gradients are held that are dropped if the user drops or zeroes it.
 
@@ -363,7 +256,6 @@ class UnitGradients:
                 layout = Layout(shapes, cuts, len(unit.slots), machines=machines, machine=machine)
                 self.groups.append((kept, layout, owned.dtype))
         self.full_bytes = sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in self.groups)
-        self.sums = UnitSums(unit, self.groups)
         self._rounds: list[dict[int, Delivery]] = []  # deliveries by slot that wait for other slots
         self._held: dict[int, Delivery] = {}
         self._held_direct: dict[int, Tensor] = {}  # by the parameters' positions
@@ -423,7 +315,7 @@ class UnitGradients:
             deliveries[slot] = delivery
             if len(deliveries) == sums.slots:
                 # The lock is held, so that later rounds of this unit are summed after this one.
-                self.sums.add_up(self._rounds.pop(0), sums)
+                self.add_up(self._rounds.pop(0), sums)
                 return True
             return False
 
@@ -449,7 +341,7 @@ class UnitGradients:
                     sums.restorers.append(partial(self._put_back, slot, delivery))
                 rounds.append(held)
             for deliveries in rounds:
-                self.sums.add_up(deliveries, sums)
+                self.add_up(deliveries, sums)
             self._former = {}
             with streams_set(sums.computing):
                 self._note_held()
@@ -551,6 +443,106 @@ class UnitGradients:
         stream = current_streams([device]).get(device)
         delivery.written = None if stream is None else Event(stream)
         return delivery
+
+    def add_up(self, deliveries: Mapping[int, Delivery], sums: SumsOfPass) -> None:
+        """Launches the sums of one round: a delivery of each slot, or of some slots at the end of the pass."""
+        present = {i for delivery in deliveries.values() for i in delivery.present}
+        streams, slots = self._unit.streams, self._unit.slots
+        written = [each.written for each in deliveries.values() if each.written is not None]
+        all_written = streams.meet("deliveries", written)
+        in_flight = [*deliveries.items()]
+        of_owners: list[Delivery] = []  # with the memory for each owner's sum
+        allocated: list[Event] = []
+        totals: list[list[Tensor]] = [[] for _ in self.groups]  # for each dtype the parts of all owners
+        with torch.no_grad():
+            for owner in range(len(slots)):
+                own = deliveries.get(owner)
+                if own is None or not own.sums:
+                    if own is None:
+                        sums.release_deliveries(owner)  # of earlier units, as the slot has delivered nothing for this
+                    own = self._empty_delivery(owner, sums)
+                    in_flight.append((owner, own))
+                    allocated += [] if own.written is None else [own.written]
+                of_owners.append(own)
+            # These events come after all that the computing streams have done to existing gradients.
+            wait_for(allocated if all_written is None else [all_written, *allocated], streams.adding.values())
+            try:
+                self._reduce_scatter(deliveries, [own.sums for own in of_owners])
+                for owner, own in enumerate(of_owners):
+                    stream = streams.adding.get(slots[owner])
+                    with streams_set({} if stream is None else {slots[owner]: stream}):
+                        self._end_sum(owner, own, totals, sums)
+            except BaseException:
+                # Sums that have been launched read the deliveries, which are dropped now.
+                launched = [Event(stream) for stream in streams.adding.values()]
+                wait_for(launched, sums.computing.values())
+                raise
+        # Each of these events comes after the copies to its stream, which read the deliveries.
+        adding = {owner: streams.adding[slot] for owner, slot in enumerate(slots) if slot in streams.adding}
+        after_reads = sums.note_sums(adding, partial(streams.meet, "sums"))
+        for slot, delivery in in_flight:
+            sums.hold_delivery(slot, delivery, after_reads)
+        if sums.over_machines is not None:
+            sums.over_machines.end_unit(self._unit, present)
+            return
+        if self._unit.is_offloaded:
+            sums.host_additions.append(partial(self.add_to_pass, totals, present, sums))
+        else:
+            self.add_to_pass(totals, present, sums)
+
+    def add_to_pass(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], sums: SumsOfPass) -> None:
+        """Gives the pass the gradients of which all owners' parts are in ``totals``."""
+        for (kept, layout, _), of_owners in zip(self.groups, totals, strict=True):
+            parts = [layout.parts_of(flat, owner) for owner, flat in enumerate(of_owners)]
+            for at, i in enumerate(kept):
+                if i in present:
+                    like, shards = self._unit.parameters[i], [of_owner[at] for of_owner in parts]
+                    gradient = ShardedTensor(shards, like.placement, like.shape, devices=like.devices)
+                    sums.summed.add_sum(sums.new, like, gradient)
+
+    def _empty_delivery(self, owner: int, sums: SumsOfPass) -> Delivery:
+        """Returns a delivery without gradients, for an owner whose slot has no memory for a sum."""
+        device = self._unit.slots[owner]
+        with streams_set({device: sums.computing[device]} if device in sums.computing else {}):
+            memory, parts = self.memory_for_sums(device)
+            stream = current_streams([device]).get(device)
+        nothing: list[Gradients] = [() for _ in self.groups]
+        return Delivery(device, nothing, memory, parts, set(), None if stream is None else Event(stream))
+
+    def _reduce_scatter(self, deliveries: Mapping[int, Delivery], totals: Sequence[Sequence[Tensor]]) -> None:
+        """Launches the sums of all dtypes into ``totals``, for each owner the memory that it has for them."""
+        # Those of a slot that has delivered: another thread's call may have ended their use since.
+        tables = next((each.tables for each in deliveries.values() if each.tables is not None), None)
+        with streams_set(self._unit.streams.adding):
+            for at in range(len(self.groups)):
+                if tables is not None and tables.summed[at] is not None:
+                    slots = range(len(self._unit.slots))
+                    found = [deliveries[slot].gradients[at] if slot in deliveries else () for slot in slots]
+                    tables.reduce_scatter(at, found, [of_owner[at] for of_owner in totals])
+                    continue
+                found = [deliveries[slot].gradients[at] for slot in sorted(deliveries)]
+                matrices = [grads for grads in found if isinstance(grads, Tensor)]
+                comm.reduce_scatter(matrices, [of_owner[at] for of_owner in totals], self._allocate)
+
+    def _allocate(self, like: Tensor, *, device: torch.device) -> Tensor:
+        with naming_out_of_memory("summed gradients", self._unit.name, device, like.nbytes):
+            return torch.empty_like(like, device=device)
+
+    def _end_sum(self, owner: int, own: Delivery, totals: Sequence[list[Tensor]], sums: SumsOfPass) -> None:
+        """Puts the owner's part into ``totals``, or over machines passes it on."""
+        unit = self._unit
+        factor = unit.gradient_divide_factor * (1 if unit.machines is None else unit.machines.all.size)
+        for at, (total, part, parts_of_owners) in enumerate(zip(own.sums, own.parts, totals, strict=True)):
+            if factor != 1:
+                total.div_(factor)
+            if sums.over_machines is not None:
+                sums.over_machines.take_part(unit, at, owner, total)
+                continue
+            if unit.all_reduce_hook is not None:
+                unit.all_reduce_hook(total)
+            if part is not total:
+                part.copy_(total)
+            parts_of_owners.append(unit.to_host(part) if unit.is_offloaded else part)
 
     def memory_for_sums(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
         """Returns memory for an owner's `Delivery.sums` and `Delivery.parts`, of the current stream of its device."""

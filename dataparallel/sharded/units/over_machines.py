@@ -385,7 +385,7 @@ class SumsOverMachines:
             if present:
                 gradients.partial = PartialSums(gradients.groups, parameters, parts, present)
             return
-        gradients.sums.add_to_pass(parts, present, sums)
+        gradients.add_to_pass(parts, present, sums)
 
     def _stays_partial(self, entry: _UnitEntry) -> bool:
         return self._machines.replicate is not None and not entry.unit.requires_all_reduce
