@@ -43,6 +43,9 @@ transport cannot add, and *nccl*'s sums on a device that brings no term.
 STAR_BELOW_BYTES = 2**20
 """Below this a chain's many launches cost more than the copies that it saves the root."""
 
+PLAIN = "plain tensor copies serve every backend"
+"""Why the user need not ask for a transport."""
+
 
 class Choice(NamedTuple):
     """A transport, a route, and the reason in words. Only *copy* has routes; for other transports it is "star"."""
@@ -74,7 +77,7 @@ def choose(
         return Choice("copy", "star", "fewer than two devices, so nothing has to travel")
     failed_pair = next((pair for pair in permutations(distinct, 2) if pair in failed_pairs), None)
     transport = settings.transport
-    preface = "plain tensor copies serve every backend"
+    preface = PLAIN
     if transport == "host":
         return Choice("host", "star", "it was asked for")
     if transport == "copy":
