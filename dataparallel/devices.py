@@ -80,7 +80,16 @@ def resolve(device: DeviceLike) -> torch.device:
             f"a device is an int, a string or a torch.device; got {device!r} of type {type(device).__name__}"
         )
     if isinstance(device, int):
-        return _resolve_index(device)
+        device_type = accelerator_type()
+        if device_type is None:
+            raise ValueError(
+                f"device {device} asks for an accelerator, and {what_exists()}; "
+                "slots on the CPU are written device_ids=['cpu', 'cpu']"
+            )
+        if not 0 <= device < device_count(device_type):
+            raise ValueError(f"device {device} does not exist; {what_exists()}")
+        _checked[device] = resolve(torch.device(device_type, device))
+        return _checked[device]
     try:
         named = torch.device(device)
     except RuntimeError as error:
@@ -95,7 +104,9 @@ def resolve(device: DeviceLike) -> torch.device:
     index = torch.accelerator.current_device_index() if named.index is None else named.index
     if index >= count:
         raise ValueError(f"{str(named)!r} does not exist; {what_exists()}")
-    return _remembered(torch.device(named.type, index))
+    found = torch.device(named.type, index)
+    _checked[found] = found
+    return found
 
 
 def _as_int(device: Any) -> Any:
@@ -106,24 +117,6 @@ def _as_int(device: Any) -> Any:
         return operator.index(device)
     except (TypeError, RuntimeError):
         return device
-
-
-def _remembered(device: torch.device) -> torch.device:
-    _checked[device] = device
-    return device
-
-
-def _resolve_index(index: int) -> torch.device:
-    device_type = accelerator_type()
-    if device_type is None:
-        raise ValueError(
-            f"device {index} asks for an accelerator, and {what_exists()}; "
-            "slots on the CPU are written device_ids=['cpu', 'cpu']"
-        )
-    if not 0 <= index < device_count(device_type):
-        raise ValueError(f"device {index} does not exist; {what_exists()}")
-    _checked[index] = _remembered(torch.device(device_type, index))
-    return _checked[index]
 
 
 def resolve_each(devices: Sequence[DeviceLike]) -> list[torch.device]:
