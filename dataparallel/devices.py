@@ -80,7 +80,16 @@ def resolve(device: DeviceLike) -> torch.device:
             f"a device is an int, a string or a torch.device; got {device!r} of type {type(device).__name__}"
         )
     if isinstance(device, int):
-        return _resolve_index(device)
+        device_type = accelerator_type()
+        if device_type is None:
+            raise ValueError(
+                f"device {device} asks for an accelerator, and {what_exists()}; "
+                "slots on the CPU are written device_ids=['cpu', 'cpu']"
+            )
+        if not 0 <= device < device_count(device_type):
+            raise ValueError(f"device {device} does not exist; {what_exists()}")
+        _checked[device] = resolve(torch.device(device_type, device))
+        return _checked[device]
     try:
         named = torch.device(device)
     except RuntimeError as error:
@@ -96,7 +105,8 @@ def resolve(device: DeviceLike) -> torch.device:
     if index >= count:
         raise ValueError(f"{str(named)!r} does not exist; {what_exists()}")
     found = torch.device(named.type, index)
-    return _checked.setdefault(found, found)
+    _checked[found] = found
+    return found
 
 
 def _as_int(device: Any) -> Any:
@@ -107,18 +117,6 @@ def _as_int(device: Any) -> Any:
         return operator.index(device)
     except (TypeError, RuntimeError):
         return device
-
-
-def _resolve_index(index: int) -> torch.device:
-    device_type = accelerator_type()
-    if device_type is None:
-        raise ValueError(
-            f"device {index} asks for an accelerator, and {what_exists()}; "
-            "slots on the CPU are written device_ids=['cpu', 'cpu']"
-        )
-    if not 0 <= index < device_count(device_type):
-        raise ValueError(f"device {index} does not exist; {what_exists()}")
-    return _checked.setdefault(index, resolve(torch.device(device_type, index)))
 
 
 def resolve_each(devices: Sequence[DeviceLike]) -> list[torch.device]:

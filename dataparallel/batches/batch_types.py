@@ -185,13 +185,7 @@ def _rebuild_mapping(obj: Any, values: list[Any]) -> Any:
     return new
 
 
-def _rebuild_list(obj: list[Any], values: list[Any]) -> list[Any]:
-    new = copy.copy(obj)
-    new[:] = values
-    return new
-
-
-def _rebuild_deque(obj: deque[Any], values: list[Any]) -> deque[Any]:
+def _rebuild_sequence(obj: Any, values: list[Any]) -> Any:
     new = copy.copy(obj)
     new.clear()
     new.extend(values)
@@ -266,8 +260,7 @@ _DATACLASS = Container(_dataclass_children, _rebuild_dataclass)
 _PYTREE = Container(_pytree_children, _rebuild_pytree)
 _FAMILIES: tuple[tuple[Any, Container], ...] = (
     ((dict, UserDict), Container(_mapping_children, _rebuild_mapping)),
-    (list, Container(_sequence_children, _rebuild_list)),
-    (deque, Container(_sequence_children, _rebuild_deque)),
+    ((list, deque), Container(_sequence_children, _rebuild_sequence)),
     (tuple, Container(_sequence_children, _rebuild_tuple)),
 )
 

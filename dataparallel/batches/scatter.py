@@ -223,13 +223,11 @@ class _Splitter:
         self.chunks: dict[int, tuple[Any, Sequence[Any]]] = {}
 
     def split(self, obj: Any) -> list[Any]:
-        """Returns the chunk of ``obj`` for each slot."""
         if id(obj) not in self.chunks:
             self.chunks[id(obj)] = obj, self.split_once(obj)
         return list(self.chunks[id(obj)][1])
 
     def split_once(self, obj: Any) -> Sequence[Any]:
-        """`split` for an object that has not been seen in this scatter."""
         if isinstance(obj, Tensor):
             return self.split_tensor(obj)
         if type(obj) is ByReference:
@@ -260,7 +258,6 @@ class _Splitter:
         return copies
 
     def sizes_of(self, tensor: Tensor) -> list[int] | None:
-        """Returns the sizes of the tensor's chunks; ``None`` if every slot gets the whole tensor."""
         return None if is_whole(tensor) else self.sizes
 
     def split_tensor(self, tensor: Tensor) -> Sequence[Tensor]:

@@ -207,12 +207,9 @@ class Written:
     def hand_back(self, value: Any) -> None:
         """Writes the entry into the caller's container."""
         self.joined = value
-        if isinstance(self.container, (list, deque)):
-            if self.key < len(self.container):
-                self.container[self.key] = value
-            else:
-                self.container.append(value)
-        elif isinstance(self.container, (dict, UserDict)):
+        if isinstance(self.container, (list, deque)) and self.key >= len(self.container):
+            self.container.append(value)
+        elif isinstance(self.container, (list, deque, dict, UserDict)):
             self.container[self.key] = value
         else:
             object.__setattr__(self.container, self.key, value)  # as `batch_types` builds dataclasses

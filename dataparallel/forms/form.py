@@ -94,7 +94,6 @@ class Form(Generic[P, S]):
         return module
 
     def _modules_of(self, given: Any) -> list[nn.Module]:
-        """Returns the given module, or the modules of the given list, after checks of the list alone."""
         if isinstance(given, nn.Module):
             return [given]
         if not (self._nests and isinstance(given, (list, tuple))):
@@ -132,7 +131,6 @@ class Form(Generic[P, S]):
         return state if form is self else None
 
     def _class_for(self, cls: type[nn.Module]) -> type[nn.Module]:
-        """Returns the subclass for modules of the class ``cls``, and makes it if nobody has."""
         bases = (self._form_class, cls)
         for subclass in type.__subclasses__(cls):  # Python keeps this list, and refers to the classes weakly
             if subclass.__bases__ == bases:
@@ -146,7 +144,6 @@ class Form(Generic[P, S]):
         return made
 
     def _check_tree(self, module: nn.Module) -> None:
-        """Raises if a module of the tree, or a parent of the tree, is managed already."""
         cannot = f"cannot apply `{self.__name__}`"
         for path, child in module.named_modules():
             if FORM_ATTRIBUTE not in vars(child) or (path and self._nests and vars(child)[FORM_ATTRIBUTE][0] is self):

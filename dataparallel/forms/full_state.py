@@ -65,9 +65,10 @@ def full_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> Sta
             error on one rank is a ``RuntimeError`` on the others, which names it.
     """
     _check_is_module(model)
-    model_state, optimizer_state = act_together(
-        groups_that_save(model), "full_state_dict", lambda: _state_to_save(model, optimizer)
-    )
+    # The ranks that shard a unit gather its shards: those of the group that was given, whose errors end no step of all.
+    given = (machines.given[0] for state in unit_states(model) if (machines := state.unit.machines) is not None)
+    groups = [*dict.fromkeys(group for group in given if group is not None)]
+    model_state, optimizer_state = act_together(groups, "full_state_dict", lambda: _state_to_save(model, optimizer))
     copies: dict[int, Tensor] = {}
     saved: Any = OrderedDict((name, full_copy(value, copies)) for name, value in model_state.items())
     if hasattr(model_state, "_metadata"):  # the versions of modules
@@ -106,7 +107,9 @@ def load_full_state_dict(
             it says that it was in the middle of loading; ranks load different states.
     """
     _check_is_module(model)
-    groups = groups_that_load(model)
+    machines_of_units = (state.unit.machines for state in unit_states(model))
+    # Also the ranks that replicate shards: all have to load one state.
+    groups = [*dict.fromkeys(machines.all for machines in machines_of_units if machines is not None)]
     model_state, optimizer_state = act_together(
         groups,
         "load_full_state_dict",
@@ -127,7 +130,6 @@ def load_full_state_dict(
 
 
 def _state_to_save(model: nn.Module, optimizer: Optimizer | None) -> tuple[Mapping[str, Any], StateDict]:
-    """Returns the state dicts of the model and the optimizer with their own tensors, which are sharded."""
     _check_optimizer(optimizer)
     # This frees full units. With `keep_vars` tied weights are one object, as in the model.
     model_state = model.state_dict(keep_vars=True)
@@ -226,7 +228,6 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _model_and_optimizer_state(state: Any, optimizer: Optimizer | None) -> StatePair:
-    """Takes the state of the model and the state of the optimizer, ``{}`` without one, out of the user's argument."""
     if optimizer is None:
         if isinstance(state, Mapping):
             return state, {}
@@ -248,7 +249,6 @@ def _model_and_optimizer_state(state: Any, optimizer: Optimizer | None) -> State
 
 
 def _check_model_state(model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Checks names and shapes, and that each tensor of the model would have a value afterwards."""
     expected = model.state_dict(keep_vars=True)
     wrong = []
     if missing := [name for name in expected if name not in given]:
@@ -278,7 +278,6 @@ def _check_model_state(model: nn.Module, given: Mapping[str, Any]) -> None:
 
 
 def _buffer_device(model: nn.Module) -> torch.device:
-    """Returns the device of the model's buffers: the first slot, or the CPU without slots."""
     states = unit_states(model)
     return states[0].slots[0] if states else CPU
 
@@ -315,7 +314,6 @@ def _check_optimizer_state(optimizer: Optimizer, optimizer_state: Mapping[str, A
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Returns the names as text: at most five of them, and how many more there are."""
     names = [*names]
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(map(repr, names[:5])) + more
@@ -339,21 +337,6 @@ def parameters_by_key(optimizer: Optimizer, optimizer_state: Mapping[str, Any]) 
     keys = chain.from_iterable(group["params"] for group in optimizer_state["param_groups"])
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return dict(zip(keys, parameters, strict=True))
-
-
-def groups_that_save(model: nn.Module) -> list[Machines]:
-    """Returns each group of machines that shards a unit of the model: to save, its ranks gather the shards.
-
-    It is the group that was given: an error of its ranks is none of a step of all machines.
-    """
-    given = (machines.given[0] for state in unit_states(model) if (machines := state.unit.machines) is not None)
-    return [*dict.fromkeys(group for group in given if group is not None)]
-
-
-def groups_that_load(model: nn.Module) -> list[Machines]:
-    """Returns the whole group of each unit, with the ranks that replicate its shards: all have to load one state."""
-    machines_of_units = (state.unit.machines for state in unit_states(model))
-    return [*dict.fromkeys(machines.all for machines in machines_of_units if machines is not None)]
 
 
 def act_together(
@@ -381,9 +364,16 @@ def act_together(
     return result
 
 
-def describe_loaded_tensors(
-    model: nn.Module, optimizer: Optimizer | None, state: tuple[Mapping[str, Any], Mapping[str, Any]]
-) -> dict[str, Any]:
+def describe_sent_tensors(state: Any) -> dict[str, Any]:
+    """Describes the tensors of a nested structure that ranks gather from each other to save it, in this order."""
+    return {
+        path: {"shape": tuple(leaf.shape), "dtype": leaf.dtype, "placement": leaf.placement}
+        for path, leaf in _leaves_by_path(state).items()
+        if isinstance(leaf, ShardedTensor) and leaf.over is not None
+    }
+
+
+def describe_loaded_tensors(model: nn.Module, optimizer: Optimizer | None, state: StatePair) -> dict[str, Any]:
     """Describes tensors loaded into sharded parameters and their state. Others, as buffers, may differ on ranks."""
     model_state, optimizer_state = state
     targets = model.state_dict(keep_vars=True)
@@ -392,7 +382,8 @@ def describe_loaded_tensors(
         parameters = parameters_by_key(optimizer, optimizer_state)
         for key, values in optimizer_state["state"].items():
             if isinstance(parameters[key], ShardedTensor):
-                loaded |= {f"parameter {key} {path}": value for path, value in _leaves_by_path(values).items()}
+                leaves, _ = _torch.pytree.tree_flatten_with_path(values)
+                loaded |= {f"parameter {key} {_torch.pytree.keystr(path)}": leaf for path, leaf in leaves}
     return {
         name: {"shape": tuple(value.shape), "dtype": value.dtype, "values": _checksum_of_samples(value)}
         for name, value in loaded.items()
@@ -404,8 +395,3 @@ def _checksum_of_samples(tensor: Tensor) -> str:
     flat = tensor.detach().reshape(-1)
     samples = flat[:: max(1, flat.numel() // SAMPLES)].to(CPU).resolve_conj().resolve_neg().contiguous()
     return f"{zlib.crc32(samples.view(torch.uint8).numpy().tobytes()):08x}"
-
-
-def _leaves_by_path(tree: Any) -> dict[str, Any]:
-    leaves, _ = _torch.pytree.tree_flatten_with_path(tree)
-    return {_torch.pytree.keystr(path): leaf for path, leaf in leaves}

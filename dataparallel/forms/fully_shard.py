@@ -209,7 +209,6 @@ def _prepare(
 
 
 def _begin(modules: list[nn.Module], state: FullyShardState) -> None:
-    """Replaces the modules' parameters by sharded ones."""
     if not state.slots:
         if state.compile is not None:
             for module in modules:

@@ -242,7 +242,6 @@ def _check_shard(name: str, parameter: nn.Parameter, given: object, slots: int) 
 
 
 def _children(modules: Sequence[nn.Module]) -> list[tuple[str, Any]]:
-    """Returns the path and the state of each managed module below ``modules``."""
     own = {id(module) for module in modules}
     return [
         (path, vars(child)[FORM_ATTRIBUTE][1])

@@ -216,7 +216,6 @@ def _shard_parameter(
     is_offloaded: bool,
     machines: MachinesOfTree | None,
 ) -> ShardedTensor:
-    """Shards the parameter over the slots. Its shards are in host memory if it is offloaded."""
     devices = [CPU] * len(slots) if is_offloaded else slots
     if machines is not None:
         devices, slots = machines.owners(devices), machines.owners(slots)

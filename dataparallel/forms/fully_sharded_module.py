@@ -286,11 +286,7 @@ class FullyShardedModule(ManagedModule):
 
 
 def _states(module: Any, recurse: bool = True) -> list[Any]:
-    """Returns the states that have devices, each once: the module's own and, with ``recurse``, its children's.
-
-    Raises:
-        RuntimeError: the module is a replica.
-    """
+    """Returns the states that have devices, each once: the module's own and, with ``recurse``, its children's."""
     if UNIT_MODULE in vars(module):
         raise RuntimeError(
             f"this {type(module).__name__} is a replica on one slot; call the methods of fully_shard on the module "
@@ -306,7 +302,6 @@ def _units(module: Any, recurse: bool = True) -> list[Any]:
 
 
 def _set(module: Any, recurse: bool, **settings: Any) -> None:
-    """Sets attributes of the module's unit and, with ``recurse``, of the units of its children."""
     for unit in _units(module, recurse):
         for name, value in settings.items():
             setattr(unit, name, value)

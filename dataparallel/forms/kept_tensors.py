@@ -113,7 +113,6 @@ class KeptTensors(TensorStore):
         return has_order and copies.still_fit(plan, self._slots)
 
     def _send_buffers(self, lane: Lane, plan: ModulePlan) -> None:
-        """Begins a recorded forward on all machines."""
         from dataparallel.gradients.machine_sums import send_buffers
 
         if self._broadcast_buffers:
@@ -261,7 +260,6 @@ class _KeptCopies(Copies):
         self._layouts = layouts_of(self._strided)
 
     def _make_recorded(self, order: BucketOrder, sums: GradientSums, passes: ModulePasses | None) -> None:
-        """Makes the copies of tensors that need gradients, bucket by bucket."""
         sources = [[self.plan.tensors[i] for i in group] for group in self.buckets]
         row: BucketRow | None = None
         handles: Sequence[Tensor | None] = [None] * len(sources)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from dataparallel.batches.structures import is_whole, leaves
@@ -79,20 +77,6 @@ def prefetch(loader: Iterable[T], model: nn.Module, *, depth: int = 1) -> Prefet
     return Prefetch(loader, model, depth)
 
 
-@dataclass
-class _Read:
-    """A batch of the loader and the part of it that was sent, or the exception that reading or sending it raised."""
-
-    batch: Any = None
-    sent: SentBatch | None = None
-    error: Exception | None = None
-
-    def end(self) -> None:
-        if self.sent is not None:
-            with HostReads() as reads:
-                self.sent.release(reads)
-
-
 class Prefetch(Generic[T]):
     """The iterable that `prefetch` returns. ``loader``, ``model`` and ``depth`` are the arguments of `prefetch`."""
 
@@ -115,43 +99,43 @@ class Prefetch(Generic[T]):
         slots = [resolve(device) for device in self._options().slots]
         if all(slot == CPU for slot in slots):
             # "yield from" would close the loader's generator when the loop stops early. A user may go on with it.
-            for batch in self.loader:  # noqa: UP028
+            for batch in self.loader:
                 yield batch
             return
         batches = iter(self.loader)
-        # reads[0] is the batch that the loop is using. A suspended generator is closed when the loop drops it, so
+        # The first one is the batch that the loop is using. A suspended generator is closed when the loop drops it, so
         # `finally` is reached however the loop ends.
-        reads: deque[_Read] = deque()
+        read: deque[tuple[T, SentBatch]] = deque()
+        errors: list[Exception] = []  # of reading or sending, raised after the batches before it
         more = True
         try:
             while True:
-                while more and len(reads) <= self.depth:
-                    more = self._read(batches, slots, reads)
-                if not reads:
+                while more and len(read) <= self.depth:
+                    try:
+                        batch = next(batches)
+                        options = self._options()
+                        read.append((batch, send(_chunked(batch, options, len(slots)), slots, options.dim)))
+                    except StopIteration:
+                        more = False
+                    except Exception as error:
+                        more = False
+                        errors.append(error)
+                if not read:
+                    if errors:
+                        raise errors.pop()
                     return
-                if reads[0].error is not None:
-                    raise reads.popleft().error  # type: ignore[misc]
-                yield reads[0].batch
+                yield read[0][0]
                 # Before the loader is asked again: it may fill the same memory with another batch.
-                reads[0].end()
-                reads.popleft()
+                _release(read[0][1])
+                read.popleft()
         finally:
-            for read in reads:
-                read.end()
+            for _, sent in read:
+                _release(sent)
 
-    def _read(self, batches: Iterator[T], slots: Sequence[torch.device], reads: deque[_Read]) -> bool:
-        """Sends and appends the loader's next batch, or appends its exception. Returns ``False`` at the end."""
-        try:
-            batch = next(batches)
-            options = self._options()
-            sent = send(_chunked(batch, options, len(slots)), slots, options.dim)
-        except StopIteration:
-            return False
-        except Exception as error:  # `__iter__` raises it after the batches before it
-            reads.append(_Read(error=error))
-            return False
-        reads.append(_Read(batch, sent))
-        return True
+
+def _release(sent: SentBatch) -> None:
+    with HostReads() as reads:
+        sent.release(reads)
 
 
 def _chunked(batch: Any, options: CallOptions, slots: int) -> Iterator[tuple[Tensor, list[int] | None]]:

@@ -6,7 +6,7 @@ see one call on the whole batch. This file checks the arguments; ``replicate_sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
@@ -201,8 +201,13 @@ def _prepare(
         compiled = CompileArgument.checked(module, given["compile"])
         has_graphs = check_graphs(given["graphs"], [module], compiled, slots)
         modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(given["ignored_params"] or ())])
-        if machines is not None:
-            _check_for_machines(module, slots, converts=bool(sync_batch_norm))
+        synchronised = any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())
+        if machines is not None and len(slots) > 1 and synchronised and not sync_batch_norm:
+            raise ValueError(
+                f"the {type(module).__name__} has a torch.nn.SyncBatchNorm and {len(slots)} slots: the slots of one "
+                'process would call collectives of one group at the same time. Pass sync_batch_norm="across_machines", '
+                "or use one slot for each process"
+            )
         prepare(module, sync_batch_norm, slots, machines is not None)  # converts: after all checks, before the twin
         state = ReplicateState(
             module,
@@ -224,17 +229,6 @@ _prepare.__name__ = _prepare.__qualname__ = "replicate"
 replicate: Final = Form(_prepare, ReplicatedModule, begin=lambda modules, state: state.join_machines())
 
 
-def _check_for_machines(module: nn.Module, slots: Sequence[torch.device], converts: bool) -> None:
-    """Checks that a module can be replicated over machines. ``converts``: its BatchNorms will be converted."""
-    synchronised = any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())
-    if len(slots) > 1 and synchronised and not converts:
-        raise ValueError(
-            f"the {type(module).__name__} has a torch.nn.SyncBatchNorm and {len(slots)} slots: the slots of one "
-            'process would call collectives of one group at the same time. Pass sync_batch_norm="across_machines", or '
-            "use one slot for each process"
-        )
-
-
 def _check_kind(module: nn.Module) -> None:
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
@@ -254,7 +248,6 @@ def _check_kind(module: nn.Module) -> None:
 def _check_ignored(
     module: nn.Module, modules: list[nn.Module], parameters: list[Tensor]
 ) -> tuple[list[nn.Module], list[Tensor]]:
-    """Checks and returns the ignored modules, and all ignored parameters: the parameters of ignored modules too."""
     below = {id(child) for child in module.modules()} - {id(module)}
     own = {id(parameter) for parameter in module.parameters()}
     for i, child in enumerate(modules):

@@ -176,7 +176,6 @@ class ReplicateState(StateOnSlots):
         self._hook = registered
 
     def _updated_twin(self, method: str) -> nn.Module:
-        """Gives the twin the current attributes of the module, and returns it. Its class is the original one."""
         source, cls = self.source(), type(self._twin.module)
         if type(source).__bases__[1:] != (cls,):
             raise RuntimeError(

@@ -68,6 +68,5 @@ def _shares_parameters(module: nn.Module, places: Counter[int]) -> bool:
 
 
 def _places(module: nn.Module) -> Counter[int]:
-    """Counts by the ``id`` of each parameter where it is registered."""
     registered = (parameter for below in module.modules() for parameter in below._parameters.values())
     return Counter(id(parameter) for parameter in registered if parameter is not None)

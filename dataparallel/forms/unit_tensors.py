@@ -188,7 +188,6 @@ class _CompiledParts:
         ]
 
     def choose(self) -> None:
-        """Changes the plan's entries."""
         for at in sorted(self._tops, reverse=True):  # parents come after their children
             argument = self._tops[at]
             if argument is not None:
@@ -204,7 +203,6 @@ class _CompiledParts:
                 self._compile(called, partial(compiled_in_place, call=call))
 
     def _compile(self, at: int, compile: Callable[..., Compiled | None]) -> None:
-        """Compiles this module, or its children if it holds units or has no ``forward``."""
         entry = self._entries[at]
         if entry.compiled is not None:  # by the user
             return

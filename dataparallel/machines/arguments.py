@@ -108,12 +108,8 @@ def _of_mesh(mesh: Any, slots: Sequence[torch.device], wanted: tuple[str, str, i
         )
     expected, dimensions, most = wanted
     if not 1 <= mesh.ndim <= most:
-        part = (
-            f"a part of it that has {dimensions}, such as mesh[{names[0]!r}]"
-            if names
-            else (f"a mesh that has {dimensions}, or name its dimensions and pass a part: mesh['name']")
-        )
-        raise ValueError(f"{shown} has {mesh.ndim} dimensions{expected}. Pass {part}")
+        part = f"mesh[{names[0]!r}]" if names else "mesh['name'] of one whose dimensions have names"
+        raise ValueError(f"{shown} has {mesh.ndim} dimensions{expected}. Pass one with {dimensions}, such as {part}")
     try:
         return [Machines.of(mesh.get_group(dim)) for dim in range(mesh.ndim)]
     except RuntimeError as error:

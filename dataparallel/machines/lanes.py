@@ -30,6 +30,7 @@ from dataparallel.forks import in_forked_child
 from dataparallel.machines.collectives import SLICE, Link, Staged, Transfer, all_reduce, reduce_scatter, send_sums
 from dataparallel.machines.descriptions import differences
 from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed, copy_error
+from dataparallel.threads.pool import Outcome
 
 if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
@@ -403,14 +404,17 @@ class Lane:
         """
         connections = self.state.turns.connections if key == "turns" else self.connections
         if key not in connections:
-            outcome: list[Any] = []
-            threading.Thread(
-                target=_try, args=(outcome, partial(self.state.connect, self, key, result.epoch)), daemon=True
-            ).start()
-            yield from self._until(result, lambda: bool(outcome))
-            if isinstance(outcome[0], BaseException):
-                raise outcome[0]
-            connections[key] = outcome[0]
+            outcome = Outcome()
+
+            def connect() -> None:
+                outcome.fill(partial(self.state.connect, self, key, result.epoch))
+                issuer().wake()
+
+            threading.Thread(target=connect, daemon=True).start()
+            yield from self._until(result, lambda: (outcome.value or outcome.error) is not None)
+            if outcome.error is not None:
+                raise outcome.error
+            connections[key] = outcome.value
         return connections[key]
 
     def _until(self, result: Result, is_over: Callable[[], bool]) -> _Pauses:
@@ -440,14 +444,6 @@ class Lane:
 
 def _staged(each: Staged | Result) -> Staged:
     return each.transfer().received() if isinstance(each, Result) else each
-
-
-def _try(outcome: list[Any], call: Callable[[], Any]) -> None:
-    try:
-        outcome.append(call())
-    except BaseException as error:
-        outcome.append(error)
-    issuer().wake()
 
 
 def is_of_network(error: BaseException) -> bool:

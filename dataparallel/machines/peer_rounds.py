@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from dataparallel.machines.collectives import all_to_all, stage
 from dataparallel.machines.group import Machines
 
 _FORWARD, _BACKWARD = "a collective across machines", "the backward of a collective across machines"
+Sizes: TypeAlias = Sequence[Sequence[int]]
 
 
 class PeerRounds:
@@ -59,14 +60,16 @@ class PeerRounds:
         found: list[Any] = self._lane.gather(kind, text, value, epoch=epoch).wait()
         return found
 
-    def exchange(self, kind: str, text: str, messages: Sequence[Message], epoch: int) -> list[Tensor]:
-        """Exchanges the messages together. The results are ready for the current stream."""
-        sent = [stage(self.machines, message.flat, sum(message.receive)) for message in messages]
-        calls = [
-            partial(all_to_all, each, message.send, message.receive)
-            for each, message in zip(sent, messages, strict=True)
-        ]
-        names = ["the values"] * len(messages)
+    def exchange(
+        self, kind: str, text: str, flats: Sequence[Tensor], sends: Sizes, receives: Sizes, epoch: int
+    ) -> list[Tensor]:
+        """Exchanges 1-D tensors, each with the pieces for all machines in rank order, of sizes in elements.
+
+        The results are ready for the current stream.
+        """
+        sent = [stage(self.machines, flat, sum(receive)) for flat, receive in zip(flats, receives, strict=True)]
+        calls = [partial(all_to_all, *each) for each in zip(sent, sends, receives, strict=True)]
+        names = ["the values"] * len(calls)
         results = self._lane.launch(kind, names, calls, f"the values of {kind}\n{text}", epoch=epoch)
         return [result.wait() for result in results]
 
@@ -146,7 +149,7 @@ class PeerCall:
             received, own_pieces = outputs[: len(flats)], outputs[len(flats) :]
             self._first_node = self._first_node or self.token.grad_fn
         else:
-            received = self.rounds.exchange(_FORWARD, text, [*map(Message, flats, send, receive)], self.epoch)
+            received = self.rounds.exchange(_FORWARD, text, flats, send, receive, self.epoch)
         results = [[*flat.split(sizes)] for flat, sizes in zip(received, receive, strict=True)]
         for of_dtype, own in zip(results, own_pieces, strict=True):
             of_dtype[self.rank] = own
@@ -172,8 +175,8 @@ class PeerCall:
 class _Exchange(Node):
     """``token, *received, *own = _Exchange.apply(rounds, epoch, text, sends, receives, token, *flats, *own_pieces)``.
 
-    Each of ``flats`` is the tensor of a `Message` with its sizes of ``sends`` and ``receives``. ``own_pieces``, which
-    this machine keeps, pass through the node, so that a backward through any result runs this node, on every machine.
+    ``flats``, ``sends`` and ``receives`` are those of `PeerRounds.exchange`. ``own_pieces``, which this machine keeps,
+    pass through the node, so that a backward through any result runs this node, on every machine.
     """
 
     @staticmethod
@@ -182,16 +185,15 @@ class _Exchange(Node):
         rounds: PeerRounds,
         epoch: int,
         text: str,
-        sends: Sequence[Sequence[int]],
-        receives: Sequence[Sequence[int]],
+        sends: Sizes,
+        receives: Sizes,
         token: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Exchanges the values. The host waits until they arrive."""
         ctx.rounds, ctx.text, ctx.sends, ctx.receives = rounds, text, sends, receives
         flats, own_pieces = tensors[: len(sends)], tensors[len(sends) :]
         kind = _BACKWARD if _torch.is_in_backward() else _FORWARD
-        received = rounds.exchange(kind, text, [*map(Message, flats, sends, receives)], epoch)
+        received = rounds.exchange(kind, text, flats, sends, receives, epoch)
         outputs = [*received, *(own.clone() for own in own_pieces)]
         ctx.mark_non_differentiable(*(output for output in outputs if not _is_differentiable(output.dtype)))
         ctx.differentiable = [i for i, flat in enumerate(flats) if _is_differentiable(flat.dtype)]
@@ -208,8 +210,7 @@ class _Exchange(Node):
         if torch.is_grad_enabled():
             token, *found = _Exchange.apply(rounds, epoch, text, sends, receives, token, *sent, *own_grads)
         else:
-            messages = [*map(Message, sent, sends, receives)]
-            found = [*rounds.exchange(_BACKWARD, text, messages, epoch), *own_grads]
+            found = [*rounds.exchange(_BACKWARD, text, sent, sends, receives, epoch), *own_grads]
         for position, i in enumerate(indices):
             returned[i], returned[count + i] = found[position], found[len(indices) + position]
         return (None, None, None, None, None, token, *returned)
@@ -217,11 +218,3 @@ class _Exchange(Node):
 
 def _is_differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-class Message(NamedTuple):
-    """A 1-D tensor of an exchange: the pieces for all machines in rank order. Sizes are in elements, by rank."""
-
-    flat: Tensor
-    send: Sequence[int]
-    receive: Sequence[int]

@@ -149,7 +149,6 @@ def _describe_values(named: Mapping[str, Tensor], devices: Sequence[str], cap_by
 
 @torch.no_grad()
 def _receive(machines: Machines, tensors: Sequence[Tensor], bucket: Bucket, result: Result) -> None:
-    """Waits for a bucket, and copies it into its tensors."""
     received = result.wait()
     if machines.rank == 0:
         return

@@ -214,7 +214,6 @@ def _leaves_of(name: str, structure: S) -> tuple[list[Tensor], Callable[[list[Te
 
 
 def _sums_on_first(devices: Devices, of_slots: TensorsOfSlots) -> list[Tensor]:
-    """The sums of the replicas' tensors, on the first device."""
     count = len(of_slots[0])
     return [*ReduceAddCoalesced.apply(devices[0], count, *chain.from_iterable(of_slots))] if count else []
 

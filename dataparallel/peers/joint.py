@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -56,7 +56,7 @@ def checkpoint(
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         tape = Tape()
-        return tape.entered(), _Replayed(tape)
+        return tape.entered(), tape
 
     return torch_checkpoint.checkpoint(
         function,
@@ -69,47 +69,35 @@ def checkpoint(
     )
 
 
-class _Replayed:
-    """The context of recomputations. torch enters it once for each of them."""
-
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-        self._entered: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        context = self._tape.replayed()
-        context.__enter__()
-        self._entered.append(context)
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
-
-
 _tapes: ContextVar[tuple[Tape, ...]] = ContextVar("dataparallel_tapes", default=())
 
 
 class Tape:
-    """The results of collectives in one checkpoint, in order, and the place of the replica that ran it."""
+    """The results of collectives in one checkpoint, in order, and the place of the replica that ran it.
+
+    It is the context of a recomputation, which reads it from its beginning. There may be several recomputations.
+    """
 
     def __init__(self) -> None:
         self.place: MeetingPlace | None = replayed_place() or here()
         self._entered_at: MeetingPlace | None = None  # the place of the thread that has entered the tape
         self._results: list[tuple[Request, list[Tensor]]] = []
         self._next: int | None = None  # the position of the recomputation; None while recording
+        self._recomputations: list[ExitStack] = []
 
     @property
     def is_replayed(self) -> bool:
         return self._next is not None
 
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Wraps a recomputation, which reads the tape from its beginning. There may be several recomputations."""
-        before, self._next = self._next, 0
-        try:
-            with self.entered():
-                yield
-        finally:
-            self._next = before
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        stack.callback(setattr, self, "_next", self._next)
+        stack.enter_context(self.entered())
+        self._recomputations.append(stack)
+        self._next = 0
+
+    def __exit__(self, *error: object) -> None:
+        self._recomputations.pop().close()
 
     @property
     def is_active(self) -> bool:
@@ -282,45 +270,33 @@ Combine: TypeAlias = Callable[[Sequence[torch.device], list[list[Tensor]], list[
 
 
 @dataclass(frozen=True)
-class _CollectiveSignature:
-    """The dtype and shape that a tensor must have in all replicas. A size that may differ is ``None``."""
-
-    dtype: torch.dtype
-    shape: tuple[int | None, ...]
-
-    def __str__(self) -> str:
-        sizes = ", ".join("any" if size is None else str(size) for size in self.shape)
-        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]"
-
-
-@dataclass(frozen=True)
 class Request:
     """One collective, as error messages name it.
 
-    ``detail``: the function's other arguments, as a call would write them. ``tensors``: the signature of each.
+    ``detail``: the function's other arguments, as a call would write them. ``tensors``: what `described` says.
     """
 
     name: str
     detail: str = ""
-    tensors: tuple[_CollectiveSignature, ...] = ()
+    tensors: tuple[str, ...] = ()
     inference: bool = False
     across_machines: bool = False
 
     def __str__(self) -> str:
-        of = f" of {', '.join(map(str, self.tensors))}" if self.tensors else ""
+        of = f" of {', '.join(self.tensors)}" if self.tensors else ""
         where = " across machines" if self.across_machines else ""
         return f"{self.name}({self.detail}){of}{where}{' in inference mode' if self.inference else ''}"
 
 
-def described(tensors: Sequence[Tensor], free_dim: int | None = None) -> tuple[_CollectiveSignature, ...]:
-    """The signatures of ``tensors``; sizes along ``free_dim`` may differ."""
-    signatures = []
+def described(tensors: Sequence[Tensor], free_dim: int | None = None) -> tuple[str, ...]:
+    """The dtype and shape that each tensor must have in all replicas. Sizes along ``free_dim`` may differ."""
+    texts = []
     for tensor in tensors:
-        shape: list[int | None] = [*tensor.shape]
+        sizes = [*map(str, tensor.shape)]
         if free_dim is not None:
-            shape[free_dim] = None
-        signatures.append(_CollectiveSignature(tensor.dtype, tuple(shape)))
-    return tuple(signatures)
+            sizes[free_dim] = "any"
+        texts.append(f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(sizes)}]")
+    return tuple(texts)
 
 
 class _Input:
