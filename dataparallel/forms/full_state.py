@@ -395,3 +395,8 @@ def _checksum_of_samples(tensor: Tensor) -> str:
     flat = tensor.detach().reshape(-1)
     samples = flat[:: max(1, flat.numel() // SAMPLES)].to(CPU).resolve_conj().resolve_neg().contiguous()
     return f"{zlib.crc32(samples.view(torch.uint8).numpy().tobytes()):08x}"
+
+
+def _leaves_by_path(tree: Any) -> dict[str, Any]:
+    leaves, _ = _torch.pytree.tree_flatten_with_path(tree)
+    return {_torch.pytree.keystr(path): leaf for path, leaf in leaves}

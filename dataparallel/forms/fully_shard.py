@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec
 
 import torch
@@ -172,7 +173,7 @@ def _prepare(
                 devices=slots,
                 reshard_after_forward=reshard_after_forward,
                 shard_placement_fn=shard_placement_fn,
-                mp_policy=mp_policy,
+                mp_policy=replace(mp_policy, output_dtype=None),  # the output is the model's
                 offload_policy=offload_policy,
                 ignored_params=ignored,
                 dim=given_options["dim"],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.composable import fully_shard
+from dataparallel.composable import MixedPrecisionPolicy, fully_shard
 from dataparallel.forms.unit_choice import units_of
 
 
@@ -118,3 +118,12 @@ def test_another_value_is_refused_before_anything_is_sharded(given: object, slot
 def test_a_list_of_modules_has_units_of_the_users_own(slots: list) -> None:
     with pytest.raises(ValueError, match="for one module"):
         fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)], devices=slots, units="auto")
+
+
+def test_only_the_output_of_the_model_is_cast(slots: list, root: torch.device) -> None:
+    """What follows the blocks, such as the head, computes in the dtype of its parameters."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = fully_shard(GPT().to(root), devices=slots, units="auto", mp_policy=policy)
+    output = model(torch.arange(12, device=root).view(-1, 2) % 11)
+    assert output.dtype == torch.float32
+    output.sum().backward()
