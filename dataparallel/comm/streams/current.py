@@ -145,10 +145,12 @@ def streams_joined(streams: Mapping[torch.device, torch.Stream]) -> Iterator[Non
     replaced = {device: stream for device, stream in before.items() if stream != streams[device]}
     for device, stream in replaced.items():
         Event(stream).make_wait(streams[device])
-    with streams_set(streams):
-        yield
-    for device, stream in replaced.items():
-        Event(streams[device]).make_wait(stream)
+    try:
+        with streams_set(streams):
+            yield
+    finally:  # what a block that raises has launched comes before later work too
+        for device, stream in replaced.items():
+            Event(streams[device]).make_wait(stream)
 
 
 def make_current(streams: Collection[torch.Stream]) -> None:

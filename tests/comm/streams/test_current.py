@@ -17,7 +17,15 @@ from torch import Tensor, nn
 import dataparallel
 from backends_events import as_of_backend
 from dataparallel import DataParallel
-from dataparallel.comm.streams.current import DeviceClock, Event, GivenEvents, current_streams, kept_stream, streams_set
+from dataparallel.comm.streams.current import (
+    DeviceClock,
+    Event,
+    GivenEvents,
+    current_streams,
+    kept_stream,
+    streams_joined,
+    streams_set,
+)
 from steps import build, gradients, numbers
 
 pytestmark = pytest.mark.devices("sim", "cuda")
@@ -25,6 +33,19 @@ pytestmark = pytest.mark.devices("sim", "cuda")
 
 def streams_of(slots: list) -> dict[torch.device, torch.Stream]:
     return current_streams([torch.device(slot) for slot in slots])
+
+
+@pytest.mark.devices("sim", "stand-in")
+def test_what_a_block_that_raises_has_launched_comes_first_too(root: torch.device) -> None:
+    def fail(x: Tensor) -> None:
+        with streams_joined({x.device: kept_stream(x.device, "gradients")}):
+            x.add_(1)
+            raise ArithmeticError
+
+    x = torch.zeros(4, device=root)
+    with pytest.raises(ArithmeticError):
+        fail(x)
+    assert x.mul(2).tolist() == [2.0] * 4
 
 
 def test_streams_are_current_inside_and_the_device_stays(slots: list) -> None:
