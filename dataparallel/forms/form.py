@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dataparallel.forks import in_forked_child
 from dataparallel.forms.managed import ManagedModule, form_and_state, name_of_form
+from dataparallel.nn.sync_batch_norm import SyncBatchNorm
 from dataparallel.replicas import replaced_parameters
 from dataparallel.replicas.plan import FORM_ATTRIBUTE, ORIGINAL_CLASS
 from dataparallel.weak_members import WeakMembers
@@ -40,9 +41,9 @@ class Form(Generic[P, S]):
 
     Args:
         prepare: takes the module and the arguments of the form, checks them, and returns the state for the module. It
-            changes nothing. If the form nests, it takes a list of modules, and calls `check_unshared`. The state refers
-            to the modules weakly. ``state.manages(parameter)`` is True for a parameter of the tree that this state
-            handles, and False for parameters of other states.
+            changes nothing but classes of BatchNorms, which a later error restores. If the form nests, it takes a list
+            of modules, and calls `check_unshared`. The state refers to the modules weakly. ``state.manages(parameter)``
+            is True for a parameter of the tree that this state handles, and False for parameters of other states.
         base: the first base of the class that modules get.
         nests: if true, the form can be applied to children and then to their parents, and to a list of modules.
         begin: takes the list of modules and their state after the modules have got their class, and changes them. If it
@@ -75,19 +76,22 @@ class Form(Generic[P, S]):
         with _lock:
             for each in modules:
                 self._check_tree(each)
-            state: Any = self._prepare(modules if self._nests else module, *args, **kwargs)
-            if not self._nests:
-                self.check_unshared([item for item in modules[0].named_parameters() if state.manages(item[1])])
-            classes_before = [type(each) for each in modules]
+            kinds = {child: type(child) for each in modules for child in each.modules()}
             try:
+                state: Any = self._prepare(modules if self._nests else module, *args, **kwargs)
+                if not self._nests:
+                    self.check_unshared([item for item in modules[0].named_parameters() if state.manages(item[1])])
                 for each in modules:
                     self._set_class_and_state(each, state)
                 if self._begin is not None:
                     self._begin(modules, state)
             except BaseException:
-                for each, cls in zip(modules, classes_before, strict=True):
+                for each in modules:
                     if vars(each).pop(FORM_ATTRIBUTE, None) is not None:
-                        _set_class(each, cls)
+                        _set_class(each, kinds[each])
+                for child, kind in kinds.items():
+                    if type(child) is SyncBatchNorm and kind is not SyncBatchNorm:
+                        SyncBatchNorm.revert(child)
                 raise
             for each in modules:
                 _managed.add(each)

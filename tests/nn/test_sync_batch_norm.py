@@ -300,3 +300,12 @@ def test_twenty_steps_of_a_resnet(slots):
         found.append([value.detach() for value in own.state_dict().values()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_a_form_that_is_refused_leaves_batch_norms_as_they_are(slots: list) -> None:
+    outer, other = (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(slots[0]) for _ in range(2))
+    outer[0].weight = other[0].weight
+    replicate(other, devices=slots)
+    with pytest.raises(RuntimeError, match="shared with a module outside"):
+        replicate(outer, devices=slots, sync_batch_norm=True)
+    assert type(outer[1]) is nn.BatchNorm1d
