@@ -6,7 +6,6 @@ through all of them at each call, so each function has a code object of its own.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import math
@@ -73,7 +72,7 @@ class CompiledFunctions:
 
     def __init__(self, key: tuple[Hashable, Callable[..., Any]], context: Any) -> None:
         self.key, self.number = key, next(_numbers)
-        self.context = copy.copy(context)  # not the one whose end is the end of the functions
+        self.context = torch_compile.copy_of_context(context)  # not the one whose end is the end of the functions
         self.are_captured = False
         self._lock = threading.Lock()
         self._on: dict[torch.device | None, _CompiledFunction] = {}

@@ -7,7 +7,6 @@ of torch, because they are attributes of objects that only the compiler has.
 from __future__ import annotations
 
 import contextvars
-import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +45,13 @@ def compiler_context(compiled: Any) -> Any:
         cells = dict(zip(names, getattr(compiled, "__closure__", None) or (), strict=False))
         found = cells["self"].cell_contents if "self" in cells else None
     return found if isinstance(found, context_class) else None
+
+
+def copy_of_context(context: Any) -> Any:
+    """Another context that compiles in the same way."""
+    own = object.__new__(type(context))
+    vars(own).update(vars(context))
+    return own
 
 
 def without_cuda_graphs(context: Any) -> Any:
@@ -115,7 +121,7 @@ def compile_within(context: Any, function: FunctionType, around: Callable[[CodeT
     that compiles it. It returns what this returns, and the graph is added to the code after that. If it raises, the
     call of the compiled function raises.
     """
-    own = copy.copy(context)
+    own = copy_of_context(context)
     if callable(own.callback):
         own.callback = _Around(context.callback, context.enter_exit_hooks, around)
         own.enter_exit_hooks = []
