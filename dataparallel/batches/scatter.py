@@ -32,9 +32,10 @@ from dataparallel.batches.structures import (
     number_of_replicas,
     with_leaves,
 )
-from dataparallel.comm import scatter_chunks, settings
+from dataparallel.comm import settings, transport_to_scatter
 from dataparallel.comm.checks import why_no_batch, why_not_movable
 from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
+from dataparallel.comm.transport import Transport
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.samples import Samples
 from dataparallel.user_warnings import warn_once
@@ -215,6 +216,9 @@ class _Splitter:
         copied: list[CopiedContainer] | None,
     ) -> None:
         self.slots, self.sizes, self.dim, self.marked, self.copied = slots, sizes, dim, marked, copied
+        self.transports: dict[
+            torch.device, Transport
+        ] = {}  # the choice reads settings, which may be in the environment
         self.keywords: Any = None  # no code outside of a replica's call has the dict of its keyword arguments
         self.samples: SampleCopies | None = None
         # What is in two places becomes one chunk in two places: attention tests whether query is key, and forward
@@ -272,7 +276,9 @@ class _Splitter:
             if torch.is_grad_enabled() and (tensor.requires_grad or unpack_dual(tensor).tangent is not None):
                 return Scatter.apply(self.slots, self.sizes, self.dim, tensor)
             # Without a node, which takes longer than the copies of a small tensor.
-            return own_chunks(scatter_chunks(tensor, self.slots, self.sizes, self.dim), tensor)
+            if (transport := self.transports.get(tensor.device)) is None:
+                transport = self.transports[tensor.device] = transport_to_scatter(tensor, self.slots)
+            return own_chunks(transport.scatter(tensor, self.slots, self.sizes, self.dim), tensor)
         copies = Broadcast.apply(self.slots, tensor)
         for copy in copies:
             if tensor.dim() > 0:

@@ -25,7 +25,7 @@ from dataparallel.comm.checks import (
 )
 from dataparallel.comm.settings import using
 from dataparallel.comm.streams.held import hold_for_peers
-from dataparallel.comm.transport import Allocate, FlatBroadcast, Later
+from dataparallel.comm.transport import Allocate, FlatBroadcast, Later, Transport
 from dataparallel.comm.transport_choice import Choice, choose_transport, transport_for
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
@@ -274,12 +274,13 @@ def scatter(
         sizes = near_equal_sizes(tensor.shape[dim], len(slots))
     else:
         sizes = check_chunk_sizes(chunk_sizes, len(slots), tensor.shape[dim])
-    return tuple(scatter_chunks(tensor, slots[: len(sizes)], sizes, dim))
+    used = slots[: len(sizes)]
+    return tuple(transport_to_scatter(tensor, used).scatter(tensor, used, sizes, dim))
 
 
-def scatter_chunks(tensor: Tensor, slots: Sequence[torch.device], sizes: Sequence[int], dim: int) -> list[Tensor]:
-    """As `scatter`, with a size for each slot. It checks nothing, and records what it does if the caller records."""
-    return transport_for("scatter", _places([tensor.device], slots), [tensor]).scatter(tensor, slots, sizes, dim)
+def transport_to_scatter(tensor: Tensor, slots: Sequence[torch.device]) -> Transport:
+    """What scatters a tensor, and others from its device, over the slots. It records what the caller records."""
+    return transport_for("scatter", _places([tensor.device], slots), [tensor])
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ import dataparallel
 from dataparallel import DataParallel, prefetch
 from dataparallel.autograd.functions import comm
 from dataparallel.comm.streams import ahead
+from dataparallel.comm.transport import Transport
 from echo import Echo, batches, left_behind, waiting
 
 on_accelerators = pytest.mark.devices("sim", "cuda")
@@ -32,7 +33,7 @@ def scattered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     Both ways into a scatter are watched. One is private: nothing but time would show on which way a chunk came.
     """
     found: list[Tensor] = []
-    real, send = comm.scatter_chunks, ahead.send
+    real, send = Transport.scatter, ahead.send
 
     def noted(tensors: list, slots: list, dim: int) -> ahead.SentBatch:
         found.extend(tensor for tensor, _ in tensors)
@@ -40,12 +41,11 @@ def scattered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     monkeypatch.setattr(ahead, "send", noted)
 
-    def scatter(tensor: Tensor, *args: Any) -> list[Tensor]:
+    def scatter(self: Transport, tensor: Tensor, *args: Any) -> list[Tensor]:
         found.append(tensor)
-        return real(tensor, *args)
+        return real(self, tensor, *args)
 
-    for place in ("dataparallel.comm", "dataparallel.batches.scatter"):
-        monkeypatch.setattr(f"{place}.scatter_chunks", scatter)
+    monkeypatch.setattr(Transport, "scatter", scatter)
     return found
 
 
