@@ -216,9 +216,8 @@ class _Splitter:
         copied: list[CopiedContainer] | None,
     ) -> None:
         self.slots, self.sizes, self.dim, self.marked, self.copied = slots, sizes, dim, marked, copied
-        self.transports: dict[
-            torch.device, Transport
-        ] = {}  # the choice reads settings, which may be in the environment
+        # Chosen once for each device: the choice reads settings, which may be in the environment.
+        self.transports: dict[torch.device, Transport] = {}
         self.keywords: Any = None  # no code outside of a replica's call has the dict of its keyword arguments
         self.samples: SampleCopies | None = None
         # What is in two places becomes one chunk in two places: attention tests whether query is key, and forward

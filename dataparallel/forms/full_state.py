@@ -68,7 +68,9 @@ def full_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> Sta
     # The ranks that shard a unit gather its shards: those of the group that was given, whose errors end no step of all.
     given = (machines.given[0] for state in unit_states(model) if (machines := state.unit.machines) is not None)
     groups = [*dict.fromkeys(group for group in given if group is not None)]
-    model_state, optimizer_state = act_together(groups, "full_state_dict", lambda: _state_to_save(model, optimizer))
+    model_state, optimizer_state = act_together(
+        groups, "full_state_dict", lambda: _state_to_save(model, optimizer), describe_sent_tensors
+    )
     copies: dict[int, Tensor] = {}
     saved: Any = OrderedDict((name, full_copy(value, copies)) for name, value in model_state.items())
     if hasattr(model_state, "_metadata"):  # the versions of modules
@@ -382,8 +384,7 @@ def describe_loaded_tensors(model: nn.Module, optimizer: Optimizer | None, state
         parameters = parameters_by_key(optimizer, optimizer_state)
         for key, values in optimizer_state["state"].items():
             if isinstance(parameters[key], ShardedTensor):
-                leaves, _ = _torch.pytree.tree_flatten_with_path(values)
-                loaded |= {f"parameter {key} {_torch.pytree.keystr(path)}": leaf for path, leaf in leaves}
+                loaded |= {f"parameter {key} {path}": leaf for path, leaf in _leaves_by_path(values).items()}
     return {
         name: {"shape": tuple(value.shape), "dtype": value.dtype, "values": _checksum_of_samples(value)}
         for name, value in loaded.items()

@@ -44,6 +44,8 @@ class KeptTensors(TensorStore):
     ``slots``: all slots; a call may use only the first few. ``passes``: the module's, if a `Reducer` gets the sums.
     """
 
+    stay = True
+
     def __init__(self, slots: list[torch.device], first_bytes: int, cap_bytes: int, broadcast_buffers: bool) -> None:
         self.sums = GradientSums()
         self.passes: ModulePasses | None = None
@@ -52,8 +54,6 @@ class KeptTensors(TensorStore):
         self._slots, self._broadcast_buffers = slots, broadcast_buffers
         self._first_bytes, self._cap_bytes = first_bytes, cap_bytes
         self._order = BucketOrder(None)
-
-    stay = True
 
     def __reduce__(self) -> tuple[type[KeptTensors], tuple[Any, ...]]:
         return KeptTensors, (self._slots, self._first_bytes, self._cap_bytes, self._broadcast_buffers)
