@@ -100,15 +100,12 @@ class UnitModule:
         for registry, name, position in self.entries:
             registry[name] = parameters[position]
 
+    @_torch.not_traced
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls ``function``, a method of the module, with full parameters.
 
         If a function that the user has compiled calls the module, this runs between two graphs.
         """
-        run = _run_not_traced if _torch.is_compiler_loaded() else UnitModule._run
-        return run(self, function, *args, **kwargs)
-
-    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.is_running:  # the module's `forward` inside of its `__call__`, or a recursion
             return function(*args, **kwargs)
         slot_unit, unit = self.slot_unit, self.slot_unit.unit
@@ -152,9 +149,6 @@ class UnitModule:
     def ends_with_sums(self) -> bool:
         """True if each backward ends after the sums of its gradients, so that the next one may overwrite these."""
         return self.root_call.ends_with_sums
-
-
-_run_not_traced = _torch.not_traced(UnitModule._run)
 
 
 class ModuleCall:
