@@ -169,6 +169,61 @@ def test_gradients_zeroed_after_a_failed_backward_stay_so_though_a_thread_of_it_
 
 
 @pytest.mark.slots(3)
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.parametrize("quietly", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_waited_and_are_zeroed_while_a_failed_backward_runs_on_are_gone(quietly, set_to_none, slots):
+    """They belong to the `.grad` from before that backward, though it ends after the user has zeroed that."""
+    training = Training(slots)
+    model = training.model
+    with no_sync(model):
+        training._run(model, batch(slots, next(training.seed)))
+    begun, released = threading.Event(), threading.Event()
+    on_cpu = torch.ones((), requires_grad=True)
+
+    def wait(gradient: Tensor) -> None:
+        if gradient.device == torch.device(slots[1]):
+            begun.set()
+            assert released.wait(20)
+
+    def fail_then(gradient: Tensor) -> None:  # in the thread that has called backward
+        assert begun.wait(20)
+        raise ArithmeticError("while a slot is in backward")
+
+    handle = model.layers[1].register_forward_hook(lambda module, inputs, output: output.register_hook(wait) and None)
+    on_cpu.register_hook(fail_then)
+    with no_sync(model) if quietly else nullcontext():
+        loss = mean_square_loss(model(batch(slots, next(training.seed)))) + (on_cpu * on_cpu).to(slots[0])
+        handle.remove()
+        with pytest.raises(ArithmeticError, match="while a slot is in backward"):
+            loss.backward()
+    training.optimizers[model].zero_grad(set_to_none)
+    released.set()
+    training.compare()
+
+
+@pytest.mark.slots(2)
+def test_gradients_that_waited_are_gone_when_they_are_zeroed_after_the_sums_have_failed(slots):
+    """Units that were summed before another one failed have given their gradients away, and got them back."""
+    training = Training(slots)
+    model = training.model
+    with no_sync(model):
+        training._run(model, batch(slots, next(training.seed)))
+    calls = itertools.count()
+
+    def refuse_what_waited(part: Tensor) -> None:  # two owners have summed what the one slot has delivered
+        if next(calls) >= 2:
+            raise ArithmeticError("in the sum of what waited")
+
+    model.layers[3].set_all_reduce_hook(refuse_what_waited)
+    with pytest.raises(ArithmeticError, match="of what waited"):
+        training._run(model, batch(slots, next(training.seed))[:1])
+    model.layers[3].set_all_reduce_hook(lambda part: None)
+    training.optimizers[model].zero_grad()
+    training.compare()
+
+
+@pytest.mark.slots(3)
 @pytest.mark.parametrize("layer", range(4))
 def test_gradients_that_wait_on_the_slots_outlive_a_failed_backward(layer, slots):
     """Like `.grad` on one device they have gradients of the failed pass added, where it came so far, or not."""

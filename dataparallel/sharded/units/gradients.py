@@ -308,7 +308,7 @@ class UnitGradients:
                 return None
             held = self._held.pop(slot, None)
             if held is not None:
-                sums.restorers.append(partial(self._put_back, slot, held))
+                sums.restorers.append(partial(self._put_back, {slot: held}, {}))
             deliveries = next((each for each in self._rounds if slot not in each), None)
             if deliveries is None:
                 self._rounds.append(deliveries := {})
@@ -324,7 +324,8 @@ class UnitGradients:
 
         With ``None`` the pass has failed: deliveries that wait are dropped, and so are gradients that this pass alone
         has left on slots. Gradients of earlier passes stay held, with what has been added to them; if they were part of
-        a delivery that waits, `SumsOfPass.drop_all` puts them back.
+        a delivery that waits, `SumsOfPass.drop_all` puts them back. They belong to the ``.grad`` of before: the user
+        may have zeroed it already, while threads of the failed pass ran on.
         """
         with self._lock:
             new, self._newly_holding = self._newly_holding, set()
@@ -332,17 +333,17 @@ class UnitGradients:
             if sums is None:
                 for slot in new:
                     self._held.pop(slot, None)
-                self._note_held()
+                self._drop({i for held in self._held.values() for i in held.present} - self._former.keys())
                 return
             self._hold_or_add_direct(sums)
+            held: dict[int, Delivery] = {}
             if self._unit.requires_gradient_sync and self._held:
                 held, self._held = self._held, {}
-                for slot, delivery in held.items():
-                    sums.restorers.append(partial(self._put_back, slot, delivery))
                 rounds.append(held)
+            former, self._former = self._former, {}
+            sums.restorers.append(partial(self._put_back, held, former))
             for deliveries in rounds:
                 self.add_up(deliveries, sums)
-            self._former = {}
             with streams_set(sums.computing):
                 self._note_held()
 
@@ -363,8 +364,9 @@ class UnitGradients:
             held[i] = held[i] + gradient if i in held else gradient.clone()  # other code may hold `gradient`
         self._held_direct = held
 
-    def _put_back(self, slot: int, held: Delivery) -> None:
-        self._held[slot] = held
+    def _put_back(self, held: Mapping[int, Delivery], former: Mapping[int, FormerGrad]) -> None:
+        self._held.update(held)
+        self._former.update(former)
 
     def note_lost(self, computing: Mapping[torch.device, torch.Stream]) -> None:
         """Notes that gradients are incomplete until the user has zeroed them: the gradients of one backward are lost.
@@ -395,18 +397,22 @@ class UnitGradients:
     def drop_void(self) -> None:
         """Drops held gradients of parameters whose ``.grad`` the user has dropped or zeroed since."""
         with self._lock:
-            for i in [i for i, former in self._former.items() if former.is_void(self._unit.parameters[i])]:
-                del self._former[i]
-                self._held_direct.pop(i, None)
-                for delivery in self._held.values():
-                    delivery.present.discard(i)
-                    for (kept, layout, _), matrix in zip(self.groups, delivery.gradients, strict=True):
-                        if i in kept and isinstance(matrix, Tensor):
-                            layout.zero_columns(kept.index(i), matrix.view(layout.owners, layout.numel))
-            self._held = {slot: held for slot, held in self._held.items() if held.present}
+            self._drop([i for i, former in self._former.items() if former.is_void(self._unit.parameters[i])])
             if self.partial is not None:
                 self.partial.drop_void()
                 self.partial = self.partial if self.partial.present else None
+
+    def _drop(self, positions: Collection[int]) -> None:
+        """Drops what is held for these parameters."""
+        for i in positions:
+            self._former.pop(i, None)
+            self._held_direct.pop(i, None)
+            for delivery in self._held.values():
+                delivery.present.discard(i)
+                for (kept, layout, _), matrix in zip(self.groups, delivery.gradients, strict=True):
+                    if i in kept and isinstance(matrix, Tensor):
+                        layout.zero_columns(kept.index(i), matrix.view(layout.owners, layout.numel))
+        self._held = {slot: held for slot, held in self._held.items() if held.present}
 
     def _note_held(self) -> None:
         """Notes to which ``.grad`` the held gradients belong. The computing streams are current."""
