@@ -35,6 +35,7 @@ from dataparallel.batches.structures import (
 from dataparallel.comm import settings, transport_to_scatter
 from dataparallel.comm.checks import why_no_batch, why_not_movable
 from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
+from dataparallel.comm.streams.held import held_together
 from dataparallel.comm.transport import Transport
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.samples import Samples
@@ -137,8 +138,8 @@ def _scatter(
     splitter = _Splitter(slots[:replicas], sizes, dim, marked, copied)
     tensors = {id(leaf): leaf for _, leaf in found if isinstance(leaf, Tensor)}.values()
     parts = ((tensor, splitter.sizes_of(tensor)) for tensor in tensors)
-    # The settings are read once, not for each tensor.
-    with settings.held(settings.current()), copied_at_once(parts, splitter.slots, dim, reads):
+    # The settings are read once, not for each tensor, and memory is held for peers once.
+    with settings.held(settings.current()), held_together(), copied_at_once(parts, splitter.slots, dim, reads):
         return splitter.split(inputs)
 
 

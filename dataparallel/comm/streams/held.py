@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from dataparallel.forks import in_forked_child
 
 _held: defaultdict[torch.device, deque[tuple[Event, Sequence[Tensor]]]] = defaultdict(deque)
 _lock = threading.Lock()
+_together = threading.local()  # ``memory``: what `held_together` collects in this thread
 
 
 def hold(memory: Sequence[Tensor], event: Event) -> bool:
@@ -48,7 +50,29 @@ def hold_for_peers(memory: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     if all(tensor.device.type != "cuda" for tensor in memory):
         return
     if len({tensor.device for tensor in (*memory, *others)} - {CPU}) > 1:
+        collected: list[Tensor] | None = getattr(_together, "memory", None)
+        if collected is not None:
+            collected += memory
+            return
         for device, stream in current_streams(tensor.device for tensor in memory).items():
+            hold([tensor for tensor in memory if tensor.device == device], Event(stream))
+
+
+@contextmanager
+def held_together() -> Iterator[None]:
+    """Has `hold_for_peers` keep in the end what it gets meanwhile in this thread, with one event for each device.
+
+    The same streams have to be current in the end.
+    """
+    if getattr(_together, "memory", None) is not None:
+        yield
+        return
+    _together.memory = memory = []
+    try:
+        yield
+    finally:
+        _together.memory = None
+        for device, stream in current_streams({tensor.device for tensor in memory}).items():
             hold([tensor for tensor in memory if tensor.device == device], Event(stream))
 
 
