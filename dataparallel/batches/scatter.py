@@ -7,6 +7,7 @@ Every error names the place in the structure. `check_shared` refuses what replic
 from __future__ import annotations
 
 import io
+from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -33,11 +34,12 @@ from dataparallel.batches.structures import (
     with_leaves,
 )
 from dataparallel.comm import settings, transport_to_scatter
+from dataparallel.comm.buckets import SMALL_BYTES, travels_flat
 from dataparallel.comm.checks import why_no_batch, why_not_movable
 from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
 from dataparallel.comm.streams.held import held_together
 from dataparallel.comm.transport import Transport
-from dataparallel.devices import DeviceLike, resolve_slots
+from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.samples import Samples
 from dataparallel.user_warnings import warn_once
 
@@ -140,6 +142,7 @@ def _scatter(
     parts = ((tensor, splitter.sizes_of(tensor)) for tensor in tensors)
     # The settings are read once, not for each tensor, and memory is held for peers once.
     with settings.held(settings.current()), held_together(), copied_at_once(parts, splitter.slots, dim, reads):
+        splitter.send_small(tensors)
         return splitter.split(inputs)
 
 
@@ -264,6 +267,26 @@ class _Splitter:
     def sizes_of(self, tensor: Tensor) -> list[int] | None:
         return None if is_whole(tensor) else self.sizes
 
+    def send_small(self, tensors: Iterable[Tensor]) -> None:
+        """Splits small tensors on accelerators together, those of each device, if no graph needs them."""
+        by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+        for tensor in () if len(self.slots) == 1 or _torch.is_inside_functorch_transform() else tensors:
+            can_be_packed = tensor.device != CPU and travels_flat(tensor) and not is_whole(tensor)
+            if can_be_packed and tensor.nbytes <= SMALL_BYTES and not _has_graph(tensor):
+                by_device[tensor.device].append(tensor)
+        for together in by_device.values():
+            if len(together) > 1:
+                assert self.sizes is not None
+                transport = self.transport(together[0])
+                chunks = transport.scatter_coalesced(together, self.slots, self.sizes, self.dim)
+                for tensor, of_tensor in zip(together, chunks, strict=True):
+                    self.chunks[id(tensor)] = tensor, own_chunks(of_tensor, tensor)
+
+    def transport(self, tensor: Tensor) -> Transport:
+        if (transport := self.transports.get(tensor.device)) is None:
+            transport = self.transports[tensor.device] = transport_to_scatter(tensor, self.slots)
+        return transport
+
     def split_tensor(self, tensor: Tensor) -> Sequence[Tensor]:
         if len(self.slots) == 1 and tensor.device == self.slots[0]:
             return [tensor]
@@ -273,17 +296,19 @@ class _Splitter:
                 return copied
         if not is_whole(tensor):
             assert self.sizes is not None
-            if torch.is_grad_enabled() and (tensor.requires_grad or unpack_dual(tensor).tangent is not None):
+            if _has_graph(tensor):
                 return Scatter.apply(self.slots, self.sizes, self.dim, tensor)
             # Without a node, which takes longer than the copies of a small tensor.
-            if (transport := self.transports.get(tensor.device)) is None:
-                transport = self.transports[tensor.device] = transport_to_scatter(tensor, self.slots)
-            return own_chunks(transport.scatter(tensor, self.slots, self.sizes, self.dim), tensor)
+            return own_chunks(self.transport(tensor).scatter(tensor, self.slots, self.sizes, self.dim), tensor)
         copies = Broadcast.apply(self.slots, tensor)
         for copy in copies:
             if tensor.dim() > 0:
                 mark_whole(copy)
         return copies
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    return torch.is_grad_enabled() and (tensor.requires_grad or unpack_dual(tensor).tangent is not None)
 
 
 def moved(obj: Any, device: torch.device) -> Any:

@@ -19,6 +19,10 @@ from dataparallel.replica_parameter import ReplicaParameter
 DEFAULT_CAP_BYTES = 10 * 2**20
 """10 MiB, the size that ``torch.nn.parallel.comm`` has used since its beginning."""
 
+SMALL_BYTES = 2**16
+"""Tensors of a batch with at most so many bytes travel together: a copy of each would cost the host more than packing
+them costs the device."""
+
 PLAIN_TYPES: frozenset[type] = frozenset({Tensor, torch.nn.Parameter, ReplicaParameter})
 """Classes of tensors that are only data. Tensors of other classes travel singly, so that they keep their class."""
 

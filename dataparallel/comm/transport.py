@@ -310,6 +310,22 @@ class Transport(ABC):
             return moved
         return [same_kind(chunk, tensor, self.send) for chunk in moved]
 
+    def scatter_coalesced(
+        self, tensors: Sequence[Tensor], devices: Sequence[torch.device], sizes: Sequence[int], dim: int
+    ) -> list[list[Tensor]]:
+        """For each tensor what `scatter` returns. All are on one device, and `travels_flat` is true for each.
+
+        What one slot gets travels in a flat buffer for each dtype.
+        """
+        split = [torch.split_with_sizes(Tensor.detach(tensor), list(sizes), dim) for tensor in tensors]
+        by_slot = [[*chunks] for chunks in zip(*split, strict=True)]
+        for chunks, device in zip(by_slot, devices, strict=True):
+            for bucket in plan_buckets(chunks)[0] if device != tensors[0].device else ():
+                received = unflatten(bucket, self.to_device(flatten(bucket, chunks), device))
+                for index, chunk in zip(bucket.indices, received, strict=True):
+                    chunks[index] = chunk
+        return [[*chunks] for chunks in zip(*by_slot, strict=True)]
+
     def gather(self, tensors: Sequence[Tensor], dim: int, destination: torch.device) -> Tensor:
         """The tensors one after the other along ``dim``. A single tensor on ``destination`` is returned as it is."""
         if len(tensors) == 1:

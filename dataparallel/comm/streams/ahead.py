@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from dataparallel import _torch
-from dataparallel.comm.buckets import PLAIN_TYPES, is_dense
+from dataparallel.comm.buckets import (
+    PLAIN_TYPES,
+    SMALL_BYTES,
+    flatten_into,
+    is_dense,
+    plan_buckets,
+    travels_flat,
+    unflatten,
+)
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.kinds import alias, same_kind
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
@@ -104,24 +112,29 @@ class SentTensor:
         self.tensor, self.sizes, self.dim = tensor, sizes, dim
         self.slots = list(slots if sizes is None else slots[: len(sizes)])
         self.version = _version(tensor)
-        detached = tensor.detach()
-        if sizes is None:
-            devices = list(dict.fromkeys(self.slots))
-            parts = [detached]
-        else:
-            devices = self.slots
-            parts = list(detached.split(list(sizes), dim))
+        self.callers_memory: list[Tensor] = []
+        self.chunks: list[Tensor] = []
+        self.copy_events: dict[torch.device, Event] = {}
+        self.ordered: set[torch.Stream] = set()
+
+    @property
+    def is_small(self) -> bool:
+        return self.sizes is not None and self.tensor.nbytes <= SMALL_BYTES and travels_flat(self.tensor)
+
+    def parts(self) -> Sequence[Tensor]:
+        """The chunks on the host, or the whole tensor."""
+        detached = self.tensor.detach()
+        return [detached] if self.sizes is None else torch.split_with_sizes(detached, list(self.sizes), self.dim)
+
+    def copy(self) -> None:
+        """Starts the copies to the slots, on the devices' current streams."""
+        parts = self.parts()
         pinned = [_pinned(part) for part in parts]
         self.callers_memory = [part for part, source in zip(parts, pinned, strict=True) if source is part]
-        self.pinned = pinned if sizes is not None else pinned * len(devices)
-        self.chunks = [torch.empty_like(part, device=to) for part, to in zip(self.pinned, devices, strict=True)]
-        self.copy_events: dict[torch.device, Event] = {}
-
-    def copy_to(self, device: torch.device) -> None:
-        """Starts the copies to one device, on its current stream."""
-        for chunk, source in zip(self.chunks, self.pinned, strict=True):
-            if chunk.device == device:
-                chunk.copy_(source, non_blocking=True)
+        devices = self.slots if self.sizes is not None else [*dict.fromkeys(self.slots)]
+        sources = pinned if self.sizes is not None else pinned * len(devices)
+        for source, device in zip(sources, devices, strict=True):
+            self.chunks.append(_copy_of(source, device))
 
     def fits(self, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> bool:
         """True if a scatter would cut the tensor into the same chunks now. A whole tensor fits fewer slots too."""
@@ -145,7 +158,9 @@ class SentTensor:
         """
         chunks, self.chunks = self.chunks, []
         for device, stream in current_streams(chunk.device for chunk in chunks).items():
-            self.copy_events[device].make_wait(stream)
+            if stream not in self.ordered:
+                self.copy_events[device].make_wait(stream)
+                self.ordered.add(stream)
             if stream != kept_stream(device, "inputs"):
                 # The memory returns to the side stream, whichever stream and thread frees it.
                 for chunk in chunks:
@@ -164,8 +179,9 @@ class SentBatch:
 
     def __init__(self, tensors: list[SentTensor], copy_events: dict[torch.device, Event]) -> None:
         self.tensors, self.copy_events = tensors, copy_events
+        ordered: set[torch.Stream] = set()  # streams that wait for the copies
         for tensor in tensors:
-            tensor.copy_events = copy_events
+            tensor.copy_events, tensor.ordered = copy_events, ordered
             _not_taken.setdefault(id(tensor.tensor), []).append(tensor)
 
     def release(self, reads: HostReads) -> None:
@@ -174,6 +190,16 @@ class SentBatch:
             _withdraw(tensor)
         reads.note([part for tensor in self.tensors for part in tensor.callers_memory], self.copy_events.values())
         self.tensors.clear()
+
+
+def _copy_together(tensors: Sequence[SentTensor], slots: Sequence[torch.device]) -> None:
+    """Starts the copies of small tensors that are cut alike: for each slot and dtype one flat buffer."""
+    for parts, slot in zip(zip(*(each.parts() for each in tensors), strict=True), slots, strict=False):
+        for bucket in plan_buckets(parts)[0]:
+            pinned = torch.empty(bucket.numel, dtype=parts[bucket.indices[0]].dtype, pin_memory=True)
+            flatten_into(bucket, parts, pinned)
+            for index, chunk in zip(bucket.indices, unflatten(bucket, _copy_of(pinned, slot)), strict=True):
+                tensors[index].chunks.append(chunk)
 
 
 @torch.no_grad()
@@ -194,14 +220,16 @@ def send(
     used = max((len(slots if sizes is None else sizes) for _, sizes in tensors), default=0)
     # One stream on each device for the whole process, because torch keeps a pool of memory for each stream.
     sides = {device: kept_stream(device, "inputs") for device in dict.fromkeys(slots[:used])}
-    copy_events = {}
     try:
         with streams_set(sides):
             sent = [SentTensor(tensor, slots, sizes, dim) for tensor, sizes in tensors]
-            for device, side in sides.items():
-                for tensor in sent:
-                    tensor.copy_to(device)
-                copy_events[device] = Event(side)
+            together = [each for each in sent if each.is_small and each.sizes == sent[0].sizes]
+            if len(together) > 1:
+                _copy_together(together, slots)
+            for each in sent:
+                if not each.chunks:
+                    each.copy()
+            copy_events = {device: Event(side) for device, side in sides.items()}
     except BaseException:
         # Copies that have started may read the caller's memory.
         for side in sides.values():
@@ -245,6 +273,11 @@ def _has_side_streams(device_type: str) -> bool:
 def _version(tensor: Tensor) -> int | None:
     """torch's count of in-place writes, without writes through ``.data`` and numpy; ``None`` for inference tensors."""
     return None if tensor.is_inference() else _torch.version_of(tensor)
+
+
+def _copy_of(pinned: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, made on its current stream."""
+    return torch.empty_like(pinned, device=device).copy_(pinned, non_blocking=True)
 
 
 def _pinned(tensor: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ def held_together() -> Iterator[None]:
     if getattr(_together, "memory", None) is not None:
         yield
         return
-    _together.memory = memory = []
+    memory: list[Tensor] = []
+    _together.memory = memory
     try:
         yield
     finally:

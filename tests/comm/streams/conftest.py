@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from clocked import check_clocks
 from dataparallel import DataParallel
-from dataparallel.comm.streams.ahead import SentTensor
+from dataparallel.comm.streams import ahead
 from dataparallel.composable import replicate
 
 
@@ -35,15 +35,15 @@ def side_streams(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
 
 @pytest.fixture
 def copy_streams(monkeypatch: pytest.MonkeyPatch) -> list[torch.Stream]:
-    """The streams on which chunks have been copied."""
+    """The streams on which chunks have been copied, one for each copy."""
     streams: list[torch.Stream] = []
-    real = SentTensor.copy_to
+    real = ahead._copy_of
 
-    def copy_to(self: SentTensor, device: torch.device) -> None:
+    def copy_of(pinned: Tensor, device: torch.device) -> Tensor:
         streams.append(torch.accelerator.current_stream(device))
-        real(self, device)
+        return real(pinned, device)
 
-    monkeypatch.setattr(SentTensor, "copy_to", copy_to)
+    monkeypatch.setattr(ahead, "_copy_of", copy_of)
     return streams
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch, scatter, scatter_kwargs
 from dataparallel.call.parallel_apply import SERIAL_VARIABLE
-from dataparallel.comm.streams.ahead import SentTensor
+from dataparallel.comm.streams import ahead
 from dataparallel.comm.streams.current import streams_set
 from dataparallel.composable import replicate
 from spare_streams import spare_stream
@@ -129,7 +129,7 @@ def test_nobody_waits_for_the_step_before(
     copy_streams.clear()
     source.look = look
     forward_and_backward(model, batch(pin_memory))
-    assert len(copy_streams) == len({*slots})  # one for each device
+    assert len({*copy_streams}) == len({*slots})  # one for each device
     assert looked == [(False, False)] * len(slots)
     assert not step.known_to_host()  # nor in backward
 
@@ -196,14 +196,14 @@ def test_a_scatter_outside_of_a_call_waits_for_its_copies(slots: list, root: tor
 def test_what_a_failed_send_has_started_is_waited_for(
     slots: list, camera: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = SentTensor.copy_to
+    real = ahead._copy_of
 
-    def copy_to(self: SentTensor, device: torch.device) -> None:
+    def copy_of(pinned: Tensor, device: torch.device) -> Tensor:
         if device == slots[-1]:
             raise torch.OutOfMemoryError("made up")
-        real(self, device)
+        return real(pinned, device)
 
-    monkeypatch.setattr(SentTensor, "copy_to", copy_to)
+    monkeypatch.setattr(ahead, "_copy_of", copy_of)
     x = batch(True)
     with pytest.raises(torch.OutOfMemoryError, match="made up"):
         scatter(x, slots)
