@@ -23,7 +23,9 @@ from dataparallel.autograd.node import OneNode, groups_that_share
 from dataparallel.batches.batch_types import PerReplica, batch_of, container_of, path_of_key
 from dataparallel.batches.samples import check_entries, joined_samples
 from dataparallel.batches.structures import Written, leaves, tensors_in, with_leaves
+from dataparallel.comm import settings
 from dataparallel.comm.checks import why_no_batch, why_not_gatherable, why_not_movable
+from dataparallel.comm.streams.held import held_together
 from dataparallel.devices import CPU, DeviceLike, resolve
 from dataparallel.samples import Samples
 
@@ -171,14 +173,16 @@ def gather_outputs(
     target = CPU if target_device == -1 else resolve(target_device)
     of_replicas = [*zip(outputs, *(entry.values for entry in written), strict=True)] if written else outputs
     joins = _Joins(target, dim, _of_one_node(of_replicas), combine, pad, {})
-    output = _joined(list(outputs), joins, "output", ())
-    for entry in written:
-        try:
-            path = path_of_key(entry.key)
-            value = _joined(entry.values, joins._replace(pad=pad_under(pad, path)), path, ())
-        except (TypeError, ValueError):
-            value = PerReplica(entry.values)
-        entry.hand_back(value)
+    # The settings are read once, not for each tensor, and memory is held for peers once.
+    with settings.held(settings.current()), held_together():
+        output = _joined(list(outputs), joins, "output", ())
+        for entry in written:
+            try:
+                path = path_of_key(entry.key)
+                value = _joined(entry.values, joins._replace(pad=pad_under(pad, path)), path, ())
+            except (TypeError, ValueError):
+                value = PerReplica(entry.values)
+            entry.hand_back(value)
     return output
 
 
