@@ -102,7 +102,7 @@ class HostReads(ExitStack):
 
 
 class SentTensor:
-    """One host tensor and its chunks on the slots. The constructor allocates the chunks on the current streams.
+    """One host tensor and its chunks on the slots, which `send` allocates on the side streams.
 
     The host first copies pageable memory into pinned memory, and no later copy reads the caller's memory. A copy
     from pageable memory to a device would stop the host until the device has done all earlier work on the stream.
@@ -115,10 +115,11 @@ class SentTensor:
         self.callers_memory: list[Tensor] = []
         self.chunks: list[Tensor] = []
         self.copy_events: dict[torch.device, Event] = {}
-        self.ordered: set[torch.Stream] = set()
+        self.ordered: set[torch.Stream] = set()  # streams that wait for the copies of the batch
 
     @property
     def is_small(self) -> bool:
+        """True if its chunks travel in buffers with others."""
         return self.sizes is not None and self.tensor.nbytes <= SMALL_BYTES and travels_flat(self.tensor)
 
     def parts(self) -> Sequence[Tensor]:
@@ -179,7 +180,7 @@ class SentBatch:
 
     def __init__(self, tensors: list[SentTensor], copy_events: dict[torch.device, Event]) -> None:
         self.tensors, self.copy_events = tensors, copy_events
-        ordered: set[torch.Stream] = set()  # streams that wait for the copies
+        ordered: set[torch.Stream] = set()
         for tensor in tensors:
             tensor.copy_events, tensor.ordered = copy_events, ordered
             _not_taken.setdefault(id(tensor.tensor), []).append(tensor)
@@ -193,7 +194,10 @@ class SentBatch:
 
 
 def _copy_together(tensors: Sequence[SentTensor], slots: Sequence[torch.device]) -> None:
-    """Starts the copies of small tensors that are cut alike: for each slot and dtype one flat buffer."""
+    """Starts the copies of small tensors that are cut alike: for each slot and dtype one flat buffer.
+
+    No copy reads the caller's memory, also if it is pinned.
+    """
     for parts, slot in zip(zip(*(each.parts() for each in tensors), strict=True), slots, strict=False):
         for bucket in plan_buckets(parts)[0]:
             pinned = torch.empty(bucket.numel, dtype=parts[bucket.indices[0]].dtype, pin_memory=True)
