@@ -93,8 +93,8 @@ def _prepare(
         ignored_params: parameters that are not sharded, not copied to the slots and not summed. Those of other modules
             are allowed.
         units: ``"auto"`` shards the blocks of the model first, with these arguments: elements of its ``Sequential`` and
-            ``ModuleList``, in about 16 units of as many bytes. Each of them has to be run by calling it. Without it the
-            module is one unit.
+            ``ModuleList``, in about 16 units of as many bytes, of at least 1 MiB. Each of them has to be run by calling
+            it. Without it the module is one unit.
         <options>
         process_group: a ``torch.distributed`` group with one process for each machine. Parameters are sharded over the
             devices of each machine, and replicated over machines.

@@ -11,15 +11,18 @@ from torch import nn
 _UNITS = 16
 """About as many units share the bytes of a model: enough that gathers and sums overlap with computation."""
 
+_LEAST_BYTES = 2**20
+"""A smaller unit costs the host more time than it saves the devices."""
+
 
 def units_of(model: nn.Module) -> list[list[nn.Module]]:
     """Returns the modules of each unit, in the order of the model's tree. What is in none stays with the model.
 
     A block is an element of a ``Sequential`` or ``ModuleList``. If blocks of one class repeat in a large element, they
-    are the blocks instead. Neighbours in a list share a unit until they have a sixteenth of the model's bytes. A block
-    is left out if it shares a parameter with a module outside of it.
+    are the blocks instead. Neighbours in a list share a unit until they have a sixteenth of the model's bytes, and at
+    least 1 MiB. A block is left out if it shares a parameter with a module outside of it.
     """
-    least = _bytes(model) // _UNITS
+    least = max(_bytes(model) // _UNITS, _LEAST_BYTES)
     places = _places(model)
     units: list[list[nn.Module]] = []
     for siblings in _lists_of_blocks(model, 2 * least):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
+from dataparallel.forms import unit_choice
 from dataparallel.forms.unit_choice import units_of
 
 
@@ -50,16 +51,20 @@ ONLY_CPU = pytest.mark.devices("cpu")
 
 @ONLY_CPU
 def test_blocks_of_a_backbone_are_units_and_what_is_tied_stays() -> None:
-    model = GPT()
+    with torch.device("meta"):
+        model = GPT(width=512)
     assert units_of(model) == [[block] for block in model.backbone.blocks]
 
 
 @ONLY_CPU
 def test_many_small_neighbours_share_a_unit() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(64)))
-    units = units_of(model)
-    assert [block for unit in units for block in unit] == [*model]
-    assert {len(unit) for unit in units} == {4}
+    """Until they have a sixteenth of the model, and 1 MiB: a smaller unit costs more than it saves."""
+    for width, together in ((300, 4), (150, 12)):
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(64)))
+        units = units_of(model)
+        assert [block for unit in units for block in unit] == [*model]
+        assert {len(unit) for unit in units[:-1]} == {together}
 
 
 @ONLY_CPU
@@ -69,11 +74,12 @@ def test_stages_of_blocks_are_looked_into() -> None:
     class Bottleneck(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv = nn.Conv2d(32, 32, 3)
-            self.downsample = bottleneck(32)
+            self.conv = nn.Conv2d(256, 256, 3)
+            self.downsample = bottleneck(256)
 
-    stages = [nn.Sequential(*(Bottleneck() for _ in range(3))) for _ in range(4)]
-    model = nn.Sequential(nn.Conv2d(3, 32, 7), *stages, nn.Linear(32, 10))
+    with torch.device("meta"):
+        stages = [nn.Sequential(*(Bottleneck() for _ in range(3))) for _ in range(4)]
+        model = nn.Sequential(nn.Conv2d(3, 256, 7), *stages, nn.Linear(256, 10))
     blocks = {id(block) for stage in stages for block in stage}
     chosen = [module for unit in units_of(model) for module in unit]
     assert {id(module) for module in chosen} >= blocks
@@ -82,13 +88,16 @@ def test_stages_of_blocks_are_looked_into() -> None:
 
 @ONLY_CPU
 def test_a_block_that_shares_a_parameter_is_left_to_the_model() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 512))
     model[2].weight = model[0].weight
     assert units_of(model) == [[model[1]]]
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_a_step_equals_one_device(reshard: bool, slots: list, root: torch.device) -> None:
+def test_a_step_equals_one_device(
+    reshard: bool, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unit_choice, "_LEAST_BYTES", 1)
     torch.manual_seed(0)
     model = GPT().double().to(root)
     alone = copy.deepcopy(model)

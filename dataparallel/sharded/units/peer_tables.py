@@ -107,6 +107,7 @@ class PeerTables:
         if dtype is None:
             return
         of_owners = [self._sums_of(at, owner, dtype) for owner in range(len(totals))]
+        has_matrices = any(isinstance(each, Tensor) for each in delivered)
         for of_parameters in zip(*of_owners, strict=True):  # the same ones, for each owner
             first, end, parts, _ = of_parameters[0]
             terms: list[Tensor | None] = []
@@ -114,6 +115,9 @@ class PeerTables:
                 some = [each] * len(parts) if isinstance(each, Tensor) else each[first:end]
                 terms += some or [None] * len(parts)  # a slot may have delivered nothing
             for owner, (found, total) in enumerate(zip(of_parameters, totals, strict=True)):
+                if not has_matrices:
+                    found.table.launch([*terms, total])
+                    continue
                 # In a matrix the owner's rows of all parameters follow each other.
                 rows = [owner * layout.numel + part.in_shard - sum(part.counts[:owner]) for part in parts]
                 shifts = [row if isinstance(each, Tensor) else 0 for each in delivered for row in rows]

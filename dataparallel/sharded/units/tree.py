@@ -224,8 +224,8 @@ class BackwardPass:
                 if other != slot and unit in self._missing[other]:
                     self._waiting[slot, other][unit] = number_of_bytes
             self._deliveries[slot] += 1
+            self._movements += 1
             self._stop_waiting_for(slot, unit)
-            self._note_movement()
 
     def note_unit_begun(self, slot: int, position: int, order: Sequence[Sequence[Unit]]) -> None:
         """Notes that the backward of the unit at ``position`` begins on a slot.
@@ -244,13 +244,13 @@ class BackwardPass:
             for unit in order[slot][position + 1 : passed[slot]]:
                 self._stop_waiting_for(slot, unit)
             passed[slot] = min(position, passed[slot])
-            self._note_movement()
+            self._movements += 1
 
     def _stop_waiting_for(self, slot: int, unit: Unit) -> None:
         """Lets gradients of ``unit`` on other slots no longer count as waiting for this slot."""
         self._missing[slot].discard(unit)
-        for other in range(self.sums.slots):
-            self._waiting[other, slot].pop(unit, None)
+        if any([self._waiting[other, slot].pop(unit, None) for other in range(self.sums.slots)]):
+            self._changed.notify_all()
 
     def wait_for_others(self, slot: int) -> None:
         """Waits while too many gradients of this slot wait for another. Does nothing if slots share a thread."""
@@ -269,10 +269,6 @@ class BackwardPass:
                 self._changed.wait(_PATIENCE)
                 if self._movements == before:
                     self._gave_up_at[slot] = least
-
-    def _note_movement(self) -> None:
-        self._movements += 1
-        self._changed.notify_all()
 
     def end_task(self, task: PassOfBackward, ok: bool) -> None:
         """Ends the pass if ``task`` is its last one or has failed."""

@@ -59,13 +59,15 @@ class Rows {
 template <typename Term, typename Sum, typename Result>
 void add(const Rows& rows, int64_t row, const std::vector<int64_t>& present) {
   auto* results = reinterpret_cast<Result*>(rows.target_memory(row));
-  for (int64_t i = 0; i < rows.numel(row); ++i) {
-    Sum sum{};
-    bool is_first = true;
-    for (const auto number : present) {
-      const auto term = static_cast<Sum>(reinterpret_cast<const Term*>(rows.term_memory(row, number))[i]);
-      sum = is_first ? term : static_cast<Sum>(sum + term);
-      is_first = false;
+  std::vector<const Term*> terms;
+  for (const auto number : present) {
+    terms.push_back(reinterpret_cast<const Term*>(rows.term_memory(row, number)));
+  }
+  // A target may be one of its own terms, so an element is read from all terms before it is written.
+  for (int64_t i = 0, numel = rows.numel(row); i < numel; ++i) {
+    auto sum = static_cast<Sum>(terms[0][i]);
+    for (size_t number = 1; number < terms.size(); ++number) {
+      sum = static_cast<Sum>(sum + static_cast<Sum>(terms[number][i]));
     }
     results[i] = static_cast<Result>(sum);
   }
