@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import compiled_models
 import each_form
 from dataparallel.composable import fully_shard
+from dataparallel.forms import unit_choice
 from dataparallel.testing.cases import Batch, generator, numbers, seeded, tokens
 from dataparallel.testing.steps import mean_square_loss
 from sharded_models import GPT, LENGTH, VOCABULARY, WIDTH, Apart, ResNet
@@ -178,8 +180,9 @@ MODELS: dict[str, Model] = {
 
 
 def sharded(module: nn.Module, slots: list, **options: Any) -> Any:
-    """With units that the library chooses, whose full parameters stay."""
-    return fully_shard(module, devices=slots, units="auto", reshard_after_forward=False, **options)
+    """With units that the library chooses, as many as in a large model, whose full parameters stay."""
+    with patch.object(unit_choice, "_LEAST_BYTES", 1):
+        return fully_shard(module, devices=slots, units="auto", reshard_after_forward=False, **options)
 
 
 FORMS: dict[str, Any] = {
