@@ -1,4 +1,4 @@
-"""`METHODS` of sharded tensors: Python's operators, methods on memory, which raise, and methods for checkpoints."""
+"""Methods of `ShardedTensor`: Python's operators, methods on memory, which raise, and methods for checkpoints."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.sharded.placements import Replicate
 from dataparallel.sharded.shards import local_shard_shapes, starts_of_shards
+from dataparallel.sharded.tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-
-    from dataparallel.sharded.tensor import ShardedTensor
 
 # ---- Python's operators ----------------------------------------------------------------------------------------------
 
@@ -181,9 +180,8 @@ def _shard_at(tensor: ShardedTensor, index: MetadataIndex) -> Tensor:
     return shards[min(index.index or 0, len(shards) - 1)] if len(shards) > 1 else shards[0]
 
 
-METHODS: dict[str, Any] = {f"__{name}__": _method(f"__{name}__", function) for name, function in _methods().items()}
-"""The methods by name."""
-METHODS |= {
+_BY_NAME: dict[str, Any] = {
+    **{f"__{name}__": _method(f"__{name}__", function) for name, function in _methods().items()},
     **{name: _refusing(name) for name in REFUSED},
     "data_ptr": data_ptr,
     "__hash__": Tensor.__hash__,  # a class that has __eq__ has no hash otherwise
@@ -191,3 +189,5 @@ METHODS |= {
     "__create_chunk_list__": _chunks,
     "__get_tensor_shard__": _shard_at,
 }
+for _name, _own in _BY_NAME.items():
+    setattr(ShardedTensor, _name, _own)

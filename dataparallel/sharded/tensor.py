@@ -20,7 +20,7 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from dataparallel import _torch
 from dataparallel.devices import DeviceLike, current_device, resolve
-from dataparallel.sharded import methods, operators
+from dataparallel.sharded import operators
 from dataparallel.sharded.placements import Division, Rows, after_loading, over_of
 from dataparallel.sharded.shards import copied_to, copy_shards, empty_shards, gather_full, split_into
 from dataparallel.threads.meetings import here
@@ -352,10 +352,6 @@ class ShardedTensor(Tensor):
             self.copy_(other)
             other = self
         return other.detach() if isinstance(other, ShardedTensor) else divided_like(other, self)
-
-
-for _name, _method in methods.METHODS.items():
-    setattr(ShardedTensor, _name, _method)
 
 
 def is_divided_alike(one: Tensor, other: ShardedTensor) -> bool:

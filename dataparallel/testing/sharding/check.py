@@ -16,12 +16,14 @@ from torch import Tensor
 
 from dataparallel.devices import DeviceLike
 from dataparallel.testing.sharding.calls import OperatorCall, OperatorOutcome
-from dataparallel.testing.sharding.converter import Placements, ShardingConverter
+from dataparallel.testing.sharding.converter import ShardingConverter
 from dataparallel.testing.sharding.differences import differences
 from dataparallel.testing.sharding.targets import Target
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from dataparallel.testing.sharding.on_devices import Placements
 
 RIGHT, REFUSED, WRONG = range(3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dataparallel.sharded.placements import Placement
-
-Placements: TypeAlias = "tuple[Placement, ...]"
-"""How one tensor is distributed: a placement for each dimension of the mesh. A list of devices has one dimension."""
+    from dataparallel.testing.sharding.on_devices import Placements
 
 
 def looks_like_a_tensor(value: Any) -> bool:

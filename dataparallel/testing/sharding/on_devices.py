@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from dataparallel.devices import DeviceLike, resolve_each
 from dataparallel.sharded import Replicate, ShardedTensor, distribute_tensor
-from dataparallel.sharded.placements import Owners, over_of
+from dataparallel.sharded.placements import Owners, Placement, over_of
 from dataparallel.sharded.tensor import divided_like
 from dataparallel.testing.sharding.differences import same_bits
 
-if TYPE_CHECKING:
-    from dataparallel.testing.sharding.converter import Placements
+Placements: TypeAlias = tuple[Placement, ...]
+"""How one tensor is distributed: a placement for each dimension of the mesh. A list of devices has one dimension."""
 
 
 class OnDevices:

@@ -22,8 +22,7 @@ from dataparallel.testing.ranks.slots import choose_devices
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dataparallel.testing.sharding.converter import Placements
-    from dataparallel.testing.sharding.on_devices import OnDevices
+    from dataparallel.testing.sharding.on_devices import OnDevices, Placements
 
 
 class OnMesh:
