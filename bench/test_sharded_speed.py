@@ -27,6 +27,7 @@ from child_processes import Contender, ranks
 from contender import ALONE, DDP, LENGTH, OPTIMIZER, SAMPLES_PER_SLOT, SHARDED, SIMULATED, SLOTS
 from contender import FSDP_ONE_MESH as FSDP
 from dataparallel.composable import replicate
+from dataparallel.forms.unit_choice import units_of
 from gradients import assert_same_gradients, mean_square, take_gradients
 from pairs import CELLS, PAIRS, Comparison, load, milliseconds, take_turns
 from places import Places, simulator_notes
@@ -36,8 +37,8 @@ from shapes import NARROW_GPT
 from sharded_blocks import full, full_gradients, sharded
 
 CAPTION = """\
-A training step by composable.fully_shard, which takes turns with the same step by others. All but the rows "no
-optimizer" are forward, loss, backward and AdamW.
+A training step by composable.fully_shard, which takes turns with the same step by others: forward, loss, backward and
+AdamW. It has a unit for each block and one for the rest, or those of units="auto".
 
 fully_shard, the other
     Median milliseconds.
@@ -53,7 +54,7 @@ alone
     The module by itself on one of the devices, with the whole batch.
 in a row
     As many steps of the module alone as there are devices, one after the other on one device, each with one device's
-    samples. With "no optimizer" the chunks' gradients are added.
+    samples.
 
 On CPU slots a process has two intra-op threads, which sleep while they wait for each other (OMP_WAIT_POLICY=PASSIVE).
 On simulated devices it has one, because the devices compute at a time.
@@ -64,9 +65,8 @@ BESIDE_DDP = "DDP/fully_shard"
 BESIDE_ALONE = "alone/fully_shard"
 BESIDE_REPLICATE = "replicate/fully_shard"
 OVER_IN_A_ROW = "fully_shard/in a row"
-OVER_IN_A_ROW_NO_OPTIMIZER = "fully_shard/in a row, no optimizer"
-AT_MOST = {OVER_IN_A_ROW, OVER_IN_A_ROW_NO_OPTIMIZER}
-BARS = {BESIDE_FSDP: 1.3, OVER_IN_A_ROW: 1.8}
+AT_MOST = {OVER_IN_A_ROW}
+BARS = {BESIDE_FSDP: 1.3, OVER_IN_A_ROW: 1.45}
 TABLE = {
     "model": "{model}",
     "slots": "{slots}",
@@ -92,11 +92,12 @@ class ShardedSteps:
     with one device's samples, and each a whole step.
     """
 
-    def __init__(self, module: nn.Module, batch: Tensor, devices: Sequence[torch.device]) -> None:
+    def __init__(self, module: nn.Module, batch: Tensor, devices: Sequence[torch.device], by_hand: bool) -> None:
         self.devices = list(devices)
         self.alone = module.to(self.devices[0])
         self.batch = batch.to(self.devices[0])
-        self.sharded = sharded(copy.deepcopy(self.alone), self.devices)
+        model = copy.deepcopy(self.alone)
+        self.sharded = sharded(model, self.devices, None if by_hand else units_of(model))
         self.replicated = replicate(copy.deepcopy(self.alone), devices=self.devices)
         networks = (self.alone, self.sharded, self.replicated)
         self._optimizers = {network: torch.optim.AdamW(network.parameters(), lr=RATE) for network in networks}
@@ -108,18 +109,8 @@ class ShardedSteps:
         self._step(self.replicated, self.batch)
 
     def steps_in_a_row(self) -> None:
-        for chunk in self._chunks():
+        for chunk in self.batch.chunk(len(self.devices)):
             self._step(self.alone, chunk)
-
-    def backward(self) -> None:
-        """A step without its optimizer."""
-        mean_square(self.sharded(self.batch)).backward()
-        self.sharded.zero_grad()
-
-    def backward_in_a_row(self) -> None:
-        """The same for the chunks one after the other on the first device, which adds their gradients."""
-        self._backward_in_a_row()
-        self.alone.zero_grad()
 
     def check(self) -> None:
         """Raises `AssertionError` unless the sharded module has the gradients of the module alone.
@@ -131,7 +122,8 @@ class ShardedSteps:
                 parameter.copy_(full(found))
         self.alone.zero_grad()
         self.sharded.zero_grad()
-        self._backward_in_a_row()
+        for chunk in self.batch.chunk(len(self.devices)):
+            (mean_square(self.alone(chunk)) / len(self.devices)).backward()
         mean_square(self.sharded(self.batch)).backward()
         assert_same_gradients(full_gradients(self.sharded), take_gradients(self.alone), rtol=1e-3, atol=1e-3)
         self.sharded.zero_grad()
@@ -141,13 +133,6 @@ class ShardedSteps:
         optimizer.zero_grad()
         mean_square(network(batch)).backward()
         optimizer.step()
-
-    def _backward_in_a_row(self) -> None:
-        for chunk in self._chunks():
-            (mean_square(self.alone(chunk)) / len(self.devices)).backward()
-
-    def _chunks(self) -> tuple[Tensor, ...]:
-        return self.batch.chunk(len(self.devices))
 
 
 def timed(model: str, slots: str, quotient: str, found: Comparison) -> dict[str, Any]:
@@ -232,13 +217,14 @@ def test_beside_fsdp(report: Report, tmp_path: Path, places: Places, short: bool
 
 
 @pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL support")
-def test_launch_bound(report: Report, places: Places, short: bool, once: Any) -> None:
+@pytest.mark.parametrize("units", ["a unit for each block", 'units="auto"'])
+def test_launch_bound(report: Report, places: Places, short: bool, once: Any, units: str) -> None:
     """All take turns, in rounds."""
     devices = places.apart_or_skip(LAUNCH_BOUND_DEVICES, report)[:LAUNCH_BOUND_DEVICES]
-    steps = ShardedSteps(NARROW_GPT.model(), NARROW_GPT.batch(SAMPLES_PER_DEVICE * len(devices)), devices)
+    batch = NARROW_GPT.batch(SAMPLES_PER_DEVICE * len(devices))
+    steps = ShardedSteps(NARROW_GPT.model(), batch, devices, by_hand=units == "a unit for each block")
     beside = {
         OVER_IN_A_ROW: (steps.step, steps.steps_in_a_row),
-        OVER_IN_A_ROW_NO_OPTIMIZER: (steps.backward, steps.backward_in_a_row),
         BESIDE_REPLICATE: (steps.step, steps.step_replicated),
     }
     calls = list(dict.fromkeys(call for pair in beside.values() for call in pair))
@@ -253,4 +239,4 @@ def test_launch_bound(report: Report, places: Places, short: bool, once: Any) ->
     steps.check()
     for quotient, (ours, theirs) in beside.items():
         found = Comparison(seconds[ours], seconds[theirs], *loads)
-        report.rows.append(timed(NARROW_GPT.name, f"{len(devices)} devices", quotient, found))
+        report.rows.append(timed(f"{NARROW_GPT.name}, {units}", f"{len(devices)} devices", quotient, found))
