@@ -7,12 +7,13 @@ Importing it touches no device.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
+
+from dataparallel.arguments import checked
 
 DeviceLike: TypeAlias = "int | str | torch.device"
 
@@ -62,11 +63,11 @@ def what_exists() -> str:
     return f"this machine has {found} and cpu" if found else "this machine has no accelerator, only cpu"
 
 
-def resolve(device: DeviceLike) -> torch.device:
+def resolve(device: DeviceLike, name: str = "device") -> torch.device:
     """The ``torch.device`` that ``device`` means: an accelerator with its index, or ``cpu`` without one.
 
     An int means the current accelerator of that index; a type without an index means its current device. Integers of
-    NumPy and integer tensors are ints too.
+    NumPy and integer tensors are ints too. ``name``: of the argument, for the error.
 
     Raises:
         TypeError: ``device`` is not an int, a string or a ``torch.device``.
@@ -74,11 +75,7 @@ def resolve(device: DeviceLike) -> torch.device:
     """
     if type(device) in (int, torch.device) and device in _checked:
         return _checked[device]
-    device = _as_int(device)
-    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
-        raise TypeError(
-            f"a device is an int, a string or a torch.device; got {device!r} of type {type(device).__name__}"
-        )
+    device = checked(name, device, int, str, torch.device)
     if isinstance(device, int):
         device_type = accelerator_type()
         if device_type is None:
@@ -109,24 +106,14 @@ def resolve(device: DeviceLike) -> torch.device:
     return found
 
 
-def _as_int(device: Any) -> Any:
-    """The int that an integer of NumPy, a tensor or another object stands for; anything else as it is."""
-    if isinstance(device, (bool, str, torch.device)):
-        return device
-    try:
-        return operator.index(device)
-    except (TypeError, RuntimeError):
-        return device
-
-
-def resolve_each(devices: Sequence[DeviceLike]) -> list[torch.device]:
+def resolve_each(devices: Sequence[DeviceLike], name: str = "devices") -> list[torch.device]:
     """Every device of a list that is not empty. Types may be mixed; other errors are those of `resolve_slots`."""
-    if isinstance(devices, (str, int, torch.device)):
-        raise TypeError(f"expected a list of devices; got {devices!r}: write [{devices!r}]")
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise TypeError(f"{name}={devices!r}: expected a list of devices: write [{devices!r}]")
     devices = list(devices)
     if not devices:
         raise ValueError(f"the list of devices is empty; pass at least one: {what_exists()}")
-    return [resolve(device) for device in devices]
+    return [resolve(device, f"{name}[{i}]") for i, device in enumerate(devices)]
 
 
 def resolve_slots(
@@ -148,7 +135,7 @@ def resolve_slots(
         device_ids = devices
     if device_ids is None:
         return all_devices()
-    slots = resolve_each(device_ids)
+    slots = resolve_each(device_ids, "device_ids" if devices is None else "devices")
     types = sorted({slot.type for slot in slots})
     if len(types) > 1:
         raise ValueError(
@@ -165,11 +152,10 @@ def resolve_output(output_device: DeviceLike | None, slots: Sequence[torch.devic
     """
     if output_device is None:
         return slots[0]
-    output_device = _as_int(output_device)
-    is_index = isinstance(output_device, int) and not isinstance(output_device, bool)
-    if is_index and output_device == -1:
+    output_device = checked("output_device", output_device, int, str, torch.device)
+    if isinstance(output_device, int) and output_device == -1:
         return CPU
-    if is_index and slots[0] == CPU:
+    if isinstance(output_device, int) and slots[0] == CPU:
         raise ValueError(f"output_device={output_device} is an accelerator, but the slots are on the cpu")
     output = resolve(output_device)
     if output != CPU and output.type != slots[0].type:

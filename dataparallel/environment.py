@@ -1,4 +1,4 @@
-"""Environment variables that switch something on or off: the values that mean no.
+"""Environment variables that switch something on or off: the values that mean no, and those that mean yes.
 
 Any room may call this one. The caller names the variable, and knows what it switches.
 """
@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import os
 
+from dataparallel.arguments import checked
+
+_NO, _YES = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
+
 
 def says_no(variable: str) -> bool:
-    """True if the environment variable is set to ``0``, ``false``, ``no`` or ``off``, in upper or lower case."""
-    return os.environ.get(variable, "").lower() in ("0", "false", "no", "off")
+    """True if the environment variable says no, in upper or lower case. Raises ``ValueError`` for other words."""
+    value = os.environ.get(variable)
+    return bool(value) and checked(variable, str(value).lower(), *_NO, *_YES) in _NO

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from dataparallel import _torch
+from dataparallel.arguments import checked
 
 __all__ = ["Samples", "samples"]
 
@@ -50,9 +51,5 @@ def samples(entries: list[T] | tuple[T, ...]) -> Samples[T]:
     Raises:
         TypeError: ``entries`` is no list or tuple.
     """
-    if not isinstance(entries, (list, tuple)):
-        raise TypeError(
-            f"samples() marks a list or a tuple with one entry for each sample; got {type(entries).__name__}"
-            + (": a tensor is split along its batch dimension anyway" if hasattr(entries, "dim") else "")
-        )
-    return Samples(entries)
+    hint = " with one entry for each sample; a tensor is split along its batch dimension anyway"
+    return Samples(checked("entries", entries, list, tuple, hint=hint))

@@ -4,6 +4,8 @@ Three answers of ``torch.accelerator`` play accelerators that the machine lacks:
 device, so no data is needed.
 """
 
+import re
+
 import pytest
 import torch
 
@@ -88,7 +90,7 @@ def test_what_the_machine_lacks_is_refused(accelerators: str, given: object, mes
 
 @pytest.mark.parametrize("device", ["cpu", 0, torch.device("cpu")], ids=repr)
 def test_a_device_is_not_a_list_of_devices(accelerators: str, device: object) -> None:
-    with pytest.raises(TypeError, match=r"expected a list of devices; got .*write \["):
+    with pytest.raises(TypeError, match=r": expected a list of devices: write \["):
         resolve_slots(device)
 
 
@@ -111,7 +113,7 @@ def test_the_current_device(accelerators: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, None, b"cpu", ["cpu"], torch.tensor(0.5)], ids=repr)
 def test_what_is_no_device_is_a_type_error_that_shows_it(accelerators: str, wrong: object) -> None:
-    with pytest.raises(TypeError, match=r"int, a string or a torch\.device; got .* of type " + type(wrong).__name__):
+    with pytest.raises(TypeError, match=re.escape(f"device={wrong!r}: expected an int, a string or a torch.device")):
         resolve(wrong)
     with pytest.raises(TypeError):
         resolve_slots([0, wrong])

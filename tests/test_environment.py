@@ -1,4 +1,4 @@
-"""Switches in the environment: what means no, and that nothing else does."""
+"""Switches in the environment: what means no, what means yes, and that nothing else is taken."""
 
 import pytest
 
@@ -13,9 +13,15 @@ def test_what_means_no(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert says_no("DATAPARALLEL_A_SWITCH")
 
 
-@pytest.mark.parametrize("value", [None, "", "1", "yes", "nothing"])
+@pytest.mark.parametrize("value", [None, "", "1", "yes", "True", "ON"])
 def test_what_does_not(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DATAPARALLEL_A_SWITCH", raising=False)
     if value is not None:
         monkeypatch.setenv("DATAPARALLEL_A_SWITCH", value)
     assert not says_no("DATAPARALLEL_A_SWITCH")
+
+
+def test_another_word_is_an_error_that_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATAPARALLEL_A_SWITCH", "fasle")
+    with pytest.raises(ValueError, match=r"DATAPARALLEL_A_SWITCH='fasle': expected '0', 'false', .* or 'on'"):
+        says_no("DATAPARALLEL_A_SWITCH")

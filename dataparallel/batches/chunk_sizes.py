@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from fractions import Fraction
-from numbers import Real
 from typing import Any, TypeAlias
 
+from dataparallel.arguments import listed
 from dataparallel.comm.checks import check_chunk_sizes, near_equal_sizes
 
 ChunkSizes: TypeAlias = "Sequence[float] | None"
@@ -38,24 +37,16 @@ class Split:
 
 def _checked(given: Any, slots: int | None) -> tuple[float, ...]:
     what = (
-        "pass a number of samples for each slot (ints), a share for each slot (floats), or None for near-equal chunks"
+        "; pass a number of samples for each slot (ints), a share for each slot (floats), or None for near-equal "
+        "chunks, and leave slots without samples out of device_ids"
     )
-    try:
-        numbers = [_number(entry) for entry in given]
-    except TypeError:
-        raise TypeError(f"chunk_sizes={given!r} is no sequence of ints or floats; {what}") from None
+    numbers = listed("chunk_sizes", given, float, what, above=0)
     if slots is not None:
         _check_length(numbers, slots)
     if not numbers:
-        raise ValueError(f"chunk_sizes={given!r} has no entry; {what}")
+        raise ValueError(f"chunk_sizes={given!r} has no entry{what}")
     if not all(map(math.isfinite, numbers)):
         raise ValueError(f"chunk_sizes={numbers}: a share is a finite number")
-    if any(number < 0 for number in numbers):
-        raise ValueError(f"chunk_sizes={numbers}: sizes cannot be negative")
-    if 0 in numbers:
-        raise ValueError(
-            f"chunk_sizes={numbers}: every slot needs at least one sample; leave a slot out of device_ids instead"
-        )
     return tuple(numbers)
 
 
@@ -83,17 +74,6 @@ def split_by_shares(total: int, shares: Sequence[float]) -> list[int]:
         slot = max((i for i in slots if sizes[i] > 1), key=lambda i: (sizes[i] - quotas[i], i))
         sizes[slot] -= 1
     return sizes
-
-
-def _number(entry: object) -> int | float:
-    if isinstance(entry, bool):
-        raise TypeError
-    try:
-        return operator.index(entry)  # type: ignore[arg-type]
-    except TypeError:
-        if not isinstance(entry, Real):
-            raise
-        return float(entry)
 
 
 def _check_length(given: Sequence[float], slots: int) -> None:

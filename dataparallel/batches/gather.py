@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
+from dataparallel.arguments import checked
 from dataparallel.autograd.functions import Gather
 from dataparallel.autograd.node import OneNode, groups_that_share
 from dataparallel.batches.batch_types import PerReplica, batch_of, container_of, path_of_key
@@ -152,7 +153,7 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, *, p
         ValueError: outputs cannot be joined, because types, keys, lengths, shapes or dtypes differ; the message names
             the place, such as ``output["logits"][2]``.
     """
-    return gather_outputs(outputs, target_device, dim, pad=checked_pad(pad))
+    return gather_outputs(outputs, target_device, checked("dim", dim, int), pad=checked_pad(pad))
 
 
 def gather_outputs(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
 from dataparallel import _torch
+from dataparallel.arguments import checked
 from dataparallel.autograd.functions import Broadcast, Scatter, own_chunks
 from dataparallel.batches.batch_types import PLAIN_LEAVES, PerReplica, batch_of, container_of
 from dataparallel.batches.chunk_sizes import Split
@@ -78,7 +79,7 @@ def scatter(
             an iterator, or an object with a tensor that is a batch.
     """
     with HostReads() as reads:
-        return _scatter(inputs, target_gpus, dim, Split(chunk_sizes), "input", reads)
+        return _scatter(inputs, target_gpus, checked("dim", dim, int), Split(chunk_sizes), "input", reads)
 
 
 @_torch.not_traced
@@ -97,7 +98,7 @@ def scatter_kwargs(
         empty if there is no argument.
     """
     with HostReads() as reads:
-        return scatter_arguments(inputs, kwargs, target_gpus, dim, Split(chunk_sizes), reads)
+        return scatter_arguments(inputs, kwargs, target_gpus, checked("dim", dim, int), Split(chunk_sizes), reads)
 
 
 def scatter_arguments(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypedDict, TypeVar
@@ -14,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypedDict, 
 import torch
 from torch import Tensor
 
+from dataparallel.arguments import checked
 from dataparallel.batches.chunk_sizes import ChunkSizes, Split
 from dataparallel.batches.gather import Pad, checked_pad
 from dataparallel.batches.structures import number_of_samples
 from dataparallel.call.advice import PerformanceChecks
-from dataparallel.call.parallel_apply import check_workers
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
-from dataparallel.replicas.replicate import cap_in_bytes
+from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes
 from dataparallel.threads.permits import Permits
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 F = TypeVar("F", bound=Callable[..., Any])
-G = TypeVar("G", bound=Mapping[str, Any])
 
 ScalarRule: TypeAlias = Literal["mean", "sum"] | Callable[[Tensor, tuple[int, ...]], Tensor] | None
 """``"mean"``, ``"sum"``, or a function of the values and of the numbers of samples; ``None``: a vector, as in torch."""
@@ -38,10 +36,7 @@ class Scalars:
     """Combines the scalars of a call by ``rule``. Without a rule they become a vector."""
 
     def __init__(self, rule: ScalarRule = None) -> None:
-        if isinstance(rule, str) and rule not in _RULES:
-            raise ValueError(f"scalars={rule!r}: expected 'mean', 'sum', a function, or None for a vector")
-        if rule is not None and not callable(rule) and not isinstance(rule, str):
-            raise TypeError(f"scalars={rule!r}: expected 'mean', 'sum', a function, or None for a vector")
+        rule = checked_option("scalars", rule)
         self.rule = _RULES[rule] if isinstance(rule, str) else rule
 
     def of_chunks(self, inputs: Sequence[Any], kwargs: Sequence[Any], dim: int) -> Callable[[Tensor], Tensor] | None:
@@ -96,8 +91,38 @@ class InPlaceOptions(FormOptions, total=False):
     ignored_params: Iterable[Tensor] | None
 
 
-DEFAULTS: dict[str, Any] = {"dim": 0, "sync_batch_norm": False}
+class ReplicateOptions(InPlaceOptions, total=False):
+    """What `replicate` takes besides."""
+
+    bucket_cap_mb: float
+    first_bucket_mb: float
+    broadcast_buffers: bool
+    average: bool
+
+
+DEFAULTS: dict[str, Any] = {
+    "dim": 0, "sync_batch_norm": False, "bucket_cap_mb": BUCKET_CAP_MB, "first_bucket_mb": 1,
+    "broadcast_buffers": True, "average": True,
+}  # fmt: skip
 """Of the other options it is ``None``."""
+
+_EXPECTED: dict[str, tuple[Any, ...]] = {
+    "output_device": (int, str, torch.device, None),
+    "dim": (int,),
+    "workers": (int, None),
+    "serial": (bool, None),
+    "compile": (bool, dict, None),
+    "graphs": (bool, "auto", None),
+    "scalars": (*_RULES, Callable, None),
+    "sync_batch_norm": (bool, "across_machines"),
+    "bucket_cap_mb": (float,),
+    "first_bucket_mb": (float,),
+    "broadcast_buffers": (bool,),
+    "average": (bool,),
+    "units": ("auto", None),
+    "shard_placement_fn": (Callable, None),
+}
+"""What `checked` tests of each option. Others have checks of their own, which know the module or the slots."""
 
 DESCRIPTION = """\
 device_ids, devices: the slots, two names of one argument: ints (accelerators), strings, ``torch.device``. One
@@ -156,12 +181,18 @@ def described(docstring: str | None) -> str | None:
     return inspect.cleandoc(docstring).replace("    <options>", textwrap.indent(DESCRIPTION, "    "))
 
 
-def completed(options: type[G], given: G, form: str) -> G:
-    """Returns the options with defaults for those that are not given."""
+def completed(options: type, given: Mapping[str, Any], form: str, **own: Any) -> dict[str, Any]:
+    """Returns the options, with defaults for those that are not given, and the form's own, all by `checked_option`."""
     if unknown := [name for name in given if name not in options.__annotations__]:
         raise TypeError(f"{form}() got an unexpected keyword argument {unknown[0]!r}")
-    complete: Any = {**{name: DEFAULTS.get(name) for name in options.__annotations__}, **given}
-    return complete
+    complete = {**{name: DEFAULTS.get(name) for name in options.__annotations__}, **given, **own}
+    return {name: checked_option(name, value) for name, value in complete.items()}
+
+
+def checked_option(name: str, value: Any) -> Any:
+    """Returns the value, with numbers of Python. Raises as `checked` if it has a type or range that is not expected."""
+    above = None if name in ("dim", "output_device") else 0
+    return checked(name, value, *_EXPECTED[name], above=above) if name in _EXPECTED else value
 
 
 class CallOptions:
@@ -211,9 +242,10 @@ class CallOptions:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.assignable:
+            of_model = f": write model.{name}, as in torch" if name in CallOptions.assignable else ""
             raise AttributeError(
-                f"options.{name} cannot be assigned. Between calls one may assign {', '.join(self.assignable)}; pass "
-                "other options where you give the module its form"
+                f"options.{name} cannot be assigned{of_model}. Between calls one may assign "
+                f"{', '.join(self.assignable)}; pass other options where you give the module its form"
             )
         vars(self).update(self._checked(name, value))
 
@@ -221,6 +253,7 @@ class CallOptions:
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self.assignable)})"
 
     def _checked(self, name: str, value: Any) -> dict[str, Any]:
+        value = checked_option(name, value)
         if name == "chunk_sizes":
             split = Split(value, len(self.slots) or None)
             return {name: split.given, "split": split}
@@ -230,14 +263,6 @@ class CallOptions:
             return {name: value, "combines": Scalars(value)}
         if name == "pad":
             return {name: checked_pad(value)}
-        if name == "workers":
-            check_workers(value)
-        elif name == "output_device" and self.slots:
+        if name == "output_device" and self.slots:
             resolve_output(value, resolve_slots(self.slots))
-        elif name == "dim":
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise TypeError(f"dim={value!r}: the batch dimension is an int")
-            value = operator.index(value)
-        elif name == "serial" and not (value is None or isinstance(value, bool)):
-            raise TypeError(f"serial={value!r}: expected True, False, or None for what the environment says")
         return {name: value}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel._torch import HOOK_TABLES, REGISTRIES
+from dataparallel.arguments import checked
 from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.devices import DeviceLike, current_device, resolve, resolve_slots
@@ -64,6 +65,7 @@ def parallel_apply(
             ``DATAPARALLEL_SERIAL`` is set, and not to ``0``, ``false``, ``no`` or ``off``.
 
     Raises:
+        TypeError: ``workers`` is no int, or ``serial`` no bool.
         ValueError: lengths that disagree, devices of several types, ``workers`` below 1.
         RuntimeError: a functorch transform, a CUDA graph capture or a jit trace is running around the call.
         Exception: the first error of a replica in slot order. It is the object that was raised, with a note that names
@@ -73,6 +75,7 @@ def parallel_apply(
             replicas in other threads. Only a second one ends a call in which a replica waits, without a collective of
             ``peers``, for a replica that has not started.
     """
+    workers, serial = checked("workers", workers, int, None, above=0), checked("serial", serial, bool, None)
     return run_replicas(modules, inputs, kwargs_tup, devices, workers=workers, serial=serial)
 
 
@@ -101,7 +104,6 @@ def run_replicas(
     for name, found in (("inputs", inputs), ("kwargs_tup", keywords), ("devices", devices)):
         if found is not None and len(found) != len(modules):
             raise ValueError(f"got {len(modules)} modules but {len(found)} {name}; pass one for each module")
-    check_workers(workers)
     if devices is None or any(device is None for device in devices):
         devices = _devices_of(inputs, keywords, devices or [None] * len(modules))
     slots = resolve_slots(cast("Sequence[DeviceLike]", devices))
@@ -141,14 +143,6 @@ def run_replicas(
     if any(outcome.error is not None for outcome in outcomes):
         raise _first_error(outcomes, slots, modules)
     return [outcome.value for outcome in outcomes]
-
-
-def check_workers(workers: int | None) -> None:
-    """Raises ``TypeError`` if ``workers`` is no int, and ``ValueError`` if it is below 1."""
-    if workers is not None and not hasattr(workers, "__index__"):
-        raise TypeError(f"workers={workers!r}: expected the number of replicas that run at a time, or None")
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers}: at least 1 replica has to run")
 
 
 def is_serial(serial: bool | None) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
+from dataparallel.arguments import checked
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Bucket, Planned, flatten
 from dataparallel.comm.checks import (
     check_chunk_sizes,
@@ -116,7 +117,7 @@ def broadcast_coalesced(
         ValueError: a meta or lazy tensor, a device that does not exist.
     """
     check_movable(tensors)
-    slots = resolve_each(devices)
+    slots, buffer_size = resolve_each(devices), checked("buffer_size", buffer_size, int, above=0)
     transport = transport_for("broadcast", _places([tensor.device for tensor in tensors], slots), tensors, buffer_size)
     return transport.broadcast_coalesced(tensors, slots, buffer_size, own=own_storage, planned=planned, later=later)
 
@@ -181,6 +182,7 @@ def reduce_add_coalesced(
     """
     if not inputs:
         raise ValueError("reduce_add_coalesced needs the tensors of at least one slot; got none")
+    buffer_size = checked("buffer_size", buffer_size, int, above=0)
     lengths = [len(tensors) for tensors in inputs]
     if len(set(lengths)) > 1:
         raise ValueError(f"every slot must bring the same number of tensors; got {lengths}")
@@ -245,7 +247,7 @@ def scatter(
         ValueError: ``chunk_sizes`` or ``out`` that do not add up, both or none of ``devices`` and ``out``.
     """
     check_movable([tensor])
-    if not -tensor.dim() <= dim < tensor.dim():
+    if not -tensor.dim() <= (dim := checked("dim", dim, int)) < tensor.dim():
         raise IndexError(f"cannot scatter a tensor of shape {tuple(tensor.shape)} along dimension {dim}")
     check_exactly_one(devices, out)
     if out is not None:
@@ -304,7 +306,7 @@ def gather(
     if not tensors:
         raise ValueError("gather needs at least one tensor; got none")
     check_movable(tensors)
-    first = tensors[0]
+    first, dim = tensors[0], checked("dim", dim, int)
     problem = why_not_gatherable(tensors, dim)
     if problem:
         raise ValueError(f"cannot gather: {problem}")

@@ -158,8 +158,6 @@ def plan_buckets(
     Returns the buckets, and the positions of tensors that have to travel singly. ``candidates``: the positions of the
     tensors to group. ``keep_repeats``: see `layout_of`; False if the buckets will flatten other tensors too.
     """
-    if cap_bytes <= 0:
-        raise ValueError(f"a bucket holds more than 0 bytes; got {cap_bytes}")
     filled: list[list[tuple[int, FlatLayout]]] = []
     singles: list[int] = []
     # For each device and dtype the members of the bucket that is being filled, and their bytes.

@@ -13,6 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from dataparallel.arguments import checked
+
 TRANSPORTS = ("copy", "nccl", "cupy", "host")
 ROUTES = ("star", "chain")
 
@@ -70,15 +72,13 @@ def using(
 
     Raises:
         ValueError: an unknown transport or route.
-        TypeError: ``deterministic`` is not a bool.
+        TypeError: one that is no string; ``deterministic`` is not a bool.
     """
-    if transport is not None:
-        _check("transport", transport, TRANSPORTS)
-    if route is not None:
-        _check("route", route, ROUTES)
-    if deterministic is not None and not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic is True or False; got {deterministic!r}")
-    arguments = {"transport": transport, "route": route, "deterministic": deterministic}
+    arguments = {
+        "transport": checked("transport", transport, *TRANSPORTS, None),
+        "route": checked("route", route, *ROUTES, None),
+        "deterministic": checked("deterministic", deterministic, bool, None),
+    }
     named = {name: value for name, value in arguments.items() if value is not None}
     around = _in_blocks.get()
     with held({**(vars(around) if isinstance(around, CommSettings) else around), **named}):
@@ -102,13 +102,5 @@ def current() -> CommSettings:
 
 
 def _from_environment(variable: str, possible: tuple[str, ...]) -> str | None:
-    value = os.environ.get(variable, "")
-    if value == "":
-        return None
-    _check(f"the environment variable {variable}", value, possible)
-    return value
-
-
-def _check(name: str, value: object, possible: tuple[str, ...]) -> None:
-    if value not in possible:
-        raise ValueError(f"{name} is one of {', '.join(map(repr, possible))}; got {value!r}")
+    value = os.environ.get(variable)
+    return checked(variable, value, *possible) if value else None

@@ -19,7 +19,7 @@ from dataparallel.batches.gather import gather_outputs
 from dataparallel.batches.scatter import scatter_arguments
 from dataparallel.call.advice import PerformanceChecks
 from dataparallel.call.engine import Method, ReplicaMaker, call_of_this_thread
-from dataparallel.call.options import CallOptions, FormOptions, completed, described, takes
+from dataparallel.call.options import CallOptions, FormOptions, checked_option, completed, described, takes
 from dataparallel.call.parallel_apply import CALL, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
@@ -102,7 +102,7 @@ def own_options(wrapper: Any) -> WrapperOptions:
     own: WrapperOptions | None = wrapper._dataparallel
     if own is None:
         # Only torch's attributes are set where the class of the wrapper has done so itself.
-        own = WrapperOptions(wrapper.device_ids, {**completed(FormOptions, {}, ""), "bucket_cap_mb": BUCKET_CAP_MB})
+        own = WrapperOptions(wrapper.device_ids, completed(FormOptions, {}, "", bucket_cap_mb=BUCKET_CAP_MB))
         own.keep_replicas(None, wrapper._dataparallel_as_torch)
         own = vars(wrapper).setdefault("_dataparallel", own)  # several threads may call at once
     if own.slots is not wrapper.device_ids:
@@ -155,8 +155,7 @@ class DataParallel(nn.DataParallel[M]):
             the wrapper, so a subclass may use their names for its own attributes and methods.
 
     Raises:
-        TypeError: ``module`` is no module, or is already wrapped; ``dim`` is no int; ``chunk_sizes`` or
-            ``compile`` is something else.
+        TypeError: ``module`` is no module, or is already wrapped; an option has another type.
         ValueError: devices do not exist or do not go together; ``workers`` is below 1; ``bucket_cap_mb`` is not above
             0; ``chunk_sizes`` are not one positive number for each slot; ``compile`` is given for a compiled module;
             ``module`` contains a ``torch.nn.SyncBatchNorm`` and is not to be converted.
@@ -186,17 +185,17 @@ class DataParallel(nn.DataParallel[M]):
         **options: Unpack[FormOptions],
     ) -> None:
         _check_module(module)
-        given = completed(FormOptions, options, "DataParallel")
-        slots = resolve_slots(device_ids, given["devices"])
         others = {"output_device": output_device, "dim": dim, "bucket_cap_mb": bucket_cap_mb}
-        own = WrapperOptions(slots, {**given, **others})
+        given = completed(FormOptions, options, "DataParallel", **others)
+        slots = resolve_slots(device_ids, given["devices"])
+        own = WrapperOptions(slots, given)
         compiled = CompileArgument.checked(module, own.compile)
         has_graphs = check_graphs(given["graphs"], [module], compiled, slots)
         prepare(module, own.sync_batch_norm, slots)
         super(_TorchDataParallel, self).__init__()  # past torch's, but not past other bases of a subclass
         self.module = module
         self.device_ids = [device_id(slot) for slot in slots]
-        self.output_device = device_id(resolve_output(output_device, slots)) if slots else None
+        self.output_device = device_id(resolve_output(own.output_device, slots)) if slots else None
         self.src_device_obj = slots[0] if slots else None
         self.dim = own.dim
         own.keep_replicas(compiled, self._dataparallel_as_torch, has_graphs)
@@ -320,7 +319,7 @@ def options_of_call(wrapper: DataParallel[Any]) -> CallOptions:
     vars(options).update(
         vars(own),
         output_device=wrapper.output_device,
-        dim=wrapper.dim,
+        dim=checked_option("dim", wrapper.dim),
         overridden=_stages(wrapper) if overridden else {},
         may_use_source=bool(overridden - {"scatter"}),
         hands_back=not wrapper._dataparallel_as_torch,

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
+from dataparallel.arguments import listed
 from dataparallel.forks import in_forked_child
 from dataparallel.forms.managed import ManagedModule, form_and_state, name_of_form
 from dataparallel.nn.sync_batch_norm import SyncBatchNorm
@@ -105,19 +106,17 @@ class Form(Generic[P, S]):
             raise TypeError(f"`{self.__name__}` takes a torch.nn.Module{or_list}; got {type(given).__name__}")
         if not given:
             raise ValueError(f"`{self.__name__}` got an empty list; pass the modules that make one unit")
-        for i, module in enumerate(given):
-            if not isinstance(module, nn.Module):
-                raise TypeError(f"`{self.__name__}` takes a list of torch.nn.Module; item {i} is {module!r}")
-        for i, module in enumerate(given):
+        modules: list[nn.Module] = listed("module", given, nn.Module)
+        for i, module in enumerate(modules):
             below = {id(child): path for path, child in module.named_modules()}
-            for j, other in enumerate(given):
+            for j, other in enumerate(modules):
                 if i != j and id(other) in below:
                     path = below[id(other)]
                     raise ValueError(
                         f"cannot apply `{self.__name__}` to this list: item {j}, a {type(other).__name__}, is "
                         + (f"{path!r} in item {i}, so leave it out" if path else f"item {i} too")
                     )
-        return list(given)
+        return modules
 
     def _set_class_and_state(self, module: nn.Module, state: S) -> None:
         cls, names = type(module), _names(module)

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dataparallel import _torch
+from dataparallel.arguments import checked
 from dataparallel.devices import CPU
 from dataparallel.forms.fully_shard_state import FullyShardState
 from dataparallel.forms.managed import form_and_state, hint_for_names
@@ -64,7 +65,7 @@ def full_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> Sta
         RuntimeError: a parameter or a buffer is on meta; the optimizer was made before `fully_shard`. Over machines an
             error on one rank is a ``RuntimeError`` on the others, which names it.
     """
-    _check_is_module(model)
+    checked("model", model, nn.Module)
     # The ranks that shard a unit gather its shards: those of the group that was given, whose errors end no step of all.
     given = (machines.given[0] for state in unit_states(model) if (machines := state.unit.machines) is not None)
     groups = [*dict.fromkeys(group for group in given if group is not None)]
@@ -108,7 +109,7 @@ def load_full_state_dict(
             made before `fully_shard`. With machines also: another rank has failed, and nothing is changed here, unless
             it says that it was in the middle of loading; ranks load different states.
     """
-    _check_is_module(model)
+    checked("model", model, nn.Module)
     machines_of_units = (state.unit.machines for state in unit_states(model))
     # Also the ranks that replicate shards: all have to load one state.
     groups = [*dict.fromkeys(machines.all for machines in machines_of_units if machines is not None)]
@@ -132,7 +133,8 @@ def load_full_state_dict(
 
 
 def _state_to_save(model: nn.Module, optimizer: Optimizer | None) -> tuple[Mapping[str, Any], StateDict]:
-    _check_optimizer(optimizer)
+    if optimizer is not None:
+        check_optimizer(checked("optimizer", optimizer, Optimizer))
     # This frees full units. With `keep_vars` tied weights are one object, as in the model.
     model_state = model.state_dict(keep_vars=True)
     for name, value in model_state.items():
@@ -164,7 +166,8 @@ def full_copy(tree: Any, copies: dict[int, Tensor]) -> Any:
 
 
 def _state_to_load(model: nn.Module, state: Any, optimizer: Optimizer | None) -> StatePair:
-    _check_optimizer(optimizer)
+    if optimizer is not None:
+        check_optimizer(checked("optimizer", optimizer, Optimizer))
     model_state, optimizer_state = _model_and_optimizer_state(state, optimizer)
     _check_model_state(model, model_state)
     if optimizer is not None:
@@ -214,19 +217,6 @@ def _shard_optimizer_state(optimizer: Optimizer, optimizer_state: Mapping[str, A
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
-
-
-def _check_is_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module; got {type(model).__name__}")
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer; got {type(optimizer).__name__}")
-    check_optimizer(optimizer)
 
 
 def _model_and_optimizer_state(state: Any, optimizer: Optimizer | None) -> StatePair:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
+from dataparallel.arguments import checked, listed
 from dataparallel.call.options import CallOptions, InPlaceOptions, completed, takes
 from dataparallel.devices import CPU, resolve_slots
 from dataparallel.forms.form import Form
@@ -21,7 +22,6 @@ from dataparallel.forms.fully_shard_arguments import (
     check_children,
     check_kind,
     check_parameters,
-    check_policies,
     check_reshard,
     parameters_of_unit,
     placements_of,
@@ -111,8 +111,7 @@ def _prepare(
 
     Raises:
         TypeError: ``module`` is no module, has no ``forward``, or is a wrapper or a ScriptModule; an argument or what
-            ``shard_placement_fn`` returns is of another type. A parameter is a ``DTensor``. ``compile`` is something
-            else.
+            ``shard_placement_fn`` returns is of another type. A parameter is a ``DTensor``.
         ValueError: devices as for `dataparallel.DataParallel`; nothing to shard, parameters on two devices, a
             ``reshard_after_forward`` that does not divide the number of slots, a dimension that cannot be cut, a child
             that is sharded over other devices; a list that is empty or has a module twice; ``compile`` for a module
@@ -123,10 +122,8 @@ def _prepare(
         dataparallel.machines.errors.MachinesError: ranks differ in what they are about to do, or one has failed or is
             gone.
     """
-    given_options = completed(InPlaceOptions, options, "fully_shard")
-    process_group, mesh, graphs = given_options["process_group"], given_options["mesh"], given_options["graphs"]
-    sync_batch_norm = given_options["sync_batch_norm"]
-    slots = resolve_slots(given_options["device_ids"], given_options["devices"])
+    process_group, mesh = options.get("process_group"), options.get("mesh")
+    slots = resolve_slots(options.get("device_ids"), options.get("devices"))
     if slots and torch.is_inference_mode_enabled():
         raise RuntimeError(
             "fully_shard was called inside torch.inference_mode(), where its shards would be inference tensors, which "
@@ -137,11 +134,15 @@ def _prepare(
     machines, together = _machines_of(process_group, mesh, slots)
     parts, given = (1, (None, None)) if machines is None else (machines.shard_size, machines.given)
     with together:
+        own_options = {"bucket_cap_mb": BUCKET_CAP_MB, "units": units, "shard_placement_fn": shard_placement_fn}
+        given_options = completed(InPlaceOptions, options, "fully_shard", **own_options)
+        graphs, sync_batch_norm = given_options["graphs"], given_options["sync_batch_norm"]
         for each in module:
             check_kind(each)
             check_sync_batch_norm(each, sync_batch_norm, slots, machines is not None)
-        call_options = CallOptions(slots, {**given_options, "bucket_cap_mb": BUCKET_CAP_MB})
-        check_policies(mp_policy, offload_policy)
+        call_options = CallOptions(slots, given_options)
+        checked("mp_policy", mp_policy, MixedPrecisionPolicy, hint="; import it from dataparallel.composable")
+        checked("offload_policy", offload_policy, OffloadPolicy, hint="; import it from dataparallel.composable")
         compiled = [CompileArgument.checked(each, given_options["compile"]) for each in module]
         has_graphs = graphs is not None and check_graphs(graphs, module, compiled[0], slots)
         if has_graphs and (reshard_after_forward or (reshard_after_forward is None and units)):
@@ -157,14 +158,14 @@ def _prepare(
                 "machines; or leave graphs out"
             )
         if reshard_after_forward is not None:
-            check_reshard(reshard_after_forward, len(slots), parts)
-        ignored = [*(given_options["ignored_params"] or ())]
+            reshard_after_forward = check_reshard(reshard_after_forward, len(slots), parts)
+        ignored = listed("ignored_params", given_options["ignored_params"], Tensor)
         named = parameters_of_unit(module, ignored)
         fully_shard.check_unshared(named)
         check_parameters(named)
         check_children(module, slots, given)
-        if units not in (None, "auto") or (units and len(module) > 1):
-            raise ValueError(f'units is None, or "auto" for one module; got {units!r} for {len(module)}')
+        if units and len(module) > 1:
+            raise ValueError(f"units={units!r}: expected one module, and got a list of {len(module)}")
         ignored_ids = {id(parameter) for parameter in ignored}
         placements = placements_of(named, shard_placement_fn, len(slots) * parts)
         for unit in units_of(module[0]) if units and slots else ():

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
+from dataparallel.arguments import checked
 from dataparallel.comm.kinds import attributes_with_tensors
-from dataparallel.forms.managed import has_forward, own_modules, own_parameters
+from dataparallel.forms.managed import check_runs, own_modules, own_parameters
 from dataparallel.replicas.plan import FORM_ATTRIBUTE
 from dataparallel.sharded.placements import check_placement
 from dataparallel.sharded.tensor import ShardedTensor
@@ -48,14 +49,10 @@ class MixedPrecisionPolicy:
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            dtype = getattr(self, name)
-            if dtype is None:
-                continue
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"{name}={dtype!r}: expected a torch.dtype, torch.bfloat16 for example, or None")
-            if not dtype.is_floating_point:
+            dtype = checked(name, getattr(self, name), torch.dtype, None)
+            if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name}={dtype}: expected a floating-point dtype, torch.bfloat16 for example")
-        _check_flag("cast_forward_inputs", self.cast_forward_inputs)
+        checked("cast_forward_inputs", self.cast_forward_inputs, bool)
 
 
 @dataclass(frozen=True)
@@ -81,57 +78,29 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        _check_flag("pin_memory", self.pin_memory)
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: expected True or False")
+        checked("pin_memory", self.pin_memory, bool)
 
 
 def check_kind(module: nn.Module) -> None:
     """Checks that the module can be a unit: it has a forward, and is no wrapper or ScriptModule."""
-    name = type(module).__name__
-    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise TypeError(f"the module is wrapped already, in a {name}; shard its .module instead: forms do not nest")
     for path, child in own_modules([module]):
         if isinstance(child, torch.jit.ScriptModule):
-            what = f"{path!r}, a {type(child).__name__}" if path else f"a {name}"
+            what = f"{path!r}, a {type(child).__name__}" if path else f"a {type(child).__name__}"
             raise TypeError(
                 f"cannot shard {what}: the parameters of a ScriptModule belong to TorchScript and cannot be replaced. "
                 "Shard the module that is not scripted"
             )
-    if not has_forward(module):
-        raise TypeError(
-            f"a {name} has no forward of its own, so there is no call that could gather its parameters; shard each of "
-            "its modules, or the module that holds it"
-        )
+    check_runs(module, "shard")
 
 
-def check_policies(mp_policy: object, offload_policy: object) -> None:
-    for name, policy, expected in (
-        ("mp_policy", mp_policy, MixedPrecisionPolicy),
-        ("offload_policy", offload_policy, OffloadPolicy),
-    ):
-        if not isinstance(policy, expected):
-            raise TypeError(f"{name}={policy!r}: expected a dataparallel.composable.{expected.__name__}")
-
-
-def check_reshard(value: object, slots: int, machines: int = 1) -> None:
-    """Checks that ``reshard_after_forward`` is a bool, or a number of slots that makes groups.
+def check_reshard(value: bool | int, slots: int, machines: int = 1) -> bool | int:
+    """Returns ``reshard_after_forward`` if it is a bool, or a number of slots that makes groups.
 
     Over several machines all slots of one machine may be a group. ``slots`` is 0 without devices.
     """
+    value = checked("reshard_after_forward", value, bool, int, above=1, hint=", the slots of a group")
     if isinstance(value, bool):
-        return
-    if not isinstance(value, int):
-        raise TypeError(
-            f"reshard_after_forward={value!r}: expected True, False, or an int, the number of slots in a group"
-        )
-    if value == 1:
-        raise ValueError("reshard_after_forward=1: each slot would keep all parameters; pass False for that")
-    if value < 1:
-        raise ValueError(f"reshard_after_forward={value}: expected a number of slots above 1, or True or False")
+        return value
     if slots and value == slots and machines == 1:
         raise ValueError(f"reshard_after_forward={value} is the number of all slots; pass True for that")
     if slots and slots % value:
@@ -141,13 +110,11 @@ def check_reshard(value: object, slots: int, machines: int = 1) -> None:
             f"reshard_after_forward={value}: groups of {value} slots do not divide {slots} slots evenly; possible: "
             f"{instead}"
         )
+    return value
 
 
-def parameters_of_unit(modules: Sequence[nn.Module], ignored: Sequence[object]) -> list[tuple[str, nn.Parameter]]:
+def parameters_of_unit(modules: Sequence[nn.Module], ignored: Sequence[Tensor]) -> list[tuple[str, nn.Parameter]]:
     """Returns the unit's parameters with their names: the parameters of `own_modules` that are not ignored."""
-    for i, parameter in enumerate(ignored):
-        if not isinstance(parameter, Tensor):
-            raise TypeError(f"ignored_params[{i}] is {parameter!r}; expected parameters, not their names")
     ignored_ids = {id(parameter) for parameter in ignored}
     named = [(name, parameter) for name, parameter in own_parameters(modules) if id(parameter) not in ignored_ids]
     if not named and not _children(modules):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
+from dataparallel.arguments import checked
 from dataparallel.forms.form import are_in_one_tree
 from dataparallel.forms.fully_shard_arguments import check_reshard
 from dataparallel.forms.managed import ManagedModule, SlotsMethod, state_of
@@ -123,7 +124,7 @@ class FullyShardedModule(ManagedModule):
         Returns:
             The handle, or ``None`` without ``async_op``.
         """
-        handle = UnshardHandle()
+        handle, async_op = UnshardHandle(), checked("async_op", async_op, bool)
         for unit in _units(self, recurse=False):
             handle = unit.unshard(async_op)
         if async_op:
@@ -137,7 +138,7 @@ class FullyShardedModule(ManagedModule):
         With ``False`` a backward does not wait for its last sums, and it keeps what it knows about the order of units.
         Use this for micro-batches. It holds for the whole tree.
         """
-        _set(self, True, is_last_backward=is_last_backward)
+        _set(self, True, is_last_backward=checked("is_last_backward", is_last_backward, bool))
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, recurse: bool = True) -> None:
         """With ``True`` each later ``backward()`` sums gradients into the sharded parameters, as at the beginning.
@@ -149,7 +150,7 @@ class FullyShardedModule(ManagedModule):
             requires_gradient_sync: sum them or not.
             recurse: if true, this also holds for the units of all children.
         """
-        _set(self, recurse, requires_gradient_sync=requires_gradient_sync)
+        _set(self, recurse, requires_gradient_sync=checked("requires_gradient_sync", requires_gradient_sync, bool))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -174,7 +175,7 @@ class FullyShardedModule(ManagedModule):
             requires_all_reduce: sum them there or not.
             recurse: if true, this also holds for the units of all children.
         """
-        _set(self, recurse, requires_all_reduce=requires_all_reduce)
+        _set(self, recurse, requires_all_reduce=checked("requires_all_reduce", requires_all_reduce, bool))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Changes what `fully_shard` was given: whether units free their full parameters after forward.
@@ -191,8 +192,8 @@ class FullyShardedModule(ManagedModule):
             ValueError: it does not divide the number of slots.
         """
         slots, machines = state_of(self).slots, state_of(self).machines
-        check_reshard(reshard_after_forward, len(slots), 1 if machines is None else machines.shard_size)
-        _set(self, recurse, is_reshard_automatic=False, reshard_after_forward=reshard_after_forward)
+        reshard = check_reshard(reshard_after_forward, len(slots), 1 if machines is None else machines.shard_size)
+        _set(self, recurse, is_reshard_automatic=False, reshard_after_forward=reshard)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
         """With ``False`` units keep their full parameters after backward, so that the next forward gathers nothing.
@@ -206,7 +207,7 @@ class FullyShardedModule(ManagedModule):
             reshard_after_backward: free them or not.
             recurse: if true, this also holds for the units of all children.
         """
-        _set(self, recurse, reshard_after_backward=reshard_after_backward)
+        _set(self, recurse, reshard_after_backward=checked("reshard_after_backward", reshard_after_backward, bool))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Sets which units are gathered ahead in forward: those of ``modules``, after this module's own.
@@ -241,18 +242,17 @@ class FullyShardedModule(ManagedModule):
         Over several machines they are averaged too, so this comes on top.
 
         Raises:
+            TypeError: ``factor`` is no number.
             ValueError: ``factor`` is not above 0.
         """
-        if not factor > 0:
-            raise ValueError(f"factor={factor}: gradients are divided by a number above 0")
-        _set(self, False, gradient_divide_factor=float(factor))
+        _set(self, False, gradient_divide_factor=float(checked("factor", factor, float, above=0)))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """With ``False`` backward does not gather this unit: for one whose parameters backward does not read.
 
         An embedding is an example. The sums of its gradients are made all the same.
         """
-        _set(self, False, unshard_in_backward=unshard_in_backward)
+        _set(self, False, unshard_in_backward=checked("unshard_in_backward", unshard_in_backward, bool))
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
         """Calls ``hook(shard)`` for each owner's shard of this unit's summed gradients, before it goes to ``.grad``.
@@ -266,9 +266,7 @@ class FullyShardedModule(ManagedModule):
         Raises:
             TypeError: ``hook`` cannot be called.
         """
-        if not callable(hook):
-            raise TypeError(f"hook={hook!r}: expected a function that takes a tensor")
-        _set(self, False, all_reduce_hook=hook)
+        _set(self, False, all_reduce_hook=checked("hook", hook, Callable))
 
     def _units_to_prefetch(self, modules: Sequence[nn.Module]) -> list[Any]:
         if isinstance(modules, nn.Module):
@@ -302,6 +300,6 @@ def _units(module: Any, recurse: bool = True) -> list[Any]:
 
 
 def _set(module: Any, recurse: bool, **settings: Any) -> None:
-    for unit in _units(module, recurse):
+    for unit in _units(module, checked("recurse", recurse, bool)):
         for name, value in settings.items():
             setattr(unit, name, value)

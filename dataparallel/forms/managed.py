@@ -21,6 +21,7 @@ import torch.fx
 from torch import nn
 
 from dataparallel import _torch
+from dataparallel.arguments import checked
 from dataparallel.batches.gather import Pad, checked_pad
 from dataparallel.call.engine import Method, ReplicaMaker
 from dataparallel.call.options import CallOptions
@@ -260,6 +261,18 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
+def check_runs(module: nn.Module, do: str) -> None:
+    """Checks that a call runs a ``forward`` of the module, and no wrapper's. ``do``: what the form does, for errors."""
+    name = type(module).__name__
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(f"the module is wrapped already, in a {name}; {do} its .module instead: forms do not nest")
+    if not has_forward(module):
+        raise TypeError(
+            f"a {name} has no forward of its own, so there is no call that could run on the slots; {do} each of its "
+            "modules, or the module that holds it"
+        )
+
+
 def form_and_state(module: Any) -> tuple[Any, Any]:
     found: tuple[Any, Any] = vars(module).get(FORM_ATTRIBUTE, (None, None))
     return found
@@ -420,14 +433,14 @@ def register_forward_method(module: nn.Module, name: str, *, pad: Pad = None) ->
 
     Raises:
         TypeError: ``module`` has no form, or its attribute of this name cannot be called, or is a generator function or
-            a coroutine function; ``pad`` is no number and no dict of numbers.
+            a coroutine function; ``name`` is no string; ``pad`` is no number and no dict of numbers.
         AttributeError: ``module`` has no attribute of this name.
     """
     if not isinstance(module, ManagedModule):
         raise TypeError(
             f"this {type(module).__name__} is not replicated; call replicate(module) before, or fully_shard(module)"
         )
-    class_name = original_class(type(module)).__name__
+    class_name, name = original_class(type(module)).__name__, checked("name", name, str)
     try:
         original = original_attribute(module, name)
     except AttributeError:

@@ -7,13 +7,13 @@ own thread, between two iterations. Users call it; nothing in the library does.
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
+from dataparallel.arguments import checked
 from dataparallel.batches.structures import is_whole, leaves
 from dataparallel.call.options import CallOptions
 from dataparallel.comm.streams.ahead import HostReads, SentBatch, can_be_sent, send
@@ -72,9 +72,7 @@ def prefetch(loader: Iterable[T], model: nn.Module, *, depth: int = 1) -> Prefet
         )
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise TypeError(f"prefetch reads batches from an iterable; got {type(loader).__name__}")
-    if operator.index(depth) < 1:
-        raise ValueError(f"depth={depth}: at least 1 batch has to be read ahead; without prefetch none is")
-    return Prefetch(loader, model, depth)
+    return Prefetch(loader, model, checked("depth", depth, int, above=0))
 
 
 class Prefetch(Generic[T]):

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.call.options import CallOptions, InPlaceOptions, completed, takes
+from dataparallel.arguments import checked, listed
+from dataparallel.call.options import CallOptions, ReplicateOptions, completed, takes
 from dataparallel.devices import CPU, resolve_slots
 from dataparallel.forms.form import Form
-from dataparallel.forms.managed import ManagedModule, SlotsMethod, has_forward, state_of
+from dataparallel.forms.managed import ManagedModule, SlotsMethod, check_runs, state_of
 from dataparallel.forms.replicate_state import ReplicateState
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument
 from dataparallel.replicas.graphs.calls import check_graphs
-from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes
+from dataparallel.replicas.replicate import cap_in_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,7 +62,7 @@ class ReplicatedModule(ManagedModule):
         next forward or backward. It does not notice a backward that does not lead through the module, for example of a
         loss on its parameters alone. Let no such backward come between.
         """
-        state_of(self).tensors.sums.are_on = flag
+        state_of(self).tensors.sums.are_on = checked("flag", flag, bool)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -124,16 +125,11 @@ class ReplicatedModule(ManagedModule):
         state_of(self).register_comm_hook(state, hook)
 
 
-@takes(InPlaceOptions)
+@takes(ReplicateOptions)
 def _prepare(
     module: nn.Module,
     ignored_modules: Iterable[nn.Module] | None = None,
-    *,
-    bucket_cap_mb: float = BUCKET_CAP_MB,
-    first_bucket_mb: float = 1,
-    broadcast_buffers: bool = True,
-    average: bool = True,
-    **options: Unpack[InPlaceOptions],
+    **options: Unpack[ReplicateOptions],
 ) -> ReplicateState:
     """Makes ``module`` run on all devices, in place: splits the batch, runs a replica on each slot, joins the outputs.
 
@@ -174,15 +170,14 @@ def _prepare(
         ``module``.
 
     Raises:
-        TypeError: ``module`` is no module, has no ``forward``, or is a wrapper or a ScriptModule; ``dim`` is no int; an
-            entry of ``ignored_modules`` is no module; ``compile`` is something else.
+        TypeError: ``module`` is no module, has no ``forward``, or is a wrapper or a ScriptModule; an option or an
+            entry of ``ignored_modules`` or ``ignored_params`` has another type.
         MachinesDiffer: on every rank, if the modules, slots or arguments of the machines differ.
         ValueError: devices and BatchNorms as for `dataparallel.DataParallel`; a bucket size is not above 0; a module or
             parameter to ignore is no part of ``module``; ``compile`` is given for a compiled module.
         RuntimeError: the module, a parent, a child or one of its parameters has a form already.
     """
-    given = completed(InPlaceOptions, options, "replicate")
-    process_group, mesh, sync_batch_norm = given["process_group"], given["mesh"], given["sync_batch_norm"]
+    process_group, mesh = options.get("process_group"), options.get("mesh")
     machines: Machines | None = None
     together: AbstractContextManager[object] = nullcontext()
     if process_group is not None or mesh is not None:
@@ -195,12 +190,13 @@ def _prepare(
         together = failing_together(machines)
     with together:
         _check_kind(module)
+        given = completed(ReplicateOptions, options, "replicate")
+        sync_batch_norm = given["sync_batch_norm"]
         slots = resolve_slots(given["device_ids"], given["devices"]) or ([] if machines is None else [CPU])
-        first_bytes = cap_in_bytes(first_bucket_mb, "first_bucket_mb")
-        call_options = CallOptions(slots, {**given, "bucket_cap_mb": bucket_cap_mb})
+        call_options = CallOptions(slots, given)
         compiled = CompileArgument.checked(module, given["compile"])
         has_graphs = check_graphs(given["graphs"], [module], compiled, slots)
-        modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(given["ignored_params"] or ())])
+        modules, parameters = _check_ignored(module, ignored_modules, given["ignored_params"])
         synchronised = any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())
         if machines is not None and len(slots) > 1 and synchronised and not sync_batch_norm:
             raise ValueError(
@@ -212,12 +208,12 @@ def _prepare(
         state = ReplicateState(
             module,
             call_options,
-            first_bytes=first_bytes,
-            broadcast_buffers=broadcast_buffers,
+            first_bytes=cap_in_bytes(given["first_bucket_mb"]),
+            broadcast_buffers=given["broadcast_buffers"],
             ignored_modules=modules,
             ignored_parameters=parameters,
             machines=machines,
-            average=average,
+            average=given["average"],
             sync_batch_norm=sync_batch_norm,
             compile=compiled,
             graphs=has_graphs,
@@ -230,29 +226,22 @@ replicate: Final = Form(_prepare, ReplicatedModule, begin=lambda modules, state:
 
 
 def _check_kind(module: nn.Module) -> None:
-    name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
-            f"cannot replicate a {name} in place: the class of a ScriptModule belongs to TorchScript and cannot be "
-            "changed. Replicate the module that is not scripted, or wrap this one in dataparallel.DataParallel"
+            f"cannot replicate a {type(module).__name__} in place: the class of a ScriptModule belongs to TorchScript "
+            "and cannot be changed. Replicate what is not scripted, or wrap this one in dataparallel.DataParallel"
         )
-    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise TypeError(f"the module is wrapped already, in a {name}; replicate its .module instead: forms do not nest")
-    if not has_forward(module):
-        raise TypeError(
-            f"a {name} has no forward of its own, so there is no call that could be split; replicate the module that "
-            "holds it"
-        )
+    check_runs(module, "replicate")
 
 
 def _check_ignored(
-    module: nn.Module, modules: list[nn.Module], parameters: list[Tensor]
+    module: nn.Module, ignored_modules: Iterable[nn.Module] | None, ignored_params: Iterable[Tensor] | None
 ) -> tuple[list[nn.Module], list[Tensor]]:
+    modules = listed("ignored_modules", ignored_modules, nn.Module, "; slots are named: devices=[...]")
+    parameters = listed("ignored_params", ignored_params, Tensor)
     below = {id(child) for child in module.modules()} - {id(module)}
     own = {id(parameter) for parameter in module.parameters()}
     for i, child in enumerate(modules):
-        if not isinstance(child, nn.Module):
-            raise TypeError(f"ignored_modules[{i}] is {child!r}, which is no module; slots are named: devices=[...]")
         if id(child) not in below:
             raise ValueError(f"ignored_modules[{i}], a {type(child).__name__}, is not below the module to replicate")
     for i, parameter in enumerate(parameters):

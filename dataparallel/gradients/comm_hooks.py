@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from dataparallel._torch import current_stream_at
+from dataparallel.arguments import checked
 from dataparallel.comm.streams.current import Event, kept_stream, memory_of, streams_set
 from dataparallel.devices import current_device_set
 
@@ -60,9 +61,7 @@ class GradBucket:
         Raises:
             TypeError: it is no tensor.
         """
-        if not isinstance(buffer, Tensor):
-            raise TypeError(f"set_buffer takes a tensor, not a {type(buffer).__name__}")
-        self._buffer = buffer
+        self._buffer = checked("buffer", buffer, Tensor)
 
     @torch.no_grad()
     def owned(self, value: Tensor) -> Tensor:
@@ -104,12 +103,8 @@ class CommHook:
     """A registered hook. Messages call it ``name``."""
 
     def __init__(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        if not callable(hook):
-            raise TypeError(
-                f"the communication hook is {hook!r}, which cannot be called. Pass the state first, then the hook: a "
-                "function hook(state, bucket) that returns a torch.futures.Future of the bucket's flat tensor"
-            )
-        self.state, self.hook = state, hook
+        what = "hook(state, bucket) that returns a torch.futures.Future of the bucket's flat tensor"
+        self.state, self.hook = state, checked("hook", hook, Callable, hint=f" {what}. Pass the state first")
         self.name = _name_of(hook)
 
     @torch.no_grad()

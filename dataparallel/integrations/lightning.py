@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from dataparallel.arguments import checked
 from dataparallel.batches.structures import number_of_samples
 from dataparallel.devices import CPU, DeviceLike, current_device, resolve_slots
 from dataparallel.forms.data_parallel import DataParallel
@@ -21,7 +22,7 @@ from dataparallel.forms.full_state import full_copy
 from dataparallel.forms.fully_shard import fully_shard
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.forms.replicate import ReplicatedModule, replicate
-from dataparallel.integrations.form_names import Form, check_form
+from dataparallel.integrations.form_names import NAMES, Form
 from dataparallel.samples import samples
 from dataparallel.user_warnings import warn_user
 
@@ -57,7 +58,7 @@ class SlotsStrategy(ParallelStrategy):
     strategy_name = "slots"
 
     def __init__(self, devices: Sequence[DeviceLike] | None = None, form: Form = "replicate", **options: Any) -> None:
-        check_form(form)
+        checked("form", form, *NAMES)
         slots = resolve_slots(devices)
         super().__init__(parallel_devices=slots or [CPU])
         if len(slots) > 1 and "scalars" not in options:

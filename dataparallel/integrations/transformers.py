@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dataparallel.arguments import checked
 from dataparallel.call.options import ScalarRule, Scalars
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.forms.data_parallel import DataParallel, own_options
@@ -20,7 +21,7 @@ from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.forms.managed import ManagedModule, name_of_form, register_forward_method, state_of
 from dataparallel.forms.replicate import replicate
 from dataparallel.integrations.accelerate import Accelerator
-from dataparallel.integrations.form_names import Form, check_form
+from dataparallel.integrations.form_names import NAMES, Form
 from dataparallel.integrations.transformers_losses import Items, LossByItems, known_items
 
 _Trainer: Any = object  # what a subclass adds as its second base
@@ -65,8 +66,7 @@ class OnSlots(_Trainer):
         scalars: ScalarRule = None,
         **kwargs: Any,
     ) -> None:
-        if form is not None:
-            check_form(form)
+        checked("form", form, *NAMES, None)
         self._scalars = Scalars(scalars).rule
         self._form, self._wrapper = form or "replicate", None
         if isinstance(model, (DataParallel, ManagedModule)):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dataparallel.arguments import checked
 from dataparallel.machines.group import Machines
 
 if TYPE_CHECKING:
@@ -57,6 +58,14 @@ def _groups(group: Any, mesh: Any, slots: Sequence[torch.device], wanted: tuple[
             f"{name} was passed, but torch {torch.__version__} has been built without torch.distributed; install a "
             f"build that has it, or leave {name} out to use this machine alone"
         )
+    if mesh is not None:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        made = "init_device_mesh('cpu', (torch.distributed.get_world_size(),))"
+        checked("mesh", mesh, DeviceMesh, hint=f" over processes, as {made} returns; slots are written devices=[...]")
+    elif group != distributed.GroupMember.NON_GROUP_MEMBER:
+        hint = ", such as torch.distributed.group.WORLD or what torch.distributed.new_group(ranks) returns"
+        checked("process_group", group, distributed.ProcessGroup, hint=hint)
     if not distributed.is_initialized():
         raise RuntimeError(
             f"{name} was passed, but torch.distributed is not initialised in this process, or not any more. Call "
@@ -69,11 +78,6 @@ def _groups(group: Any, mesh: Any, slots: Sequence[torch.device], wanted: tuple[
             f"process_group: this process, rank {distributed.get_rank()} of all, is no member of the group. Call this "
             "only in processes that are among the ranks that new_group was called with"
         )
-    if not isinstance(group, distributed.ProcessGroup):
-        raise TypeError(
-            f"process_group={group!r}: expected a torch.distributed.ProcessGroup, such as "
-            "torch.distributed.group.WORLD or what torch.distributed.new_group(ranks) returns"
-        )
     try:
         distributed.get_process_group_ranks(group)
     except (KeyError, ValueError):
@@ -85,13 +89,6 @@ def _groups(group: Any, mesh: Any, slots: Sequence[torch.device], wanted: tuple[
 
 
 def _of_mesh(mesh: Any, slots: Sequence[torch.device], wanted: tuple[str, str, int]) -> list[Machines]:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"mesh={mesh!r}: expected a torch.distributed.device_mesh.DeviceMesh over processes, as "
-            "init_device_mesh('cpu', (torch.distributed.get_world_size(),)) returns; slots are written devices=[...]"
-        )
     names = mesh.mesh_dim_names or ()
     sizes = [f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True)] if names else map(str, mesh.shape)
     shown, types = f"the mesh ({', '.join(sizes)})", {slot.type for slot in slots}

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from dataparallel import _torch
+from dataparallel.arguments import checked
 from dataparallel.autograd.functions import Broadcast, Gather
 from dataparallel.autograd.node import Node
 from dataparallel.comm.transport import summed_in
@@ -305,6 +306,7 @@ class SyncBatchNorm(BatchNorm):
         Raises:
             ValueError: a lazy BatchNorm, which has no class yet to go back to: call the model once before.
         """
+        across_machines = checked("across_machines", across_machines, bool)
         found = [child for child in module.modules() if type(child) in _CONVERTED]
         for name, child in module.named_modules():
             if isinstance(child, _LazyNormBase) and isinstance(child, _BatchNorm):
@@ -347,8 +349,6 @@ def check_sync_batch_norm(
     module: nn.Module, sync_batch_norm: bool | str, slots: Sequence[torch.device], machines: bool = False
 ) -> None:
     """Checks the argument of a form on these slots. ``machines``: the form spans machines."""
-    if not isinstance(sync_batch_norm, bool) and sync_batch_norm != _ACROSS:
-        raise TypeError(f"sync_batch_norm={sync_batch_norm!r}: expected True, False or {_ACROSS!r}")
     if sync_batch_norm == _ACROSS and not machines:
         raise ValueError(
             f"sync_batch_norm={_ACROSS!r}: there is one machine only; pass a process_group or a mesh to a form of "

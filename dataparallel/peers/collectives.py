@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
+from dataparallel.arguments import checked
 from dataparallel.autograd.functions import Broadcast, Gather, ReduceAddCoalesced, Scatter
 from dataparallel.comm.checks import tensor_split_sizes
 from dataparallel.peers import across_machines as across
@@ -51,8 +52,7 @@ def all_reduce(tensor: S, op: Operation = "sum", across_machines: bool = False) 
         RuntimeError: replicas that do not wait for the same, or do not come; another replica has failed. Across
             machines a `MachinesError` if machines do not come to the same, or one has failed or is gone.
     """
-    if op not in get_args(Operation):
-        raise ValueError(f"op={op!r}: expected one of {', '.join(map(repr, get_args(Operation)))}")
+    op = checked("op", op, *get_args(Operation))
     tensors, rebuild = _leaves_of("all_reduce", tensor)
     for one in tensors:
         if op == "mean" and not (one.is_floating_point() or one.is_complex()):
@@ -92,7 +92,7 @@ def all_gather(tensor: S, dim: int = 0, across_machines: bool = False) -> S:
     """
     tensors, rebuild = _leaves_of("all_gather", tensor)
     for one in tensors:
-        if not -one.dim() <= dim < one.dim():
+        if not -one.dim() <= (dim := checked("dim", dim, int)) < one.dim():
             raise IndexError(f"all_gather: dim={dim} of a tensor of shape {[*one.shape]}; unsqueeze it first to stack")
     request = Request("all_gather", f"dim={dim}", described(tensors, dim))
     return rebuild(_exchange(span_of_caller(across_machines), request, tensors, partial(_all_gather, dim=dim)))
@@ -114,7 +114,7 @@ def broadcast(tensor: S, source: int, across_machines: bool = False) -> S:
     tensors, rebuild = _leaves_of("broadcast", tensor)
     span = span_of_caller(across_machines)
     count = 1 if span is None else span.count
-    if not 0 <= source < count:
+    if not 0 <= (source := checked("source", source, int)) < count:
         raise IndexError(f"broadcast: source={source}: the call has {count} replicas, from 0 on")
     request = Request("broadcast", f"source={source}", described(tensors))
     return rebuild(_exchange(span, request, tensors, partial(_broadcast, source=source)))

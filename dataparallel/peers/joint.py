@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
 from dataparallel import _torch
+from dataparallel.arguments import checked
 from dataparallel.comm.streams.current import Event, current_streams, memory_of, streams_set
 from dataparallel.replicas.graphs.kinds import CannotBeCaptured
 from dataparallel.replicas.graphs.pieces import is_capturing
@@ -220,6 +221,7 @@ def span_of_caller(across_machines: bool = False) -> JointSpan | None:
 
     The first call with ``across_machines`` in a forward is a collective itself: all replicas on all machines make it.
     """
+    across_machines = checked("across_machines", across_machines, bool)
     place = replayed_place() or here()
     if place is None:
         return None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch, comm
+from dataparallel.arguments import checked
 from dataparallel.autograd.bucket_gradients import FromWholeSource, GradientStreams, broadcast_bucket
 from dataparallel.autograd.node import run_last
 from dataparallel.comm.buckets import fill_buckets
@@ -58,6 +59,7 @@ def replicate(
         TypeError, ValueError: devices as in ``dataparallel.devices.resolve_slots``; ``bucket_cap_mb`` is not above 0;
             a parameter is not initialised yet.
     """
+    detach = checked("detach", detach, bool)
     return make_replicas(network, resolve_slots(devices), cap_in_bytes(bucket_cap_mb), detach)
 
 
@@ -207,8 +209,6 @@ class Copies:
             self.put(indices, sent)
 
 
-def cap_in_bytes(mebibytes: float, argument: str = "bucket_cap_mb") -> int:
-    """Converts an argument from MiB to bytes, at least 1. Raises ``ValueError`` if it is not above 0."""
-    if not mebibytes > 0:
-        raise ValueError(f"{argument}={mebibytes}: a bucket holds more than 0 MiB")
-    return max(1, int(min(mebibytes * 2**20, sys.maxsize)))
+def cap_in_bytes(bucket_cap_mb: float) -> int:
+    """Converts an argument from MiB to bytes, at least 1. Raises as `checked`."""
+    return max(1, int(min(checked("bucket_cap_mb", bucket_cap_mb, float, above=0) * 2**20, sys.maxsize)))

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dataparallel import _torch
+from dataparallel.arguments import checked
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.optimizer_steps import before_steps
 from dataparallel.sharded.placements import Owners, Placement, Replicate, Shard, check_placement, over_of
@@ -52,6 +53,7 @@ def distribute_tensor(
         ValueError: ``devices`` is empty or has a device that the machine lacks, or the tensor lacks the dimension.
     """
     _check_dense(tensor)
+    requires_grad = checked("requires_grad", requires_grad, bool, None)
     _torch.wrap_full_states(_wrap_gather, _wrap_distribute)
     over = over_of(devices)
     owners = resolve_each(devices) if over is None else Owners(resolve_each(devices), over)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from dataparallel import _torch
+from dataparallel.arguments import checked
 from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.threads.pool import POLL_SECONDS, Turn
 
@@ -265,9 +266,9 @@ def set_time_limit(seconds: float | None) -> None:
     """Sets how long replicas of this process wait for each other. ``None``: 10 minutes, as at the beginning.
 
     Raises:
+        TypeError: ``seconds`` is no number.
         ValueError: ``seconds`` is not above 0.
     """
     global _chosen_limit
-    if seconds is not None and not seconds > 0:
-        raise ValueError(f"seconds={seconds!r}: replicas can wait for each other for more than 0 seconds only")
+    seconds = checked("seconds", seconds, float, None, above=0)
     _chosen_limit = _DEFAULT_LIMIT if seconds is None else seconds

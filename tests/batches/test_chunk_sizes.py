@@ -46,16 +46,16 @@ def test_a_slot_is_less_than_one_sample_from_its_quota_unless_small_shares_need_
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ([0.5, -1.0, 1.0], ValueError, "cannot be negative"),
-        ([0.5, math.nan, 1.0], ValueError, "a share is a finite number"),
+        ([0.5, -1.0, 1.0], ValueError, r"chunk_sizes\[1\]=-1.0: expected a number above 0"),
+        ([0.5, math.nan, 1.0], ValueError, r"chunk_sizes\[1\]=nan: expected a number above 0"),
         ([0.5, math.inf, 1.0], ValueError, "a share is a finite number"),
-        ([0.0, 0.0, 0.0], ValueError, "leave a slot out of device_ids"),
+        ([0.0, 0.0, 0.0], ValueError, "leave slots without samples out of device_ids"),
         ([0.5, 0.5], ValueError, "has 2 entries for 3 slots"),
         ([], ValueError, "has 0 entries for 3 slots"),
-        ([0.5, True, 1.0], TypeError, "no sequence of ints or floats"),
-        ([0.5, "1", 1.0], TypeError, "no sequence of ints or floats"),
-        (3, TypeError, "no sequence of ints or floats"),
-        ("equal", TypeError, "'equal' is no sequence"),
+        ([0.5, True, 1.0], TypeError, r"chunk_sizes\[1\]=True: expected a number"),
+        ([0.5, "1", 1.0], TypeError, r"chunk_sizes\[1\]='1': expected a number"),
+        (3, TypeError, "chunk_sizes=3: expected a list"),
+        ("equal", TypeError, "chunk_sizes='equal': expected a list"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given: object, error: type[Exception], message: str) -> None:

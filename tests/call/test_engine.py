@@ -52,7 +52,7 @@ def test_a_dimension_is_any_integer(net: nn.Module, slots: list, x: Tensor) -> N
     assert type(model.dim) is int
     torch.testing.assert_close(model(x), net(x))
     for wrong in (True, 0.0, "0"):
-        with pytest.raises(TypeError, match="the batch dimension is an int"):
+        with pytest.raises(TypeError, match=f"dim={wrong!r}: expected an int"):
             DataParallel(net, slots, dim=wrong)  # type: ignore[arg-type]
 
 

@@ -83,7 +83,7 @@ def test_workers_limit_how_many_replicas_run(form: Form, single: Net, slots: lis
     for _ in range(3):
         model(x)
     assert single.seen["most"] == 1
-    with pytest.raises(ValueError, match="workers=0: at least 1 replica"):
+    with pytest.raises(ValueError, match="workers=0: expected an int above 0 or None"):
         form(Net(), slots, workers=0)
 
 

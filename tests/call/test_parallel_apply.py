@@ -56,7 +56,7 @@ def test_without_a_device_and_a_tensor_it_is_the_current_device(slots: list, roo
 
 
 def test_devices_that_are_no_list_are_refused() -> None:
-    with pytest.raises(TypeError, match="expected a list of devices; got 'cpu'"):
+    with pytest.raises(TypeError, match="'cpu': expected a list of devices"):
         parallel_apply([Call(echo)] * 3, [()] * 3, devices="cpu")
 
 

@@ -108,5 +108,5 @@ def test_a_subclass_that_overrides_gather(slots, root):
 
 @pytest.mark.parametrize(("given", "error"), [("median", ValueError), (3, TypeError)])
 def test_what_is_no_rule_is_refused(form, slots, root, given, error):
-    with pytest.raises(error, match="expected 'mean', 'sum', a function"):
+    with pytest.raises(error, match="expected 'mean', 'sum', a function or None"):
         form(build(root), slots, scalars=given)

@@ -56,7 +56,8 @@ def test_an_impossible_variable_is_refused_by_name(variable: str, monkeypatch: p
 @pytest.mark.parametrize(
     ("argument", "value", "error"),
     [
-        *((name, value, ValueError) for name in ("transport", "route") for value in ("pigeon", "", 3)),
+        *((name, value, ValueError) for name in ("transport", "route") for value in ("pigeon", "")),
+        *((name, 3, TypeError) for name in ("transport", "route")),
         ("deterministic", "no", TypeError),
     ],
 )

@@ -193,7 +193,7 @@ class TestLists:
         [
             (lambda net: [], ValueError, "`fully_shard` got an empty list"),
             (lambda net: (), ValueError, "`fully_shard` got an empty list"),
-            (lambda net: [net, 3], TypeError, r"`fully_shard` takes a list of torch\.nn\.Module; item 1 is 3"),
+            (lambda net: [net, 3], TypeError, r"module\[1\]=3: expected a torch\.nn\.Module"),
             (lambda net: [net, net[1][0]], ValueError, "item 1, a Linear, is '1.0' in item 0, so leave it out"),
             (lambda net: [net[1][0], net], ValueError, "item 0, a Linear, is '1.0' in item 1, so leave it out"),
             (lambda net: [net, net], ValueError, "item 1, a Sequential, is item 0 too"),

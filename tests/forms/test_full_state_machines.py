@@ -241,7 +241,7 @@ def test_an_error_on_one_rank_is_one_on_all(way: str) -> None:
         assert found["others"].startswith(("MachinesDiffer", "PeerFailed"))
         assert "first.weight" in found["others"]
     if way != "hybrid":
-        assert "expected a torch.optim.Optimizer; got str" in last["save"]
+        assert "expected a torch.optim" in last["save"]
         for found in others:
             # Without the other row of a mesh: a row saves by itself.
             assert "got str" in found["save"] or (way == "2-D" and found["save"] == "nothing was raised")

@@ -179,7 +179,7 @@ class TestErrors:
     @pytest.mark.slots(2)
     def test_the_argument_is_true_or_a_dict(self, slots):
         module = nn.Linear(2, 2)
-        with pytest.raises(TypeError, match="compile is True, False or a dict"):
+        with pytest.raises(TypeError, match=r"compile=.*: expected True, False, a dict or None"):
             fully_shard(module, devices=slots, compile="inductor")
         with pytest.raises(TypeError, match="'backends' is none of backend, mode"):
             fully_shard(module, devices=slots, compile={"backends": "eager"})

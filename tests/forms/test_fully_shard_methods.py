@@ -56,7 +56,7 @@ class TestFlags:
     @pytest.mark.parametrize(
         ("method", "value", "error", "message"),
         [
-            ("set_gradient_divide_factor", 0, ValueError, "factor=0: gradients are divided by a number above 0"),
+            ("set_gradient_divide_factor", 0, ValueError, "factor=0: expected a number above 0"),
             ("set_gradient_divide_factor", float("nan"), ValueError, "factor=nan"),
             ("set_all_reduce_hook", 3, TypeError, "hook=3: expected a function"),
             ("set_reshard_after_forward", None, TypeError, "reshard_after_forward=None"),

@@ -286,8 +286,8 @@ A_MODEL = DataParallel(Echo(), ["cpu"] * 2)
     ("arguments", "options", "error", "words"),
     [
         (([], nn.Linear(1, 1)), {}, TypeError, r"a dataparallel\.DataParallel or a module after.*got torch\.nn"),
-        (([], A_MODEL), {"depth": 0}, ValueError, "depth=0: at least 1 batch"),
-        (([], A_MODEL), {"depth": 1.5}, TypeError, "float"),
+        (([], A_MODEL), {"depth": 0}, ValueError, "depth=0: expected an int above 0"),
+        (([], A_MODEL), {"depth": 1.5}, TypeError, "depth=1.5: expected an int"),
         ((3, A_MODEL), {}, TypeError, "iterable; got int"),
     ],
 )

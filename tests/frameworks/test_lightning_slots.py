@@ -233,7 +233,7 @@ class TestModules:
             fit_on_slots(learner, tmp_path, SlotsStrategy(slots))
 
     def test_a_form_has_one_of_three_names(self, slots):
-        with pytest.raises(ValueError, match="form='dp': expected one of"):
+        with pytest.raises(ValueError, match="form='dp': expected 'replicate'"):
             SlotsStrategy(slots, "dp")
 
     def test_mixed_precision_reaches_the_replicas(self, slots, tmp_path):

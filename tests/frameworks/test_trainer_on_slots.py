@@ -256,7 +256,7 @@ class TestModels:
             trainer_for(model, tmp_path, **{**settings, "scalars": "mean"})
 
     def test_a_form_has_one_of_three_names(self, slots, tmp_path):
-        with pytest.raises(ValueError, match="form='dp': expected one of 'replicate', 'DataParallel', 'fully_shard'"):
+        with pytest.raises(ValueError, match="form='dp': expected 'replicate', 'DataParallel', 'fully_shard'"):
             trainer_for(gpt2(), tmp_path, slots, "dp")
 
     @all_forms

@@ -42,7 +42,7 @@ class TestTheBucket:
         assert bucket.gradients()[0].tolist() == [[1, 2, 3], [4, 5, 6]]
 
     def test_refuses_a_buffer_that_is_no_tensor(self, bucket):
-        with pytest.raises(TypeError, match="set_buffer takes a tensor, not a list"):
+        with pytest.raises(TypeError, match=r"buffer=\[.*: expected a torch.Tensor"):
             bucket.set_buffer([1.0])
 
     def test_has_no_views_of_a_buffer_of_another_size(self, bucket):

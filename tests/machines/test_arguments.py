@@ -105,7 +105,7 @@ def test_what_is_refused():
         "3-D": "ValueError: the mesh (machines=2, tp=1, cp=1) has 3 dimensions; expected one, to shard over, or two",
         "2-D": "ValueError: the mesh (2, 1) has 2 dimensions, and a module is replicated over one dimension",
         "named": "such as mesh['machines']",
-        "numbers": "TypeError: process_group=[0, 1]: expected a torch.distributed.ProcessGroup",
+        "numbers": "TypeError: process_group=[0, 1]: expected a torch.distributed.",
         "devices": "TypeError: mesh=[device(type=",
         "type": "ValueError: the mesh (2) is for devices of type cuda, and the slots of this process are of type cpu",
     }

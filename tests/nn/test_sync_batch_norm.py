@@ -234,7 +234,7 @@ class TestConversion:
         alone, batch = made(nn.BatchNorm2d).to(slots[0]), batch_of(5).to(slots[0])
         model = replicate(module, devices=slots, sync_batch_norm=True)
         same(results(model, module, batch), results(alone, alone, batch))
-        with pytest.raises(TypeError, match="expected True, False or 'across_machines'"):
+        with pytest.raises(ValueError, match="expected True, False or 'across_machines'"):
             DataParallel(alone, slots, sync_batch_norm="yes")
 
 

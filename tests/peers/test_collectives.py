@@ -184,7 +184,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("function", "error", "words"),
         [
-            (lambda x: peers.all_reduce(x, "median"), ValueError, "expected one of 'sum'"),
+            (lambda x: peers.all_reduce(x, "median"), ValueError, "expected 'sum', 'mean', 'max', 'min' or 'prod'"),
             (lambda x: peers.all_reduce(x.long(), "mean"), TypeError, "floating-point"),
             (lambda x: peers.all_reduce(x > 0), TypeError, "bool"),
             (lambda x: peers.all_reduce("text"), TypeError, "got str"),

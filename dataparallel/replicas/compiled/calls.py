@@ -150,8 +150,6 @@ class CompileArgument:
         if compile is None or compile is False:
             return None
         options = {} if compile is True else compile
-        if not isinstance(options, dict):
-            raise TypeError(f"compile is True, False or a dict of arguments for torch.compile; got {compile!r}")
         unknown = [name for name in options if name not in NAMES]
         if unknown:
             raise TypeError(f"compile={compile!r}: {unknown[0]!r} is none of {', '.join(NAMES)}")

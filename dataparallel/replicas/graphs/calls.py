@@ -67,12 +67,7 @@ def check_graphs(
 
     ``None``: as ``"auto"`` if the modules, or the argument ``compile``, are compiled with CUDA graphs, or else as
     ``False``. ``True`` where there are no graphs is logged, and ``"auto"`` is not.
-
-    Raises:
-        TypeError: ``graphs`` is none of these.
     """
-    if graphs is not None and not isinstance(graphs, bool) and graphs != "auto":
-        raise TypeError(f"graphs is True, False, 'auto' or None; got {graphs!r}")
     if graphs is False or (graphs is None and not use_cuda_graphs(modules, compile)):
         return False
     without = [device for device in slots if device.type != "cuda"]

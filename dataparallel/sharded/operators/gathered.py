@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
+from dataparallel.arguments import checked
 from dataparallel.environment import says_no
 from dataparallel.sharded import operators
 from dataparallel.sharded.operators import sharded_in
@@ -42,7 +43,7 @@ def allow_gathers(allowed: bool | None) -> None:
     the parameters that a replica may use.
     """
     global _allowed
-    _allowed = allowed
+    _allowed = checked("allowed", allowed, bool, None)
 
 
 class GatheredView(ShardedTensor):

@@ -295,7 +295,7 @@ class TestTogether:
 
 class TestArguments:
     def test_graphs_is_a_bool_or_auto(self, form: Form, slots: list, root: torch.device) -> None:
-        with pytest.raises(TypeError, match="graphs is True, False, 'auto' or None; got 'yes'"):
+        with pytest.raises(ValueError, match="graphs='yes': expected True, False, 'auto' or None"):
             form(build(root), slots, graphs="yes")
 
     def test_auto_takes_graphs_where_they_are(
