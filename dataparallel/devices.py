@@ -127,20 +127,17 @@ def resolve_slots(
         TypeError: ``device_ids`` is a single device or cannot be iterated over, or an entry is not a device.
         ValueError: an empty sequence, devices of several types, or a device that the machine lacks; both names.
     """
-    if devices is not None:
-        if device_ids is not None:
-            raise ValueError(
-                f"device_ids={device_ids!r} and devices={devices!r}: these are two names of one argument; pass one"
-            )
-        device_ids = devices
-    if device_ids is None:
+    if devices is not None and device_ids is not None:
+        raise ValueError(
+            f"device_ids={device_ids!r} and devices={devices!r}: these are two names of one argument; pass one"
+        )
+    given, name = (device_ids, "device_ids") if devices is None else (devices, "devices")
+    if given is None:
         return all_devices()
-    slots = resolve_each(device_ids, "device_ids" if devices is None else "devices")
+    slots = resolve_each(given, name)
     types = sorted({slot.type for slot in slots})
     if len(types) > 1:
-        raise ValueError(
-            f"device_ids={list(device_ids)!r} mixes device types {types}; all slots of one call have one type"
-        )
+        raise ValueError(f"{name}={list(given)!r} mixes device types {types}; all slots of one call have one type")
     return slots
 
 

@@ -232,8 +232,8 @@ FUNCTIONS: list[tuple[Callable[..., Any], dict[str, list[Any]]]] = [
     (lambda **a: dataparallel.scatter_kwargs((T,), {}, ["cpu"] * 2, **a), {"dim": WRONG["dim"]}),
     (lambda **a: dataparallel.gather([T, T], "cpu", **a), {"dim": WRONG["dim"], "pad": WRONG["pad"]}),
     (
-        lambda **a: dataparallel.replicate(nn.Linear(1, 1), ["cpu"] * 2, **a),
-        {"detach": [*NO_FLAG, None], "bucket_cap_mb": WRONG["bucket_cap_mb"]},
+        lambda **a: dataparallel.replicate(nn.Linear(1, 1), **{"devices": ["cpu"] * 2, **a}),
+        {"devices": NO_SLOTS, "detach": [*NO_FLAG, None], "bucket_cap_mb": WRONG["bucket_cap_mb"]},
     ),
     (
         lambda **a: dataparallel.parallel_apply([nn.Identity()] * 2, [T, T], devices=["cpu"] * 2, **a),
@@ -241,7 +241,12 @@ FUNCTIONS: list[tuple[Callable[..., Any], dict[str, list[Any]]]] = [
     ),
     (
         lambda **a: dataparallel.data_parallel(nn.Identity(), T, **{"device_ids": ["cpu"] * 2, **a}),
-        {"device_ids": NO_SLOTS, "output_device": WRONG["output_device"], "dim": WRONG["dim"]},
+        {
+            "device_ids": NO_SLOTS,
+            "output_device": WRONG["output_device"],
+            "dim": WRONG["dim"],
+            "module_kwargs": [3, 0, "x", [1]],
+        },
     ),
     (lambda **a: dataparallel.prefetch([T], DataParallel(nn.Identity(), ["cpu"]), **a), {"depth": WRONG["workers"]}),
     (lambda **a: dataparallel.samples(**a), {"entries": [T, "ab", 3, None]}),

@@ -106,7 +106,7 @@ def run_replicas(
             raise ValueError(f"got {len(modules)} modules but {len(found)} {name}; pass one for each module")
     if devices is None or any(device is None for device in devices):
         devices = _devices_of(inputs, keywords, devices or [None] * len(modules))
-    slots = resolve_slots(cast("Sequence[DeviceLike]", devices))
+    slots = resolve_slots(None, cast("Sequence[DeviceLike]", devices))
     arguments = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
     calls: list[Callable[[], Any]] = [
         partial(_callable_of(module, method), *args, **kwargs)

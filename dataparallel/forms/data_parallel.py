@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from dataparallel import _torch
+from dataparallel.arguments import checked
 from dataparallel.batches.gather import gather_outputs
 from dataparallel.batches.scatter import scatter_arguments
 from dataparallel.call.advice import PerformanceChecks
@@ -419,6 +420,7 @@ def call_once(
         )
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
+    module_kwargs = checked("module_kwargs", module_kwargs, Mapping, None)
     _check_module(module)
     check_placement(module, slots[0])
     model = cls(module, slots, output_device, dim)

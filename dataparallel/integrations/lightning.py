@@ -59,7 +59,7 @@ class SlotsStrategy(ParallelStrategy):
 
     def __init__(self, devices: Sequence[DeviceLike] | None = None, form: Form = "replicate", **options: Any) -> None:
         checked("form", form, *NAMES)
-        slots = resolve_slots(devices)
+        slots = resolve_slots(None, devices)
         super().__init__(parallel_devices=slots or [CPU])
         if len(slots) > 1 and "scalars" not in options:
             warn_user(

@@ -87,7 +87,7 @@ class OnSlots(_Trainer):
             devices = options.slots or None
         if isinstance(model, DataParallel):
             self._form, self._wrapper, model = "DataParallel", model, model.module
-        self._slots = resolve_slots(devices)
+        self._slots = resolve_slots(None, devices)
         self._n_gpu = 1  # trainers of other libraries refuse more while they are made
         super().__init__(model, *args, **kwargs)
         if self._slots:

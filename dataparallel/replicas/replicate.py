@@ -60,7 +60,7 @@ def replicate(
             a parameter is not initialised yet.
     """
     detach = checked("detach", detach, bool)
-    return make_replicas(network, resolve_slots(devices), cap_in_bytes(bucket_cap_mb), detach)
+    return make_replicas(network, resolve_slots(None, devices), cap_in_bytes(bucket_cap_mb), detach)
 
 
 def make_replicas(
