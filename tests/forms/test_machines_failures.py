@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from dataparallel.composable import fully_shard
+from dataparallel.composable import fully_shard, replicate
 from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
 from machine_ranks import on_machines
 from sharded_machines import EACH_SPREAD, SPREADS, over, ranks_of, slots_of, spread
@@ -195,6 +196,34 @@ def test_models_that_differ_are_not_sharded(way):
         assert issubclass(kind, MachinesError)
         assert "weight" in text
         assert not is_sharded
+
+
+WRONG_OPTIONS: list[tuple[Any, dict[str, Any]]] = [
+    (replicate, {"average": "no"}),
+    (fully_shard, {"workers": True}),
+    (fully_shard, {"reshard_after_forward": "no"}),
+    (fully_shard, {"units": "all"}),
+]
+
+
+def a_wrong_option_on_rank_1(rank: int, devices: list[Any]) -> Any:
+    errors = []
+    for form, wrong in WRONG_OPTIONS:
+        net, where = Net().to(devices[0]), {"devices": devices, "process_group": distributed.group.WORLD}
+        errors.append(raised(functools.partial(form, net, **where, **(wrong if rank == 1 else {}))))
+        assert type(net) is Net
+        step(form(net, **where), devices, 1)
+    return [(type(error), str(error)) for error in errors]
+
+
+def test_a_wrong_option_on_one_machine_is_an_error_on_each_and_then_a_right_one_works():
+    first, second = on_machines(a_wrong_option_on_rank_1, ranks=2, slots=1, group_timeout=20)
+    for (_, option), theirs, ours in zip(WRONG_OPTIONS, first, second, strict=True):
+        (name,) = option
+        assert theirs[0] is PeerFailed
+        assert ours[0] in (TypeError, ValueError)
+        assert name in theirs[1]
+        assert name in ours[1]
 
 
 def values_that_come_later(rank: int, devices: list[Any], way: str) -> Any:
