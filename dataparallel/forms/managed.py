@@ -27,7 +27,15 @@ from dataparallel.call.engine import Method, ReplicaMaker
 from dataparallel.call.options import CallOptions
 from dataparallel.devices import resolve_slots
 from dataparallel.replicas.build import bare_module, give_attributes
-from dataparallel.replicas.plan import FORM_ATTRIBUTE, TWIN_INFO, UNIT_MODULE, TwinInfo, dotted, instance_slots
+from dataparallel.replicas.plan import (
+    FORM_ATTRIBUTE,
+    TWIN_INFO,
+    UNIT_MODULE,
+    TwinInfo,
+    dotted,
+    instance_slots,
+    original_class,
+)
 
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall, PeerRounds
@@ -213,12 +221,6 @@ class Twin:
         attributes = {**vars(source), **hooks, TWIN_INFO: self._info}
         attributes.pop(left_out, None)
         return give_attributes(self.module, attributes, source, instance_slots(type(self.module)))
-
-
-def original_class(cls: type) -> type[Any]:
-    """Returns the class that a module had before a form gave it the class ``cls``."""
-    order = cls.__mro__
-    return order[order.index(ManagedModule) + 1]
 
 
 def original_attribute(module: Any, name: str) -> Any:

@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from dataparallel.batches.batch_types import register_batch
 from dataparallel.batches.structures import number_of_samples
-from dataparallel.forms.managed import ManagedModule, original_class
+from dataparallel.replicas.plan import original_class
 from dataparallel.user_warnings import warn_user
 
 Items: TypeAlias = 'Tensor | Literal["mean", "sum"] | None'
@@ -169,8 +169,7 @@ def known_items(model: Any, inputs: Mapping[str, Any]) -> Items:
 
 def _head(model: Any) -> tuple[str | None, bool]:
     """Returns the name of the head whose loss ``forward`` computes, and whether by itself, not by ``loss_function``."""
-    cls = original_class(type(model)) if isinstance(model, ManagedModule) else type(model)
-    forward: Any = inspect.unwrap(cls.forward)
+    forward: Any = inspect.unwrap(original_class(type(model)).forward)
     code = getattr(forward, "__code__", None)
     if code is None:
         return None, True

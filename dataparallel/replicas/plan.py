@@ -324,9 +324,9 @@ def instance_slots(cls: type) -> tuple[str, ...]:
     return tuple(names)
 
 
-def original_class(cls: type[nn.Module]) -> type[nn.Module]:
+def original_class(cls: type) -> type[Any]:
     """Returns the class that a module had before a form changed its class to ``cls``, or else ``cls``."""
-    original: type[nn.Module] = getattr(cls, ORIGINAL_CLASS, cls)
+    original: type[Any] = getattr(cls, ORIGINAL_CLASS, cls)
     return original
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_shard, replicate
-from dataparallel.forms.managed import original_class
-from dataparallel.replicas.plan import FORM_ATTRIBUTE
+from dataparallel.replicas.plan import FORM_ATTRIBUTE, original_class
 from each_form import composable_forms
 
 BOTH = pytest.mark.parametrize("apply", [replicate, fully_shard], ids=["replicate", "fully_shard"])
