@@ -27,7 +27,7 @@ from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output,
 from dataparallel.forms.kept_tensors import KeptTensors
 from dataparallel.forms.managed import names_explained, shows_forward_of_module
 from dataparallel.nn.sync_batch_norm import prepare
-from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.compiled.calls import CompileArgument, call_of
 from dataparallel.replicas.graphs.calls import GraphedReplicas, check_graphs
 from dataparallel.replicas.kept_replicas import FreshCopies, KeptReplicas
 from dataparallel.replicas.plan import check_placement
@@ -369,9 +369,9 @@ class _Maker(ReplicaMaker):
             check_placement(self.source(), slots[0])
 
     def alone(self, method: Method) -> Callable[..., Any]:
-        if self._compiled is None or torch.compiler.is_dynamo_compiling():  # dynamo compiles code that calls the module
-            return method.of_module
-        return self._compiled.call(self.source())
+        source, is_traced = self.source(), torch.compiler.is_dynamo_compiling()  # dynamo compiles what calls the module
+        root = None if self._compiled is None or is_traced else self._compiled.of(source)
+        return method.of_module if root is None else call_of(source, root)
 
     def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
         return self._wrapper.replicate(self.source(), slots)

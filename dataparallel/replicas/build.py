@@ -69,22 +69,21 @@ def build_replica(
     if plan.has_references:
         _rebind_attributes(plan, modules, tensors)
     call_compiled(plan, modules, tensors[0].device if tensors else None)
-    _give_units(plan, modules)
+    _give_units(modules)
     return modules[0]
 
 
 def call_compiled(plan: ModulePlan, modules: list[nn.Module], device: torch.device | None) -> None:
     """Makes modules that are compiled in the source call compiled code."""
     table = plan.table(modules)
-    for i in plan.compiled:
-        entry, module = plan.entries[i], modules[i]
-        assert entry.compiled is not None
+    for entry, module in zip(plan.entries, modules, strict=True):
+        if entry.compiled is None:
+            continue
+        vars(modules[0])[HAS_COMPILED] = True
         functions, attribute, child, _ = entry.compiled
         called = module if child is None else table[entry.children[child]]
         is_managed = child is None and original_class(entry.cls) is not entry.cls
         vars(module)[attribute] = CompiledCall(functions, called, device, _as_written if is_managed else None)
-    if plan.compiled:
-        vars(modules[0])[HAS_COMPILED] = True
 
 
 def _as_written(module: Any, attributes: dict[str, Any] | None = None) -> nn.Module:
@@ -98,9 +97,9 @@ def _as_written(module: Any, attributes: dict[str, Any] | None = None) -> nn.Mod
     )
 
 
-def _give_units(plan: ModulePlan, modules: list[nn.Module]) -> None:
+def _give_units(modules: list[nn.Module]) -> None:
     """Gives the modules of a replica their own `UNIT_MODULE`, which knows where the replica's registries are."""
-    units = [vars(modules[i]) for i in plan.units]
+    units = [own for own in map(vars, modules) if UNIT_MODULE in own]
     for own in units:
         own[UNIT_MODULE] = own[UNIT_MODULE].for_replica()
     for own in units:

@@ -11,7 +11,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -201,16 +200,6 @@ class ModulePlan:
         plan._find_references(modules, tensors, () if hooks_follow else HOOK_TABLES)
         plan._find_shared_storages()
         return plan
-
-    @cached_property
-    def compiled(self) -> list[int]:
-        """Positions of the modules that are compiled. The plan has to be complete."""
-        return [i for i, entry in enumerate(self.entries) if entry.compiled is not None]
-
-    @cached_property
-    def units(self) -> list[int]:
-        """Positions of the modules with a `UNIT_MODULE`. The plan has to be complete."""
-        return [i for i, entry in enumerate(self.entries) if UNIT_MODULE in entry.attributes]
 
     @property
     def is_plain(self) -> bool:

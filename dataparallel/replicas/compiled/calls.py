@@ -42,7 +42,7 @@ class CompiledCall:
         seen: Callable[[Any], Any] | None = None,
     ) -> None:
         self.functions, self._module, self._device, self._seen = functions, weakref.ref(module), device, seen
-        if functions is None or functions.is_disabled:
+        if functions is None or torch_compile.is_disabled(functions.context):
             torch_compile.say_that_it_is_disabled(self)
 
     @property
@@ -164,11 +164,6 @@ class CompileArgument:
 
     def __reduce__(self) -> tuple[type[CompileArgument], tuple[dict[str, Any]]]:
         return CompileArgument, (self.options,)
-
-    def call(self, module: nn.Module) -> Callable[..., Any]:
-        """A function that runs ``module`` itself compiled, for calls without replicas."""
-        root = self.of(module)
-        return module if root is None else call_of(module, root)
 
     def of(self, module: nn.Module, others: Iterable[Compiled | None] = ()) -> Compiled | None:
         """How replicas of ``module`` are called. ``None`` if the compiler is switched off.

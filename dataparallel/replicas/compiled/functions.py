@@ -67,7 +67,9 @@ class CompiledFunctions:
 
     Modules of one tree that have the same structure and were compiled alike share them, as the blocks of a model do
     that are compiled one by one. So do the replicas of all wrappers of a module. They live as long as the source or a
-    replica that calls them. ``key``: the structure of these modules, and `by_call` or `by_call_impl`.
+    replica that calls them.
+
+    ``key``: the structure of these modules, and `by_call` or `by_call_impl`. ``on``: the function of each device.
     """
 
     def __init__(self, key: tuple[Hashable, Callable[..., Any]], context: Any) -> None:
@@ -75,22 +77,12 @@ class CompiledFunctions:
         self.context = torch_compile.copy_of_context(context)  # not the one whose end is the end of the functions
         self.are_captured = False
         self._lock = threading.Lock()
-        self._on: dict[torch.device | None, _CompiledFunction] = {}
-
-    @property
-    def is_disabled(self) -> bool:
-        """True if they run without the compiler, because the user said so with ``torch.compiler.disable``."""
-        return torch_compile.is_disabled(self.context)
+        self.on: dict[torch.device | None, _CompiledFunction] = {}
 
     def call(self, device: torch.device | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the module, all of whose tensors are on ``device``, by the compiled function of this device."""
-        function = self._on.get(device) or self._make(device)
+        function = self.on.get(device) or self._make(device)
         return compile_lock.run_inside(function.call, module, args, kwargs)
-
-    @property
-    def devices(self) -> int:
-        """How many devices have a function."""
-        return len(self._on)
 
     def _make(self, device: torch.device | None) -> _CompiledFunction:
         context = self.context
@@ -100,9 +92,9 @@ class CompiledFunctions:
             if not self.are_captured:
                 _say_that_they_run_without()
         with self._lock:
-            if device not in self._on:
-                self._on[device] = _CompiledFunction(self, device, context)
-            return self._on[device]
+            if device not in self.on:
+                self.on[device] = _CompiledFunction(self, device, context)
+            return self.on[device]
 
 
 @cache
@@ -150,7 +142,7 @@ class _CompiledFunction:
         torch_compile.refuse_parameters_in_graphs()
         family, failed, is_compiled = self._family(), torch_compile.frames_that_failed(), False
         try:
-            with torch_compile.compiling_for(1 if family is None else family.devices):
+            with torch_compile.compiling_for(1 if family is None else len(family.on)):
                 result = convert()
             is_compiled = torch_compile.has_graph(result)
             return result
