@@ -159,7 +159,6 @@ def is_written_to(obj: Any) -> bool:
 
 
 def path_of_key(key: object) -> str:
-    """Returns the path element of a value in a mapping."""
     return f'["{key}"]' if isinstance(key, str) else f"[{key!r}]"
 
 

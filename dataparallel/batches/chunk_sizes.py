@@ -25,7 +25,7 @@ class Split:
         self.given = None if given is None else _checked(given, slots)
 
     def sizes(self, total: int, slots: int) -> list[int]:
-        """Returns the sizes of the chunks of ``total`` samples, for the first slots, at least 1 each."""
+        """Returns the sizes of the chunks of ``total`` samples, at least 1 each. There may be fewer than slots."""
         if self.given is None:
             return near_equal_sizes(total, slots)
         samples = [number for number in self.given if isinstance(number, int)]

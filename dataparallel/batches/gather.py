@@ -40,7 +40,6 @@ PAD_HINT = (
 
 
 def checked_pad(pad: Any, name: str = "pad") -> Pad:
-    """Returns the option with numbers of Python."""
     if isinstance(pad, Mapping):
         return {key: checked_pad(value, f"{name}[{key!r}]") for key, value in pad.items()}
     if pad is not None and not isinstance(pad, Number):
@@ -50,7 +49,6 @@ def checked_pad(pad: Any, name: str = "pad") -> Pad:
 
 
 def pad_under(pad: Pad, path: str) -> Pad:
-    """Returns what holds for the child of a container with this path element."""
     if not isinstance(pad, Mapping):
         return pad
     return next((value for key, value in pad.items() if path in (path_of_key(key), f".{key}")), None)

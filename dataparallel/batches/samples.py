@@ -20,7 +20,6 @@ from dataparallel.samples import Samples
 
 
 def check_entries(marked: Samples[Any], path: str) -> None:
-    """Checks that everything inside can be moved."""
     for place, leaf in leaves(list(marked), path):
         if isinstance(leaf, PerReplica):
             raise ValueError(

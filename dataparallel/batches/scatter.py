@@ -389,7 +389,6 @@ def _parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _warn_of_sequences(arguments: Any, size: int | None, dim: int, replicas: int) -> None:
-    """Warns of the first list or array that may have one entry for each sample."""
     parts = children_of(arguments, "") if type(arguments) is Arguments else [("input", arguments)]
     sequences: list[tuple[str, Any]] = []
     for path, part in parts or ():

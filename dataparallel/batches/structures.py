@@ -53,7 +53,6 @@ def is_whole(tensor: Tensor) -> bool:
 
 
 def mark_whole(tensor: Tensor) -> None:
-    """Marks the tensor itself; see `whole`."""
     setattr(tensor, _WHOLE, True)
 
 
@@ -205,7 +204,6 @@ class Written:
     joined: Any = None
 
     def hand_back(self, value: Any) -> None:
-        """Writes the entry into the caller's container."""
         self.joined = value
         if isinstance(self.container, (list, deque)) and self.key >= len(self.container):
             self.container.append(value)
@@ -224,7 +222,6 @@ class CopiedContainer(NamedTuple):
 
     @classmethod
     def noted(cls, original: Any, copies: list[Any]) -> list[CopiedContainer]:
-        """Returns a list with it; an empty one for a container of another kind."""
         before = [entries for copy in copies if (entries := entries_of(copy)) is not None]
         return [cls(original, copies, before)] if before else []
 
@@ -247,5 +244,4 @@ class CopiedContainer(NamedTuple):
 
 
 def written_into(copied: Iterable[CopiedContainer]) -> list[Written]:
-    """Returns all entries that replicas have written into ``copied``."""
     return [written for container in copied for written in container.written()]

@@ -40,7 +40,6 @@ class Scalars:
         self.rule = _RULES[rule] if isinstance(rule, str) else rule
 
     def of_chunks(self, inputs: Sequence[Any], kwargs: Sequence[Any], dim: int) -> Callable[[Tensor], Tensor] | None:
-        """Returns a function of a vector with one value for each replica, for chunks with these arguments."""
         if self.rule is None:
             return None
         samples = tuple(number_of_samples(chunk, dim) for chunk in zip(inputs, kwargs, strict=True))
@@ -175,7 +174,6 @@ def takes(options: type) -> Callable[[F], F]:
 
 
 def described(docstring: str | None) -> str | None:
-    """Returns the docstring with the `DESCRIPTION`."""
     if docstring is None:
         return None
     return inspect.cleandoc(docstring).replace("    <options>", textwrap.indent(DESCRIPTION, "    "))

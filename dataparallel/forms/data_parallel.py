@@ -82,7 +82,6 @@ class WrapperOptions(CallOptions):
 
     @property
     def graphs(self) -> GraphedReplicas | None:
-        """See the class."""
         return self.kept.graphs
 
     def frozen(self) -> AbstractContextManager[None]:
@@ -205,7 +204,6 @@ class DataParallel(nn.DataParallel[M]):
             self.module.to(slots[0])
 
     def extra_repr(self) -> str:
-        """Returns the slots, for ``print(model)``."""
         return f"slots: {', '.join(map(str, self.device_ids)) or 'none, so the module runs as it is'}"
 
     @shows_forward_of_module
@@ -305,13 +303,11 @@ class later."""
 
 
 def is_own_stage(method: Any) -> bool:
-    """True if a bound method runs one of `own_stages`."""
     is_own = own_stages.get(getattr(method, "__func__", None))
     return is_own is not None and is_own()
 
 
 def options_of_call(wrapper: DataParallel[Any]) -> CallOptions:
-    """Returns the options of a call that begins now."""
     own = own_options(wrapper)
     if not wrapper.device_ids:
         return own  # the compiler may trace the call
@@ -413,7 +409,6 @@ def call_once(
     dim: int,
     module_kwargs: dict[str, Any] | None,
 ) -> Any:
-    """`data_parallel`, by a wrapper of this class."""
     if not slots:
         raise RuntimeError(
             "data_parallel found no accelerator; pass device_ids=['cpu', 'cpu'] for CPU slots, or call the module"

@@ -33,7 +33,6 @@ _managed: WeakMembers[nn.Module] = WeakMembers()
 
 
 def are_in_one_tree(first: nn.Module | ManagedModule, second: nn.Module | ManagedModule) -> bool:
-    """True if the tree of some managed module, which may be one of the two, has both modules."""
     return any(_holds(root, first) and _holds(root, second) for root in _managed)
 
 
@@ -129,7 +128,6 @@ class Form(Generic[P, S]):
             )
 
     def state(self, module: nn.Module) -> S | None:
-        """Returns this form's state for ``module``, or ``None`` if this form is not applied to it."""
         form, state = form_and_state(module)
         return state if form is self else None
 

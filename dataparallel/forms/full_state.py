@@ -178,7 +178,6 @@ def _state_to_load(model: nn.Module, state: Any, optimizer: Optimizer | None) ->
 
 @torch.no_grad()
 def _give_memory(model: nn.Module) -> None:
-    """Gives memory to parameters and buffers on meta. They stay the same objects."""
     states = unit_states(model)
     offloaded = {id(p) for state in states if state.unit.is_offloaded for p in state.unit.parameters}
     buffer_device = _buffer_device(model)
@@ -318,14 +317,12 @@ SAMPLES = 64
 
 
 def unit_states(model: nn.Module) -> list[FullyShardState]:
-    """Returns the states of the model's units that have slots, each once."""
     states = [form_and_state(module)[1] for module in model.modules()]
     by_id = {id(state): state for state in states if isinstance(state, FullyShardState) and state.slots}
     return [*by_id.values()]
 
 
 def parameters_by_key(optimizer: Optimizer, optimizer_state: Mapping[str, Any]) -> dict[Any, Tensor]:
-    """Returns the optimizer's parameters by their keys in ``optimizer_state``, which was saved."""
     keys = chain.from_iterable(group["params"] for group in optimizer_state["param_groups"])
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return dict(zip(keys, parameters, strict=True))

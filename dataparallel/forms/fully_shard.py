@@ -251,7 +251,6 @@ def _compare_start(
     slots: Sequence[torch.device],
     settings: Mapping[str, Any],
 ) -> None:
-    """Compares the modules and arguments of all ranks, and makes the ranks' communicators."""
     from dataparallel.machines.start import compare, describe
 
     names = " and ".join(type(module).__name__ for module in modules)

@@ -82,7 +82,6 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def check_kind(module: nn.Module) -> None:
-    """Checks that the module can be a unit: it has a forward, and is no wrapper or ScriptModule."""
     for path, child in own_modules([module]):
         if isinstance(child, torch.jit.ScriptModule):
             what = f"{path!r}, a {type(child).__name__}" if path else f"a {type(child).__name__}"
@@ -114,7 +113,6 @@ def check_reshard(value: bool | int, slots: int, machines: int = 1) -> bool | in
 
 
 def parameters_of_unit(modules: Sequence[nn.Module], ignored: Sequence[Tensor]) -> list[tuple[str, nn.Parameter]]:
-    """Returns the unit's parameters with their names: the parameters of `own_modules` that are not ignored."""
     ignored_ids = {id(parameter) for parameter in ignored}
     named = [(name, parameter) for name, parameter in own_parameters(modules) if id(parameter) not in ignored_ids]
     if not named and not _children(modules):
@@ -127,7 +125,6 @@ def parameters_of_unit(modules: Sequence[nn.Module], ignored: Sequence[Tensor]) 
 
 
 def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Checks that the unit's parameters are plain ones, initialised, and on one device."""
     for name, parameter in named:
         if is_lazy(parameter):
             raise RuntimeError(
@@ -161,7 +158,6 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def check_children(modules: Sequence[nn.Module], slots: Sequence[torch.device], groups: tuple[Any, Any]) -> None:
-    """Checks that units below are sharded over the same devices as this one, and over the same groups of machines."""
     for path, state in _children(modules):
         if [*state.slots] != [*slots]:
             theirs, ours = (", ".join(map(str, each)) or "no devices" for each in (state.slots, slots))

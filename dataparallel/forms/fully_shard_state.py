@@ -151,7 +151,6 @@ class FullyShardState(StateOnSlots):
         return self._tree.calling(len(slots))
 
     def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
-        """Makes or refreshes replicas of the twin, and binds them to the units of their slots."""
         with self.kept.lock:  # calls of several threads share the twin
             twin = self._twin.update(self.source(), method.name)
             replicas = self.kept.replicas(twin, slots, self.options.cap_bytes)

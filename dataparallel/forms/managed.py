@@ -173,7 +173,6 @@ class ManagedModule:
         self._refuse("pickle")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As of every module."""
         with names_explained(self, state_dict):
             return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
 
@@ -224,7 +223,6 @@ class Twin:
 
 
 def original_attribute(module: Any, name: str) -> Any:
-    """Returns the attribute that the module would have without the form, from its instance or its original class."""
     attributes = vars(module)
     return attributes[name] if name in attributes else getattr(super(ManagedModule, module), name)
 
@@ -259,7 +257,6 @@ def own_parameters(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter
 
 
 def has_forward(module: nn.Module) -> bool:
-    """True if the module has a ``forward`` that a call runs."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -464,7 +461,6 @@ def register_forward_method(module: nn.Module, name: str, *, pad: Pad = None) ->
 
 @contextmanager
 def names_explained(model: Any, state_dict: Any) -> Iterator[None]:
-    """A context around ``load_state_dict`` of ``model``. Its ``RuntimeError`` gets the `hint_for_names`."""
     try:
         yield
     except RuntimeError as error:

@@ -84,7 +84,6 @@ class Prefetch(Generic[T]):
         self.depth: int = depth
 
     def _options(self) -> CallOptions:
-        """Returns the options of a call that begins now."""
         if isinstance(self.model, DataParallel):
             return options_of_call(self.model)
         options: CallOptions = state_of(self.model).options

@@ -79,7 +79,6 @@ class ReplicateState(StateOnSlots):
         self.kept = KeptReplicas(self.tensors, compile, graphs=self.graphs)
 
     def manages(self, parameter: Tensor) -> bool:
-        """True if replicas have copies of the parameter."""
         return id(parameter) not in self._twin_info.ignored_parameters
 
     # ---- methods of `ReplicaMaker` -----------------------------------------------------------------------------------
@@ -91,7 +90,6 @@ class ReplicateState(StateOnSlots):
         )
 
     def check(self, slots: Sequence[torch.device]) -> None:
-        """Checks that parameters and buffers are on the only slot, except ignored ones."""
         if len(slots) == 1:
             check_placement(
                 self.source(), slots[0], self._twin_info.ignored_modules, self._twin_info.ignored_parameters

@@ -56,7 +56,6 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _repeats(module: nn.Module) -> bool:
-    """True if a list below has neighbours of one class with parameters."""
     lists = [below for below in module.modules() if _is_list(below)]
     return any(type(one) is type(other) and _bytes(one) for below in lists for one, other in pairwise(below.children()))
 

@@ -150,7 +150,6 @@ class UnitTensors(TensorStore):
 
 
 def _not_sharded(plan: ModulePlan, position: int) -> RuntimeError:
-    """Makes the error for a tensor that belongs to no unit: nobody would sum its gradients."""
     name = names_of(plan)[position]
     if position not in plan.parameters:
         return RuntimeError(

@@ -76,7 +76,6 @@ class SlotsStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The first slot."""
         return self.parallel_devices[0]
 
     def setup(self, trainer: Any) -> None:
@@ -89,7 +88,6 @@ class SlotsStrategy(ParallelStrategy):
         super().setup(trainer)
 
     def model_to_device(self) -> None:
-        """Moves the module to the first slot, unless it is to be divided."""
         if self._form != "fully_shard":
             self.lightning_module.to(self.root_device)
 
@@ -136,19 +134,15 @@ class SlotsStrategy(ParallelStrategy):
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's ``training_step`` on the slots, and returns its loss for the whole batch."""
         return self._run("training_step", self.precision_plugin.train_step_context(), args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's ``validation_step`` on the slots."""
         return self._run("validation_step", self.precision_plugin.val_step_context(), args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's ``test_step`` on the slots."""
         return self._run("test_step", self.precision_plugin.test_step_context(), args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's ``predict_step`` on the slots, and returns its outputs joined."""
         return self._run("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
 
     @contextmanager
@@ -161,32 +155,27 @@ class SlotsStrategy(ParallelStrategy):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the state dict of the module, as one device would save it."""
         if not isinstance(self._steps, FullyShardedModule):
             return super().lightning_module_state_dict()
         state = fully_shard.full_state_dict(self._steps)  # type: ignore[call-overload]
         return {name.removeprefix("module."): value for name, value in state.items()}
 
     def optimizer_state(self, optimizer: Any) -> Any:
-        """Returns the state dict of the optimizer, as one device would save it."""
         state = super().optimizer_state(optimizer)
         return full_copy(state, {}) if isinstance(self._steps, FullyShardedModule) else state
 
     # ---- there is one process ----------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns its argument."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Returns its argument."""
         return decision
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing."""
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Returns its argument."""
         return obj
 
 

@@ -58,7 +58,6 @@ def _facts(lines: Sequence[tuple[str, str]], indent: str = "") -> str:
 
 
 def about(devices: Sequence[torch.device]) -> str:
-    """How many accelerators there are, and whether a stand-in for CUDA answers for them."""
     if not devices:
         return "none"
     text = f"{devices[0].type}, {len(devices)} device{'s' * (len(devices) > 1)}"
@@ -97,7 +96,6 @@ def about_cupy() -> str:
 
 
 def carriers(devices: Sequence[torch.device]) -> list[tuple[str, str, str, str]]:
-    """What would carry a batch, buckets of weights and gradients, and outputs: transport, route, and why."""
     sized = [(name, size) for name in ("weights", "gradients") for size in _SIZES if size]
     found = []
     for name, size in [("batch", ""), *sized, ("outputs", "")]:
@@ -113,7 +111,6 @@ def carriers(devices: Sequence[torch.device]) -> list[tuple[str, str, str, str]]
 
 
 def about_gpus() -> list[tuple[str, str]]:
-    """Asks NVML, if its Python binding is installed."""
     if importlib.util.find_spec("pynvml") is None:
         return [("NVML", "not asked: nvidia-ml-py is not installed")]
     return ask_nvml(importlib.import_module("pynvml"), os.environ.get("CUDA_VISIBLE_DEVICES"))

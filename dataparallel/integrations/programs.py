@@ -23,7 +23,6 @@ from dataparallel.tracing import Trace
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the program that ``arguments`` name, as Python would with ``arguments`` in place of its own."""
     parser = _parser()
     options = parser.parse_args(arguments)
     is_module = options.module is not None

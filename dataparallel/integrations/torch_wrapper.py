@@ -41,7 +41,6 @@ class FallbackCounts:
         self.before_call: Callable[[str, int], object] | None = None  # gets the name and the number of each call
 
     def note_call(self, name: str) -> None:
-        """Counts a call that begins."""
         with self._lock:
             self.calls[name] += 1
             number = self.calls[name]

@@ -139,7 +139,6 @@ class OnSlots(_Trainer):
             self.args._n_gpu = self._n_gpu
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """As the trainer's, and gives the model its form."""
         model = super().call_model_init(*args, **kwargs)
         if self._slots:
             self._put_on_slots(model)
@@ -183,12 +182,10 @@ class OnSlots(_Trainer):
             self.args._n_gpu = before
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's on one device."""
         with self._as_one_device():
             return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the trainer's on one device."""
         with self._as_one_device():
             return super().training_step(*args, **kwargs)
 
@@ -245,7 +242,6 @@ class _Generate(nn.Module):
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the replica of the model generates."""
         model: Any = self.model
         return type(model).generate(model, *args, **kwargs)
 

@@ -137,7 +137,6 @@ def _leaves(results: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _active_tapes() -> list[Tape]:
-    """The tapes of this thread, the innermost last."""
     return [tape for tape in _tapes.get() if tape.is_active]
 
 
@@ -212,7 +211,6 @@ class JointSpan:
 
     @property
     def count(self) -> int:
-        """How many replicas take part."""
         return sum(self.counts)
 
 

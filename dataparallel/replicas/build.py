@@ -74,7 +74,6 @@ def build_replica(
 
 
 def call_compiled(plan: ModulePlan, modules: list[nn.Module], device: torch.device | None) -> None:
-    """Makes modules that are compiled in the source call compiled code."""
     table = plan.table(modules)
     for entry, module in zip(plan.entries, modules, strict=True):
         if entry.compiled is None:
@@ -139,7 +138,6 @@ def _rebind_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list
 
 
 def bare_module(cls: type[nn.Module]) -> nn.Module:
-    """An instance without any attribute."""
     return object.__new__(cls)  # `cls.__new__` may require arguments
 
 
@@ -249,7 +247,6 @@ class ParameterRegistry(dict[str, Any]):
             arrival.make_wait(stream)
 
     def wait_for_all(self) -> None:
-        """Makes the current stream wait for all parameters of the module."""
         for position in self._positions.values():
             self._wait_for(position)
 

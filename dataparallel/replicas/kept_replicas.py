@@ -94,7 +94,6 @@ class _LeasedInTurn:
         return Lease(self._replicas[:count], self)
 
     def end_lease(self) -> None:
-        """Lets another call lease the replicas."""
         self.is_free = True
 
 
@@ -136,7 +135,6 @@ class KeptModules(_LeasedInTurn):
         self._registries = [[*zip(of_tree, positions, strict=True)] for of_tree in tables]
 
     def serves(self, copies: Copies) -> bool:
-        """True if a call may lease replicas."""
         count = len(copies.slots)
         return (
             copies.plan is self._plan
@@ -245,7 +243,6 @@ class KeptReplicas:
                     self._clear()
 
     def replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int) -> list[Any]:
-        """Returns replicas for ``slots``, as `dataparallel.replicate` makes them."""
         record = torch.is_grad_enabled()
         with self.lock:
             if self._frozen_blocks and record:

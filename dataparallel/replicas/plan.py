@@ -320,7 +320,6 @@ def original_class(cls: type) -> type[Any]:
 
 
 def dotted(module_name: str, key: str) -> str:
-    """Returns the full name of the attribute ``key`` of the module called ``module_name`` (``""``: the root)."""
     return f"{module_name}.{key}" if module_name else key
 
 

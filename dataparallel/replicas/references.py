@@ -282,7 +282,6 @@ class ReferenceCycles:
         self._holds: dict[str, set[int]] = {"call": set(), "backward": set()}  # ids; "output" once there is one
 
     def add(self, module: nn.Module, names: Sequence[str]) -> None:
-        """Notes attributes of a replica's module."""
         self._attributes.append((weakref.ref(module), names))
 
     def hold(self, kind: Literal["call", "backward", "output"]) -> Hold:
@@ -290,7 +289,6 @@ class ReferenceCycles:
 
     @property
     def are_held_by_graph(self) -> bool:
-        """True if a backward may still run on the slots."""
         return bool(self._holds["backward"])
 
     def break_unless_needed(self) -> None:

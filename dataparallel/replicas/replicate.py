@@ -150,7 +150,6 @@ class Copies:
         self.put(indices, comm.broadcast_coalesced(sources, self.slots, self.cap_bytes, own_storage=True))
 
     def put(self, indices: Sequence[int], by_slot: Sequence[Sequence[Any]]) -> None:
-        """Puts the tensors of each slot at ``indices``."""
         for on_slot, tensors in zip(self.by_slot, by_slot, strict=True):
             for i, tensor in zip(indices, tensors, strict=True):
                 on_slot[i] = tensor
@@ -169,7 +168,6 @@ class Copies:
                 Tensor.requires_grad_(on_slot[i])
 
     def build_replicas(self) -> list[Any]:
-        """A replica for each slot, with its tensors; see `build_replica`."""
         replicas = []
         for slot, tensors in enumerate(self.by_slot):
             expected = None if self.arrivals is None else ExpectedArrivals()

@@ -54,7 +54,6 @@ class Stamp:
         return seen, [*chain.from_iterable(map(dict.values, dicts))]
 
     def holds(self) -> bool:
-        """True if all of it is as it was."""
         seen, values = self._look()
         return seen == self._seen and all(map(is_, values, self._values)) and not any(self._empty)
 

@@ -30,7 +30,6 @@ _current = _CurrentTask()
 
 
 def current_gang() -> Gang | None:
-    """The gang whose task this thread runs."""
     return _current.gang
 
 

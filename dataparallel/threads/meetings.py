@@ -57,7 +57,6 @@ class MeetingPlace:
 
     @property
     def count(self) -> int:
-        """How many replicas the call has."""
         return len(self.meeting.devices)
 
     def meet(self, request: Hashable, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:

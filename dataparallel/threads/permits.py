@@ -27,7 +27,6 @@ STALL_TIMEOUT, STALL_CALLS = 1.0, 5.0  # if no replica ends for so many seconds,
 
 
 def cores() -> int:
-    """Returns how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

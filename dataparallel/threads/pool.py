@@ -38,7 +38,6 @@ class Worker(threading.Thread):
         self.jobs: SimpleQueue[Job] = SimpleQueue()
 
     def run(self) -> None:
-        """Never returns: the thread ends with the process."""
         while True:
             try:
                 job = self.jobs.get(timeout=_NAP_SECONDS)
@@ -139,7 +138,6 @@ class Turn:
         self._lock.acquire()
 
     def give(self) -> None:
-        """Lets the task go on."""
         self._lock.release()
 
     def wait(self, seconds: float = -1) -> bool:

@@ -261,7 +261,6 @@ REFUSED: tuple[tuple[str, Callable[[], bool], str], ...] = (
 
 
 def refuse_what_cannot_be_shared() -> None:
-    """Raises ``RuntimeError`` with the sentence of the first row of `REFUSED` that is true in the calling thread."""
     for _, is_true, sentence in REFUSED:
         if is_true():
             raise RuntimeError(f"replicas cannot run here: {sentence}")

@@ -146,7 +146,6 @@ class CompileArgument:
 
     @classmethod
     def checked(cls, module: nn.Module, compile: Any) -> CompileArgument | None:
-        """Reads the argument of a wrapper of ``module``."""
         if compile is None or compile is False:
             return None
         options = {} if compile is True else compile

@@ -48,7 +48,6 @@ def compiler_context(compiled: Any) -> Any:
 
 
 def copy_of_context(context: Any) -> Any:
-    """Another context that compiles in the same way."""
     own = object.__new__(type(context))
     vars(own).update(vars(context))
     return own
@@ -179,7 +178,6 @@ def uses_cuda_graphs(context: Any) -> bool:
 
 
 def refuse_parameters_in_graphs() -> None:
-    """Raises ``RuntimeError`` if the compiler would make the parameters of one replica part of a graph."""
     config = _torch.of_compiler("inductor")
     if config.freezing:
         raise RuntimeError(
@@ -203,7 +201,6 @@ def compiling_for(devices: int) -> Iterator[None]:
 
 
 def is_compiled_backward(node: Any) -> bool:
-    """True for a node of autograd's graph that runs the backward of compiled code."""
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
