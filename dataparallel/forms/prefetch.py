@@ -35,19 +35,9 @@ def prefetch(loader: Iterable[T], model: nn.Module, *, depth: int = 1) -> Prefet
             output = model(inputs)
             loss = loss_function(output, targets.to(output.device))
 
-    The copies serve one call, in the iteration of their batch. Everything else is copied in the call, as without
-    ``prefetch``: results of operators on a batch, ``whole(tensor)`` called in the loop (a generator around the
-    loader can call it instead), tensors that you changed in place, the batch of a second call, tensors that require
-    gradients or are on a device already, sparse tensors, tensor subclasses, values of registered batch types, and what
-    is inside ``dataparallel.samples(...)``. A change through numpy or ``.data``, or of a tensor made under
-    ``inference_mode``, cannot be noticed: make it in the loader.
-
-    Copies from pinned memory run beside the compute. Let the loader pin (``DataLoader(pin_memory=True)``), or each
-    batch is first copied into pinned memory, in the loop's thread. A pinned batch may still be read after the call
-    returns, until the loop asks for the next batch: write to it before the call or not at all. After that nothing reads
-    it, and a loader may fill its memory again.
-
-    With CPU slots, or without an accelerator, batches are read when the loop asks for them, and handed on.
+    Let the loader pin (``DataLoader(pin_memory=True)``). :ref:`loading-data` says which tensors are sent ahead, and when
+    one may write to them. With CPU slots, or without an accelerator, batches are read when the loop asks for them, and
+    handed on.
 
     Args:
         loader: any iterable; each loop over the result iterates over it again.

@@ -92,27 +92,8 @@ class ReplicatedModule(ManagedModule):
         returns a ``torch.futures.Future`` of a tensor like ``bucket.buffer()``. That tensor has the gradients: nothing
         is added over machines besides, and ``average`` has no effect. torch's hooks divide by the number of ranks.
 
-        - A bucket that this backward does not reach comes with zeros, and so does a parameter in it. A parameter that
-          no machine has used gets ``None`` all the same. Without machines, ``None`` is for parameters that no slot has
-          used here.
-        - Inside `no_sync` the hook is not called. The next backward with sums brings the sum of all.
-        - In the first backward each parameter is a bucket. From the second on, buckets stay as they are as long as the
-          parameters do.
-        - If the process group cannot send tensors of the device, the buffer is in host memory. Without machines it is
-          on the first slot's device.
-        - With machines the hook runs in a thread of its own, beside the backward, and may use the machines' group.
-          Without, it runs in the thread of the backward, which goes on when it has returned its future. A hook that
-          seeds torch's CPU generator (PowerSGD does) should not run beside a backward that draws from it.
-        - Nothing limits how long a hook takes without machines. With machines, the group's timeout does.
-
-        Each gradient lies in the buffer in the order of a contiguous tensor. With `DistributedDataParallel` it lies in
-        the order of the parameter's memory, and parameters may follow each other in another order. Hooks that send
-        parameters themselves need a group that can send them: model averaging after ``post_localSGD_hook``, say.
-
-        If a hook raises, or what it leaves cannot be gradients, the backward raises an error that names the hook and
-        the bucket, and no ``.grad`` is changed on any machine. The other machines raise `PeerFailed`. The next backward
-        works, unless others wait for what the hook should have sent: then all machines raise from there on, because
-        what they send later would be taken for it. What a hook keeps in its state is its own affair.
+        :ref:`communication-hooks` says when and where hooks are called, what is in a bucket, and what comes of a hook
+        that raises.
 
         Args:
             state: is given to each call.
