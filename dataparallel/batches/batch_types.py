@@ -26,12 +26,7 @@ class PerReplica(list[T]):
 
     A call returns one in place of values that differ between replicas and are neither tensors nor containers: a cache
     of keys and values, a state, a string. Pass it to a later call, anywhere in the arguments, and each replica gets its
-    own entry:
-
-    .. code-block:: python
-
-        output = model(ids, use_cache=True)
-        output = model(next_ids, past_key_values=output.past_key_values, use_cache=True)
+    own entry: ``model(ids, past_key_values=output.past_key_values)``.
 
     The later call raises ``ValueError`` if it has another number of replicas than there are entries. Replicas get the
     entries themselves, no copies. Entries that are tensors or containers of tensors are moved to the replica's device.

@@ -100,11 +100,7 @@ def _prepare(
             devices of each machine, and replicated over machines.
         mesh: the same as a mesh over processes, with the meaning that it has for ``torch.distributed.fsdp``. One
             dimension shards over all devices of all machines. Of two dimensions the first replicates and the second
-            shards. Each machine computes with its own part of the batch, and gradients are averaged over machines: if
-            machine r of R has the loss :math:`L_r`, they are :math:`\\frac{1}{R} \\sum_r \\partial L_r / \\partial p`.
-            All ranks apply this to the same modules in the same order, and then call them in the same order. Parameters
-            and buffers get the values of rank 0; parameters on meta get them in the first call, where they are
-            replicated.
+            shards. :doc:`/guide/machines` says what is averaged, and what ranks have to do alike.
 
     Returns:
         ``module``.

@@ -113,9 +113,8 @@ class FullyShardedModule(ManagedModule):
         until its next backward ends; at all other times it has the sharded ones, which have the gradients. Units of
         children stay as they are.
 
-        With ``set_reshard_after_forward(False)`` no forward frees them, so calls that only evaluate gather nothing
-        until `reshard`. Meanwhile a write to the sharded parameters is seen if torch counts it, as for
-        `set_reshard_after_backward`.
+        With ``set_reshard_after_forward(False)`` no forward frees them: :doc:`/guide/sharding` shows how to gather once
+        for many evaluations. Meanwhile a write to the sharded parameters is seen as for `set_reshard_after_backward`.
 
         Args:
             async_op: if true, the gather is launched and a handle is returned. Call its ``wait()`` before you use the

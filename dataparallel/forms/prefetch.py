@@ -35,9 +35,8 @@ def prefetch(loader: Iterable[T], model: nn.Module, *, depth: int = 1) -> Prefet
             output = model(inputs)
             loss = loss_function(output, targets.to(output.device))
 
-    Let the loader pin (``DataLoader(pin_memory=True)``). :ref:`loading-data` says which tensors are sent ahead, and when
-    one may write to them. With CPU slots, or without an accelerator, batches are read when the loop asks for them, and
-    handed on.
+    Let the loader pin (``DataLoader(pin_memory=True)``). :ref:`loading-data` says what is sent ahead, and when one may
+    write to it. With CPU slots, or without an accelerator, batches are read when the loop asks for them.
 
     Args:
         loader: any iterable; each loop over the result iterates over it again.

@@ -120,11 +120,7 @@ def _prepare(
     run once per call, on the whole batch; hooks on submodules run in each replica. ``replicate.state(module)`` returns
     its state.
 
-    Over machines all ranks call this in the same order. Then they have rank 0's parameters and buffers. All ranks make
-    the same forwards in grad mode and the same backwards; a forward under ``torch.no_grad`` may run on one rank alone.
-    A parameter's ``.grad`` is ``None`` if no rank has used it. If a rank fails, all ranks raise, and no ``.grad`` is
-    changed. Gradients have to be dense, ``create_graph=True`` and reentrant checkpoints inside the module raise.
-    Inside `no_sync` a ``.grad`` gets the gradients of this rank's slot 0, and the others wait on their slots.
+    :doc:`/guide/machines` says what ranks have to do alike, and what happens where they do not.
 
     While one thread calls the module, ``backward()`` may run in another thread only if that thread calls the module
     too. A call writes current values into the replicas, which the backward of the other thread may still read.

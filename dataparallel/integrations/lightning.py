@@ -31,18 +31,11 @@ class SlotsStrategy(ParallelStrategy):
     """``Trainer(strategy=SlotsStrategy())`` runs the steps of a ``LightningModule`` on all slots.
 
     ``training_step``, ``validation_step``, ``test_step`` and ``predict_step`` run in replicas, each with its chunk of
-    the batch. Scalars that they return, such as the loss, become one as ``scalars`` says. Tensors are joined. Plain
-    numbers stay those of one chunk, a `PerReplica` if chunks differ. What they log with ``self.log`` becomes the mean
-    over the samples, or what ``reduce_fx`` says if that is a sum, a maximum or a minimum, and is logged once.
-    Accumulated gradients wait on their slots, except with `DataParallel`. Checkpoints are those of one device.
-
-    A step runs in a copy of the module. What it assigns to ``self`` is lost. What it appends to a list of ``self`` is
-    joined as outputs are, and appended once. It logs numbers and tensors with one element, and no metrics; update these
-    with what the step returns, in ``on_validation_batch_end`` for example. ``Trainer(sync_batchnorm=True)`` is the
-    option ``sync_batch_norm`` of the form.
-
-    With `fully_shard` all parameters make one unit. To have more, apply `fully_shard` to blocks in
-    ``configure_model``, over the same devices.
+    the batch. Scalars that they return, such as the loss, become one as ``scalars`` says. Tensors are joined. What they
+    log with ``self.log`` becomes the mean over the samples, or what ``reduce_fx`` says if that is a sum, a maximum or a
+    minimum, and is logged once. Accumulated gradients wait on their slots, except with `DataParallel`. Checkpoints are
+    those of one device. ``Trainer(sync_batchnorm=True)`` is the option ``sync_batch_norm`` of the form.
+    :doc:`/guide/frameworks` says what differs from one device.
 
     Args:
         devices: the slots, as for `DataParallel`. Default: all accelerators; without any, steps run on the CPU.

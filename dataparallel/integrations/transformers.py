@@ -37,9 +37,7 @@ class OnSlots(_Trainer):
     The trainer gives the model its form, or takes a model that has one. ``trainer.model`` is the model itself.
     Except with `DataParallel`, accumulated gradients wait on their slots.
 
-    A loss that the model returns has to be put together from those of the chunks. What it divides by is known for most
-    models of transformers. For others the method `loss_items` or ``scalars`` says it. A model for which nobody does so
-    gives one warning, and each chunk counts by its samples.
+    A loss that the model returns has to be put together from those of the chunks: see :doc:`/guide/frameworks`.
 
     Args:
         model: as for the trainer, or a model with any of the three forms. The trainer sets ``output_device`` of that

@@ -148,10 +148,8 @@ def trace(path: str | os.PathLike[str] | None = None) -> Trace:
     replica that was called waited for its turn. Below it are sentences that say what to try. The calls of all wrappers
     and forms in all threads are in it. Let the steps before settle what is done once: compilers, allocators.
 
-    Where the profiler records kernels (CUDA, XPU), the device time is theirs. Elsewhere, and where the program first
-    uses its devices inside of the block, it is the time between two events around each replica's forward. When the
-    block ends, the host waits for the devices that have run replicas. If the block raises, its error passes as it is,
-    and the table shows what was seen until then.
+    :doc:`/guide/tracing` says what the times are. When the block ends, the host waits for the devices that have run
+    replicas. If the block raises, its error passes as it is, and the table shows what was seen until then.
 
     Args:
         path: a file for the profile, which https://ui.perfetto.dev shows: ``"step.json"``, or ``"step.json.gz"``.
