@@ -29,13 +29,7 @@ TRIED = ("2.11", "2.13", "2.14", "2.15")
 
 
 class PrivateName(NamedTuple):
-    """One private name of torch.
-
-    Attributes:
-        path: the name, from ``torch`` on.
-        purpose: why the library needs it; it completes "which dataparallel needs to ...".
-        value: the object at ``path``, or what raises in its place.
-    """
+    """One private name of torch. ``purpose`` completes "which dataparallel needs to ..."."""
 
     path: str
     purpose: str

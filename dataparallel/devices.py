@@ -68,10 +68,6 @@ def resolve(device: DeviceLike, name: str = "device") -> torch.device:
 
     An int means the current accelerator of that index; a type without an index means its current device. Integers of
     NumPy and integer tensors are ints too. ``name``: of the argument, for the error.
-
-    Raises:
-        TypeError: ``device`` is not an int, a string or a ``torch.device``.
-        ValueError: the machine has no such device, or it cannot hold data (``meta``).
     """
     if type(device) in (int, torch.device) and device in _checked:
         return _checked[device]
@@ -142,11 +138,7 @@ def resolve_slots(
 
 
 def resolve_output(output_device: DeviceLike | None, slots: Sequence[torch.device]) -> torch.device:
-    """The device for results: the first slot for ``None``, the CPU for -1 and ``"cpu"``, else the device given.
-
-    Raises:
-        TypeError, ValueError: as `resolve`, and ValueError for a type that is neither the slots' nor ``cpu``.
-    """
+    """The device for results: the first slot for ``None``, the CPU for -1 and ``"cpu"``, else the device given."""
     if output_device is None:
         return slots[0]
     output_device = checked("output_device", output_device, int, str, torch.device)

@@ -42,7 +42,6 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _level_of_user() -> int:
-    """Returns the stack level of that caller, for a warning of the calling function."""
     for level, (frame, _) in enumerate(traceback.walk_stack(inspect.currentframe())):
         if not frame.f_globals.get("__name__", "").startswith(("torch.", "dataparallel.")):
             return level

@@ -50,10 +50,7 @@ class Method(NamedTuple):
 class ReplicaMaker(ABC):
     """Makes the calls of a form. Its replicas come from fresh copies, copies that stay, or shards. Forms subclass it.
 
-    Attributes:
-        options: the options of the calls.
-        may_use_source: true if code of the user may write to parameters between the stages: see `Call`.
-        kept: makes and keeps the replicas.
+    ``may_use_source``: true if code of the user may write to parameters between the stages: see `Call`.
     """
 
     may_use_source = False
@@ -92,7 +89,6 @@ class ReplicaMaker(ABC):
         """
 
     def alone(self, method: Method) -> Callable[..., Any]:
-        """Returns a function that runs ``method`` without replicas."""
         return method.of_module
 
     def needs_no_replica(self) -> bool:

@@ -127,7 +127,9 @@ def run_replicas(
         # Code is compiled for a number of intra-op threads, so for compiled code it does not depend on the permits.
         divisor = workers if workers is not None and has_compiled else at_once
         if permits is not None and workers is None:
-            kind = _kind_of_call(method, _size_of(arguments[0], keywords[0]) if has_compiled else None)
+            # Calls of one kind take about the same way through the code.
+            modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _torch.is_any_autocast_enabled()
+            kind = method, _size_of(arguments[0], keywords[0]) if has_compiled else None, modes
             training = getattr(modules[0], "training", None)
             call = permits.begin_call(kind, training, at_once, current_streams(slots), has_compiled)
             divisor = min(cores(), permits.largest if has_compiled else at_once)
@@ -163,12 +165,6 @@ def _callable_of(module: Any, method: str) -> Callable[..., Any]:
     else:
         result = getattr(module, method)
     return result
-
-
-def _kind_of_call(method: str, size: Hashable) -> Hashable:
-    """Returns a key. Calls with equal keys take about the same way through the code."""
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _torch.is_any_autocast_enabled()
-    return method, size, modes
 
 
 def _size_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:

@@ -64,10 +64,7 @@ class WrapperOptions(CallOptions):
     compiled: CompileArgument | None
 
     def keep_replicas(self, compiled: CompileArgument | None, as_torch: bool, has_graphs: bool = False) -> None:
-        """Sets ``compiled`` and ``kept``.
-
-        ``as_torch``: hooks stay functions of the source, and gradients are as `Copies.send` says.
-        """
+        """``as_torch``: hooks stay functions of the source, and gradients are as `Copies.send` says."""
         slots = [resolve(slot) for slot in self.slots]
         fresh = FreshCopies(as_torch)
         tensors = KeptTensors(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else fresh

@@ -214,7 +214,11 @@ def _begin(modules: list[nn.Module], state: FullyShardState) -> None:
         return
     before = own_parameters(modules)
     if state.machines is not None:
-        _send_values(state.machines, modules, {name: p for name, p in before if state.manages(p)})
+        from dataparallel.machines.start import send_values
+
+        named = {name: p for name, p in before if state.manages(p)} | _buffers(modules)
+        # Tensors on meta have no values yet: ``units.over_machines`` sends them later.
+        send_values(state.machines.lane, {name: tensor for name, tensor in named.items() if not tensor.is_meta})
     state.shard()
     after = dict(own_parameters(modules))
     replaced = [(name, parameter, after[name]) for name, parameter in before if after[name] is not parameter]
@@ -254,17 +258,6 @@ def _compare_start(
     description = describe(dict(parameters), _buffers(modules), slots, settings)
     compare(machines.all, f"fully_shard of {names}", description)
     machines.make_communicators(slots)
-
-
-def _send_values(machines: MachinesOfTree, modules: Sequence[nn.Module], parameters: Mapping[str, Tensor]) -> None:
-    """Gives these parameters and the buffers of the modules the values of the first rank, on all ranks.
-
-    Tensors on meta have no values yet: ``units.over_machines`` sends them later.
-    """
-    from dataparallel.machines.start import send_values
-
-    named = {**parameters, **_buffers(modules)}
-    send_values(machines.lane, {name: tensor for name, tensor in named.items() if not tensor.is_meta})
 
 
 def _buffers(modules: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -39,12 +39,6 @@ if TYPE_CHECKING:
 class FullyShardState(StateOnSlots):
     """The state of the modules of one unit.
 
-    Args:
-        parameters: the unit's parameters. `shard` replaces them by sharded ones.
-        placements: for each parameter the dimension in which it is cut.
-        reshard_after_forward: as the user gave it.
-        ignored_parameters: parameters that all replicas share.
-
     Attributes:
         unit: the unit, once `shard` has been called.
         graphs: the captured graphs of the replicas; ``None`` without ``graphs=True``. That of the outermost module

@@ -28,18 +28,12 @@ if TYPE_CHECKING:
 
 
 class ReplicateState(StateOnSlots):
-    """The state of one module.
-
-    Args:
-        first_bytes: size of the bucket whose gradients come first.
-        machines: the machines over which gradients are summed too; ``None`` for this machine alone.
-        average: if true, the sums of all machines are divided by their number.
-        sync_batch_norm: the argument of `replicate`, which machines compare.
+    """The state of one module, by arguments of `replicate`.
 
     Attributes:
         tensors: the tensors of the replicas.
         graphs: the captured graphs of the replicas; ``None`` without ``graphs=True``.
-        machines: the same machines.
+        machines: those over which gradients are summed too; ``None`` for this machine alone.
     """
 
     def __init__(

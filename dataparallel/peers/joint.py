@@ -82,7 +82,7 @@ class Tape:
     def __init__(self) -> None:
         self.place: MeetingPlace | None = replayed_place() or here()
         self._entered_at: MeetingPlace | None = None  # the place of the thread that has entered the tape
-        self._results: list[tuple[Request, list[Tensor]]] = []
+        self.results: list[tuple[Request, list[Tensor]]] = []
         self._next: int | None = None  # the position of the recomputation; None while recording
         self._recomputations: list[ExitStack] = []
 
@@ -114,14 +114,10 @@ class Tape:
         finally:
             _tapes.reset(token)
 
-    def write(self, request: Request, results: Sequence[Tensor]) -> None:
-        """Notes the results of a collective, without their graphs."""
-        self._results.append((request, _leaves(results)))
-
     def read(self, request: Request) -> list[Tensor]:
         """The results that the forward had at this point."""
         assert self._next is not None
-        recorded = self._results[self._next] if self._next < len(self._results) else (None, [])
+        recorded = self.results[self._next] if self._next < len(self.results) else (None, [])
         if recorded[0] != request:
             raise RuntimeError(
                 f"a recomputation calls {request}, where its forward has called {recorded[0] or 'no collective'}: a "
@@ -147,7 +143,7 @@ def _replayed_tape() -> Tape | None:
 def note_results(request: Request, results: Sequence[Tensor]) -> None:
     for tape in _active_tapes():
         if not tape.is_replayed:
-            tape.write(request, results)
+            tape.results.append((request, _leaves(results)))
 
 
 def results_of_forward(request: Request) -> list[Tensor] | None:

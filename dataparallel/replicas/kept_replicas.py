@@ -182,15 +182,9 @@ class KeptReplicas:
 
     Any thread may use it. Copying or unpickling gives an empty `KeptReplicas`.
 
-    Args:
-        tensors: lends the replicas' tensors outside of ``frozen``.
-        compile: how replicas are compiled, if their module is not compiled itself.
-        hooks_follow: as for `ModulePlan.of`.
-        graphs: makes replicas that stay launch captured graphs.
-
-    Attributes:
-        lock: held while replicas are made. A form whose replicas are made from a twin takes it before it updates the
-            twin: calls of several threads share that.
+    ``tensors`` lends the replicas' tensors outside of ``frozen``. ``hooks_follow``: as for `ModulePlan.of`. ``lock`` is
+    held while replicas are made. A form whose replicas are made from a twin takes it before it updates the twin: calls
+    of several threads share that.
     """
 
     def __init__(

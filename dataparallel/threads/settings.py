@@ -222,10 +222,6 @@ TRANSLATED: tuple[Setting, ...] = (
 """Settings that depend on the slot: its device, and the caller's current stream there."""
 
 
-def _capturing_cuda_graph() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 REFUSED: tuple[tuple[str, Callable[[], bool], str], ...] = (
     (
         "functorch transform",
@@ -241,7 +237,7 @@ REFUSED: tuple[tuple[str, Callable[[], bool], str], ...] = (
     ),
     (
         "CUDA graph capture",
-        _capturing_cuda_graph,
+        lambda: torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing(),
         "a CUDA graph is being captured around the call, and one capture cannot follow several threads. Capture the "
         "module that is not wrapped",
     ),
