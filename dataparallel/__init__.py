@@ -10,42 +10,25 @@ each room is imported when it is first asked for.
 from typing import TYPE_CHECKING
 
 from dataparallel._on_demand import import_on_demand
-from dataparallel._version import __version__
+from dataparallel._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dataparallel import nn, peers
-    from dataparallel.batches.batch_types import PerReplica
-    from dataparallel.batches.gather import gather
-    from dataparallel.batches.scatter import scatter, scatter_kwargs
-    from dataparallel.batches.structures import whole
-    from dataparallel.call.parallel_apply import parallel_apply
-    from dataparallel.forms.data_parallel import DataParallel, data_parallel
-    from dataparallel.forms.prefetch import prefetch
-    from dataparallel.integrations.replacement import replace_torch
-    from dataparallel.replicas.replicate import replicate
-    from dataparallel.samples import samples
-    from dataparallel.tracing import trace
-    from dataparallel.user_warnings import PerformanceWarning
-
-__all__ = [
-    "DataParallel",
-    "PerReplica",
-    "PerformanceWarning",
-    "__version__",
-    "data_parallel",
-    "gather",
-    "nn",
-    "parallel_apply",
-    "peers",
-    "prefetch",
-    "replace_torch",
-    "replicate",
-    "samples",
-    "scatter",
-    "scatter_kwargs",
-    "trace",
-    "whole",
-]
+    from dataparallel import nn as nn
+    from dataparallel import peers as peers
+    from dataparallel.batches.batch_types import PerReplica as PerReplica
+    from dataparallel.batches.gather import gather as gather
+    from dataparallel.batches.scatter import scatter as scatter
+    from dataparallel.batches.scatter import scatter_kwargs as scatter_kwargs
+    from dataparallel.batches.structures import whole as whole
+    from dataparallel.call.parallel_apply import parallel_apply as parallel_apply
+    from dataparallel.forms.data_parallel import DataParallel as DataParallel
+    from dataparallel.forms.data_parallel import data_parallel as data_parallel
+    from dataparallel.forms.prefetch import prefetch as prefetch
+    from dataparallel.integrations.replacement import replace_torch as replace_torch
+    from dataparallel.replicas.replicate import replicate as replicate
+    from dataparallel.samples import samples as samples
+    from dataparallel.tracing import trace as trace
+    from dataparallel.user_warnings import PerformanceWarning as PerformanceWarning
 
 import_on_demand(
     __name__,
@@ -63,4 +46,5 @@ import_on_demand(
         "dataparallel.tracing": ("trace",),
         "dataparallel.user_warnings": ("PerformanceWarning",),
     },
+    others=("__version__", "nn", "peers"),
 )

@@ -19,14 +19,16 @@ from typing import Any
 _one_thread = threading.RLock()
 
 
-def import_on_demand(package: str, rooms: Mapping[str, tuple[str, ...]]) -> None:
+def import_on_demand(package: str, rooms: Mapping[str, tuple[str, ...]], others: tuple[str, ...] = ()) -> None:
     """Lets ``package`` import public names and submodules at their first use. The package or module itself calls it.
 
     A public name wins over a submodule of the same name, whoever has imported that submodule before.
-    ``rooms``: the names that are public, by the module that has them.
+    ``rooms``: the names that are public, by the module that has them. ``others``: those that are there already, and
+    submodules. Together they are ``__all__``.
     """
     module = sys.modules[package]
-    vars(module)["_room_of"] = {name: room for room, names in rooms.items() for name in names}
+    room_of = {name: room for room, names in rooms.items() for name in names}
+    vars(module).update(_room_of=room_of, __all__=[*room_of, *others])
     module.__class__ = _Package
 
 

@@ -10,24 +10,15 @@ from typing import TYPE_CHECKING
 from dataparallel._on_demand import import_on_demand
 
 if TYPE_CHECKING:
-    from dataparallel.forms.fully_shard import fully_shard
-    from dataparallel.forms.fully_shard_arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-    from dataparallel.forms.fully_sharded_module import FullyShardedModule
-    from dataparallel.forms.managed import register_forward_method
-    from dataparallel.forms.replicate import ReplicatedModule, replicate
-    from dataparallel.gradients.comm_hooks import GradBucket
-
-__all__ = [
-    "CPUOffloadPolicy",
-    "FullyShardedModule",
-    "GradBucket",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "ReplicatedModule",
-    "fully_shard",
-    "register_forward_method",
-    "replicate",
-]
+    from dataparallel.forms.fully_shard import fully_shard as fully_shard
+    from dataparallel.forms.fully_shard_arguments import CPUOffloadPolicy as CPUOffloadPolicy
+    from dataparallel.forms.fully_shard_arguments import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from dataparallel.forms.fully_shard_arguments import OffloadPolicy as OffloadPolicy
+    from dataparallel.forms.fully_sharded_module import FullyShardedModule as FullyShardedModule
+    from dataparallel.forms.managed import register_forward_method as register_forward_method
+    from dataparallel.forms.replicate import ReplicatedModule as ReplicatedModule
+    from dataparallel.forms.replicate import replicate as replicate
+    from dataparallel.gradients.comm_hooks import GradBucket as GradBucket
 
 import_on_demand(
     __name__,

@@ -15,42 +15,25 @@ from typing import TYPE_CHECKING
 from dataparallel._on_demand import import_on_demand
 
 if TYPE_CHECKING:
-    from dataparallel.testing.models import MLP, ModelArgs, RMSNorm, StackedMLP, Transformer
-    from dataparallel.testing.ranks import (
-        ProcessTest,
-        Rank,
-        RanksFailed,
-        SlotTest,
-        ThreadTest,
-        run_subtests,
-        skip_unless_devices,
-        skip_unless_distributed,
-        with_comms,
-    )
-    from dataparallel.testing.sharding import Checked, OperatorDiffers, ShardingConverter, check_op
-    from nogpu import simulate
-
-__all__ = [
-    "MLP",
-    "Checked",
-    "ModelArgs",
-    "OperatorDiffers",
-    "ProcessTest",
-    "RMSNorm",
-    "Rank",
-    "RanksFailed",
-    "ShardingConverter",
-    "SlotTest",
-    "StackedMLP",
-    "ThreadTest",
-    "Transformer",
-    "check_op",
-    "run_subtests",
-    "simulate",
-    "skip_unless_devices",
-    "skip_unless_distributed",
-    "with_comms",
-]
+    from dataparallel.testing.models import MLP as MLP
+    from dataparallel.testing.models import ModelArgs as ModelArgs
+    from dataparallel.testing.models import RMSNorm as RMSNorm
+    from dataparallel.testing.models import StackedMLP as StackedMLP
+    from dataparallel.testing.models import Transformer as Transformer
+    from dataparallel.testing.ranks import ProcessTest as ProcessTest
+    from dataparallel.testing.ranks import Rank as Rank
+    from dataparallel.testing.ranks import RanksFailed as RanksFailed
+    from dataparallel.testing.ranks import SlotTest as SlotTest
+    from dataparallel.testing.ranks import ThreadTest as ThreadTest
+    from dataparallel.testing.ranks import run_subtests as run_subtests
+    from dataparallel.testing.ranks import skip_unless_devices as skip_unless_devices
+    from dataparallel.testing.ranks import skip_unless_distributed as skip_unless_distributed
+    from dataparallel.testing.ranks import with_comms as with_comms
+    from dataparallel.testing.sharding import Checked as Checked
+    from dataparallel.testing.sharding import OperatorDiffers as OperatorDiffers
+    from dataparallel.testing.sharding import ShardingConverter as ShardingConverter
+    from dataparallel.testing.sharding import check_op as check_op
+    from nogpu import simulate as simulate
 
 import_on_demand(
     __name__,
