@@ -1,7 +1,4 @@
-"""Environment variables that switch something on or off: the values that mean no, and those that mean yes.
-
-Any room may call this one. The caller names the variable, and knows what it switches.
-"""
+"""Environment variables that switch something on or off: the values that mean no, and those that mean yes."""
 
 from __future__ import annotations
 

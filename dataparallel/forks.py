@@ -1,7 +1,6 @@
 """`in_forked_child`: what a forked child resets, because no thread of the parent exists there. `main_is_the_program`.
 
-Any room may call this one. Children reset threads, locks that a thread of the parent may have held, and what the parent
-knew of its devices.
+Children reset threads, locks that a thread of the parent may have held, and what the parent knew of its devices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Named ranges, one for each stage of a call and for each replica, which a profiler of torch shows.
 
-While no profiler runs, a range costs one question and makes no object. This room measures nothing itself. Any room may
-call it. `dataparallel.trace` is a profiler of torch too, and tells this room what to run around each replica.
+While no profiler runs, a range costs one question and makes no object. `dataparallel.trace` is a profiler of torch too,
+and tells this room what to run around each replica.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`samples`: marks a list as a batch with one entry for each sample.
-
-This room has the mark only. ``batches.samples`` cuts, moves and joins such lists.
-"""
+"""`samples`: marks a list as a batch with one entry for each sample. ``batches.samples`` cuts, moves and joins it."""
 
 from __future__ import annotations
 

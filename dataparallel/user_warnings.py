@@ -1,7 +1,6 @@
 """`warn_user` and `warn_once`: warnings that show the line of the user's code. `PerformanceWarning` is a category.
 
-Any room may call them; each decides what it warns of. This file does not import torch, so that ``-W`` options, which
-Python reads before anything else, can name the category.
+This file does not import torch, so that ``-W`` options, which Python reads before anything else, can name the category.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The stage `gather`: joins one structure from each replica into one.
+"""The stage `gather`: joins one structure from each replica into one. Every error names the place in the structure.
 
-It walks the containers that ``batch_types`` knows, and joins tensors with a function of ``autograd.functions`` or of
-``batches``. Every error names the place in the structure. The option ``pad=`` first fills tensors up to one size, on
-the device of each replica.
+The option ``pad=`` first fills tensors up to one size, on the device of each replica.
 """
 
 from __future__ import annotations

@@ -52,7 +52,6 @@ class SampleCopies:
                 self._copies[slot].update(zip(map(id, tensors), slot_copies, strict=True))
 
     def of(self, marked: Samples[Any]) -> list[Samples[Any]]:
-        """Returns the chunk of a list for each slot, with the slot's copies in place of the tensors."""
         _, parts = self._parts[id(marked)]
         return [
             _rebuilt(part, copies, slot) for part, copies, slot in zip(parts, self._copies, self._slots, strict=True)

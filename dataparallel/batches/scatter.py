@@ -1,8 +1,4 @@
-"""The stages `scatter` and `scatter_kwargs`: they split nested structures.
-
-They walk the containers that ``batch_types`` knows, and move each tensor with a function of ``autograd.functions``.
-Every error names the place in the structure. `check_shared` refuses what replicas would share and cannot.
-"""
+"""The stages `scatter` and `scatter_kwargs`: they split nested structures. Every error names the place in these."""
 
 from __future__ import annotations
 
@@ -148,7 +144,6 @@ def _scatter(
 
 
 def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
-    """Returns the batch size of all leaves that are to be split; ``None`` if there are none."""
     first: tuple[str, int, Any] | None = None
     for path, leaf in found:
         if isinstance(leaf, Tensor):

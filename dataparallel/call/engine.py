@@ -1,7 +1,6 @@
 """`ReplicaMaker.run` makes a call of any form: scatter -> replicate -> parallel_apply -> gather.
 
-`CallOptions` has the user's options. Each form has its own `ReplicaMaker`. `Call` has the stages, and all that belongs
-to one call. ``torch.compile`` does not trace what runs on slots.
+Each form has its own `ReplicaMaker`. ``torch.compile`` does not trace what runs on slots.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`parallel_apply` runs each replica on its device, and returns the outputs in slot order or raises the first error.
 
-``threads.gang`` runs the calls, and ``threads.settings`` gives them the caller's settings. This file says which
-replicas must not run at the same time, if they need worker threads, which error is raised, and what to do about one
-that comes from the split; ``threads.permits`` says how many of the others run.
+This file says which replicas must not run at the same time, if they need worker threads, which error is raised, and
+what to do about one that comes from the split.
 """
 
 from __future__ import annotations

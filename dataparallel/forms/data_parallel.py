@@ -1,8 +1,4 @@
-"""`DataParallel` wraps a module and runs it on all slots. `WrapperOptions` is what it has beside torch's attributes.
-
-This file checks the arguments, lets subclasses override stages, and keeps the attributes and the state dict that code
-written for ``torch.nn.DataParallel`` reads. ``call.engine`` has the four stages of its calls.
-"""
+"""`DataParallel` wraps a module and runs it on all slots. `WrapperOptions` is what it has beside torch's attributes."""
 
 from __future__ import annotations
 
@@ -85,9 +81,8 @@ class WrapperOptions(CallOptions):
         """For serving: inside the block replicas are made once and used again as they are, and nothing is sent.
 
         You promise that the module does not change inside: no values, no attributes, no modules. If it does change,
-        replicas do not see it before the end, or only some of them do. Anything that ``forward`` writes to its replica
-        stays there until the end, as it does on one device. Calls that run at the same time have their own replicas:
-        `dataparallel.replicas.kept_replicas.MOST_FROZEN` sets are kept until the block ends, further ones for one call.
+        replicas do not see it before the end, or only some of them do. :doc:`/guide/serving` says what becomes of what
+        ``forward`` writes to its replica, and of calls that run at the same time.
 
         A call that records a graph raises ``RuntimeError``. Blocks may be nested.
         """

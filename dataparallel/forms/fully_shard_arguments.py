@@ -1,7 +1,6 @@
 """`MixedPrecisionPolicy` and `OffloadPolicy`, and functions that check the arguments of `fully_shard` before it begins.
 
-Policies have the names, fields and defaults of ``torch.distributed.fsdp``. Each error of a check says what was passed,
-what was expected and what to do.
+Policies have the names, fields and defaults of ``torch.distributed.fsdp``.
 """
 
 from __future__ import annotations

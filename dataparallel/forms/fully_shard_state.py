@@ -130,7 +130,6 @@ class FullyShardState(StateOnSlots):
         return (is_recorded or has_gathers) and not _torch.is_in_backward()
 
     def check(self, slots: Sequence[torch.device]) -> None:
-        """Checks that parameters have memory, and that buffers are on the first slot."""
         if len(slots) > 1 or _torch.is_inside_functorch_transform():
             refuse_what_cannot_be_shared()  # before nodes are made
         self._update_tree()

@@ -1,7 +1,6 @@
 """`ManagedModule` is the base class that a form (``forms.form``) gives to a module; its methods run on the slots.
 
-`SlotsMethod` is such a method, `StateOnSlots` makes the calls, and replicas are made from a `Twin` of the module. This
-file knows no form. `names_explained` is for state dicts whose names do not fit.
+`SlotsMethod` is such a method, `StateOnSlots` makes the calls, and replicas are made from a `Twin` of the module.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`prefetch` wraps a loader and scatters its next batches while the devices compute on the current one.
 
-This file reads the loader ahead and decides which tensors of a batch go to which slot. ``comm.streams.ahead`` sends
-them, and the scatter of the next call takes the chunks from there. No thread is started: batches are read in the loop's
-own thread, between two iterations. Users call it; nothing in the library does.
+``comm.streams.ahead`` sends tensors, and the scatter of the next call takes the chunks from there. Batches are read in
+the loop's own thread, between two iterations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""`replicate` makes a module itself run on all slots, without a wrapper. `ReplicatedModule` is the class that it adds.
-
-The module's ``forward`` then scatters inputs, runs replicas and gathers outputs. Callers of the module and hooks on it
-see one call on the whole batch. This file checks the arguments; ``replicate_state`` has the state.
-"""
+"""`replicate` makes a module itself run on all slots, without a wrapper, by the class `ReplicatedModule`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`ReplicateState` is what `replicate` keeps for one module: its slots and its replicas, which stay from call to call.
-
-Replicas are made from a twin: an object of the original class with all attributes of the module.
-"""
+"""`ReplicateState` is what `replicate` keeps for one module: slots, and replicas that stay from call to call."""
 
 from __future__ import annotations
 

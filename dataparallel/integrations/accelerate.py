@@ -1,7 +1,4 @@
-"""`Accelerator` is accelerate's, for models that have a form. Import it from here, and the program stays as it is.
-
-``integrations.transformers`` uses it too. It needs accelerate.
-"""
+"""`Accelerator` is accelerate's, for models that have a form. Import it from here, and the program stays as it is."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``python -m dataparallel SCRIPT ARGS`` runs a program in which this library takes the place of torch's.
-
-``__main__`` calls `main`. Without a program it prints what ``integrations.machine`` says of this machine.
-"""
+"""``python -m dataparallel SCRIPT ARGS`` runs a program in which this library takes the place of torch's."""
 
 from __future__ import annotations
 

@@ -200,7 +200,6 @@ def _stage(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 def _scatter(
     self: DataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]
 ) -> Any:
-    """`dataparallel.DataParallel.scatter`, with `as_torch_splits`."""
     inputs, kwargs = as_torch_splits(Arguments((inputs, kwargs)), self.dim, len(device_ids))
     return wrappers.DataParallel.scatter(self, inputs, kwargs, device_ids)
 

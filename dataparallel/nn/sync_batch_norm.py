@@ -277,7 +277,6 @@ class SyncBatchNorm(BatchNorm):
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, variance: Tensor) -> None:
-        """Updates the running statistics, without waiting for the device."""
         if self.running_mean is None or self.running_var is None:
             return
         factor: Any = self.momentum

@@ -1,8 +1,7 @@
 """Replicas that talk to each other while they are inside ``forward``: collectives, differentiable, in slot order.
 
-``collectives`` are the functions. ``joint`` brings the tensors of all replicas together, ``across_machines`` those of
-other machines. ``joint`` keeps what a recomputation needs. Outside of a parallel forward there is one replica, and
-each collective returns what one replica gets, so a module with collectives works unwrapped.
+Outside of a parallel forward there is one replica, and each collective returns what one replica gets, so a module with
+collectives works unwrapped.
 """
 
 from dataparallel.peers.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter

@@ -106,7 +106,6 @@ def _give_units(modules: list[nn.Module]) -> None:
 
 
 def make_parameters(plan: ModulePlan, tensors: list[Tensor], cls: type[Tensor]) -> None:
-    """Changes the class of copied parameters from ``Tensor`` to ``cls``."""
     for i in plan.parameters:
         if type(tensors[i]) is Tensor:
             # The object is still the output of the broadcast, with its graph; only the Python class changes.
@@ -114,7 +113,6 @@ def make_parameters(plan: ModulePlan, tensors: list[Tensor], cls: type[Tensor]) 
 
 
 def _rebind_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list[Tensor]) -> None:
-    """Makes attributes outside of the registries refer to the replica instead of the source."""
     table: dict[int, Any] = {id(entry.module): module for entry, module in zip(plan.entries, modules, strict=True)}
     table[plan.source_id] = modules[0]
     table.update({id(source): tensor for source, tensor in zip(plan.tensors, tensors, strict=True)})

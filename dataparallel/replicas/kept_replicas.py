@@ -1,7 +1,6 @@
 """`KeptReplicas` makes the replicas of each call, and keeps those that stay.
 
-Replicas have new module objects, unless they stay, and tensors from the form's store (`TensorStore`). Each call
-sees the source as it is then, and nothing that ``forward`` did to earlier replicas.
+Each call sees the source as it is then, and nothing that ``forward`` did to earlier replicas.
 """
 
 from __future__ import annotations

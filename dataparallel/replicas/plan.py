@@ -1,8 +1,7 @@
 """`ModulePlan` lists what a replica of a module tree needs: modules, tensors, ties, and attributes that refer to them.
 
 A plan is made from the tree at the start of a call, and read once for each replica: building a replica does not look
-at the source again. Making a plan raises an error if the tree cannot be replicated. `check_placement` checks that
-tensors are on the root, `refuse_constants` that no code is bound to it.
+at the source again. Making a plan raises an error if the tree cannot be replicated.
 """
 
 from __future__ import annotations
@@ -236,7 +235,6 @@ class ModulePlan:
         return positions[id(tensor)]
 
     def _share(self, item: nn.Module | Tensor) -> int:
-        """Adds a module or parameter to `shared` and returns its position."""
         self.shared.insert(0, item)
         return NONE_POSITION - len(self.shared)
 

@@ -1,7 +1,4 @@
-"""`replicate`: copies one module to each slot, from the source as it is then.
-
-``kept_replicas`` has the replicas that later calls use again.
-"""
+"""`replicate`: copies one module to each slot, from the source as it is then."""
 
 from __future__ import annotations
 
@@ -176,7 +173,6 @@ class Copies:
         return replicas
 
     def expect(self, expected: ExpectedArrivals | None, slot: int) -> None:
-        """Fills ``expected`` for the replica of a slot, if parameters may be late."""
         if self.arrivals is not None and expected is not None:
             self.arrivals.expect(expected, slot, len(self.plan.tensors) + len(self.plan.shared) + 1)
 

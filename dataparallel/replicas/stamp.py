@@ -105,7 +105,6 @@ class PlanStamp:
                 (self._tables if type(value) in TABLES else self._others).append(value)
 
     def holds(self, network: nn.Module) -> bool:
-        """True if the plan of ``network`` would be the same."""
         return (
             network is self._root
             and self._modules.holds()

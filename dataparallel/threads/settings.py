@@ -32,7 +32,6 @@ class Setting:
     """One row of the table.
 
     Attributes:
-        name: the setting's name.
         read: ``read(slots)`` returns the value in the calling thread.
         hold: ``hold(value, slots, device)`` sets the value in the thread of the replica on ``device``. It returns the
             function that ends it, or ``None`` if nothing has to be ended.

@@ -1,7 +1,4 @@
-"""Which modules of a tree are compiled, and what their replicas call in place of the source's compiled code.
-
-A module is compiled by ``torch.compile`` or ``module.compile()``, or by the argument ``compile=`` of its wrapper.
-"""
+"""Which modules of a tree are compiled, and what their replicas call in place of the source's compiled code."""
 
 from __future__ import annotations
 
@@ -50,7 +47,6 @@ class CompiledCall:
         return self._module()
 
     def of(self, module: nn.Module) -> CompiledCall:
-        """A call of another module on the same device by the same functions."""
         return CompiledCall(self.functions, module, self._device, self._seen)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:

@@ -166,7 +166,6 @@ def frames_that_failed() -> int:
 
 
 def uses_cuda_graphs(context: Any) -> bool:
-    """True if what a context compiles is recorded as CUDA graphs on CUDA devices."""
     backend = _callbacks(context.callback)[-1]
     if getattr(backend, "compiler_name", None) == "cudagraphs":
         return True
