@@ -17,7 +17,7 @@ from selection import others_long
 pytestmark = pytest.mark.devices("cpu")
 
 PACKAGES = [dataparallel, dataparallel.testing]
-WITH_A_FILE_OF_THAT_NAME = ["data_parallel", "parallel_apply", "prefetch", "replicate", "samples"]
+WITH_A_FILE_OF_THAT_NAME = ["data_parallel", "parallel_apply", "replicate", "samples"]
 
 by_name = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 

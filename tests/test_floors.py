@@ -25,7 +25,6 @@ FLOORS = """
     composable         the forms without a wrapper
     compiled           counts of compiled functions
     data_parallel      the wrapper
-    prefetch           a loader of batches
     scatter_gather     stages
     replicate          a stage
     parallel_apply     a stage

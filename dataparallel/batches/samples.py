@@ -7,6 +7,7 @@ share a flat buffer, and one node of the graph has all gradients.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ class SampleCopies:
 
     def __init__(self, found: Iterable[Samples[Any]], slots: Sequence[torch.device], sizes: Sequence[int]) -> None:
         self._slots = slots
-        self._parts = {id(marked): (marked, _cut(marked, sizes)) for marked in found}
+        cuts = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        self._parts = {id(marked): (marked, [Samples(marked[cut]) for cut in cuts]) for marked in found}
         groups: dict[tuple[int, ...], list[Tensor]] = {}
         for tensor, holding in _holding(parts for _, parts in self._parts.values()):
             groups.setdefault(holding, []).append(tensor)
@@ -64,11 +66,6 @@ def joined_samples(parts: Sequence[Samples[Any]], device: torch.device) -> Sampl
     if len(parts) > 1 or any(tensor.device != device for tensor in tensors.values()):
         tensors.update(zip(tensors, Collect.apply([device], *tensors.values()) if tensors else (), strict=True))
     return Samples(entry for part in parts for entry in _rebuilt(part, tensors, device))
-
-
-def _cut(marked: Samples[Any], sizes: Sequence[int]) -> list[Samples[Any]]:
-    starts = [sum(sizes[:slot]) for slot in range(len(sizes))]
-    return [Samples(marked[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
 
 def _holding(lists: Iterable[Sequence[Samples[Any]]]) -> list[tuple[Tensor, tuple[int, ...]]]:

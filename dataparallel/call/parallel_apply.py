@@ -201,7 +201,8 @@ def _permits_and_groups(
         return min(workers, len(slots)), None
     # In training mode random draws are likely. Their order must be fixed without gradients too: a reentrant checkpoint
     # around the call runs the call first without gradients and then with them, and needs the same draws.
-    if not (torch.is_grad_enabled() or _is_training(module)):
+    modules = module.modules() if isinstance(module, nn.Module) else ()
+    if not (torch.is_grad_enabled() or any(getattr(child, "training", False) for child in modules)):
         return len(slots), None
     return len({*slots}), list(slots)  # a group for each random generator: every device has one
 
@@ -226,10 +227,6 @@ def _first_error(outcomes: Sequence[Outcome], slots: Sequence[torch.device], mod
         return first
     finally:
         del first, failed, originals
-
-
-def _is_training(module: Any) -> bool:
-    return isinstance(module, nn.Module) and any(getattr(child, "training", False) for child in module.modules())
 
 
 def _message(error: BaseException) -> str:

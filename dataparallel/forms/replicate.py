@@ -178,7 +178,7 @@ def _prepare(
                 "or use one slot for each process"
             )
         prepare(module, sync_batch_norm, slots, machines is not None)  # converts: after all checks, before the twin
-        state = ReplicateState(
+        return ReplicateState(
             module,
             call_options,
             first_bytes=cap_in_bytes(given["first_bucket_mb"]),
@@ -191,7 +191,6 @@ def _prepare(
             compile=compiled,
             graphs=has_graphs,
         )
-    return state
 
 
 _prepare.__name__ = _prepare.__qualname__ = "replicate"

@@ -22,7 +22,7 @@ from dataparallel.forms.full_state import full_copy
 from dataparallel.forms.fully_shard import fully_shard
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.forms.replicate import ReplicatedModule, replicate
-from dataparallel.integrations.form_names import NAMES, Form
+from dataparallel.integrations import NAMES, Form
 from dataparallel.samples import samples
 from dataparallel.user_warnings import warn_user
 

@@ -20,8 +20,8 @@ from dataparallel.forms.fully_shard import fully_shard
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
 from dataparallel.forms.managed import ManagedModule, name_of_form, register_forward_method, state_of
 from dataparallel.forms.replicate import replicate
+from dataparallel.integrations import NAMES, Form
 from dataparallel.integrations.accelerate import Accelerator
-from dataparallel.integrations.form_names import NAMES, Form
 from dataparallel.integrations.transformers_losses import Items, LossByItems, known_items
 
 _Trainer: Any = object  # what a subclass adds as its second base
