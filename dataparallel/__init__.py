@@ -1,8 +1,7 @@
 """One process drives every device of the machine: ``model = DataParallel(model)``.
 
-The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, `prefetch`, `whole`, `samples`,
-`PerReplica`, `trace`, `replace_torch`, `PerformanceWarning`, `peers` and `nn`.
-A *room* is a folder or a file of this package. It imports only from rooms below it (``tests/test_floors.py``).
+The public names, nothing else. A *room* is a folder or a file of this package. It imports only from rooms below it
+(``tests/test_floors.py``).
 Importing this package touches no device, starts no thread, compiles nothing, and does not import torch: each name and
 each room is imported when it is first asked for.
 """

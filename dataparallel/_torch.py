@@ -103,10 +103,7 @@ _queue_callback = private("torch.autograd.Variable._execution_engine.queue_callb
 
 
 def queue_callback(function: Callable[[], object]) -> None:
-    """Has the engine call the function when the running backward ends, outside of what ``torch.compile`` compiles.
-
-    If the backward fails, the function is dropped.
-    """
+    """The engine calls it when the running backward ends, outside of compiled code. If that fails, it is dropped."""
 
     def run() -> None:
         function()

@@ -1,8 +1,6 @@
 """The public path of the forms without a wrapper: `replicate` and `fully_shard` change a module in place.
 
-Afterwards the module runs on all slots. With `replicate` each slot has all parameters, with `fully_shard` each device
-owns a part of them. Importing this file touches no device. Names are imported when they are first asked for: the
-placements of `fully_shard` take torch most of a second to import.
+Names are imported when they are first asked for: the placements of `fully_shard` take torch most of a second to import.
 """
 
 from typing import TYPE_CHECKING

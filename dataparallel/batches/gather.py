@@ -202,10 +202,7 @@ def _of_one_node(outputs: Sequence[Any]) -> dict[int, Tensor]:
 
 
 class _Joins(NamedTuple):
-    """The arguments of one gather.
-
-    ``done``: joined tensors, by what fills them and the ids of their parts. An output may be a written entry too.
-    """
+    """``done``: joined tensors, by what fills them and the ids of their parts. An output may be a written entry too."""
 
     target: torch.device
     dim: int

@@ -226,10 +226,7 @@ class CopiedContainer(NamedTuple):
         return [cls(original, copies, before)] if before else []
 
     def written(self) -> list[Written]:
-        """Returns the entries that some replica has added or replaced. Entries that it lacks are ``None`` there.
-
-        Entries that all replicas have removed are removed from the caller's container.
-        """
+        """Returns the entries that some replica has added or replaced. What all have removed is removed here too."""
         after = [entries_of(copy) or {} for copy in self.copies]
         keys = {
             key: None

@@ -126,7 +126,6 @@ class Call:
     an optimizer, no copies are late either, because only lookups in replicas wait for late copies.
 
     Attributes:
-        reads: the copies that read pinned memory of the caller.
         copied: containers among the arguments to which replicas may write; ``None`` if they are not handed back.
         combine_scalars, pad: what the stage gather takes.
     """
@@ -199,7 +198,9 @@ class Call:
                 if written:
                     gather([None] * len(outputs), written=written)
         returned = (output, [entry.joined for entry in written]) if written else output
-        self.returns(returned)
+        # The graph of the output may need the replicas. If no tensor is found in it, nothing is noted.
+        if self._cycles and (found := [leaf for _, leaf in leaves(returned, "") if isinstance(leaf, torch.Tensor)]):
+            hold_by_output(self._cycles, found)
         maker.returns(returned)
         if self.peers is not None:
             self.peers.expect_backward_of(returned)
@@ -232,11 +233,6 @@ class Call:
                 _of_thread.call = outer_call
 
         return None if overridden is None else run
-
-    def returns(self, output: Any) -> None:
-        """Notes the output: its graph may need the replicas. If no tensor is found in it, nothing is noted."""
-        if self._cycles and (found := [leaf for _, leaf in leaves(output, "") if isinstance(leaf, torch.Tensor)]):
-            hold_by_output(self._cycles, found)
 
     def __enter__(self) -> Call:
         return self

@@ -199,7 +199,6 @@ class CallOptions:
     An option is checked when it is assigned. If it is refused, nothing changes.
 
     Attributes:
-        output_device: the device of the outputs; ``None`` is the first slot.
         chunk_sizes, workers, serial, bucket_cap_mb, scalars, pad: as given; a sequence is a tuple here.
         permits: says how many replicas run at a time, and learns from the first calls.
         overridden: by name the stages that a user's subclass overrides.

@@ -71,8 +71,7 @@ def parallel_apply(
             the replica and its device. Every other replica has ended by then.
         KeyboardInterrupt: Ctrl-C. No further replica starts, and the exception is raised when the running replicas have
             ended; a replica in the calling thread is interrupted. A second Ctrl-C is raised at once, and abandons
-            replicas in other threads. Only a second one ends a call in which a replica waits, without a collective of
-            ``peers``, for a replica that has not started.
+            replicas in other threads.
     """
     workers, serial = checked("workers", workers, int, None, above=0), checked("serial", serial, bool, None)
     return run_replicas(modules, inputs, kwargs_tup, devices, workers=workers, serial=serial)
@@ -167,10 +166,7 @@ def _callable_of(module: Any, method: str) -> Callable[..., Any]:
 
 
 def _size_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
-    """Returns the size of inputs as a key: dtypes and numbers of elements of the first tensors.
-
-    Numbers are rounded to three binary digits, so batches that are padded to many lengths have few keys.
-    """
+    """Numbers are rounded to three binary digits, so batches that are padded to many lengths have few keys."""
 
     def rounded(count: int) -> int:
         digits = max(0, count.bit_length() - 3)

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=nn.Module)
 
-_TorchDataParallel = nn.DataParallel  # `replace_torch` changes the name in torch.nn
+TorchDataParallel = nn.DataParallel
+"""torch's own class. `replace_torch` changes the name ``torch.nn.DataParallel``, not this one."""
 
 
 class WrapperOptions(CallOptions):
@@ -184,7 +185,7 @@ class DataParallel(nn.DataParallel[M]):
         compiled = CompileArgument.checked(module, own.compile)
         has_graphs = check_graphs(given["graphs"], [module], compiled, slots)
         prepare(module, own.sync_batch_norm, slots)
-        super(_TorchDataParallel, self).__init__()  # past torch's, but not past other bases of a subclass
+        super(TorchDataParallel, self).__init__()  # past torch's, but not past other bases of a subclass
         self.module = module
         self.device_ids = [device_id(slot) for slot in slots]
         self.output_device = device_id(resolve_output(own.output_device, slots)) if slots else None

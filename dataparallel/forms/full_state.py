@@ -195,10 +195,7 @@ def _give_memory(model: nn.Module) -> None:
 
 
 def _shard_optimizer_state(optimizer: Optimizer, optimizer_state: Mapping[str, Any]) -> StateDict:
-    """Shards each value of the saved state as its parameter is sharded. The result shares no tensor with the saved one.
-
-    Optimizers write into the tensors that they load, and the user may load one state into two optimizers.
-    """
+    """Shares no tensor with the saved state: optimizers write into what they load, and the user may load it twice."""
     parameters, saved = parameters_by_key(optimizer, optimizer_state), optimizer_state["state"]
     plain_names = counters([(parameters[key], state) for key, state in saved.items()])
 

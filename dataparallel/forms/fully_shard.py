@@ -230,10 +230,7 @@ def _begin(modules: list[nn.Module], state: FullyShardState) -> None:
 def _machines_of(
     process_group: ProcessGroup | None, mesh: DeviceMesh | None, slots: Sequence[torch.device]
 ) -> tuple[MachinesOfTree | None, AbstractContextManager[None]]:
-    """Returns the machines of the arguments, and a context in which an error on this rank makes all ranks raise.
-
-    Without other machines this imports nothing of ``machines``.
-    """
+    """Returns the machines of the arguments, and a context in which an error on this rank makes all ranks raise."""
     if process_group is None and mesh is None:
         return None, nullcontext()
     from dataparallel.machines.arguments import shard_and_replicate_groups

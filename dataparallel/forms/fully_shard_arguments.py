@@ -92,10 +92,7 @@ def check_kind(module: nn.Module) -> None:
 
 
 def check_reshard(value: bool | int, slots: int, machines: int = 1) -> bool | int:
-    """Returns ``reshard_after_forward`` if it is a bool, or a number of slots that makes groups.
-
-    Over several machines all slots of one machine may be a group. ``slots`` is 0 without devices.
-    """
+    """``slots`` is 0 without devices. Over several machines all slots of one machine may be a group."""
     value = checked("reshard_after_forward", value, bool, int, above=1, hint=", the slots of a group")
     if isinstance(value, bool):
         return value

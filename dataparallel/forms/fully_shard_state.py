@@ -86,8 +86,6 @@ class FullyShardState(StateOnSlots):
         registered = (registry.get(name) for registry, name, _ in self.unit.registries.entries)
         return any(parameter is own for own in (*self.unit.parameters, *registered))
 
-    # ---- the parameters become sharded -------------------------------------------------------------------------------
-
     def shard(self) -> None:
         """Replaces the unit's parameters by sharded ones, in all modules, and moves buffers to the first slot."""
         modules = self.modules()

@@ -179,8 +179,7 @@ class FullyShardedModule(ManagedModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Changes what `fully_shard` was given: whether units free their full parameters after forward.
 
-        Full parameters that are kept serve a backward. Without one, the next call gathers them again, because the
-        sharded ones may have been written to: see `unshard` for evaluations that gather once.
+        Full parameters that are kept serve a backward. See `unshard` for evaluations that gather once.
 
         Args:
             reshard_after_forward: as for `fully_shard`, without ``None``.

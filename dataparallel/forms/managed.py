@@ -196,11 +196,7 @@ class ManagedModule:
 
 
 class Twin:
-    """Holds the twin of one module: another object that replicas are made from, the same one at each call.
-
-    The twin has all attributes of the module, so the same children and tensors. Only class and hooks may differ. It has
-    none until `update` is called.
-    """
+    """Holds the twin of one module: another object that replicas are made from, the same one at each call."""
 
     def __init__(self, cls: type[nn.Module], info: TwinInfo) -> None:
         self.module = bare_module(cls)
@@ -208,9 +204,9 @@ class Twin:
         self._no_hooks: dict[str, Any] = {name: OrderedDict() for name in _torch.HOOK_TABLES}
 
     def update(self, source: nn.Module, method: str, left_out: str = "") -> nn.Module:
-        """Gives the twin the current attributes of ``source``, for a call of ``method``, and returns the twin.
+        """Gives the twin the current attributes of ``source``, and so the same children and tensors.
 
-        One attribute may be left out. Until its replicas are made no other thread may update the twin.
+        Until its replicas are made no other thread may update the twin.
 
         For ``forward`` the twin has no hooks: the module's hooks run around the call on the whole batch. Another method
         may call the replica itself, and then the hooks run in the replica.
@@ -420,11 +416,8 @@ class SlotsMethod:
 def register_forward_method(module: nn.Module, name: str, *, pad: Pad = None) -> None:
     """Makes the method ``name`` run as ``forward`` does: scatters its arguments, gathers the outputs of replicas.
 
-    The module may be replicated or fully sharded. In a replica of a fully sharded tree the method gathers the
-    parameters of the module's unit first.
-
     Args:
-        module: the module that has a form.
+        module: a module that has a form. In a fully sharded tree the method gathers the parameters of its unit first.
         name: the name of one of its methods.
         pad: fills outputs of the method that differ between replicas, as for `dataparallel.DataParallel`; default: that
             of the form. Registering a method again replaces it.

@@ -166,9 +166,6 @@ def _is_below(path: str, tops: Sequence[str]) -> bool:
     return any(not top or path == top or path.startswith(f"{top}.") for top in tops)
 
 
-# ---- compiled code of units ------------------------------------------------------------------------------------------
-
-
 class _CompiledParts:
     """Chooses the modules of a plan that replicas call as compiled code, so that no graph has parameters of two units.
 

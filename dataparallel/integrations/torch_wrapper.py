@@ -26,6 +26,7 @@ from dataparallel.batches.structures import Arguments, ByReference, is_whole, le
 from dataparallel.comm.checks import near_equal_sizes
 from dataparallel.devices import DeviceLike
 from dataparallel.forms import data_parallel as wrappers
+from dataparallel.forms.data_parallel import TorchDataParallel
 from dataparallel.forms.managed import shows_forward_of_module
 from dataparallel.samples import Samples
 from dataparallel.user_warnings import warn_user
@@ -129,10 +130,6 @@ def _split_where_sizes_differ(arguments: Any, dim: int, slots: int) -> Any:
 def _is_one_entry_for_each_slot(tensor: Tensor, dim: int, slots: int) -> bool:
     """True if the entries are equal too, so that no value is lost with some of them."""
     return tensor.shape[dim] == slots and bool((tensor == tensor.narrow(dim, 0, 1)).all())
-
-
-TorchDataParallel = nn.DataParallel
-"""torch's own class. `replace_torch` changes the name ``torch.nn.DataParallel``, not this one."""
 
 
 class _IsAnyWrapper(ABCMeta):

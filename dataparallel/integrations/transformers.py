@@ -210,9 +210,6 @@ class OnSlots(_Trainer):
             del self.model.generate
 
 
-# ---- forms -----------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _full_states(model: Any) -> Iterator[None]:
     """Inside the block the ``state_dict()`` of the model, and of each of its modules, has full tensors."""
@@ -227,9 +224,6 @@ def _full_states(model: Any) -> Iterator[None]:
 
             stack.callback(module.register_state_dict_post_hook(fill).remove)
         yield
-
-
-# ---- generate --------------------------------------------------------------------------------------------------------
 
 
 class _Generate(nn.Module):

@@ -313,10 +313,7 @@ class _Input:
 def joint(
     place: MeetingPlace, request: Request, tensors: Sequence[Tensor], combine: Combine, note: Any = None
 ) -> list[Tensor]:
-    """Runs a collective and returns this replica's results. All replicas have to call it with an equal request.
-
-    ``note``: a value of this replica that is no tensor, because the host has to know it.
-    """
+    """``note``: a value of this replica that is no tensor, because the host has to know it."""
     replayed = results_of_forward(request)
     if replayed is not None:
         return replayed

@@ -86,10 +86,7 @@ def call_compiled(plan: ModulePlan, modules: list[nn.Module], device: torch.devi
 
 
 def _as_written(module: Any, attributes: dict[str, Any] | None = None) -> nn.Module:
-    """A module of the class that ``module`` had without a form, with these attributes or with the same dict of them.
-
-    The compiler traces this one. A form's class is about what happens around a call, and that is not to be compiled.
-    """
+    """What the compiler traces: a form's class is about what happens around a call, and that is not to be compiled."""
     cls = original_class(type(module))
     return give_attributes(
         bare_module(cls), vars(module) if attributes is None else attributes, module, instance_slots(cls)
@@ -167,10 +164,7 @@ def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
 
 
 def _own_attributes(entry: ModuleEntry, module: nn.Module, flags: dict[str, Any]) -> dict[str, Any]:
-    """Returns the attributes of a replica's ``module``, with tables of hooks of its own and without registries.
-
-    Without hooks, modules of one replica share ``flags``, the tables of `HOOK_FLAGS`.
-    """
+    """Without hooks, modules of one replica share ``flags``, the tables of `HOOK_FLAGS`."""
     if entry.has_own_rule:
         own = vars(module)
         for name in (TWIN_INFO, *entry.left_out):

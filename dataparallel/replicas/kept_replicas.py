@@ -57,10 +57,7 @@ class TensorStore(ABC):
 
 
 class FreshCopies(TensorStore):
-    """Makes new tensors for each call, and keeps nothing: whatever a ``forward`` keeps of them stays as it is.
-
-    ``as_torch``: see `Copies.send`.
-    """
+    """Keeps nothing: whatever a ``forward`` keeps of the tensors stays as it is. ``as_torch``: see `Copies.send`."""
 
     def __init__(self, as_torch: bool = False) -> None:
         self._as_torch = as_torch
@@ -188,12 +185,12 @@ class KeptReplicas:
 
     def __init__(
         self,
-        tensors: TensorStore | None = None,
+        tensors: TensorStore,
         compile: CompileArgument | None = None,
         hooks_follow: bool = True,
         graphs: GraphedReplicas | None = None,
     ) -> None:
-        self._tensors = FreshCopies() if tensors is None else tensors
+        self._tensors = tensors
         self._compile = compile
         self._hooks_follow = hooks_follow
         self.graphs = graphs

@@ -161,9 +161,7 @@ class ModulePlan:
 
     @classmethod
     def of(cls, network: nn.Module, root_call: Compiled | None = None, hooks_follow: bool = True) -> ModulePlan:
-        """Makes the plan of ``network`` as it is now.
-
-        ``root_call``: how replicas are compiled, if ``network`` is not compiled itself. ``hooks_follow``: references
+        """``root_call``: how replicas are compiled, if ``network`` is not compiled itself. ``hooks_follow``: references
         of hooks to the tree lead to the replica, as other attributes' do.
         """
         twin: TwinInfo = vars(network).get(TWIN_INFO) or TwinInfo(id(network))
@@ -396,10 +394,7 @@ with a description of one such constant. torch.fx makes a new ``forward`` when a
 
 
 def refuse_constants(plan: ModulePlan, slots: Sequence[torch.device]) -> None:
-    """Checks that each constant in the code of ScriptModules and graphs is on the device of all slots, or on the CPU.
-
-    Tracing and exporting bake the device of the example inputs, and tensors on it, into the code.
-    """
+    """Tracing and exporting bake the device of the example inputs, and tensors on it, into the code."""
     inside: set[int] = set()  # ids of modules whose code has been checked as part of their parent's
     for entry in plan.entries:
         if id(entry.module) in inside:

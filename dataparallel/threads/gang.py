@@ -169,10 +169,7 @@ class Gang:
             self._wake_if_over()
 
     def _run_in_worker(self, slot: int | None, worker: pool.Worker) -> None:
-        """Runs the task of ``slot``, if any, and then tasks as long as some may start.
-
-        Tasks of other devices too: a handover to another thread costs a switch.
-        """
+        """Runs tasks as long as some may start, of other devices too: a handover to another thread costs a switch."""
         slots = self._next_slots(None, worker) if slot is None else [slot]
         while slots:
             self._start_workers(slots[1:])
@@ -435,10 +432,7 @@ class SerialTasks:
         self._outcomes[caller_slot + 1 :] = outcomes[caller_slot + 1 :]
 
     def _hand_over(self) -> Gang:
-        """Makes a gang of the tasks that have not started. The calling thread goes on with its own.
-
-        In one group the order of tasks is fixed: none starts while another runs a nested call.
-        """
+        """In one group the order of tasks is fixed: none starts while another runs a nested call."""
         waiting, groups = [*self._take_waiting()], [0] * len(self._tasks)
         gang = Gang(self._worker_tasks, 1, groups, None, self._devices, self._outer_gang)
         gang.add_caller(waiting, [self._caller_slot])

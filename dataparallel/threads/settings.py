@@ -306,10 +306,7 @@ class CallerState:
             _torch.forget_default_device_context()
 
     def run_here(self, slot: int, task: Callable[[], T]) -> T:
-        """Runs ``task`` in the calling thread, where only the translated settings have to be held.
-
-        Settings that the task leaves changed are restored, so that the next replica sees the caller's.
-        """
+        """Settings that the task leaves changed are restored, so that the next replica sees the caller's."""
         default = _torch.default_device_context()
         try:
             return self._run(slot, task, self._translated)

@@ -11,7 +11,7 @@ from torch import nn
 
 import dataparallel
 from dataparallel import replace_torch
-from dataparallel.integrations.torch_wrapper import TorchDataParallel
+from dataparallel.forms.data_parallel import TorchDataParallel
 from processes import run_script
 
 

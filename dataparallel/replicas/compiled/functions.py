@@ -161,10 +161,7 @@ _lock = threading.Lock()
 def functions_for(
     module: nn.Module, body: Callable[..., Any], context: Any, others: Iterable[CompiledFunctions]
 ) -> CompiledFunctions:
-    """The functions of a module that ``context`` compiles. They live as long as the context.
-
-    ``others``: those of other modules of its tree. A module that is like one of them shares its functions.
-    """
+    """They live as long as the context. ``others``: those of modules of the tree, which one that is alike shares."""
     with _lock:
         held = _of_contexts.setdefault(context, {})
         key = _structure(module), body
@@ -176,10 +173,7 @@ def functions_for(
 
 
 def _structure(module: nn.Module) -> Hashable:
-    """Classes of the modules below, their hooks, and kinds of their tensors. Modules with one structure share graphs.
-
-    The compiler traces hooks, but does not look at a later call if they are the same.
-    """
+    """Modules with one structure share graphs. Hooks are traced, and a later call does not look if they are these."""
     return (
         tuple((name, type(child), _hooks(child)) for name, child in module.named_modules()),
         tuple((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in module.named_parameters()),

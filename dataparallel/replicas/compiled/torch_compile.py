@@ -33,10 +33,7 @@ def say_that_it_is_disabled(call: Any) -> None:
 
 
 def compiler_context(compiled: Any) -> Any:
-    """The context by which ``torch.compile`` made a module or function: its backend and options.
-
-    ``None`` if that torch keeps no context with it, or keeps it elsewhere.
-    """
+    """Its backend and options. ``None`` if that torch keeps no context with it, or keeps it elsewhere."""
     context_class = _torch.of_compiler("context")
     if issubclass(type(compiled), _torch.of_compiler("module")):
         found = vars(compiled).get("dynamo_ctx")
