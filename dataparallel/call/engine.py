@@ -36,10 +36,7 @@ if TYPE_CHECKING:
 
 
 class Method(NamedTuple):
-    """A method to run on the slots. Replicas run their method of this ``name``, a single slot runs ``of_module``.
-
-    ``pad`` is the method's own; ``None`` is that of the form.
-    """
+    """Replicas run their method of this ``name``, a single slot runs ``of_module``. ``pad``: ``None`` is the form's."""
 
     name: str
     of_module: Callable[..., Any]

@@ -28,7 +28,6 @@ class ReplicateState(StateOnSlots):
     """The state of one module, by arguments of `replicate`.
 
     Attributes:
-        tensors: the tensors of the replicas.
         graphs: the captured graphs of the replicas; ``None`` without ``graphs=True``.
         machines: those over which gradients are summed too; ``None`` for this machine alone.
     """
@@ -87,10 +86,7 @@ class ReplicateState(StateOnSlots):
             )
 
     def needs_no_replica(self) -> bool:
-        """Returns False for a recorded call whose gradients go to other machines or to a hook: replicas send them.
-
-        And for all calls if replicas launch graphs.
-        """
+        """Replicas send the gradients of a recorded call to other machines or to a hook, and replicas launch graphs."""
         return self.graphs is None and (not torch.is_grad_enabled() or self.tensors.passes is None)
 
     def alone(self, method: Method) -> Callable[..., Any]:

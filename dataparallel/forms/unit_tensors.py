@@ -29,11 +29,7 @@ from dataparallel.sharded.units.unit import Unit
 
 
 class UnitTensors(TensorStore):
-    """The tensors of one tree's replicas.
-
-    ``tops`` has the modules of each unit, and ``compile`` how it is compiled. ``keeps_buffers``: their copies
-    stay where they are.
-    """
+    """``tops``: the modules of each unit. ``compile``: how it is. ``keeps_buffers``: copies stay where they are."""
 
     are_copies = False
     stay = True
@@ -109,10 +105,7 @@ class UnitTensors(TensorStore):
                 attributes[key] = Rebinding(sharded_by_id).rebound(attributes[key])
 
     def _read(self, plan: ModulePlan) -> None:
-        """Finds the units in a plan, and gives its modules what gathers units, and compiled code.
-
-        Of a unit, modules and parameters count that have not been replaced or removed.
-        """
+        """Of a unit, modules and parameters count that have not been replaced or removed."""
         numbers = {id(p): (unit, number) for unit in self._units for number, p in enumerate(unit.parameters)}
         self._in_units = {i: numbers[id(tensor)] for i, tensor in enumerate(plan.tensors) if id(tensor) in numbers}
         positions = {id(entry.module): position for position, entry in enumerate(plan.entries)} | {plan.source_id: 0}

@@ -184,10 +184,7 @@ class _Steps(nn.Module):
         self._signature_of_log = inspect.signature(LightningModule.log)
 
     def forward(self, step: str, appended: dict[str, list[Any]], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Returns the output of the step, and what it has logged.
-
-        What the step appends to lists of the module is put into ``appended``, which the call hands back.
-        """
+        """What the step appends to lists of the module is put into ``appended``, which the call hands back."""
         module: Any = self.module
         logged: dict[str, dict[str, Any]] = {}
         own, samples_here = vars(module), number_of_samples((args, kwargs), 0)

@@ -194,10 +194,7 @@ def _is_called_by(module: str) -> bool:
 
 @dataclass(frozen=True)
 class JointSpan:
-    """The replicas of a collective, seen from one of them.
-
-    ``index`` is the replica's number among all replicas, machine by machine, and ``counts`` says how many each has.
-    """
+    """The replicas of a collective, seen from the one with number ``index``. ``counts``: how many each machine has."""
 
     place: MeetingPlace
     index: int
@@ -267,10 +264,7 @@ Combine: TypeAlias = Callable[[Sequence[torch.device], list[list[Tensor]], list[
 
 @dataclass(frozen=True)
 class Request:
-    """One collective, as error messages name it.
-
-    ``detail``: the function's other arguments, as a call would write them. ``tensors``: what `described` says.
-    """
+    """``detail``: the function's other arguments, as a call would write them. ``tensors``: what `described` says."""
 
     name: str
     detail: str = ""

@@ -50,10 +50,7 @@ def collector_paused() -> Iterator[None]:
 def build_replica(
     plan: ModulePlan, tensors: list[Tensor], record: bool, expected: ExpectedArrivals | None = None
 ) -> Any:
-    """One replica of the plan's tree, with these tensors.
-
-    ``record``: they are outputs of a recorded broadcast. ``expected``: which of them may still be on their way.
-    """
+    """``record``: ``tensors`` are outputs of a recorded broadcast. ``expected``: which may still be on their way."""
     make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
     tensor_table = plan.table(tensors)
     flags: dict[str, Any] = {name: OrderedDict() for name in HOOK_FLAGS}  # shared: each hook has its own number

@@ -161,10 +161,7 @@ class CompileArgument:
         return CompileArgument, (self.options,)
 
     def of(self, module: nn.Module, others: Iterable[Compiled | None] = ()) -> Compiled | None:
-        """How replicas of ``module`` are called. ``None`` if the compiler is switched off.
-
-        ``others``: how other modules of its tree are, whose functions it may share.
-        """
+        """``None`` if the compiler is switched off. ``others``: of modules in its tree, which may share functions."""
         return None if self._call is _nothing else compiled_in_place(module, self._call, others)
 
 

@@ -106,11 +106,10 @@ def _say_that_they_run_without() -> None:
 
 
 class _CompiledFunction:
-    """The compiled function of one device.
+    """Several threads may call it, and miss the same graph. The first one compiles it, alone. The others look again.
 
-    Several threads may call it, and miss the same graph. The first one compiles it, alone. The others
-    were outside meanwhile. They look again, because they may find it now. That is possible only where the frame has not
-    begun: in the function itself. A frame further inside is compiled again, once for each thread that has missed it.
+    That is possible only where the frame has not begun: in the function itself. A frame further inside is compiled
+    again, once for each thread that has missed it.
     """
 
     def __init__(self, family: CompiledFunctions, device: torch.device | None, context: Any) -> None:
