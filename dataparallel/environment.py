@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from dataparallel.arguments import checked
-
 _NO, _YES = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 
 
 def says_no(variable: str) -> bool:
     """True if the environment variable says no, in upper or lower case. Raises ``ValueError`` for other words."""
-    value = os.environ.get(variable)
-    return bool(value) and checked(variable, str(value).lower(), *_NO, *_YES) in _NO
+    value = os.environ.get(variable, "")
+    if value.lower() not in ("", *_NO, *_YES):
+        raise ValueError(f"{variable}={value!r}: expected {', '.join((*_NO, *_YES))}, or nothing")
+    return value.lower() in _NO

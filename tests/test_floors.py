@@ -56,6 +56,7 @@ FLOORS = """
     devices            which devices a caller may pass
     forks              what begins anew in a forked child, and what a spawned one returns
     weak_members       sets of objects that somebody else keeps alive, for several threads
+    arguments          the test of a value that a user passes
     environment        switches in the environment
     _torch             every private name of torch
     _on_demand         packages whose names are imported when they are first asked for
